@@ -1,0 +1,1 @@
+"""Unisono: train one neural network on many devices as if they were one."""

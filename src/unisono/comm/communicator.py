@@ -1,0 +1,96 @@
+"""The contract of the wire between the replicas. The only door to the network and to the clock.
+
+A verb *starts* an operation and returns a `Work` at once; `Work.wait` gives the result. Nothing needs a thread:
+an operation moves on whenever anybody polls. All peers must start the same verbs in the same order on the same
+lane. Every message carries a `Header`, and headers are compared before the payload is touched, so that a peer
+that said something else is a `MessageMismatch` that names both sides, never an abort or a silent wrong sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor, dtype
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message says of itself.
+
+    `verb` is the method's name; `sequence` counts the verbs started on this lane, from 0; `numel` and `dtype`
+    are those of the payload; `root` is the rank a broadcast comes from (-1 elsewhere). Two peers' headers of the
+    same sequence must be equal (for `exchange` and `swap`, whose sizes may differ by pair, `numel` is -1 and the
+    sizes are checked pair by pair).
+    """
+
+    verb: str
+    sequence: int
+    numel: int
+    dtype: str
+    root: int = -1
+
+    def __str__(self) -> str:
+        size = f" of {self.numel} x {self.dtype}" if self.numel >= 0 else ""
+        root = f" from worker {self.root}" if self.root >= 0 else ""
+        return f"message {self.sequence}: {self.verb}{size}{root}"
+
+
+class Work(Protocol[T_co]):
+    """An operation under way."""
+
+    def poll(self) -> bool:
+        """Go on as far as possible without waiting; True when the result is there (or an error is: `wait` raises it)."""
+
+    def wait(self) -> T_co:
+        """The result. May be called again. Raises `PeerLost` or `MessageMismatch`, within the deadline."""
+
+
+class Communicator(Protocol):
+    """The wire between the same part of all replicas. Ranks are ``0 .. size-1``.
+
+    A tensor handed in belongs to the communicator until `wait` returns; after that it may hold anything, unless
+    the verb says otherwise. Every `wait` may raise `PeerLost`. All floating dtypes, int64, int32 and uint8 are
+    carried; any contiguous shape, empty included. Not thread-safe: one lane is used by one thread.
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that left this worker so far, on all lanes (shared memory counts what peers had to read)."""
+
+    def allocate(self, numel: int, dtype: dtype) -> Tensor:
+        """A zeroed flat tensor that `sum` takes without copying it. All peers allocate alike, in the same order."""
+
+    def sum(self, x: Tensor) -> Work[Tensor]:
+        """The sum over all peers, added in the order of ranks where the backend can promise an order.
+
+        The result has the shape of `x`, is to be read only, may be memory shared with peers or `x` itself, and is
+        valid until this worker starts the next `sum` of the same `x`.
+        """
+
+    def gather(self, x: Tensor) -> Work[Tensor]:
+        """Everybody's `x`, stacked: shape ``[size, *x.shape]``, row *r* from rank *r*. `x` is unchanged."""
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Work[Tensor]:
+        """`x` of rank `root`, written into everybody's `x`, which is the result."""
+
+    def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Work[list[Tensor]]:
+        """Send ``xs[r]`` to rank *r*; result *r* is what rank *r* sent here, and has the shape and dtype of ``like[r]``."""
+
+    def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Work[dict[int, Tensor]]:
+        """Send ``xs[r]`` to neighbour *r*, receive ``like[r]`` from neighbour *r*; only neighbours take part."""
+
+    def lane(self, name: str) -> Communicator:
+        """A second, independent conversation between the same peers (all open the same lanes in the same order)."""
+
+    def now(self) -> float:
+        """Seconds on this communicator's clock."""
+
+    def close(self) -> None:
+        """Give back what the operating system lent. Never blocks on a peer. May be called twice."""

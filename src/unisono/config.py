@@ -1,0 +1,195 @@
+"""How it is trained: one frozen, typed, printable value; the same from Python, the command line and TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono import notation
+from unisono.compress import COMPRESSORS, Cast, Compressor
+from unisono.data import LOADERS, Load
+from unisono.errors import InvalidInput
+from unisono.layout import LAYOUTS, Layout
+from unisono.schedule import SCHEDULES, Schedule
+from unisono.sync import SYNCHRONIZERS, AllReduce, Synchronizer
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a task is trained. ``None`` leaves the choice to the task's defaults, then to the library's (`resolve`).
+
+    Args:
+        workers: processes to start, one device each.
+        steps: optimizer steps; excludes `epochs`.
+        epochs: passes over the data, a fraction allowed; rounded down to whole steps.
+        global_batch: samples of one step over all workers (64).
+        micro_batch: samples that are computed at once, the unit that is handed to workers (a quarter of
+            `global_batch`). Must divide `global_batch`; there must be at least one micro-batch per worker.
+        sync: how replicas agree.
+        compress: what travels in place of a gradient.
+        layout: how one replica lies over its workers.
+        seed: of the initial weights, the order of samples and every random stream.
+        lr: learning rate, in place of what the task's optimizer says.
+        precision: ``fp32``, or ``bf16`` for autocast (weights and optimizer stay in fp32).
+        clip: largest norm of the mean gradient; None does not clip.
+        schedule: factor on the learning rate as a function of the step.
+        checkpoint_every: steps between checkpoints; 0 writes one at the end only.
+        keep: how many checkpoints to keep, the newest.
+        evaluate_every: steps between evaluations; 0 evaluates at the end only.
+        run: the run's directory. Default: ``runs/<task>-<date>``.
+        resume: go on from the newest sound checkpoint of `run`.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        communicator: ``auto``, ``shared_memory``, ``gloo`` or ``nccl``.
+        overlap: exchange gradients while backward still runs.
+        threads: compute threads per worker; 0 shares the cores among the workers of a host, or takes 1 with
+            ``Exact()``, where the number of threads is part of the run's identity.
+        load: how samples are fetched; None measures the first micro-batch and chooses.
+        compile: run the model through ``torch.compile``.
+        sync_batchnorm: batch normalisation over the workers' concurrent micro-batches.
+        deadline_seconds: how long a silent peer is waited for.
+    """
+
+    workers: int = 1
+    steps: int | None = None
+    epochs: float | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    sync: Synchronizer = AllReduce()
+    compress: Compressor = Cast()
+    layout: Layout = Layout()
+    seed: int = 0
+    lr: float | None = None
+    precision: str = "fp32"
+    clip: float | None = None
+    schedule: Schedule | None = None
+    checkpoint_every: int = 0
+    keep: int = 2
+    evaluate_every: int = 0
+    run: str | None = None
+    resume: bool = False
+    device: str = "auto"
+    communicator: str = "auto"
+    overlap: bool = True
+    threads: int = 0
+    load: Load | None = None
+    compile: bool = False
+    sync_batchnorm: bool = False
+    deadline_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, value in _values(self):
+            _check_type(name, value)
+        _check_bounds(self)
+
+    @staticmethod
+    def of(mapping: Mapping[str, Any]) -> Config:
+        """A config from field names and values; strings are read in the notation where the field holds a value.
+
+        Raises:
+            InvalidInput: an unknown field (names the nearest), or a value out of type or bounds.
+        """
+        return Config().but(mapping)
+
+    def but(self, mapping: Mapping[str, Any]) -> Config:
+        """This config with the fields of `mapping` in place of its own; `mapping` is read as by `of`."""
+        for name in mapping:
+            if name not in FIELDS:
+                raise InvalidInput(name, mapping[name], "there is no such field", notation.nearest(name, list(FIELDS)))
+        return dataclasses.replace(self, **{name: read(name, value) for name, value in mapping.items()})
+
+    def mapping(self) -> dict[str, Any]:
+        """Field names and plain values, as TOML can hold them; fields that are None are left out."""
+        return {
+            name: notation.show(value) if name in NOTED else value
+            for name, value in _values(self)
+            if value is not None
+        }
+
+
+FIELDS: dict[str, str] = {f.name: str(f.type) for f in dataclasses.fields(Config)}
+NOTED: dict[str, dict[str, type]] = {
+    "sync": SYNCHRONIZERS,
+    "compress": COMPRESSORS,
+    "layout": LAYOUTS,
+    "schedule": SCHEDULES,
+    "load": LOADERS,
+}
+CHOICES = {
+    "precision": ("fp32", "bf16"),
+    "device": ("auto", "cpu", "cuda"),
+    "communicator": ("auto", "shared_memory", "gloo", "nccl"),
+}
+_AT_LEAST = {
+    "workers": 1,
+    "steps": 1,
+    "global_batch": 1,
+    "micro_batch": 1,
+    "checkpoint_every": 0,
+    "keep": 1,
+    "evaluate_every": 0,
+    "threads": 0,
+    "seed": 0,
+}
+_ABOVE_ZERO = ("epochs", "lr", "clip", "deadline_seconds")
+
+
+def read(name: str, value: Any) -> Any:
+    """`value` as field `name` holds it: text becomes a number, a truth value or a value in the notation.
+
+    Raises:
+        InvalidInput: the text cannot be read as the field's type.
+    """
+    if not isinstance(value, str):
+        return value
+    if name in NOTED:
+        return notation.parse(name, value, NOTED[name])
+    kind = FIELDS[name].split(" ")[0]
+    if kind == "bool" and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if kind in ("int", "float"):
+        try:
+            return int(value) if kind == "int" else float(value)
+        except ValueError:
+            raise InvalidInput(name, value, f"not {_KINDS[kind]}", f"write {_KINDS[kind]}") from None
+    return value
+
+
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+
+
+def _values(config: Config) -> list[tuple[str, Any]]:
+    return [(name, getattr(config, name)) for name in FIELDS]
+
+
+def _check_type(name: str, value: Any) -> None:
+    kind, optional = FIELDS[name].split(" ")[0], "None" in FIELDS[name]
+    if (value is None and optional) or name in NOTED:
+        return
+    fits = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, int | float) and not isinstance(value, bool),
+        "bool": isinstance(value, bool),
+        "str": isinstance(value, str | Path),
+    }[kind]
+    if not fits:
+        raise InvalidInput(name, value, f"not {_KINDS[kind]}", f"write {_KINDS[kind]}")
+
+
+def _check_bounds(config: Config) -> None:
+    for name, choices in CHOICES.items():
+        value = getattr(config, name)
+        if value not in choices:
+            raise InvalidInput(name, value, "not one of the choices", f"choose {' or '.join(choices)}")
+    for name, least in _AT_LEAST.items():
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise InvalidInput(name, value, f"below {least}", f"use {least} or more")
+    for name in _ABOVE_ZERO:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise InvalidInput(name, value, "not a positive number", "use a number above 0")
+    if config.steps is not None and config.epochs is not None:
+        raise InvalidInput("epochs", config.epochs, f"steps = {config.steps} is given too", "give one of the two")

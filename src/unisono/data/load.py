@@ -1,0 +1,38 @@
+"""How samples are fetched, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Inline:
+    """In the training thread, when the micro-batch is due. Best where fetching is quicker than a thread's hand-over."""
+
+
+@dataclass(frozen=True)
+class Threads:
+    """In a background thread, `ahead` micro-batches before they are due. Not for datasets that draw random numbers:
+    torch's generators belong to the whole process."""
+
+    ahead: int = 2
+
+    def __post_init__(self) -> None:
+        if self.ahead < 1:
+            raise ValueError(f"ahead={self.ahead!r} is below 1")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """In `count` background processes, each `ahead` micro-batches before they are due. For datasets that compute."""
+
+    count: int = 1
+    ahead: int = 2
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.ahead < 1:
+            raise ValueError(f"count={self.count!r} and ahead={self.ahead!r} must both be 1 or more")
+
+
+Load = Inline | Threads | Processes
+LOADERS: dict[str, type] = {cls.__name__: cls for cls in (Inline, Threads, Processes)}

@@ -1,0 +1,100 @@
+"""Every error that a caller may catch.
+
+    UnisonoError
+    ├── InvalidInput               what the user wrote cannot work: names the field, the value, the cure
+    ├── CommunicationError
+    │   ├── PeerLost               a peer is gone or silent beyond the deadline
+    │   └── MessageMismatch        two workers sent different messages where the same one was due
+    ├── CheckpointError
+    │   ├── CheckpointDamaged      what was read is not what was written
+    │   └── CheckpointMismatch     written by another model: names the first tensor that differs
+    ├── Diverged                   a loss or gradient is not finite: names step, micro-batch, worker
+    └── WorkerFailed               a worker process ended badly: carries its traceback
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class UnisonoError(Exception):
+    """Root of all errors raised on purpose by this package."""
+
+
+class InvalidInput(UnisonoError):
+    """What the user wrote cannot work. The command line prints it as one sentence and exits with 2.
+
+    Args:
+        field: the name as the user wrote it (``global_batch``, ``--text``).
+        value: what it was set to.
+        problem: why that cannot work, with the bound that it breaks.
+        cure: what to write instead.
+    """
+
+    def __init__(self, field: str, value: Any, problem: str, cure: str) -> None:
+        self.field, self.value, self.problem, self.cure = field, value, problem, cure
+        shown = value if isinstance(value, str) else repr(value)
+        super().__init__(f"{field} = {shown}: {problem}; {cure}.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.value, self.problem, self.cure)
+
+
+class CommunicationError(UnisonoError):
+    """Something between workers went wrong."""
+
+
+class PeerLost(CommunicationError):
+    """One or more peers are gone, or stayed silent beyond the deadline.
+
+    Args:
+        ranks: the ranks that are known to be missing; empty where the backend cannot tell.
+        during: the verb that could not be completed, for instance ``sum``.
+        detail: what was seen (a closed connection, a dead process, a deadline of so many seconds).
+    """
+
+    def __init__(self, ranks: Iterable[int], during: str, detail: str) -> None:
+        self.ranks, self.during, self.detail = tuple(sorted(set(ranks))), during, detail
+        who = "worker " + ", ".join(map(str, self.ranks)) if self.ranks else "a worker"
+        super().__init__(f"{who} lost during {during}: {detail}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.ranks, self.during, self.detail)
+
+
+class MessageMismatch(CommunicationError):
+    """Two workers reached the same point of the conversation with different messages; names both sides."""
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint cannot be written or used."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """What was read is not what was written: a checksum, a length or a file is wrong."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint belongs to another model, optimizer or plan; names the first difference."""
+
+
+class Diverged(UnisonoError):
+    """A loss or gradient is not finite; names the step, the micro-batch and the worker."""
+
+
+class WorkerFailed(UnisonoError):
+    """A worker process ended badly.
+
+    Args:
+        rank: which worker failed first.
+        reason: one sentence (``ValueError: …`` or ``killed by SIGKILL``).
+        traceback: the worker's traceback as text, empty where it left none.
+    """
+
+    def __init__(self, rank: int, reason: str, traceback: str = "") -> None:
+        self.rank, self.reason, self.traceback = rank, reason, traceback
+        super().__init__(f"worker {rank} failed: {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.reason, self.traceback)

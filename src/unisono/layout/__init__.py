@@ -1,0 +1,2 @@
+from unisono.layout.layout import LAYOUTS as LAYOUTS
+from unisono.layout.layout import Layout as Layout

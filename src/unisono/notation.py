@@ -1,0 +1,94 @@
+"""One notation for values everywhere: Python, command line, TOML, log, checkpoint.
+
+A value is written as the call that makes it, ``AllReduce()`` or ``Exact(fraction_bits=40)``. It is parsed, never
+evaluated: a call of a listed name, whose arguments are literals or further calls. ``show`` writes it back.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.errors import InvalidInput
+
+
+def parse(field: str, text: str, names: Mapping[str, type]) -> Any:
+    """The value that `text` writes down.
+
+    Args:
+        field: the option's name, for the error message.
+        text: for instance ``"Exact(fraction_bits=40)"``; a bare name means a call without arguments.
+        names: the names that may be called.
+
+    Raises:
+        InvalidInput: not a literal call, an unknown name, or arguments that the value refuses.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise InvalidInput(field, text, f"not a literal call ({error.msg})", _example(names)) from None
+    if not isinstance(tree, ast.Call | ast.Name):
+        raise InvalidInput(field, text, "not a literal call", _example(names))
+    return _value(field, text, tree, names)
+
+
+def show(value: Any) -> str:
+    """`value` in the notation; arguments that equal their defaults are left out. ``parse(show(v)) == v``."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    parts = [
+        f"{f.name}={show(getattr(value, f.name))}"
+        for f in dataclasses.fields(value)
+        if f.init and getattr(value, f.name) != _default(f)
+    ]
+    return f"{type(value).__name__}({', '.join(parts)})"
+
+
+def nearest(word: str, words: Mapping[str, Any] | list[str]) -> str:
+    """A listed word that `word` may have meant, as the end of a sentence."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(words))}"
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _value(field: str, text: str, node: ast.expr, names: Mapping[str, type]) -> Any:
+    if isinstance(node, ast.Name):
+        node = ast.Call(func=node, args=[], keywords=[])
+    if not isinstance(node, ast.Call):
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            problem = f"{ast.unparse(node)} is neither a literal nor a listed name"
+            raise InvalidInput(field, text, problem, _example(names)) from None
+    if not isinstance(node.func, ast.Name) or node.func.id not in names:
+        called = ast.unparse(node.func)
+        raise InvalidInput(field, text, f"{called} is not a listed name", nearest(called, dict(names)))
+    if any(k.arg is None for k in node.keywords) or any(isinstance(a, ast.Starred) for a in node.args):
+        raise InvalidInput(field, text, "stars cannot be unpacked here", "write the arguments out")
+    arguments = [_value(field, text, a, names) for a in node.args]
+    keywords = {k.arg: _value(field, text, k.value, names) for k in node.keywords if k.arg}
+    try:
+        return names[node.func.id](*arguments, **keywords)
+    except (TypeError, ValueError) as error:
+        cure = f"it is written {_signature(names[node.func.id])}"
+        raise InvalidInput(field, text, str(error), cure) from None
+
+
+def _signature(cls: type) -> str:
+    if not dataclasses.is_dataclass(cls):
+        return f"{cls.__name__}()"
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    shown = [f.name if _default(f) is dataclasses.MISSING else f"{f.name}={show(_default(f))}" for f in fields]
+    return f"{cls.__name__}({', '.join(shown)})"
+
+
+def _example(names: Mapping[str, type]) -> str:
+    return "write for instance " + " or ".join(_signature(cls) for cls in list(names.values())[:2])

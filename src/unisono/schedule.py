@@ -1,0 +1,59 @@
+"""Learning-rate schedules: pure functions of the step, so that a resumed run needs no state of theirs.
+
+A schedule is called as ``schedule(step, steps)`` and returns the factor on every parameter group's own learning
+rate for step `step` (from 0) of `steps`. Any function of that form will do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Schedule(Protocol):
+    def __call__(self, step: int, steps: int, /) -> float: ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Factor 1 after a linear warm-up of `warmup` steps."""
+
+    warmup: int = 0
+
+    def __call__(self, step: int, steps: int) -> float:
+        return _warm(step, self.warmup)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear warm-up, then a straight line down to `floor` at the last step."""
+
+    warmup: int = 0
+    floor: float = 0.0
+
+    def __call__(self, step: int, steps: int) -> float:
+        return _warm(step, self.warmup) * (1 - (1 - self.floor) * _progress(step, steps, self.warmup))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Linear warm-up, then half a cosine down to `floor` at the last step (Loshchilov & Hutter 2017, eq. 5)."""
+
+    warmup: int = 0
+    floor: float = 0.0
+
+    def __call__(self, step: int, steps: int) -> float:
+        wave = (1 + math.cos(math.pi * _progress(step, steps, self.warmup))) / 2
+        return _warm(step, self.warmup) * (self.floor + (1 - self.floor) * wave)
+
+
+SCHEDULES: dict[str, type] = {cls.__name__: cls for cls in (Constant, Linear, Cosine)}
+
+
+def _warm(step: int, warmup: int) -> float:
+    return min(1.0, (step + 1) / warmup) if warmup else 1.0
+
+
+def _progress(step: int, steps: int, warmup: int) -> float:
+    return min(1.0, max(0.0, (step - warmup) / max(1, steps - 1 - warmup)))
