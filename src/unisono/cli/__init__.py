@@ -1,0 +1,1 @@
+from unisono.cli.command import main as main

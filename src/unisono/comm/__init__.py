@@ -1,3 +1,11 @@
 from unisono.comm.communicator import Communicator as Communicator
 from unisono.comm.communicator import Header as Header
 from unisono.comm.communicator import Work as Work
+from unisono.comm.link import Link as Link
+from unisono.comm.simulated import Lost as Lost
+from unisono.comm.simulated import Simulated as Simulated
+from unisono.comm.simulated import outcomes as outcomes
+from unisono.comm.simulated import simulate as simulate
+from unisono.comm.faulty import Appointment as Appointment
+from unisono.comm.faulty import Delay as Delay
+from unisono.comm.faulty import Faulty as Faulty

@@ -6,7 +6,7 @@ synchronizer sees plain local tensors under global names, and knows of no layout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class Synchronizer(Protocol):
         *,
         control: int = 0,
         overlap: bool = True,
+        sparse: Collection[str] = (),
     ) -> BoundSynchronizer:
         """Give the value its world. `parameters`: global name to trainable parameter, each tensor once, in an order
-        that all workers share; `control`: length of the control word in numbers."""
+        that all workers share; `control`: length of the control word in numbers; `sparse`: names of parameters whose
+        optimizer wants sparse gradients."""

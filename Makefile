@@ -1,0 +1,100 @@
+# Everything that a fresh machine with git, make and python3 needs. `make` alone lists the targets.
+#
+# What is installed is remembered by stamp files inside the virtual environment, chained one after the other, so that
+# `make -j` is safe and nothing is installed again until pyproject.toml, constraints.txt or the Python version changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || echo none)
+MADE := $(VENV)/.made-$(VERSION)
+TORCH := $(VENV)/.torch-$(VERSION)
+INSTALLED := $(VENV)/.installed-$(VERSION)
+DEVELOP := $(VENV)/.develop-$(VERSION)
+SOURCES := $(wildcard src tests benchmarks examples)
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) WORKERS=$(WORKERS) PYTEST_ARGS='-k name'"
+
+.PHONY: install
+install: $(INSTALLED) ## set up the virtual environment with the package and all extras
+
+.PHONY: train
+train: $(INSTALLED) ## train the handwritten digits on WORKERS workers
+	$(BIN)/unisono train digits --workers $(WORKERS)
+
+.PHONY: test
+test: $(DEVELOP) system ## install what the tests need and run them
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: static test ## the gate: format, lint, types, walls, tests
+
+.PHONY: static
+static: format-check lint types walls ## the gate without the tests
+
+.PHONY: format-check
+format-check: $(DEVELOP)
+	$(BIN)/ruff format --check $(SOURCES)
+
+.PHONY: lint
+lint: $(DEVELOP)
+	$(BIN)/ruff check $(SOURCES)
+
+.PHONY: types
+types: $(DEVELOP)
+	$(BIN)/mypy
+
+.PHONY: walls
+walls: $(DEVELOP)
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(DEVELOP) ## write the sources in the house's format
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+.PHONY: bench
+bench: $(DEVELOP) ## run every benchmark, with its peers, and say which claims hold
+	$(BIN)/python -m benchmarks
+
+.PHONY: system
+system:
+	@.ci/system-packages
+
+.PHONY: clean
+clean: ## remove the virtual environment and what tools left behind; runs/ stays
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Another Python version makes its own stamp, and with it the environment anew.
+$(MADE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "unisono needs Python 3.11 or newer; $(PYTHON) is $(VERSION). Try make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/system-packages venv $(VERSION)
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# torch by itself and first: its version decides which build of everything else fits.
+$(TORCH): constraints.txt $(MADE)
+	$(PIP) "$$(grep -m1 '^torch==' constraints.txt)"
+	@touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt $(TORCH)
+	$(PIP) -c constraints.txt -e '.[all]'
+	@touch $@
+
+$(DEVELOP): $(INSTALLED)
+	$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@

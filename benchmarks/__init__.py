@@ -1,0 +1,1 @@
+"""Figures behind the claims: one module per claim, each runnable as ``python -m benchmarks.<name>``."""

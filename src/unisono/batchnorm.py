@@ -1,0 +1,105 @@
+"""Batch normalisation over the workers' concurrent micro-batches, on any device (torch's own works on GPUs only)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unisono.comm import Communicator
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalises ``[samples, features, ...]`` by the mean and variance over all workers' micro-batches.
+
+    Ioffe & Szegedy 2015, algorithm 1, over the union of the batches; workers' means and sums of squares are merged in
+    the order of ranks (Chan et al. 1979, eq. 2.1), which does not cancel as the mean of squares would.
+    """
+
+    comm: Communicator
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm wants [samples, features, ...], not {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalised `input`, of its shape; updates the running statistics in training."""
+        if not self.training or self.comm.size == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.comm)
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_((variance * (count / (count - 1))).to(self.running_var.dtype), factor)
+        assert isinstance(output, Tensor)
+        return output
+
+
+def synchronize_batchnorm(model: nn.Module, comm: Communicator) -> nn.Module:
+    """`model` with every BatchNorm layer in it replaced by a `SyncBatchNorm` that holds the same tensors."""
+    if isinstance(model, _BatchNorm) and not isinstance(model, SyncBatchNorm):
+        layer = SyncBatchNorm(
+            model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats, device="meta"
+        )
+        layer.comm, layer.training = comm, model.training
+        layer._parameters, layer._buffers = model._parameters, model._buffers
+        return layer
+    for name, child in model.named_children():
+        setattr(model, name, synchronize_batchnorm(child, comm))
+    return model
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator
+    ) -> tuple[Tensor, Tensor, Tensor, float]:
+        features, over = x.shape[1], [0, *range(2, x.dim())]
+        shape = [1, features] + [1] * (x.dim() - 2)
+        local = x.float().mean(over)
+        squares = (x.float() - local.view(shape)).square_().sum(over)
+        mine = torch.cat([local, squares, local.new_tensor([float(x.numel() // features)])])
+        mean, squares, count = _merge(comm.gather(mine).wait(), features)
+        variance = squares / count
+        inverse = torch.rsqrt(variance + eps)
+        normal = (x.float() - mean.view(shape)).mul_(inverse.view(shape))
+        output = normal if weight is None else normal * weight.view(shape)
+        output = output if bias is None else output + bias.view(shape)
+        ctx.save_for_backward(normal, inverse, weight)
+        ctx.comm, ctx.count, ctx.over, ctx.shape, ctx.affine = comm, count, over, shape, bias is not None
+        ctx.mark_non_differentiable(mean, variance)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        normal, inverse, weight = ctx.saved_tensors
+        g = gradient.float()
+        of_bias, of_weight = g.sum(ctx.over), (g * normal).sum(ctx.over)
+        sums = ctx.comm.sum(torch.cat([of_bias, of_weight])).wait() / ctx.count
+        of_mean, of_scale = (half.view(ctx.shape) for half in sums.chunk(2))
+        factor = inverse if weight is None else inverse * weight
+        of_x = (g - of_mean - normal * of_scale) * factor.view(ctx.shape)
+        return (
+            of_x.to(gradient.dtype),
+            None if weight is None else of_weight,
+            of_bias if ctx.affine else None,
+            None,
+            None,
+        )
+
+
+def _merge(rows: Tensor, features: int) -> tuple[Tensor, Tensor, float]:
+    """Mean, sum of squared deviations and count of the union, from ``[mean, squares, count]`` of each worker."""
+    mean, squares, count = rows[0, :features], rows[0, features:-1], float(rows[0, -1])
+    for row in rows[1:]:
+        m = float(row[-1])
+        delta, total = row[:features] - mean, count + m
+        squares = squares + row[features:-1] + delta.square() * (count * m / total)
+        mean = mean + delta * (m / total)
+        count = total
+    return mean, squares, count

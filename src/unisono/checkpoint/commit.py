@@ -1,0 +1,41 @@
+"""The moment in which the workers' parts become a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint import directory as place
+from unisono.checkpoint.manifest import Part, decode_part, encode_manifest, merged, part_file
+from unisono.checkpoint.part import report_file
+from unisono.errors import CheckpointError
+
+
+def commit_parts(temporary: Path, directory: Path, step: int, size: int, meta: Any) -> int:
+    """Make the `size` complete parts in `temporary` the newest checkpoint of `directory`; gives its bytes.
+
+    Manifest, rename, pointer: each is on the disk before the next begins.
+
+    Raises:
+        CheckpointError: a part is missing, or is not of this step.
+        OSError: the disk does not take it.
+    """
+    parts = [_complete(temporary, rank, step) for rank in range(size)]
+    place.write_durably(temporary / place.MANIFEST, encode_manifest(merged(step, meta, parts)))
+    for rank in range(size):
+        (temporary / report_file(rank)).unlink()
+    place.sync_directory(temporary)
+    place.put_in_place(temporary, directory, step)
+    place.write_latest(directory, step)
+    return sum(part.nbytes for part in parts)
+
+
+def _complete(temporary: Path, rank: int, step: int) -> Part:
+    try:
+        written, part = decode_part(place.read_small(temporary / report_file(rank), place.JSON_LIMIT))
+        length = (temporary / part_file(rank)).stat().st_size
+    except (FileNotFoundError, ValueError) as error:
+        raise CheckpointError(f"the part of worker {rank} is not complete ({error})") from None
+    if (written, length) != (step, part.nbytes):
+        raise CheckpointError(f"the part of worker {rank} is of step {written} and {length} bytes")
+    return part

@@ -1,0 +1,122 @@
+"""The safetensors container as arithmetic: which byte of a file holds what.
+
+    8 bytes     length of the header, little-endian
+    header      JSON: name -> dtype, shape, [begin, end) of its bytes; padded with spaces up to a page boundary
+    data        the tensors, little-endian, without gaps; wider dtypes first, so that each is aligned; then by name
+
+The layout follows from the tensors' dtypes and shapes alone. A reader that knows those needs no header, and a header
+that differs by one byte is damage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CheckpointError
+
+PAGE = (
+    4096  # the data starts on a page boundary, so that it can go to the disk without a copy in the page cache
+)
+HEADER_LIMIT = 100_000_000  # bytes; the safetensors library reads no longer header
+
+CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES: dict[str, torch.dtype] = {dtype_name: dtype for dtype in CODES for dtype_name in [str(dtype)[6:]]}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor is, without its numbers."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype)[6:]} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in the file: bytes ``[begin, end)``."""
+
+    name: str
+    spec: Spec
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Container:
+    """One file: its first bytes and where each tensor lies."""
+
+    header: bytes
+    slots: tuple[Slot, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.slots[-1].end if self.slots else len(self.header)
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """Dtype and shape of each tensor."""
+    return {name: Spec(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+
+
+def container(specs: Mapping[str, Spec]) -> Container:
+    """The file that holds tensors of these dtypes and shapes.
+
+    Raises:
+        CheckpointError: a dtype or a name that the format cannot hold, or too many tensors for one header.
+    """
+    for name, spec in specs.items():
+        if spec.dtype not in CODES or name == "__metadata__":
+            raise CheckpointError(f"tensor {name!r} of {spec} cannot be held by a safetensors file")
+    order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets = [0]
+    for name in order:
+        offsets.append(offsets[-1] + specs[name].nbytes)
+        shape, code = list(specs[name].shape), CODES[specs[name].dtype]
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": offsets[-2:]}
+    header = _padded(json.dumps(entries, separators=(",", ":")).encode())
+    slots = tuple(
+        Slot(name, specs[name], len(header) + begin, len(header) + end)
+        for name, begin, end in zip(order, offsets, offsets[1:])
+    )
+    return Container(header, slots)
+
+
+def _padded(text: bytes) -> bytes:
+    length = -(-(len(text) + 8) // PAGE) * PAGE - 8
+    if length > HEADER_LIMIT:
+        raise CheckpointError(
+            f"a header of {length} bytes exceeds the {HEADER_LIMIT} that safetensors allows"
+        )
+    return length.to_bytes(8, "little") + text.ljust(length)

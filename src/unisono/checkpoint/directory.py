@@ -1,0 +1,185 @@
+"""The directory of a run's checkpoints, and the steps by which one comes into being and goes.
+
+    step-00000100/              a complete checkpoint: manifest.json, part-0.safetensors, part-1.safetensors, ...
+    LATEST                      names the newest; replaced atomically
+    .step-00000200.7.tmp/       being written, by the workers of attempt 7
+    .step-00000100.replaced/    stands in for step-00000100 during the moment between two renames
+
+A name without a dot appears by one rename, after all its bytes are on the disk: what has it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from unisono.checkpoint.manifest import seal, unseal
+from unisono.errors import CheckpointDamaged
+
+MANIFEST = "manifest.json"
+LATEST = "LATEST"
+_STEP = re.compile(r"step-(\d{8,18})")
+_REPLACED = re.compile(r"\.(step-\d{8,18})\.replaced")
+_LEFTOVER = re.compile(r"\.(step-\d{8,18}\..*|LATEST)\.tmp")
+JSON_LIMIT = 1 << 28  # bytes; a longer manifest is not read
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's name, None where it is no such name."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found and step_name(int(found[1])) == name else None
+
+
+def temporary(directory: Path, step: int, attempt: str) -> Path:
+    return directory / f".{step_name(step)}.{attempt}.tmp"
+
+
+def checkpoints(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """Step and path of all checkpoints in `directory`, oldest step first; empty where there is no such directory.
+
+    Complete is what is listed; whether it is sound, reading tells.
+    """
+    found: dict[int, Path] = {}
+    for path in _directories(Path(directory)):
+        replaced = _REPLACED.fullmatch(path.name)
+        step = step_of(replaced[1] if replaced else path.name)
+        if step is not None and not (replaced and step in found):
+            found[step] = path
+    return sorted(found.items())
+
+
+def _directories(directory: Path) -> list[Path]:
+    try:
+        with os.scandir(directory) as entries:
+            # Names without a dot sort after those with one, and must win: see `checkpoints`.
+            found = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=lambda path: (path.name.startswith("."), path.name))
+
+
+def newest_first(steps: Sequence[int], latest: int | None) -> list[int]:
+    """The order in which checkpoints are tried: `latest`, those before it from the newest on, then those after it.
+
+    Steps after the latest are left from a time before the run went back to an earlier step.
+    """
+    end = latest if latest is not None else max(steps, default=0)
+    return sorted(steps, key=lambda step: (step > end, -step))
+
+
+def read_latest(directory: Path) -> int | None:
+    """The step that LATEST names; None where there is no LATEST yet.
+
+    Raises:
+        CheckpointDamaged: it is not what was written, or names a checkpoint that is not there.
+    """
+    path = directory / LATEST
+    try:
+        step = step_of(str(unseal(read_small(path, 4096)).get("checkpoint")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{path}: {error}") from None
+    if step is None or step not in dict(checkpoints(directory)):
+        raise CheckpointDamaged(f"{path}: the checkpoint that it names is not there")
+    return step
+
+
+def write_latest(directory: Path, step: int) -> None:
+    write_durably(directory / LATEST, seal({"checkpoint": step_name(step)}))
+
+
+def put_in_place(temporary: Path, directory: Path, step: int) -> None:
+    """Make the complete directory `temporary` the checkpoint of `step`; at every moment one of the two can be read."""
+    final, replaced = directory / step_name(step), directory / f".{step_name(step)}.replaced"
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    sync_directory(directory)
+    remove(replaced)
+
+
+def prune(directory: Path, latest: int, keep: int) -> None:
+    """Remove all checkpoints but the first `keep` in the order of `newest_first`."""
+    found = dict(checkpoints(directory))
+    for step in newest_first(list(found), latest)[keep:]:
+        remove(found[step])
+
+
+def sweep(directory: Path) -> None:
+    """Clear away what an earlier life left half-done: give back what was being replaced, remove what was being written."""
+    for path in _directories(directory):
+        replaced = _REPLACED.fullmatch(path.name)
+        if replaced and not (directory / replaced[1]).exists():
+            path.rename(directory / replaced[1])
+        elif replaced or _LEFTOVER.fullmatch(path.name):
+            remove(path)
+    (directory / f".{LATEST}.tmp").unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory if it is there. It loses its name first, so that nobody finds it half-removed."""
+    nameless = path.with_name(f".{path.name.strip('.')}.removed.tmp")
+    shutil.rmtree(nameless, ignore_errors=True)
+    try:
+        path.rename(nameless)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(nameless)
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """A regular file of at most `limit` bytes, whole.
+
+    Raises:
+        OSError: it cannot be opened; also where it is a link.
+        ValueError: it is longer, or no regular file.
+    """
+    descriptor = open_to_read(path)
+    with open(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_size > limit:
+            raise ValueError(f"longer than {limit} bytes")
+        return file.read(limit)
+
+
+def open_to_read(path: Path) -> int:
+    """A descriptor of a regular file; never follows a link, never waits on a pipe. Raises OSError or ValueError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("not a regular file")
+    return descriptor
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a private file so that it is there whole or not at all, also after a power cut. Raises OSError."""
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(
+            os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb"
+        ) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

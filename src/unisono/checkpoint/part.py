@@ -1,0 +1,104 @@
+"""One worker's file on its way to the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from unisono.checkpoint.container import Container
+from unisono.checkpoint.directory import write_durably
+from unisono.checkpoint.manifest import Entry, Part, encode_part, part_file
+
+CHUNK = 32 << 20  # bytes per write: long enough that the interpreter's lock is rarely asked for
+
+
+class Stopped(Exception):
+    """Nobody wants this part any more."""
+
+
+def report_file(rank: int) -> str:
+    return f"part-{rank}.json"
+
+
+def write_part(
+    directory: Path,
+    rank: int,
+    step: int,
+    container: Container,
+    image: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    stopped: Callable[[], bool],
+) -> Part:
+    """Write the file image durably into `directory`, then its report, whose presence says that the part is complete.
+
+    Raises:
+        OSError: the disk does not take it; what was written of it is removed.
+        Stopped: `stopped` said so between two chunks; likewise.
+    """
+    path, report = directory / part_file(rank), directory / report_file(rank)
+    report.unlink(missing_ok=True)
+    try:
+        sha256 = _stream(path, image, container.nbytes, stopped)
+        entries = {s.name: Entry(s.spec, zlib.crc32(image[s.begin : s.end])) for s in container.slots}
+        part = Part(container.nbytes, sha256, entries)
+        write_durably(report, encode_part(step, part))
+    except (OSError, Stopped):
+        with contextlib.suppress(OSError):  # the first error is the one that tells
+            path.unlink(missing_ok=True)
+        raise
+    return part
+
+
+def _stream(
+    path: Path,
+    image: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    nbytes: int,
+    stopped: Callable[[], bool],
+) -> str:
+    descriptor = _create(path)
+    try:
+        # Space is taken first: a disk that is too full says so before a byte is written.
+        os.posix_fallocate(descriptor, 0, len(image))
+        digest = hashlib.sha256()
+        for begin in range(0, len(image), CHUNK):
+            if stopped():
+                raise Stopped
+            digest.update(image[begin : min(begin + CHUNK, nbytes)])
+            _write_all(descriptor, memoryview(image[begin : begin + CHUNK]))
+        os.ftruncate(descriptor, nbytes)
+        os.fsync(descriptor)
+        return digest.hexdigest()
+    finally:
+        os.close(descriptor)
+
+
+def _create(path: Path) -> int:
+    """A new private file that bypasses the page cache, where the file system can: no second copy of the data in memory,
+    and what training reads from disk is not driven out of the cache."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o600)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except OSError as error:
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            direct = flags & getattr(os, "O_DIRECT", 0)
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            # This file system wants another alignment; through the page cache it takes any.
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)

@@ -1,0 +1,260 @@
+"""Checkpoints written while training goes on.
+
+    training   ── step ──┬─ forward, backward ──┬─ optimizer ─┬─ forward, backward ── ...
+                       stage                 staged
+    copier               └─ copy ──┐
+    scribe (low priority)          └─ hash, write, fsync ──── written ┄┄ all workers have ┄┄ commit (worker 0)
+
+Two threads, because a thread that has lowered its priority may not raise it again, and the optimizer waits for the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint import directory as place
+from unisono.checkpoint.commit import commit_parts
+from unisono.checkpoint.container import Container, container, specs_of
+from unisono.checkpoint.part import Stopped, write_part
+from unisono.checkpoint.share import share_out
+from unisono.checkpoint.staging import Staging
+from unisono.checkpoint.words import reason
+from unisono.errors import CheckpointError
+
+
+class Phase(Enum):
+    """What becomes of the checkpoint staged last."""
+
+    IDLE = "idle"
+    STAGING = "staging"
+    WRITING = "writing"
+    WRITTEN = "written"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a writer is. Steps are -1 until there is one.
+
+    Args:
+        step: the step staged last.
+        phase: what becomes of it.
+        error: why it failed, else empty.
+        written: the last step whose part is completely on this worker's disk.
+        failed: the last step that failed here.
+        committed: the last step that was committed here (worker 0).
+    """
+
+    step: int = -1
+    phase: Phase = Phase.IDLE
+    error: str = ""
+    written: int = -1
+    failed: int = -1
+    committed: int = -1
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a checkpoint: `kind` is ``committed`` or ``failed``, `words` one sentence for a person."""
+
+    kind: str
+    step: int
+    words: str
+
+
+class Writer:
+    """One worker's hand in the checkpoints under `directory`, which all workers share.
+
+    All methods are for one thread, the training loop's. None raises because of the disk, and none but `staged`,
+    `finish` and `close` waits. Construct the writers of all workers before any of them stages: worker 0 clears away
+    what earlier lives left.
+
+    Args:
+        directory: made (0700) if it is not there.
+        rank, size: this worker's, of those who share out the tensors.
+        keep: how many checkpoints stay, the newest.
+        on_event: called in a background thread with every `Event`.
+        attempt: tells the workers of this life from a straggler of an earlier one; the same on all.
+
+    Raises:
+        CheckpointError: the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        rank: int,
+        size: int,
+        keep: int,
+        on_event: Callable[[Event], None],
+        attempt: str = "1",
+    ) -> None:
+        self._directory, self._rank, self._size, self._keep = Path(directory), rank, size, keep
+        self._on_event, self._attempt = on_event, attempt
+        self._staging: Staging | None = None
+        self._copying: Future[Staging] | None = None
+        self._jobs: list[Future[Any]] = []
+        self._meta: dict[int, str] = {}
+        self._abandoned: set[int] = set()
+        self._closing = threading.Event()
+        self._state, self._lock = Progress(), threading.Lock()
+        self._open()
+        self._copier = ThreadPoolExecutor(1, "checkpoint-copier")
+        self._scribe = ThreadPoolExecutor(1, "checkpoint-scribe", initializer=_lower_priority)
+
+    @property
+    def state(self) -> Progress:
+        """Where this writer is; never waits."""
+        return self._state
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything that was asked for is still to be done."""
+        return any(not job.done() for job in self._jobs)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the memory for copies of `tensors` now, in the background, and not at the first `stage`. Optional."""
+        specs, pinned = specs_of(tensors), any(x.is_cuda for x in tensors.values())
+        self._jobs.append(self._copier.submit(self._memory, specs, pinned))
+
+    def stage(self, step: int, tensors: Mapping[str, Tensor], meta: Any = None) -> None:
+        """Begin the checkpoint of `step`; returns at once.
+
+        The tensors must not change until `staged` returns. `meta` is anything that JSON can hold, taken over now;
+        only that of worker 0 is kept. Waits first for an earlier checkpoint that is still on its way: ask `busy`.
+
+        Raises:
+            TypeError: `meta` is not JSON.
+        """
+        self.finish()
+        if self._rank == 0:
+            self._meta = {step: json.dumps(meta)}
+        self._update(step=step, phase=Phase.STAGING, error="")
+        self._copying = self._copier.submit(self._copy, dict(tensors), _streams(tensors))
+        self._jobs += [self._copying, self._scribe.submit(self._write, step, self._copying)]
+
+    def staged(self) -> None:
+        """Wait until the tensors may change. Returns at once where nothing is being staged."""
+        if self._copying is not None:
+            self._copying.exception()  # a failed copy is told by the writing that follows it
+            self._copying = None
+
+    def commit(self, step: int) -> None:
+        """Worker 0, when all workers have written their part of `step`: make it a checkpoint, in the background."""
+        self._jobs.append(self._scribe.submit(self._commit, step))
+
+    def abandon(self, step: int) -> None:
+        """When a worker could not write its part of `step`: stop writing it here; worker 0 removes what there is."""
+        self._abandoned.add(step)
+        if self._rank == 0:
+            self._jobs.append(self._scribe.submit(self._remove, step))
+
+    def finish(self) -> None:
+        """Wait until the background has nothing left to do."""
+        self.staged()
+        for job in self._jobs:
+            job.exception()
+        self._jobs.clear()
+
+    def close(self) -> None:
+        """Stop writing at the next chunk and end the threads; call `finish` before to keep what is on its way."""
+        self._closing.set()
+        self._copier.shutdown()
+        self._scribe.shutdown()
+
+    # Everything below runs in the background.
+
+    def _open(self) -> None:
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._rank == 0:
+                place.sweep(self._directory)
+        except OSError as error:
+            raise CheckpointError(f"{self._directory} cannot hold checkpoints: {error.strerror}") from error
+
+    def _memory(self, specs: Mapping[str, Any], pinned: bool) -> Staging:
+        sizes = {name: spec.nbytes for name, spec in specs.items()}
+        share = share_out(sizes, self._size)[self._rank]
+        file = container({name: specs[name] for name in share})
+        if self._staging is None or self._staging.container != file:
+            self._staging = None  # the old memory goes before the new is taken
+            self._staging = Staging(file, pinned)
+        return self._staging
+
+    def _copy(self, tensors: Mapping[str, Tensor], streams: list[torch.cuda.Stream]) -> Staging:
+        staging = self._memory(specs_of(tensors), bool(streams))
+        staging.copy(tensors, streams)
+        return staging
+
+    def _write(self, step: int, copying: Future[Staging]) -> None:
+        file: Container | None = None
+        try:
+            staging = copying.result()
+            file = staging.container
+            self._update(phase=Phase.WRITING)
+            path = place.temporary(self._directory, step, self._attempt)
+            path.mkdir(mode=0o700, exist_ok=True)
+            write_part(path, self._rank, step, file, staging.image, lambda: self._unwanted(step))
+            self._update(phase=Phase.WRITTEN, written=step)
+        except Stopped:
+            self._update(phase=Phase.FAILED, error="abandoned", failed=step)
+        except Exception as error:  # a thread's outermost frame: whatever it is, training goes on and is told
+            self._fail(step, reason(error, self._directory, file.nbytes if file else 0))
+
+    def _commit(self, step: int) -> None:
+        path = place.temporary(self._directory, step, self._attempt)
+        try:
+            nbytes = commit_parts(path, self._directory, step, self._size, json.loads(self._meta[step]))
+        except Exception as error:  # as above
+            self._fail(step, reason(error, self._directory, 0))
+            self._remove(step)
+            return
+        self._update(committed=step)
+        words = f"checkpoint of step {step} is complete ({nbytes / 1e9:.3g} GB)"
+        try:
+            place.prune(self._directory, step, self._keep)
+        except OSError as error:
+            words += f"; an old one could not be removed: {error.strerror}"
+        self._on_event(Event("committed", step, words))
+
+    def _remove(self, step: int) -> None:
+        with contextlib.suppress(OSError):  # what stays is invisible, and the next life sweeps it up
+            place.remove(place.temporary(self._directory, step, self._attempt))
+
+    def _unwanted(self, step: int) -> bool:
+        return self._closing.is_set() or step in self._abandoned
+
+    def _fail(self, step: int, why: str) -> None:
+        words = f"checkpoint of step {step} was not written: {why}; training goes on"
+        self._update(phase=Phase.FAILED, error=words, failed=step)
+        self._on_event(Event("failed", step, words))
+
+    def _update(self, **changes: Any) -> None:
+        with self._lock:
+            self._state = replace(self._state, **changes)
+
+
+def _streams(tensors: Mapping[str, Tensor]) -> list[torch.cuda.Stream]:
+    """A side stream for each CUDA device, which waits for what the current stream still has to compute."""
+    devices = 1 + max((x.get_device() for x in tensors.values() if x.is_cuda), default=-1)
+    streams = [torch.cuda.Stream(device) for device in range(devices)]
+    for device, stream in enumerate(streams):
+        stream.wait_stream(torch.cuda.current_stream(device))
+    return streams
+
+
+def _lower_priority() -> None:
+    with contextlib.suppress(OSError):  # refused: then it competes with training as an equal, and is as right
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

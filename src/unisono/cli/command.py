@@ -1,0 +1,92 @@
+"""The command ``unisono``: find the subcommand, call it, and say in words what went wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from unisono.errors import InvalidInput, UnisonoError, WorkerFailed
+from unisono.notation import nearest
+
+USAGE = """\
+usage: unisono COMMAND …
+
+Train one neural network on many devices as if they were one.
+
+commands:
+  train TASK     train a built-in task, path/to/file.py:function or package.module:function
+  launch SCRIPT  run a script with its own training loop on several workers
+  tasks          list the built-in tasks and their options
+
+  --version      print the version
+  --help         print this; also after a command
+
+for instance:
+  unisono train digits --workers 2
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments` (default: the process's own) and return the exit code.
+
+    0: done. 1: a run failed. 2: what was written cannot work. 130: interrupted.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _command(given)
+    except InvalidInput as error:
+        return _say(str(error), 2)
+    except WorkerFailed as error:
+        return _say(f"{error.traceback.rstrip()}\n\n{error}".lstrip(), 1)
+    except UnisonoError as error:
+        return _say(str(error), getattr(error, "exit_code", 1))
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except BrokenPipeError:  # the reader of our output went away, as head does
+        sys.stderr.close()
+        return 1
+
+
+def _command(given: list[str]) -> int:
+    name, rest = (given[0], given[1:]) if given else ("--help", [])
+    if name in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if name in ("-V", "--version"):
+        print(f"unisono {_version()}")
+        return 0
+    if name not in COMMANDS:
+        raise InvalidInput("command", name, "there is no such command", nearest(name, [*COMMANDS, "--version"]))
+    return COMMANDS[name](rest)
+
+
+def _train(given: list[str]) -> int:
+    from unisono.cli.train import train
+
+    return train(given)
+
+
+def _launch(given: list[str]) -> int:
+    from unisono.cli.launch import launch
+
+    return launch(given)
+
+
+def _tasks(given: list[str]) -> int:
+    from unisono.cli.tasks import tasks
+
+    return tasks(given)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "launch": _launch, "tasks": _tasks}
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("unisono")
+
+
+def _say(sentence: str, code: int) -> int:
+    print(sentence, file=sys.stderr)
+    return code

@@ -1,0 +1,61 @@
+"""The communicator of a worker that has no peers: every verb is the identity."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Finished(Generic[T_co]):
+    """Work that was over before it began."""
+
+    result: T_co
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self) -> T_co:
+        return self.result
+
+
+class Alone:
+    """The empty end of the wire: one worker, no peers, nothing sent."""
+
+    rank = 0
+    size = 1
+    bytes_sent = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def sum(self, x: Tensor) -> Finished[Tensor]:
+        return Finished(x)
+
+    def gather(self, x: Tensor) -> Finished[Tensor]:
+        return Finished(x.detach().clone().unsqueeze(0))
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Finished[Tensor]:
+        return Finished(x)
+
+    def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Finished[list[Tensor]]:
+        return Finished([x.detach().clone() for x in xs])
+
+    def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Finished[dict[int, Tensor]]:
+        return Finished({rank: x.detach().clone() for rank, x in xs.items()})
+
+    def lane(self, name: str) -> Alone:
+        return self
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        pass

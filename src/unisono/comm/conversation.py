@@ -1,0 +1,177 @@
+"""Operations under way, in the order in which they were started.
+
+An operation's steps are a generator: it yields a `Blocked` where it cannot go on without its peers, and returns the
+result. Whoever polls any operation moves the whole conversation, in order: an operation may pass on the turn
+(``released``) before it is over, once nothing that its successors do can come before what it has done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from unisono.errors import CommunicationError, PeerLost
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Why an operation cannot go on: `on` is what it waits for, in the terms of its backend."""
+
+    released: bool
+    on: Any
+
+
+Steps = Generator[Blocked, None, T]
+
+
+class Operation(Generic[T]):
+    """The `Work` of a `Conversation`."""
+
+    __slots__ = ("_conversation", "_result", "_steps", "blocked", "error", "finished", "verb")
+
+    def __init__(self, conversation: Conversation, verb: str, steps: Steps[T]) -> None:
+        self._conversation, self.verb, self._steps = conversation, verb, steps
+        self.finished = False
+        self.error: CommunicationError | None = None
+        self.blocked: Blocked | None = None
+        self._result: T
+
+    def poll(self) -> bool:
+        if not self.finished:
+            self._conversation.advance()
+        return self.finished
+
+    def wait(self) -> T:
+        if not self.finished:
+            self._conversation.wait_for(self)
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        return self._result
+
+    def step(self) -> bool:
+        """Go on as far as possible; True where the next operation may go on as well."""
+        if self.finished:
+            return True
+        try:
+            self.blocked = next(self._steps)
+        except StopIteration as stop:
+            self._result, self.finished = stop.value, True
+            return True
+        return self.blocked.released
+
+    def fail(self, error: CommunicationError) -> None:
+        self._steps.close()
+        self.error, self.finished = error, True
+
+
+@dataclass
+class Family:
+    """What the lanes of one communicator have in common."""
+
+    lanes: list[Conversation] = field(default_factory=list)
+    bytes_sent: int = 0
+
+
+class Conversation:
+    """One lane: a queue of operations, its deadline, and its failure once it has failed.
+
+    The deadline counts from the first fruitless poll after the last progress, so that a worker's own long silence
+    is not held against its peers.
+    """
+
+    def __init__(self, family: Family, deadline_seconds: float) -> None:
+        self._family = family
+        family.lanes.append(self)
+        self._deadline_seconds = deadline_seconds
+        self._queue: deque[Operation[Any]] = deque()
+        self._failure: CommunicationError | None = None
+        self._progress = 0
+        self._fruitless_since: float | None = None
+        self._thread = threading.get_ident()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._family.bytes_sent
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def _begin(self, verb: str, steps: Steps[T]) -> Operation[T]:
+        operation = Operation(self, verb, steps)
+        self._thread = threading.get_ident()
+        if self._failure is not None:
+            operation.fail(self._failure)
+            return operation
+        if not self._queue:
+            self._fruitless_since = None
+        self._queue.append(operation)
+        self._move()
+        return operation
+
+    def advance(self) -> None:
+        """Move every operation as far as it goes; fails the lane when a peer is lost or the deadline has passed."""
+        if self._move() or not self._queue:
+            self._fruitless_since = None
+            return
+        now = time.monotonic()
+        if self._fruitless_since is None:
+            self._fruitless_since = now
+        lost = self._lost(now, self._queue[0])
+        if lost is None and now - self._fruitless_since > self._deadline_seconds:
+            lost = self._overdue(self._queue[0])
+        if lost is not None and not self._move():
+            self._fail(lost)
+
+    def wait_for(self, operation: Operation[Any]) -> None:
+        """Returns when `operation` is over, well or badly."""
+        self._fruitless_since = None
+        attempt = 0
+        while not operation.poll():
+            self._pause(attempt, self._queue[0])
+            attempt += 1
+
+    def _move(self) -> bool:
+        """Step every operation that has the turn; True if any got further."""
+        before = self._progress
+        try:
+            for operation in self._queue:
+                if not operation.step():
+                    break
+        except CommunicationError as error:
+            self._fail(error)
+            return True
+        while self._queue and self._queue[0].finished:
+            self._queue.popleft()
+        return self._progress != before
+
+    def _fail(self, error: CommunicationError) -> None:
+        self._failure = error
+        for operation in self._queue:
+            if not operation.finished:
+                operation.fail(error)
+        self._queue.clear()
+        self._abandon(error)
+
+    def _siblings(self) -> list[Conversation]:
+        """Other lanes with work to do that this thread may touch: two workers may wait for two lanes in any order."""
+        me = threading.get_ident()
+        return [lane for lane in self._family.lanes if lane is not self and lane._queue and lane._thread == me]
+
+    def _lost(self, now: float, operation: Operation[Any]) -> PeerLost | None:
+        """The peer that `operation` waits for and that is known to be gone."""
+        return None
+
+    def _overdue(self, operation: Operation[Any]) -> PeerLost:
+        return PeerLost((), operation.verb, f"no answer within the deadline of {self._deadline_seconds:g} s")
+
+    def _pause(self, attempt: int, operation: Operation[Any]) -> None:
+        raise NotImplementedError
+
+    def _abandon(self, error: CommunicationError) -> None:
+        """The lane has failed: tell the peers, if that can be done without waiting for any."""

@@ -1,0 +1,63 @@
+"""What a message costs on a link: closed forms, shared by the simulated communicator and by whoever plans a run.
+
+All times are seconds, all sizes bytes. Links are full duplex; a worker's own link carries one message at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection of one worker: its rate in each direction, and the time that the shortest message takes."""
+
+    bytes_per_second: float = 1.25e9
+    latency_seconds: float = 50e-6
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not 0 <= self.latency_seconds < math.inf:
+            raise ValueError(f"{self}: the rate must be above 0, the latency 0 or more")
+
+    def seconds(self, size_bytes: float) -> float:
+        """One message of `size_bytes`."""
+        return self.latency_seconds + size_bytes / self.bytes_per_second
+
+
+def sum_seconds(links: Sequence[Link], size_bytes: float) -> float:
+    """Ring all-reduce: ``2(n-1)`` rounds of a message of ``size/n``, each as slow as the slowest link
+    (Patarasu & Yuan 2009, "Bandwidth optimal all-reduce algorithms")."""
+    n = len(links)
+    return 2 * (n - 1) * _slowest(links, size_bytes / n)
+
+
+def gather_seconds(links: Sequence[Link], size_bytes: float) -> float:
+    """Ring all-gather: ``n-1`` rounds of a message of `size_bytes`, which is what each worker brings."""
+    return (len(links) - 1) * _slowest(links, size_bytes)
+
+
+def broadcast_seconds(links: Sequence[Link], size_bytes: float) -> float:
+    """Binomial tree: ``ceil(log2 n)`` rounds of the whole message."""
+    return math.ceil(math.log2(len(links))) * _slowest(links, size_bytes)
+
+
+def exchange_seconds(links: Mapping[int, Link], sizes_bytes: Mapping[tuple[int, int], float]) -> float:
+    """Messages between pairs, ``sizes_bytes[sender, receiver]``: each link sends its own one after the other and
+    receives its own one after the other; the busiest link decides. What a worker sends to itself is free."""
+    sending, receiving = dict.fromkeys(links, 0.0), dict.fromkeys(links, 0.0)
+    for (sender, receiver), size in sizes_bytes.items():
+        if sender != receiver:
+            sending[sender] += links[sender].seconds(size)
+            receiving[receiver] += links[receiver].seconds(size)
+    return max(*sending.values(), *receiving.values(), 0.0)
+
+
+def sum_bytes(workers: int, size_bytes: int) -> int:
+    """What each worker sends in a ring all-reduce."""
+    return 2 * (workers - 1) * size_bytes // workers
+
+
+def _slowest(links: Sequence[Link], size_bytes: float) -> float:
+    return max(link.seconds(size_bytes) for link in set(links))

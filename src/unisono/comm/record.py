@@ -1,0 +1,95 @@
+"""Headers as whole numbers, and what it means that peers agree.
+
+A record is what travels ahead of each payload::
+
+    verb, sequence, numel, dtype, root, place | what I send to rank 0 .. n-1 | what I expect from rank 0 .. n-1
+
+The first part must be equal on all workers. The two others are filled by `exchange` and `swap` only: what one
+worker sends another must be what that one expects. A pair's message is one number, ``numel * 256 + dtype + 1``,
+and 0 is no message. Every worker sees every record, so all workers find the same disagreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.comm.communicator import Header
+from unisono.errors import MessageMismatch
+
+VERBS = ("sum", "gather", "broadcast", "exchange", "swap", "allocate", "lane", "map")
+# The position in this table is the number on the wire.
+DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        "float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool complex64 complex128 "
+        "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz uint16 uint32 uint64"
+    ).split()
+)
+_VERB_CODES = {verb: code for code, verb in enumerate(VERBS)}
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+AGREED = 6
+"""How many numbers of a record must be equal on all workers."""
+
+
+def length(size: int) -> int:
+    """How many numbers a record has among `size` workers."""
+    return AGREED + 2 * size
+
+
+def agreed_part(
+    verb: str, sequence: int, numel: int = -1, dtype: torch.dtype | None = None, root: int = -1, place: int = -1
+) -> tuple[int, ...]:
+    """What all workers must say alike. `place` is where in the memory that peers share the payload lies, or -1."""
+    code = -1 if dtype is None else _DTYPE_CODES[dtype]
+    return _VERB_CODES[verb], sequence, numel, code, root, place
+
+
+def pairs(size: int, messages: Mapping[int, Tensor]) -> list[int]:
+    """One number for each rank: the message that goes to it or comes from it."""
+    return [pair(messages[rank]) if rank in messages else 0 for rank in range(size)]
+
+
+def pair(message: Tensor) -> int:
+    """One message between two workers as a number."""
+    return message.numel() * 256 + _DTYPE_CODES[message.dtype] + 1
+
+
+def pair_bytes(number: int) -> int:
+    """The bytes of the message that `number` stands for."""
+    return (number // 256) * DTYPES[number % 256 - 1].itemsize if number else 0
+
+
+def check_agreed(parts: Sequence[Sequence[int]]) -> None:
+    """Raises `MessageMismatch`, naming both sides, unless all workers' agreed parts are the same."""
+    mine = tuple(parts[0])
+    for rank, part in enumerate(parts):
+        if tuple(part) != mine:
+            raise MessageMismatch(f"worker 0: {_words(mine)}; worker {rank}: {_words(part)}")
+
+
+def check_pairs(sequence: int, verb: str, sends: Sequence[Sequence[int]], expects: Sequence[Sequence[int]]) -> None:
+    """Raises `MessageMismatch` unless what each worker sends is what the other expects, for every pair."""
+    for one in range(len(sends)):
+        for other in range(len(sends)):
+            if sends[one][other] != expects[other][one]:
+                said, wanted = _message(sends[one][other]), _message(expects[other][one])
+                raise MessageMismatch(
+                    f"worker {one}: message {sequence}: {verb} of {said} to worker {other}; "
+                    f"worker {other}: message {sequence}: {verb} of {wanted} from worker {one}"
+                )
+
+
+def _words(part: Sequence[int]) -> str:
+    verb, sequence, numel, dtype, root, place = part
+    name = str(DTYPES[dtype]).removeprefix("torch.") if dtype >= 0 else "?"
+    shared = f" in shared memory at {place}" if place >= 0 else ""
+    return f"{Header(VERBS[verb], sequence, numel, name, root)}{shared}"
+
+
+def _message(number: int) -> str:
+    if not number:
+        return "nothing"
+    return f"{number // 256} x {str(DTYPES[number % 256 - 1]).removeprefix('torch.')}"

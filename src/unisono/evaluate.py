@@ -1,0 +1,78 @@
+"""Measure a model on held-out data, split over the workers, with exact means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from unisono.comm import Communicator
+from unisono.task import Batch, Evaluation, Task, build_dataset, call
+
+
+class Evaluator:
+    """Batches of fixed content are dealt out in turn; every worker folds everybody's sums in the batches' order, so
+    that a metric has the same bits on any number of workers. `comm` is a lane of its own."""
+
+    def __init__(self, task: Task, comm: Communicator, forward: Callable[[nn.Module, Batch], Any], move: Any) -> None:
+        given = task.evaluate
+        self._evaluation = given if isinstance(given, Evaluation) else Evaluation(given)
+        self._task, self._comm, self._forward, self._move = task, comm, forward, move
+        self._data = build_dataset(self._evaluation.data)
+        self._metrics = {"loss": task.loss, **self._evaluation.metrics}
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Metric names to means over the whole evaluation data. The model comes back in the mode it was in."""
+        size = self._evaluation.batch
+        starts = range(0, len(self._data), size)
+        table = torch.zeros(len(starts), len(self._metrics) + 1, dtype=torch.float64)
+        training = model.training
+        model.eval()
+        try:
+            with torch.inference_mode():
+                for i in range(self._comm.rank, len(starts), self._comm.size):
+                    batch = self._fetch(starts[i], min(starts[i] + size, len(self._data)))
+                    table[i] = self._measure(model, batch)
+        finally:
+            model.train(training)
+        rows = self._comm.sum(table.view(-1)).wait().view(table.shape).tolist()
+        total = math.fsum(row[-1] for row in rows)
+        return {name: math.fsum(row[i] for row in rows) / total for i, name in enumerate(self._metrics)}
+
+    def _fetch(self, start: int, stop: int) -> Batch:
+        collate = self._task.collate or default_collate
+        many = getattr(self._data, "__getitems__", None)
+        indices = list(range(start, stop))
+        return self._move(collate(many(indices) if many else [self._data[i] for i in indices]))
+
+    def _measure(self, model: nn.Module, batch: Batch) -> Tensor:
+        """One row: weighted metrics, then the weight."""
+        output = self._forward(model, batch)
+        weight = self._task.weight(batch) if self._task.weight else samples_in(batch)
+        means = [torch.as_tensor(m(output, batch), dtype=torch.float64).mean() for m in self._metrics.values()]
+        return torch.stack([mean * weight for mean in means] + [torch.tensor(float(weight), dtype=torch.float64)]).cpu()
+
+
+def forward(task: Task, autocast: Callable[[], Any]) -> Callable[[nn.Module, Batch], Any]:
+    """``model -> batch -> output`` as `task` wants its model called."""
+
+    def run(model: nn.Module, batch: Batch) -> Any:
+        with autocast():
+            return call(model, task.inputs(batch))
+
+    return run
+
+
+def samples_in(batch: Batch) -> int:
+    """The number of samples in a batch: the length of its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    if isinstance(batch, dict):
+        return samples_in(next(iter(batch.values())))
+    if isinstance(batch, list | tuple):
+        return samples_in(batch[0])
+    return len(batch)

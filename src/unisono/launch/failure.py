@@ -1,0 +1,79 @@
+"""Why a run failed: of all that went wrong in its workers, what came first and was no mere consequence."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.errors import InvalidInput, UnisonoError, WorkerFailed
+
+
+class ScriptExited(WorkerFailed):
+    """A worker left by ``sys.exit`` with something else than 0, which is meant to be the exit code of the run."""
+
+    def __init__(self, rank: int, exit_code: int) -> None:
+        super().__init__(rank, f"exited with {exit_code}")
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.exit_code)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of one worker.
+
+    Args:
+        rank: of the worker.
+        at_seconds: when, on the host's monotonic clock.
+        reason: one sentence.
+        traceback: as text, empty where there is none.
+        consequence: it says that another worker is gone, so that the other's end is likely to be the cause.
+        exit_code: what ``sys.exit`` was called with, if it was.
+        invalid: the arguments of an `InvalidInput`, if it was one.
+    """
+
+    rank: int
+    at_seconds: float
+    reason: str
+    traceback: str = ""
+    consequence: bool = False
+    exit_code: int | None = None
+    invalid: tuple[Any, ...] | None = None
+
+    def error(self) -> UnisonoError:
+        """What the launcher raises for it."""
+        if self.invalid is not None:
+            return InvalidInput(*self.invalid)
+        if self.exit_code is not None:
+            return ScriptExited(self.rank, self.exit_code)
+        error = WorkerFailed(self.rank, self.reason, self.traceback)
+        if self.traceback:
+            error.add_note(f"In worker {self.rank}:\n{self.traceback.rstrip()}")
+        return error
+
+
+def first_cause(failures: Iterable[Failure]) -> Failure:
+    """The earliest failure that is no consequence of another; the earliest of all where every one is."""
+    return min(failures, key=lambda failure: (failure.consequence, failure.at_seconds, failure.rank))
+
+
+def describe(status: int) -> str:
+    """A process's end in words; `status` is its exit code, or minus the number of the signal that killed it."""
+    if status >= 0:
+        return f"ended with exit code {status} and without a result"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"killed by {name}" + _HINTS.get(-status, "")
+
+
+_HINTS = {
+    signal.SIGKILL: " (out of memory?)",
+    signal.SIGSEGV: " (a fault in native code; the worker's log holds the stack)",
+    signal.SIGABRT: " (native code gave up; the worker's log holds the stack)",
+    signal.SIGBUS: " (shared memory or a mapped file too small?)",
+}

@@ -1,0 +1,40 @@
+"""What the operating system does with a process of ours: whom it follows into death, and who goes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process, by SIGKILL, as soon as the thread of `parent` that started it ends."""
+    _set_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked, so that no signal will ever come
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlive_parent() -> None:
+    """Take `die_with` back."""
+    _set_death_signal(0)
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process and all that it started and that stayed in its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def lead_group(process: int) -> None:
+    """Give a child (0: this process) a group of its own; parent and child both ask, so that neither has to wait."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(process, process)
+
+
+def _set_death_signal(number: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -1,0 +1,182 @@
+"""The life of a worker process: its name, its log, its threads, its target, and the report to the launcher."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import json
+import mmap
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from setproctitle import setproctitle
+
+from unisono.errors import CommunicationError, InvalidInput
+from unisono.launch.identity import Identity
+from unisono.launch.stopping import StopRequest
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the launcher wants of one worker.
+
+    Args:
+        rank: of the worker; `size` is the number of all workers.
+        target: ``module:function``.
+        log: path of the file that takes what the worker prints.
+        threads: compute threads.
+        name: what processes of this run are called in ``ps``.
+        path: the launcher's ``sys.path``; `directory` is its working directory.
+    """
+
+    rank: int
+    size: int
+    target: str
+    log: str
+    threads: int
+    name: str
+    path: list[str]
+    directory: str
+
+
+class Report:
+    """The private pipe to the launcher: one JSON value per line. Any thread may use it."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel, self._lock = channel, threading.Lock()
+
+    def __call__(self, message: Mapping[str, Any]) -> None:
+        """Have the launcher call ``on_message(rank, message)``; `message` is made of what JSON knows."""
+        self.send("message", message)
+
+    def send(self, kind: str, body: Any) -> None:
+        line = json.dumps({kind: body}).encode() + b"\n"
+        with self._lock:
+            self._channel.sendall(line)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a target is called with, before its own arguments.
+
+    Args:
+        identity: who this worker is.
+        report: ``report(mapping)`` sends progress or an event to the launcher.
+        stop: whether to stop at the next step boundary.
+    """
+
+    identity: Identity
+    report: Report
+    stop: StopRequest
+
+
+def main(order: Order, rendezvous: str, channel: int, payload: int) -> int:
+    """Carry `order` out in this freshly forked process; the process's exit code.
+
+    Args:
+        rendezvous: where the workers meet.
+        channel: descriptor of the socket to the launcher.
+        payload: descriptor of the pickled arguments, written by the launcher into anonymous memory.
+    """
+    identity = Identity(order.rank, order.size, order.rank, order.size, rendezvous, "unisono")
+    report = Report(socket.socket(fileno=channel))
+    try:
+        _settle_in(order, identity)
+        stop = StopRequest.listen()
+        result = _resolve(order.target)(Worker(identity, report, stop), *_arguments(payload))
+        _finish()
+        report.send("result", result)
+    except BaseException as error:  # whatever it is, the launcher has to know
+        _print(error)
+        _finish()
+        report.send("failure", _describe(error))
+        return 1
+    return 0
+
+
+def _settle_in(order: Order, identity: Identity) -> None:
+    setproctitle(f"{order.name} worker {order.rank}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _redirect(order.log)
+    faulthandler.enable()
+    os.chdir(order.directory)
+    sys.path[:] = order.path
+    os.environ.update(identity.environ())
+    os.environ["OMP_NUM_THREADS"] = str(order.threads)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(order.threads)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # drawn when the forkserver imported it, so all workers would share it
+
+
+def _redirect(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, stream in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
+        os.dup2(source, stream)
+    os.close(nothing)
+    os.close(descriptor)
+    for text in (sys.stdout, sys.stderr):
+        text.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _resolve(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _arguments(payload: int) -> tuple[Any, ...]:
+    with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as memory:
+        arguments: tuple[Any, ...] = pickle.loads(memory)  # noqa: S301  our own launcher wrote it, into memory
+    os.close(payload)
+    return arguments
+
+
+def _finish() -> None:
+    """What an interpreter does at its end and ``os._exit`` does not: threads, exit functions, buffers."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for text in (sys.stdout, sys.stderr):
+        text.flush()
+
+
+def _print(error: BaseException) -> None:
+    if isinstance(error, SystemExit):
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        return
+    print(_traceback(error), end="", file=sys.stderr)
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    """The fields of a `Failure`, all but the rank."""
+    reason = traceback.format_exception_only(error)[-1].strip()
+    found: dict[str, Any] = {"at_seconds": time.monotonic(), "reason": reason}
+    if isinstance(error, SystemExit):
+        code = error.code
+        return found | {"exit_code": code if isinstance(code, int) else int(code is not None)}
+    if isinstance(error, InvalidInput):
+        value = error.value if isinstance(error.value, str | int | float | None) else repr(error.value)
+        found["invalid"] = [error.field, value, error.problem, error.cure]
+    consequence = isinstance(error, CommunicationError)
+    return found | {"traceback": _traceback(error), "consequence": consequence}
+
+
+def _traceback(error: BaseException) -> str:
+    """As Python prints it, without the frames that led from here to the target."""
+    trace, here = error.__traceback__, str(Path(__file__).parent)
+    while trace and trace.tb_frame.f_code.co_filename.startswith((here, "<frozen ")):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))

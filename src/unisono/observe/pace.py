@@ -1,0 +1,21 @@
+"""How often something is worth saying."""
+
+from __future__ import annotations
+
+import time
+
+
+class Pace:
+    """At most one every `interval_seconds`; the first is always due."""
+
+    def __init__(self, interval_seconds: float) -> None:
+        self._interval = interval_seconds
+        self._next = float("-inf")
+
+    def due(self) -> bool:
+        """Whether it is time; if so, the next is due an interval from now."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + self._interval
+        return True

@@ -1,0 +1,57 @@
+"""Where numbers go beside the run's own files: TensorBoard, where it is installed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+_log = logging.getLogger("unisono.observe")
+
+
+class Sink(Protocol):
+    """Takes numbers by name; never raises into training."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Scalars for TensorBoard under ``tensorboard/`` in the run directory; the writer is made at the first one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory / "tensorboard"
+        self._writer: Any = None
+        self._failed = False
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write `values` at `step`."""
+        if self._failed:
+            return
+        try:
+            if self._writer is None:
+                self._writer = _writer(self._directory)
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        except Exception as error:  # whatever a foreign writer raises, the training is worth more
+            self._failed = True
+            _log.warning("nothing more is written for TensorBoard: %s; the run goes on", error)
+
+    def close(self) -> None:
+        """Write out what is held back."""
+        if self._writer is not None and not self._failed:
+            self._writer.close()
+
+
+def sinks(directory: Path) -> list[Sink]:
+    """Every sink whose library is installed."""
+    return [TensorBoard(directory)] if find_spec("tensorboard") is not None else []
+
+
+def _writer(directory: Path) -> Any:
+    from torch.utils.tensorboard.writer import SummaryWriter  # imports for half a second
+
+    return SummaryWriter(str(directory))  # type: ignore[no-untyped-call]

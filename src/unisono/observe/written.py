@@ -1,0 +1,65 @@
+"""The two files of a run that are read again: ``config.toml`` (by ``--config``) and ``summary.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from unisono.observe.events import plain
+
+CONFIG, SUMMARY = "config.toml", "summary.json"
+_NOT_AGAIN = ("run", "resume")  # of this run, not of one that is made like it
+
+
+def write_config(directory: Path, settings: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -> None:
+    """Write ``config.toml``: Config fields on top, the task's name and arguments in the table ``task``.
+
+    Args:
+        directory: the run's directory.
+        settings: as of `Config.mapping`.
+        name: the task, as on the command line.
+        arguments: the task's arguments; None is left out, TOML has no word for it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    kept = {key: value for key, value in settings.items() if key not in _NOT_AGAIN}
+    text = tomli_w.dumps(_toml({**kept, "task": {"name": name, **arguments}}))
+    replace(directory / CONFIG, text)
+
+
+def write_summary(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a run's result as JSON.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    replace(path, json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write `text` to a private file that takes the place of `path` when it is whole.
+
+    Raises:
+        OSError: the file cannot be written; what was there before is untouched.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.touch(mode=0o600)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _toml(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _toml(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_toml(inner) for inner in value]
+    return value if isinstance(value, str | bool | int | float) else str(value)

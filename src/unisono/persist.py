@@ -1,0 +1,169 @@
+"""When checkpoints are taken, and how the workers agree that one is complete.
+
+Every worker writes its share in the background. What became of it travels in the control word of later steps; when all
+shares are on disk worker 0 commits the checkpoint, when one failed it is abandoned, and training goes on either way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.checkpoint import Loaded, Writer, compare
+from unisono.comm import Communicator
+from unisono.optimizer import load_state, state_of
+from unisono.replica import weights_of
+
+
+class Persistence:
+    """One worker's part in the run's checkpoints.
+
+    Args:
+        writer: writes this worker's share; None takes no checkpoints.
+        every: steps between checkpoints; 0 writes one at the end only.
+        meta: JSON that goes into every checkpoint's manifest.
+        comm: a lane of its own.
+    """
+
+    WORDS = 2  # numbers per worker in the control word: asked to stop, what became of its share
+
+    def __init__(
+        self,
+        writer: Writer | None,
+        model: nn.Module,
+        optimizer: Optimizer,
+        comm: Communicator,
+        every: int,
+        meta: Mapping[str, Any],
+    ) -> None:
+        self._writer, self._model, self._optimizer, self._comm = writer, model, optimizer, comm
+        self._every, self._meta = every, meta
+        self._pending = 0  # the step whose checkpoint is not yet committed or abandoned; 0: none
+        self._last = 0
+
+    def says(self, stop: bool) -> list[float]:
+        """This worker's numbers for the control word, in the slots of its rank."""
+        words = [0.0] * (self.WORDS * self._comm.size)
+        words[self.WORDS * self._comm.rank : self.WORDS * (self._comm.rank + 1)] = [float(stop), self._outcome()]
+        return words
+
+    def before_change(self) -> None:
+        """Right before weights change: a checkpoint that is being taken must have its copy first."""
+        if self._writer and self._pending:
+            self._writer.staged()
+
+    def after_step(self, done: int, words: Sequence[float]) -> list[bool]:
+        """After `done` steps in all: hear what became of shares, take the checkpoint that is due.
+
+        Returns who asked to stop.
+        """
+        self._hear(words[1 :: self.WORDS])
+        if self._every and done % self._every == 0:
+            self._take(done)
+        return [bool(word) for word in words[0 :: self.WORDS]]
+
+    def finish(self, done: int) -> None:
+        """After the last step: take the last checkpoint and wait until it lies on disk."""
+        if self._writer is None:
+            return
+        if self._last != done:
+            self._take(done)
+        self._conclude()
+
+    def resume(self, loaded: Loaded | None) -> int:
+        """Take over worker 0's `loaded` state on all workers; returns the steps done so far.
+
+        Raises:
+            CheckpointMismatch: on worker 0, another model's checkpoint; names the first tensor that differs.
+        """
+        plan = json.loads(_broadcast_text(self._comm, json.dumps(self._inventory(loaded))))
+        if not plan:
+            return 0
+        weights = weights_of(self._model)
+        with torch.no_grad():
+            for name in sorted(weights):
+                weights[name].copy_(self._receive(loaded, f"model/{name}", weights[name]))
+        state = {
+            name: self._receive(loaded, f"optimizer/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
+            for name, (kind, shape) in plan["tensors"].items()
+        }
+        load_state(self._optimizer, self._model, state, plan["numbers"])
+        self._last = int(plan["step"])
+        return self._last
+
+    def agree(self) -> None:
+        """Everybody takes worker 0's weights, so that all start from the same bits."""
+        with torch.no_grad():
+            for _, tensor in sorted(weights_of(self._model).items()):
+                tensor.copy_(self._comm.broadcast(tensor.detach().clone()).wait())
+
+    def _inventory(self, loaded: Loaded | None) -> dict[str, Any]:
+        if loaded is None:
+            return {}
+        found = {name: (t.dtype, t.shape) for name, t in loaded.tensors.items() if name.startswith("model/")}
+        expected = {f"model/{name}": (t.dtype, t.shape) for name, t in weights_of(self._model).items()}
+        compare(expected, found)
+        state = {n.removeprefix("optimizer/"): t for n, t in loaded.tensors.items() if n.startswith("optimizer/")}
+        return {
+            "step": loaded.step,
+            "numbers": loaded.meta["numbers"],
+            "tensors": {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in state.items()},
+        }
+
+    def _receive(self, loaded: Loaded | None, name: str, like: Tensor) -> Tensor:
+        mine = loaded.tensors[name].to(like.device) if loaded else torch.empty_like(like.detach())
+        return self._comm.broadcast(mine.contiguous()).wait()
+
+    def _take(self, done: int) -> None:
+        if self._writer is None:
+            return
+        self._conclude()
+        state, numbers = state_of(self._optimizer, self._model)
+        tensors = {f"model/{name}": t.detach() for name, t in self._model.named_parameters()}
+        # The next forward pass writes into buffers before weights change, while the copy may still be under way.
+        tensors |= {f"model/{name}": t.clone() for name, t in self._model.named_buffers()}
+        tensors |= {f"optimizer/{name}": t for name, t in state.items()}
+        self._writer.stage(done, tensors, {**self._meta, "numbers": numbers})
+        self._pending = self._last = done
+
+    def _conclude(self) -> None:
+        """Wait until the pending checkpoint is committed or abandoned everywhere."""
+        if self._writer is None or not self._pending:
+            return
+        self._writer.finish()
+        mine = torch.tensor([self._outcome()], dtype=torch.float64)
+        self._hear(self._comm.gather(mine).wait().view(-1).tolist())
+        self._writer.finish()
+        self._comm.gather(mine).wait()  # nobody goes on before worker 0 has committed
+
+    def _outcome(self) -> float:
+        """0: under way or nothing; the step: this share is on disk; minus the step: it could not be written."""
+        if self._writer is None or not self._pending:
+            return 0.0
+        progress = self._writer.state
+        if progress.step != self._pending or progress.phase not in ("written", "failed"):
+            return 0.0
+        return float(self._pending if progress.phase == "written" else -self._pending)
+
+    def _hear(self, outcomes: Sequence[float]) -> None:
+        if self._writer is None or not self._pending or not all(abs(o) == self._pending for o in outcomes):
+            return
+        if self._comm.rank == 0:
+            complete = all(outcome > 0 for outcome in outcomes)
+            (self._writer.commit if complete else self._writer.abandon)(self._pending)
+        self._pending = 0
+
+
+def _broadcast_text(comm: Communicator, text: str) -> str:
+    """Worker 0's `text`, on all workers."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    length = comm.broadcast(torch.tensor([data.numel()])).wait()
+    received = comm.broadcast(data if comm.rank == 0 else torch.empty(int(length), dtype=torch.uint8)).wait()
+    return bytes(received.tolist()).decode()
+
+

@@ -1,0 +1,166 @@
+"""One whole copy of the model on this worker: it hands gradients to the synchronizer as backward finishes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.comm import Communicator
+from unisono.compress import Compressor
+from unisono.errors import Diverged
+from unisono.statistics import Statistics
+from unisono.sync import Change, Synchronizer
+
+
+class Replica:
+    """A model and its optimizer, bound to the other replicas.
+
+    Per step: `begin`; per micro-batch of this worker `enter`, the forward pass, `leave`, the backward pass; then
+    `settle` and `apply`. The control word that travels with the gradients is, for micro-batches ``0..n-1``: their
+    losses, their weights, then `extra` numbers of the caller's.
+
+    Args:
+        micro_batches: of one step, over all workers.
+        reference: what the weights of a whole step usually add up to; weights are divided by it before anything is
+            summed, so that the sum usually is the mean already.
+        clip: largest 2-norm of the mean gradient; None does not clip.
+        extra: how many further numbers the control word has.
+        listener: told the name of each parameter whose gradient is complete, before it is handed on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        comm: Communicator,
+        *,
+        sync: Synchronizer,
+        compress: Compressor,
+        micro_batches: int,
+        reference: float,
+        clip: float | None = None,
+        overlap: bool = True,
+        extra: int = 0,
+        listener: Callable[[str], None] | None = None,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._count, self._reference, self._clip = micro_batches, reference, clip
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._sync = sync.bind(
+            parameters,
+            comm.lane("gradients"),
+            compress,
+            control=2 * micro_batches + extra,
+            overlap=overlap,
+            sparse=sparse_parameters(model),
+        )
+        self._listener = listener
+        self._statistics = Statistics(model, micro_batches, comm.lane("statistics"))
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._arrived, name)) for name, p in parameters.items()
+        ]
+        self.begin()
+
+    def begin(self) -> None:
+        """A new step; what was computed for one that was not applied is forgotten."""
+        self._control = [0.0] * (2 * self._count)
+        self._sync.begin()
+        if self._statistics.active:
+            self._statistics.begin()
+
+    def enter(self, micro_batch: int, weight: float) -> None:
+        """Before the forward pass of `micro_batch`, which counts `weight` in the mean."""
+        self._micro_batch, self._weight = micro_batch, weight
+        self._control[self._count + micro_batch] = weight
+        if self._statistics.active:
+            self._statistics.before()
+
+    def leave(self, loss: float = 0.0, *, last: bool, extra: list[float] | None = None) -> None:
+        """After the forward pass and before backward. `last`: no further micro-batch of this worker in this step."""
+        self._control[self._micro_batch] = loss
+        if self._statistics.active:
+            self._statistics.after(self._micro_batch)
+            if last:
+                self._statistics.send()
+        if last:
+            self._sync.close(self._control + (extra or []))
+
+    def settle(self) -> Step:
+        """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`."""
+        return Step(self, self._sync.settle())
+
+    def unbind(self) -> None:
+        """Leave the model as it was found."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _arrived(self, name: str, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        if self._listener:
+            self._listener(name)
+        self._sync.offer(name, gradient, self._weight / self._reference)
+
+
+class Step:
+    """One step's mean, agreed on by all workers and not yet applied."""
+
+    def __init__(self, replica: Replica, change: Change) -> None:
+        self._replica, self._change = replica, change
+        n = replica._count
+        self.losses, self.weights = change.control[:n], change.control[n : 2 * n]
+        self.extra = change.control[2 * n :]
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean of the micro-batches' losses, summed in their order."""
+        total = math.fsum(self.weights)
+        return math.fsum(loss * w for loss, w in zip(self.losses, self.weights)) / total if total else math.nan
+
+    def check_finite(self, step: int, worker_of: Callable[[int], int]) -> None:
+        """Raise `Diverged` if a loss is not finite, naming the first such micro-batch and its worker."""
+        for m, loss in enumerate(self.losses):
+            if not math.isfinite(loss):
+                raise Diverged(
+                    f"the loss is {loss} in step {step}, micro-batch {m}, computed by worker {worker_of(m)}: lower the "
+                    "learning rate, set clip, or look at that micro-batch's samples"
+                )
+
+    def apply(self, step: Callable[[], Any] | None = None) -> Any:
+        """Fold the statistics, put the clipped mean into the gradients, and take the optimizer's step."""
+        replica = self._replica
+        if replica._statistics.active:
+            replica._statistics.fold()
+        scale = self._scale()
+        result = self._change.apply(step or replica.optimizer.step, scale)
+        replica.begin()
+        return result
+
+    def _scale(self) -> float:
+        total = math.fsum(self.weights)
+        scale = self._replica._reference / total if total else 1.0
+        if self._replica._clip is not None:
+            norm = self._change.norm() * scale
+            # The small number is torch.nn.utils.clip_grad_norm_'s.
+            scale *= min(1.0, self._replica._clip / (norm + 1e-6))
+        return scale
+
+
+def sparse_parameters(model: nn.Module) -> set[str]:
+    """Names of the weights of embeddings that ask for sparse gradients."""
+    return {
+        f"{path}.weight".lstrip(".")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer under its global name, each tensor once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

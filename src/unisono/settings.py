@@ -1,0 +1,52 @@
+"""From a task's defaults and what the user said to the one `Config` that a run has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.compress import Exact
+from unisono.config import Config
+from unisono.errors import InvalidInput
+from unisono.task import Task
+
+# What makes a run this run: with other values it would compute something else.
+IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "sync", "precision", "sync_batchnorm")
+LIBRARY_GLOBAL_BATCH = 64
+
+
+def settle(task: Task, given: Mapping[str, Any]) -> Config:
+    """The library's defaults, under the task's, under what was `given` (field names and values).
+
+    Raises:
+        InvalidInput: as `Config.of`; or what is asked for cannot be combined.
+    """
+    defaults = dict(task.defaults)
+    if given.get("epochs") is not None:
+        defaults.pop("steps", None)
+    if given.get("steps") is not None:
+        defaults.pop("epochs", None)
+    if given.get("global_batch") is not None:
+        defaults.pop("micro_batch", None)
+    chosen = {"global_batch": LIBRARY_GLOBAL_BATCH, **defaults}
+    chosen |= {name: value for name, value in given.items() if value is not None}
+    config = Config.of(chosen)
+    if config.sync_batchnorm and isinstance(config.compress, Exact):
+        raise InvalidInput(
+            "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends on "
+            "the number of workers, which Exact() promises that it does not", "leave out one of the two")  # fmt: skip
+    return config
+
+
+def check_same_run(config: Config, before: Mapping[str, Any]) -> None:
+    """Raise `InvalidInput` if `config` differs from a checkpoint's in a field that makes the run what it is."""
+    now = config.mapping()
+    for name in IDENTITY:
+        if now.get(name) != before.get(name):
+            raise InvalidInput(
+                name, now.get(name), f"the run to resume was started with {before.get(name)}",
+                "leave it out, or start a run of its own with another --run")  # fmt: skip
+    if isinstance(config.compress, Exact) and config.threads != before.get("threads", 0):
+        raise InvalidInput(
+            "threads", config.threads, f"the run to resume was started with {before.get('threads', 0)}, and in exact mode "
+            "the number of threads can change bits", "leave it out")  # fmt: skip

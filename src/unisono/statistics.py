@@ -1,0 +1,179 @@
+"""What forward passes write into buffers, collected per micro-batch and folded in the micro-batches' order.
+
+A network's buffers (batch normalisation's running statistics before all) change with every forward pass, so they would
+depend on who computed what. Here every micro-batch of a step starts from the same buffers; what each wrote is shared,
+and all workers fold the same rows in the same order:
+
+- running statistics of normalisation layers: exponential moving average, one step per micro-batch, as one process
+  that computed all of them in turn would have it;
+- other whole numbers (counters): the increments add up;
+- other real numbers: their mean over the micro-batches; truth values: the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from unisono.comm import Communicator, Work
+from unisono.errors import UnisonoError
+
+
+class Statistics:
+    """The buffers of one replica over steps of `micro_batches`; `comm` is a lane of their own.
+
+    Per step: `begin`, `before` and `after` around each forward pass of this worker, `send`, `fold`. With a single
+    micro-batch there is nothing to fold, and nothing is touched.
+    """
+
+    def __init__(self, model: nn.Module, micro_batches: int, comm: Communicator) -> None:
+        self._comm, self._count = comm, micro_batches
+        layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+        theirs = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
+        self._layers = [_Layer(layer) for layer in layers]
+        self._quiet = [
+            _Place(f"{path}.{key}".lstrip("."), module, key)
+            for path, module in model.named_modules()
+            for key, buffer in module.named_buffers(recurse=False)
+            if id(buffer) not in theirs
+        ]
+        self._written: list[_Place] = []
+        self._probing = True
+        self.active = micro_batches > 1 and bool(self._layers or self._quiet)
+
+    def begin(self) -> None:
+        """A new step: remember the buffers that it starts from."""
+        self._training = [layer for layer in self._layers if layer.module.training]
+        for layer in self._training:
+            layer.remember()
+        self._first = [place.tensor.clone() for place in self._written]
+        self._marks = [place.mark for place in self._quiet]
+        self._rows: dict[int, Tensor] = {}
+        self._work: Work[Tensor] | None = None
+
+    def before(self) -> None:
+        """Before a micro-batch's forward pass."""
+        if self._probing:
+            self._probe = [place.tensor.clone() for place in self._quiet]
+        for layer in self._training:
+            layer.listen()
+
+    def after(self, micro_batch: int) -> None:
+        """After it: collect what it wrote, and put the step's first buffers back."""
+        for layer in self._training:
+            layer.resume()
+        if self._probing:
+            self._learn_who_writes()
+        values = [b for layer in self._training for b in layer.running] + [p.tensor for p in self._written]
+        if values:
+            self._rows[micro_batch] = torch.cat([v.detach().reshape(-1).double() for v in values])
+        for place, first in zip(self._written, self._first):
+            place.tensor.copy_(first)
+
+    def send(self) -> None:
+        """After this worker's last forward pass: share what it collected; backward may run meanwhile."""
+        if self._rows:
+            width = next(iter(self._rows.values()))
+            table = width.new_zeros(self._count, width.numel())
+            for micro_batch, row in self._rows.items():
+                table[micro_batch] = row
+            # Adding 0.0 turns -0.0 into 0.0, as the sum with other workers' zeros does.
+            self._work = self._comm.sum(table.add_(0.0).view(-1))
+
+    def fold(self) -> None:
+        """Wait for everybody's rows and fold them. Raises `PeerLost`, `MessageMismatch`."""
+        late = [p.name for p, mark in zip(self._quiet, self._marks) if p.mark != mark]
+        if late:
+            raise UnisonoError(f"buffer {late[0]} was not written by the first forward pass but by a later one; "
+                               "write it in every training pass, or in none")  # fmt: skip
+        if self._work is None:
+            return
+        table, at = self._work.wait().view(self._count, -1), 0
+        for layer in self._training:
+            at = layer.fold(table, at)
+        for place, first in zip(self._written, self._first):
+            place.tensor.copy_(_folded(first, table[:, at : at + first.numel()]))
+            at += first.numel()
+
+    def _learn_who_writes(self) -> None:
+        changed = [place.mark != mark for place, mark in zip(self._quiet, self._marks)]
+        self._written = [place for place, c in zip(self._quiet, changed) if c]
+        self._first = [first for first, c in zip(self._probe, changed) if c]
+        self._quiet = [place for place, c in zip(self._quiet, changed) if not c]
+        self._marks = [place.mark for place in self._quiet]
+        self._probing = False
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a buffer lives; its module may put another tensor there."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        buffer = getattr(self.module, self.key)
+        assert isinstance(buffer, Tensor)
+        return buffer
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Changes whenever the buffer is written or replaced."""
+        return id(self.tensor), self.tensor._version
+
+
+class _Layer:
+    """A normalisation layer with running statistics."""
+
+    def __init__(self, module: _NormBase) -> None:
+        self.module = module
+        self._momentum = module.momentum
+
+    @property
+    def running(self) -> Sequence[Tensor]:
+        mean, var = self.module.running_mean, self.module.running_var
+        assert mean is not None and var is not None
+        return mean, var
+
+    def remember(self) -> None:
+        self._first = torch.cat([b.reshape(-1).double() for b in self.running])
+        tracked = self.module.num_batches_tracked
+        self._tracked = 0 if tracked is None else int(tracked)
+
+    def listen(self) -> None:
+        # With momentum 1 the layer leaves the batch's own statistics behind, which is what is folded.
+        self._momentum, self.module.momentum = self.module.momentum, 1.0
+
+    def resume(self) -> None:
+        self.module.momentum = self._momentum
+
+    def fold(self, table: Tensor, at: int) -> int:
+        """Fold columns from `at` on of ``table[micro_batch]``; returns where the next layer's begin."""
+        folded = self._first
+        for m, row in enumerate(table[:, at : at + folded.numel()]):
+            factor = self._momentum if self._momentum is not None else 1.0 / (self._tracked + m + 1)
+            folded = folded + factor * (row - folded)
+        features = folded.numel() // 2
+        for buffer, value in zip(self.running, folded.split(features)):
+            buffer.copy_(value.view_as(buffer))
+        if self.module.num_batches_tracked is not None:
+            self.module.num_batches_tracked.fill_(self._tracked + len(table))
+        return at + folded.numel()
+
+
+def _folded(first: Tensor, rows: Tensor) -> Tensor:
+    """A buffer after the step, from its first value and one row per micro-batch (float64, ``[count, numel]``)."""
+    if first.dtype == torch.bool:
+        return rows[-1].view_as(first)
+    if not first.dtype.is_floating_point:
+        return (first.reshape(-1).double() + (rows - first.reshape(-1).double()).sum(0)).view_as(first)
+    mean = rows[0]
+    for m, row in enumerate(rows[1:], start=2):
+        mean = mean + (row - mean) / m  # a buffer that is the same in all rows comes out as it is, bit for bit
+    return mean.view_as(first)

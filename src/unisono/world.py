@@ -1,0 +1,280 @@
+"""A custom training loop on many workers, in two added lines.
+
+    world = unisono.join()
+    model, optimizer = world.bind(model, optimizer)
+
+The loop then runs under ``unisono launch``, torchrun, Slurm or Open MPI, or alone as one process, unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.comm import Communicator, connect
+from unisono.compress import Cast, Compressor
+from unisono.data import Load, Loader, MicroBatchPlan, assign, seed_compute, stream
+from unisono.errors import InvalidInput, UnisonoError
+from unisono.evaluate import samples_in
+from unisono.launch import Identity, identify
+from unisono.replica import Replica, weights_of
+from unisono.sync import AllReduce, Synchronizer
+from unisono.task import Batch
+
+
+def join(
+    *, device: str = "auto", communicator: str = "auto", threads: int = 0, deadline_seconds: float = 300.0
+) -> World:
+    """Meet the other workers; alone, where no launcher started this process.
+
+    Reads the environment of ``unisono launch``, torchrun, Slurm and Open MPI. `threads` is the number of compute
+    threads of this worker; 0 shares the cores among the workers of this host.
+
+    Raises:
+        InvalidInput: the environment is contradictory, or what is asked for is not there.
+        PeerLost: the others did not come within `deadline_seconds`.
+    """
+    who = identify(os.environ)
+    where = choose_device(device, who)
+    torch.set_num_threads(threads or fair_threads(who))
+    comm = connect(
+        who.rank,
+        who.size,
+        rendezvous=who.rendezvous,
+        local_size=who.local_size,
+        kind=communicator,
+        device=where,
+        deadline_seconds=deadline_seconds,
+    )
+    return World(who, where, comm)
+
+
+class World:
+    """All workers of a run, as one of them sees it.
+
+    Attributes:
+        rank: this worker's number, from 0.
+        size: how many workers there are.
+        device: where this worker computes.
+    """
+
+    def __init__(self, identity: Identity, device: torch.device, comm: Communicator) -> None:
+        self.rank, self.size, self.device = identity.rank, identity.size, device
+        self.comm = comm
+        self._metrics = comm.lane("metrics")
+        self._bound: _Bound | None = None
+
+    def bind(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        sync: Synchronizer = AllReduce(),
+        compress: Compressor = Cast(),
+        clip: float | None = None,
+        backward_passes: int = 1,
+        overlap: bool = True,
+    ) -> tuple[nn.Module, Optimizer]:
+        """Make `optimizer.step` take the step of all workers together; returns both, the same objects.
+
+        Worker 0's weights are copied to all. Between ``backward()`` and ``step()`` the gradients are on their way,
+        and ``parameter.grad`` is None: clipping is therefore an argument here.
+
+        Args:
+            sync, compress: as in `Config`.
+            clip: largest 2-norm of the mean gradient over all workers.
+            backward_passes: how often ``backward()`` runs before each ``step()``; gradients of a worker's passes add
+                up, those of workers are averaged. Without effect inside `steps`, which knows.
+            overlap: exchange gradients while backward still runs.
+        """
+        if self._bound is not None:
+            raise UnisonoError("world.bind was called already: one world trains one model; call unisono.join() again")
+        with torch.no_grad():
+            for _, tensor in sorted(weights_of(model).items()):
+                tensor.copy_(self.comm.broadcast(tensor.detach().clone()).wait())
+        options = {"sync": sync, "compress": compress, "clip": clip, "overlap": overlap}
+        self._bound = _Bound(self, model, optimizer, backward_passes, options)
+        return model, optimizer
+
+    def steps(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int = 64,
+        micro_batch: int | None = None,
+        steps: int | None = None,
+        epochs: float = 1.0,
+        seed: int = 0,
+        collate: Callable[[list[Any]], Batch] | None = None,
+        load: Load | None = None,
+    ) -> Iterator[Iterator[Batch]]:
+        """The training data, dealt out: for each step, this worker's micro-batches.
+
+            for batches in world.steps(dataset, global_batch=64):
+                for x, y in batches:
+                    loss_of(model(x), y).backward()      # the mean over the micro-batch
+                optimizer.step()
+
+        The samples of a step, their order, their micro-batches and random streams depend on `seed` and the step
+        alone; the step taken is that of the mean over the global batch, whoever computed what.
+
+        Raises:
+            InvalidInput: batch sizes that do not fit each other, the dataset or the number of workers.
+        """
+        if self._bound is None:
+            raise UnisonoError("world.steps needs the model: call world.bind(model, optimizer) first")
+        plan = MicroBatchPlan(len(dataset), global_batch, micro_batch, seed)
+        mine = assign(plan.micro_batches, [1.0] * self.size)[self.rank]
+        count = plan.steps_in(epochs) if steps is None else steps
+        loader = Loader(dataset, plan, lambda _: mine, collate, load, seed, 0, count)
+        bound = self._bound
+        bound.plan(plan.micro_batches, float(global_batch))
+        try:
+            for t in range(count):
+                yield self._micro_batches(loader, t, mine, seed, bound)
+        finally:
+            loader.close()
+
+    def mean(self, value: float, weight: float = 1.0) -> float:
+        """The weighted mean of everybody's `value`, the same bits on all workers. All workers call it alike."""
+        mine = torch.tensor([value * weight, weight], dtype=torch.float64)
+        sums = self._metrics.gather(mine).wait()
+        return math.fsum(sums[:, 0].tolist()) / math.fsum(sums[:, 1].tolist())
+
+    def close(self) -> None:
+        """Leave; gives back what the operating system lent."""
+        if self._bound is not None:
+            self._bound.release()
+        self.comm.close()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _micro_batches(
+        self, loader: Loader, t: int, mine: range, seed: int, bound: _Bound
+    ) -> Iterator[Batch]:
+        for m, batch in loader.batches(t):
+            bound.enter(m, float(samples_in(batch)), last=m == mine[-1])
+            seed_compute(stream(seed, t, m, "compute"))
+            yield batch
+
+
+class _Bound:
+    """A user's model and optimizer while they belong to a world."""
+
+    def __init__(
+        self, world: World, model: nn.Module, optimizer: Optimizer, passes: int, options: dict[str, Any]
+    ) -> None:
+        self._world, self._model, self._optimizer = world, model, optimizer
+        self._passes, self._options = passes, options
+        self._replica: Replica | None = None
+        self._planned = False
+        self._plain_step = optimizer.step
+        optimizer.step = self.step  # type: ignore[method-assign]
+        self._first_forward = model.register_forward_pre_hook(lambda *_: self._ready())
+
+    def plan(self, micro_batches: int, reference: float) -> None:
+        """`World.steps` deals out the data from now on."""
+        if self._replica is not None:
+            raise UnisonoError("world.steps came after the first forward pass: bind, then take all data from world.steps")
+        self._planned = True
+        self._start(micro_batches, reference)
+
+    def enter(self, m: int, weight: float, last: bool) -> None:
+        """A micro-batch begins; `last` of this worker in this step."""
+        assert self._replica is not None
+        self._replica.enter(m, weight)
+        self._last, self._left = last, False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """In place of the optimizer's own: wait for the mean, then step."""
+        if closure is not None:
+            raise InvalidInput("closure", closure, "the step of many workers cannot run it again", "call step()")
+        if self._replica is None:
+            return self._plain_step()
+        if not self._left:
+            self._leave(last=True)
+        result = self._replica.settle().apply(self._plain_step)
+        self._next_step()
+        return result
+
+    def release(self) -> None:
+        """Give the optimizer its own step back."""
+        self._first_forward.remove()
+        self._optimizer.step = self._plain_step  # type: ignore[method-assign]
+        if self._replica is not None:
+            self._replica.unbind()
+
+    def _ready(self) -> None:
+        if self._replica is None and self._model.training and torch.is_grad_enabled():
+            size = self._world.size
+            self._start(size, float(size))
+            self._next_step()
+        if self._replica is not None:
+            self._first_forward.remove()
+
+    def _start(self, micro_batches: int, reference: float) -> None:
+        self._left, self._last = True, False
+        self._replica = Replica(
+            self._model,
+            self._optimizer,
+            self._world.comm,
+            micro_batches=micro_batches,
+            reference=reference,
+            listener=self._gradient,
+            **self._options,
+        )
+
+    def _next_step(self) -> None:
+        """Without a plan, all that happens between two steps is this worker's one micro-batch."""
+        if not self._planned:
+            self.enter(self._world.rank, 1.0, last=self._passes == 1)
+            self._pass, self._came = 0, set[str]()
+
+    def _gradient(self, name: str) -> None:
+        """The first gradient of a backward pass says that the forward pass before it is over."""
+        if not self._planned:
+            if name in self._came:
+                self._pass, self._came = self._pass + 1, set()
+                self._last = self._pass == self._passes - 1
+            self._came.add(name)
+        if not self._left and (self._last or self._planned):
+            self._leave(self._last)
+
+    def _leave(self, last: bool) -> None:
+        assert self._replica is not None
+        self._replica.leave(last=last)
+        self._left = True
+
+
+def choose_device(wanted: str, who: Identity) -> torch.device:
+    """The device of a worker: its own GPU where there are GPUs and nobody asked for the CPU.
+
+    Raises:
+        InvalidInput: ``cuda`` is wanted and there is none, or fewer than workers on this host.
+    """
+    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if wanted == "cuda" and count <= who.local_rank:
+        raise InvalidInput("device", wanted, f"this host has {count} CUDA devices for worker {who.local_rank} on it",
+                           "start fewer workers, or use device cpu")  # fmt: skip
+    if count <= who.local_rank:
+        return torch.device("cpu")
+    torch.cuda.set_device(who.local_rank)
+    return torch.device("cuda", who.local_rank)
+
+
+def fair_threads(who: Identity) -> int:
+    """The cores that this process may use, shared among the workers of this host; at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // who.local_size)

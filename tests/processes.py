@@ -1,0 +1,127 @@
+"""Real worker processes for tests.
+
+One forkserver serves the whole session: it has imported torch once, so that a worker costs about 0.1 s.
+
+    results = run(3, work, "an argument")         # calls work(rank, size, "an argument") in 3 processes
+    with start(2, work) as workers:               # the same, with the processes in hand
+        os.kill(workers.processes[1].pid, signal.SIGKILL)
+        results = workers.results(lost={1})       # results[1] is None
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+import torch
+
+PRELOAD = ["torch", "torch.distributed", "unisono.comm", __name__]
+
+
+class ChildFailed(AssertionError):
+    """A worker of a test failed; its traceback is the message."""
+
+
+@cache
+def context() -> ForkServerContext:
+    """The one forkserver of this session."""
+    chosen = multiprocessing.get_context("forkserver")
+    chosen.set_forkserver_preload(PRELOAD)
+    return chosen
+
+
+@dataclass
+class Workers:
+    """Processes under way; `processes[r]` runs rank *r*."""
+
+    processes: list[Any]
+    outcomes: list[Connection]
+    timeout_seconds: float
+    _results: dict[int, Any] = field(default_factory=dict)
+
+    def results(self, lost: Collection[int] = ()) -> list[Any]:
+        """What each rank returned; None for ranks in `lost`, which are not waited for.
+
+        Raises:
+            ChildFailed: the first rank that raised, died or outlasted the timeout.
+        """
+        end = time.monotonic() + self.timeout_seconds
+        awaited = {connection: rank for rank, connection in enumerate(self.outcomes) if rank not in lost}
+        while awaited:
+            ready = wait(list(awaited), max(0.0, end - time.monotonic()))
+            if not ready:
+                raise ChildFailed(
+                    f"{sorted(awaited.values())} still run after {self.timeout_seconds} s"
+                )
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = awaited.pop(connection)
+                self._results[rank] = self._receive(rank, connection)
+        return [self._results.get(rank) for rank in range(len(self.processes))]
+
+    def _receive(self, rank: int, connection: Connection) -> Any:
+        try:
+            good, value = pickle.loads(connection.recv_bytes())  # noqa: S301 (our own child wrote it)
+        except EOFError:
+            self.processes[rank].join(5)
+            raise ChildFailed(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
+        if not good:
+            raise ChildFailed(f"rank {rank} failed:\n{value}")
+        return value
+
+    def end(self) -> None:
+        """No process outlives its test."""
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        for process, connection in zip(self.processes, self.outcomes, strict=True):
+            process.join()
+            connection.close()
+
+
+@contextmanager
+def start(
+    size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0
+) -> Iterator[Workers]:
+    """Start ``function(rank, size, *args)`` in `size` processes; they are killed on leaving the block.
+
+    `function` is a top-level function of an importable module; arguments and results travel by pickle.
+    """
+    workers = Workers([], [], timeout_seconds)
+    message = pickle.dumps((function, args))
+    try:
+        for rank in range(size):
+            outcome, inner = context().Pipe(duplex=False)
+            process = context().Process(target=_main, args=(message, rank, size, inner), daemon=True)
+            process.start()
+            inner.close()
+            workers.processes.append(process)
+            workers.outcomes.append(outcome)
+        yield workers
+    finally:
+        workers.end()
+
+
+def run(size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
+    """The results of ``function(rank, size, *args)`` from `size` processes, by rank."""
+    with start(size, function, *args, timeout_seconds=timeout_seconds) as workers:
+        return workers.results()
+
+
+def _main(message: bytes, rank: int, size: int, outcome: Connection) -> None:
+    try:
+        torch.set_num_threads(1)
+        function, args = pickle.loads(message)  # noqa: S301 (our own parent wrote it)
+        answer = pickle.dumps((True, function(rank, size, *args)))
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    outcome.send_bytes(answer)
