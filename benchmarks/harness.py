@@ -1,8 +1,8 @@
 """What all benchmarks share: interleaved repeats, paired ratios, verdicts, the table and the record.
 
-A benchmark compares ways of doing the same thing. Every repeat runs all ways, one after the other, in an
-order that turns round from repeat to repeat, so that a drifting machine favours nobody. A claim is judged by the
-median of the ratios within the repeats, never by figures from different times.
+A benchmark compares ways of doing the same thing. Every repeat runs all ways, one after the other, in an order
+that turns round from repeat to repeat, so that a drifting machine favours nobody. A claim is judged by the median
+of the ratios within the repeats, never by figures from different times.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class Ran:
 
 def interleave(ways: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
     """What every way returned, one entry per repeat."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that `run` ends what it started
     results: dict[str, list[T]] = {way: [] for way in ways}
     for repeat in range(repeats):
         for way in list(ways) if repeat % 2 == 0 else reversed(list(ways)):
@@ -118,7 +119,7 @@ def interleave(ways: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, l
     return results
 
 
-def run(command: Sequence[str], timeout_seconds: float = 300.0) -> Ran:
+def run(command: Sequence[str], timeout_seconds: float = 120.0) -> Ran:
     """Run `command` with ``--report FILE`` added, into which its rank 0 writes a JSON object.
 
     Raises:

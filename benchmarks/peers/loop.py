@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -91,6 +92,9 @@ def main() -> None:
         asked.report.write_text(json.dumps(report))
     if asked.way == "ddp":
         torch.distributed.destroy_process_group()
+        os._exit(
+            0
+        )  # gloo's destructor joins its threads under the interpreter's lock: one run in a few hangs there
 
 
 def arguments() -> argparse.Namespace:

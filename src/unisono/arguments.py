@@ -1,7 +1,7 @@
 """Arguments by annotation: text as on a command line becomes what a function's parameters ask for.
 
-Known kinds: ``int``, ``float``, ``str``, ``bool``, ``tuple[kind, ...]``, ``Literal[…]``, ``kind | None`` and frozen
-dataclasses, whose fields have dotted names (``model.layers``).
+Known kinds: ``int``, ``float``, ``str``, ``bool``, ``tuple[kind, ...]``, ``Literal[…]``, ``kind | None`` and
+frozen dataclasses, whose fields have dotted names (``model.layers``).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def bind(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str
 
     Args:
         function: its parameters say what is known.
-        arguments: values, or text to be read; ``{"model.layers": "4"}`` and ``{"model": {"layers": 4}}`` are the
-            same.
+        arguments: values, or text to be read; ``{"model.layers": "4"}`` is the same as
+            ``{"model": {"layers": 4}}``.
 
     Raises:
         InvalidInput: an unknown name (names the nearest), a missing one, or a value of another kind.
@@ -58,7 +58,9 @@ def bind(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str
             raise _unknown(name, given[name], list(parameters(function)))
     for name, parameter in known.items():
         if parameter.default is REQUIRED and name not in given:
-            raise InvalidInput(option(name), "(nothing)", "the task needs it", f"give {option(name)} {shown(parameter.kind)}")
+            raise InvalidInput(
+                option(name), "(nothing)", "the task needs it", f"give {option(name)} {shown(parameter.kind)}"
+            )
     return {name: _read(name, value, known[name].kind, known[name].default) for name, value in given.items()}
 
 
@@ -90,17 +92,27 @@ def shown(kind: Any) -> str:
         return f"{shown(get_args(kind)[0])}…"
     if _optional(kind):
         return f"{shown(_inner(kind))}|none"
-    return {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false"}.get(kind, getattr(kind, "__name__", str(kind)))
+    return {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false"}.get(
+        kind, getattr(kind, "__name__", str(kind))
+    )
 
 
 def _signature(function: Callable[..., Any]) -> dict[str, Parameter]:
-    hints = get_type_hints(function) if not isinstance(function, type) else get_type_hints(function.__init__)
+    hints = _hints(function)
     found = {}
     for name, p in inspect.signature(function).parameters.items():
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             guess = str if p.default in (REQUIRED, None) else type(p.default)
             found[name] = Parameter(hints.get(name, guess), p.default)
     return found
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    if isinstance(function, type):
+        return get_type_hints(function)
+    written = getattr(function, "__annotations__", {})  # what it returns may be known to type checkers only
+    ours = types.SimpleNamespace(__annotations__={k: v for k, v in written.items() if k != "return"})
+    return get_type_hints(ours, globalns=getattr(function, "__globals__", {}))
 
 
 def _flatten(name: str, parameter: Parameter) -> dict[str, Parameter]:
@@ -128,7 +140,9 @@ def _read(name: str, value: Any, kind: Any, default: Any) -> Any:
         for choice in get_args(kind):
             if value == choice or value == str(choice):
                 return choice
-        raise InvalidInput(option(name), value, "not one of the choices", f"choose {' or '.join(map(str, get_args(kind)))}")
+        raise InvalidInput(
+            option(name), value, "not one of the choices", f"choose {' or '.join(map(str, get_args(kind)))}"
+        )
     return _read_plain(name, value, kind)
 
 
@@ -201,5 +215,3 @@ def _optional(kind: Any) -> bool:
 def _inner(kind: Any) -> Any:
     rest = [k for k in get_args(kind) if k is not type(None)]
     return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007  (built at run time)
-
-

@@ -81,7 +81,7 @@ class Persistence:
         Raises:
             CheckpointMismatch: on worker 0, another model's checkpoint; names the first tensor that differs.
         """
-        plan = json.loads(_broadcast_text(self._comm, json.dumps(self._inventory(loaded))))
+        plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(loaded))))
         if not plan:
             return 0
         weights = weights_of(self._model)
@@ -105,9 +105,8 @@ class Persistence:
     def _inventory(self, loaded: Loaded | None) -> dict[str, Any]:
         if loaded is None:
             return {}
-        found = {name: (t.dtype, t.shape) for name, t in loaded.tensors.items() if name.startswith("model/")}
-        expected = {f"model/{name}": (t.dtype, t.shape) for name, t in weights_of(self._model).items()}
-        compare(expected, found)
+        found = {name: t for name, t in loaded.tensors.items() if name.startswith("model/")}
+        compare({f"model/{name}": (t.dtype, t.shape) for name, t in weights_of(self._model).items()}, found)
         state = {n.removeprefix("optimizer/"): t for n, t in loaded.tensors.items() if n.startswith("optimizer/")}
         return {
             "step": loaded.step,
@@ -146,9 +145,7 @@ class Persistence:
         if self._writer is None or not self._pending:
             return 0.0
         progress = self._writer.state
-        if progress.step != self._pending or progress.phase not in ("written", "failed"):
-            return 0.0
-        return float(self._pending if progress.phase == "written" else -self._pending)
+        return float(self._pending * (progress.written == self._pending) - self._pending * (progress.failed == self._pending))
 
     def _hear(self, outcomes: Sequence[float]) -> None:
         if self._writer is None or not self._pending or not all(abs(o) == self._pending for o in outcomes):
@@ -159,7 +156,7 @@ class Persistence:
         self._pending = 0
 
 
-def _broadcast_text(comm: Communicator, text: str) -> str:
+def broadcast_text(comm: Communicator, text: str) -> str:
     """Worker 0's `text`, on all workers."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     length = comm.broadcast(torch.tensor([data.numel()])).wait()

@@ -1,7 +1,7 @@
 """Where a task comes from: a built-in name, ``path/to/file.py:function`` or ``package.module:function``.
 
-A `Source` is a plain value that travels to every worker as JSON or pickle; each worker loads the task from it. Its
-arguments may still be text as on a command line: they are read by the function's annotations.
+A `Source` is a plain value that travels to every worker as JSON or pickle; each worker loads the task
+from it. Its arguments may still be text as on a command line: they are read by the function's annotations.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Source:
         """The task.
 
         Raises:
-            InvalidInput: no such task, file or function; an argument that it does not take; an exception in it.
+            InvalidInput: no such task, file or function; an argument that it does not take; an error in it.
         """
         target = self.target()
         made = target(**bind(target, self.arguments)) if _built_in(target) else self._call(target)
@@ -62,15 +62,26 @@ class Source:
         target = self.target()
         return parameters(target) if callable(target) else {}
 
+    def place(self) -> tuple[str, str]:
+        """The file or module, and the name in it; nothing is imported.
+
+        Raises:
+            InvalidInput: no such built-in task, or no such file.
+        """
+        place, _, attribute = TASKS.get(self.name, self.name).rpartition(":")
+        if not (place and attribute):
+            raise self._unknown()
+        if place.endswith(".py") and not self._path(place).is_file():
+            raise InvalidInput("task", self.name, f"there is no file {place}", "check the path")
+        return place, attribute
+
     def target(self) -> Any:
         """The function that makes the task, or the task itself.
 
         Raises:
             InvalidInput: no such task, file, module or function, or an exception while it was imported.
         """
-        place, _, attribute = TASKS.get(self.name, self.name).rpartition(":")
-        if not place:
-            raise self._unknown()
+        place, attribute = self.place()
         module = self._module(place)
         if not hasattr(module, attribute):
             cure = nearest(attribute, _made_here(module)) if _made_here(module) else "define one"
@@ -93,17 +104,13 @@ class Source:
                 problem = f"{self.name} is a value and takes no arguments"
                 raise InvalidInput(option(argument), self.arguments[argument], problem, "leave it out")
             return target
-        arguments = bind(target, self.arguments)
         with _Explained(self.name):
-            return target(**arguments)
+            return target(**bind(target, self.arguments))
 
     def _module(self, place: str) -> ModuleType:
         if place.endswith(".py"):
-            path = self._path(place)
-            if not path.is_file():
-                raise InvalidInput("task", self.name, f"there is no file {place}", "check the path")
             with _Explained(self.name):
-                return _from_file(path)
+                return _from_file(self._path(place))
         if self.directory not in sys.path:  # as python -m has it
             sys.path.insert(0, self.directory)
         with _Explained(self.name):
@@ -119,10 +126,14 @@ class Source:
         return Path(self.directory, Path(place).expanduser())
 
     def _unknown(self) -> InvalidInput:
-        if self.name.endswith(".py"):
-            return InvalidInput("task", self.name, "names no function", f"write {self.name}:function")
-        forms = "write a built-in name, path/to/file.py:function or package.module:function"
-        return InvalidInput("task", self.name, "there is no such task", f"{nearest(self.name, TASKS)} {forms}")
+        if self.name.rstrip(":").endswith(".py"):
+            return InvalidInput(
+                "task", self.name, "names no function", f"write {self.name.rstrip(':')}:function"
+            )
+        forms = "otherwise path/to/file.py:function or package.module:function"
+        return InvalidInput(
+            "task", self.name, "there is no such task", f"{nearest(self.name, TASKS)}; {forms}"
+        )
 
 
 class _Explained:
@@ -157,7 +168,12 @@ def _from_file(path: Path) -> ModuleType:
     if directory not in sys.path:  # as python script.py has it
         sys.path.insert(0, directory)
     spec = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
-    if spec is not None and spec.origin is not None and Path(spec.origin).exists() and path.samefile(spec.origin):
+    if (
+        spec is not None
+        and spec.origin is not None
+        and Path(spec.origin).exists()
+        and path.samefile(spec.origin)
+    ):
         return importlib.import_module(path.stem)
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
@@ -175,7 +191,9 @@ def _from_file(path: Path) -> ModuleType:
 
 def _made_here(module: ModuleType) -> list[str]:
     functions = inspect.getmembers(module, inspect.isfunction)
-    return [name for name, made in functions if made.__module__ == module.__name__ and not name.startswith("_")]
+    return [
+        name for name, made in functions if made.__module__ == module.__name__ and not name.startswith("_")
+    ]
 
 
 def _built_in(target: Callable[..., Any]) -> bool:

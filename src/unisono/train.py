@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class Trainer:
     worker_of: Callable[[int], int]
     factor: Callable[[int], float]
     steps: int
+    global_batch: int
     evaluate_every: int
     stop_asked: Callable[[], bool]
     step_seconds: list[float] = field(default_factory=list)
@@ -79,7 +81,7 @@ class Trainer:
 
             loss, done = step.loss, t + 1
             self.step_seconds.append(self.comm.now() - started)
-            self.record.step(t, loss, self.step_seconds[-1])
+            self.record.step(done, self.steps, partial(self._told, loss, self.step_seconds[-1]))
             stopping = any(self.persistence.after_step(done, step.extra))
             if self.evaluator and self.evaluate_every and done % self.evaluate_every == 0 and done < self.steps:
                 metrics = self.evaluate(done)
@@ -98,6 +100,9 @@ class Trainer:
         last = m == self.mine[-1]
         self.replica.leave(float(loss.detach()), last=last, extra=self.persistence.says(self.stop_asked()) if last else [])
         loss.backward()
+
+    def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
+        return {"loss": loss, "step_seconds": seconds, "samples_per_second": self.global_batch / seconds}
 
     def evaluate(self, done: int) -> dict[str, float]:
         """Metrics on held-out data after `done` steps."""

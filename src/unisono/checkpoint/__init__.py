@@ -1,4 +1,5 @@
-"""The run written down, independent of how many workers wrote it. Safetensors and JSON; nothing is unpickled."""
+"""The run written down, independent of how many workers wrote it. Safetensors and JSON; nothing is
+unpickled."""
 
 from unisono.checkpoint.compare import compare
 from unisono.checkpoint.directory import checkpoints

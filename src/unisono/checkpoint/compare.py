@@ -14,7 +14,8 @@ def compare(expected: Mapping[str, tuple[dtype, tuple[int, ...]]], found: Mappin
     """Check that `found` has the names, dtypes and shapes that are `expected`.
 
     Raises:
-        CheckpointMismatch: names the first tensor, in sorted order, that is missing, superfluous or different.
+        CheckpointMismatch: names the first tensor, in sorted order, that is missing, superfluous or
+        different.
     """
     for name in sorted(expected.keys() | found.keys()):
         mine = Spec(expected[name][0], tuple(expected[name][1])) if name in expected else None

@@ -1,11 +1,12 @@
 """The safetensors container as arithmetic: which byte of a file holds what.
 
     8 bytes     length of the header, little-endian
-    header      JSON: name -> dtype, shape, [begin, end) of its bytes; padded with spaces up to a page boundary
-    data        the tensors, little-endian, without gaps; wider dtypes first, so that each is aligned; then by name
+    header      JSON: name -> dtype, shape, [begin, end) of its bytes; spaces up to a page boundary
+    data        the tensors, little-endian, without gaps; wider dtypes first (so all are aligned), then by
+    name
 
-The layout follows from the tensors' dtypes and shapes alone. A reader that knows those needs no header, and a header
-that differs by one byte is damage.
+The layout follows from the tensors' dtypes and shapes alone. A reader that knows those needs no header, and
+a header that differs by one byte is damage.
 """
 
 from __future__ import annotations
@@ -44,7 +45,14 @@ CODES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-DTYPES: dict[str, torch.dtype] = {dtype_name: dtype for dtype in CODES for dtype_name in [str(dtype)[6:]]}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch prints it, without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in CODES}
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype)[6:]} {list(self.shape)}"
+        return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The directory of a run's checkpoints, and the steps by which one comes into being and goes.
 
-    step-00000100/              a complete checkpoint: manifest.json, part-0.safetensors, part-1.safetensors, ...
+    step-00000100/              a complete checkpoint: manifest.json, part-0.safetensors, part-1...
     LATEST                      names the newest; replaced atomically
     .step-00000200.7.tmp/       being written, by the workers of attempt 7
     .step-00000100.replaced/    stands in for step-00000100 during the moment between two renames
@@ -43,7 +43,8 @@ def temporary(directory: Path, step: int, attempt: str) -> Path:
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    """Step and path of all checkpoints in `directory`, oldest step first; empty where there is no such directory.
+    """Step and path of all checkpoints in `directory`, oldest step first; empty where there is no such
+    directory.
 
     Complete is what is listed; whether it is sound, reading tells.
     """
@@ -67,7 +68,8 @@ def _directories(directory: Path) -> list[Path]:
 
 
 def newest_first(steps: Sequence[int], latest: int | None) -> list[int]:
-    """The order in which checkpoints are tried: `latest`, those before it from the newest on, then those after it.
+    """The order in which checkpoints are tried: `latest`, those before it from the newest on, then those
+    after it.
 
     Steps after the latest are left from a time before the run went back to an earlier step.
     """
@@ -98,7 +100,8 @@ def write_latest(directory: Path, step: int) -> None:
 
 
 def put_in_place(temporary: Path, directory: Path, step: int) -> None:
-    """Make the complete directory `temporary` the checkpoint of `step`; at every moment one of the two can be read."""
+    """Make the complete directory `temporary` the checkpoint of `step`; at every moment one of the two can
+    be read."""
     final, replaced = directory / step_name(step), directory / f".{step_name(step)}.replaced"
     if final.exists():
         final.rename(replaced)
@@ -115,7 +118,8 @@ def prune(directory: Path, latest: int, keep: int) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Clear away what an earlier life left half-done: give back what was being replaced, remove what was being written."""
+    """Clear away what an earlier life left half-done: give back what was being replaced, remove what was
+    being written."""
     for path in _directories(directory):
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (directory / replaced[1]).exists():
@@ -151,7 +155,8 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def open_to_read(path: Path) -> int:
-    """A descriptor of a regular file; never follows a link, never waits on a pipe. Raises OSError or ValueError."""
+    """A descriptor of a regular file; never follows a link, never waits on a pipe. Raises OSError or
+    ValueError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -160,7 +165,8 @@ def open_to_read(path: Path) -> int:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a private file so that it is there whole or not at all, also after a power cut. Raises OSError."""
+    """Write a private file so that it is there whole or not at all, also after a power cut. Raises
+    OSError."""
     partial = path.with_name(f".{path.name}.tmp")
     try:
         with open(

@@ -1,7 +1,8 @@
 """What a checkpoint says of itself, and how that is written down so that one wrong byte shows.
 
-`manifest.json` describes the whole checkpoint, `part-r.json` (while it is being written) the part of worker r. Both
-are *sealed* JSON: one object whose last field ``sha256`` is the SHA-256 of all bytes before that field.
+`manifest.json` describes the whole checkpoint, `part-r.json` (while it is being written) the part of worker
+r. Both are *sealed* JSON: one object whose last field ``sha256`` is the SHA-256 of all bytes before that
+field.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.checkpoint.container import DTYPES, Spec
+from unisono.checkpoint.container import DTYPES, Spec, dtype_name
 
 FORMAT = 1
 SEAL = ',"sha256":"{}"}}\n'
@@ -106,7 +107,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(sealed: bytes) -> Manifest:
-    """The manifest. Raises ValueError, which says what is wrong, for everything that this package did not write."""
+    """The manifest. Raises ValueError, which says what is wrong, for everything that this package did not
+    write."""
     fields = _versioned(sealed)
     files = _object(fields, "parts")
     if list(files) != [part_file(r) for r in range(len(files))]:
@@ -136,7 +138,7 @@ def merged(step: int, meta: Any, parts: Sequence[Part]) -> Manifest:
 
 def _encode_entry(entry: Entry) -> dict[str, Any]:
     return {
-        "dtype": str(entry.spec.dtype)[6:],
+        "dtype": dtype_name(entry.spec.dtype),
         "shape": list(entry.spec.shape),
         "crc32": f"{entry.crc32:08x}",
     }

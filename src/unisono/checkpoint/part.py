@@ -11,8 +11,6 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from unisono.checkpoint.container import Container
 from unisono.checkpoint.directory import write_durably
 from unisono.checkpoint.manifest import Entry, Part, encode_part, part_file
@@ -33,10 +31,11 @@ def write_part(
     rank: int,
     step: int,
     container: Container,
-    image: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    image: memoryview,
     stopped: Callable[[], bool],
 ) -> Part:
-    """Write the file image durably into `directory`, then its report, whose presence says that the part is complete.
+    """Write the file image durably into `directory`, then its report, whose presence says that the part is
+    complete.
 
     Raises:
         OSError: the disk does not take it; what was written of it is removed.
@@ -58,7 +57,7 @@ def write_part(
 
 def _stream(
     path: Path,
-    image: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    image: memoryview,
     nbytes: int,
     stopped: Callable[[], bool],
 ) -> str:
@@ -71,7 +70,7 @@ def _stream(
             if stopped():
                 raise Stopped
             digest.update(image[begin : min(begin + CHUNK, nbytes)])
-            _write_all(descriptor, memoryview(image[begin : begin + CHUNK]))
+            _write_all(descriptor, image[begin : begin + CHUNK])
         os.ftruncate(descriptor, nbytes)
         os.fsync(descriptor)
         return digest.hexdigest()
@@ -80,8 +79,8 @@ def _stream(
 
 
 def _create(path: Path) -> int:
-    """A new private file that bypasses the page cache, where the file system can: no second copy of the data in memory,
-    and what training reads from disk is not driven out of the cache."""
+    """A new private file that bypasses the page cache, where the file system can: no second copy of the data
+    in memory, and what training reads from disk is not driven out of the cache."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)

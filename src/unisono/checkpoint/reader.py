@@ -24,7 +24,8 @@ CHUNK = 32 << 20  # bytes
 
 @dataclass(frozen=True)
 class Loaded:
-    """A sound checkpoint: its step, tensors by name (on the CPU, each with memory of its own), meta and directory."""
+    """A sound checkpoint: its step, tensors by name (on the CPU, each with memory of its own), meta and
+    directory."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -110,7 +111,7 @@ def _read_part(file: Path, part: Part) -> dict[str, Tensor]:
 
 def _read_tensor(descriptor: int, slot: Slot, digest: hashlib._Hash) -> Tensor:
     tensor = torch.empty(slot.spec.shape, dtype=slot.spec.dtype)
-    memory = memoryview(raw_bytes(tensor))
+    memory = raw_bytes(tensor)
     for begin in range(0, len(memory), CHUNK):
         rest = memory[begin : begin + CHUNK]
         while rest:

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 def share_out(sizes: Mapping[str, int], workers: int) -> list[list[str]]:
     """The names that each worker writes, balanced by bytes; the same on every worker for the same sizes.
 
-    Largest first, each to the worker with the least so far (Graham 1969, LPT: no worker gets more than 4/3 of the best
-    possible maximum). Ties go by name and by rank. Every name is in exactly one list; a list is sorted and may be empty.
+    Largest first, each to the worker with the least so far (Graham 1969, LPT: no worker gets more than 4/3
+    of the best possible maximum). Ties go by name and by rank. Every name is in exactly one list; a list is
+    sorted and may be empty.
 
     Args:
         sizes: bytes of each tensor.

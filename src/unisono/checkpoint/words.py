@@ -11,7 +11,8 @@ _TOO_SMALL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reason(error: BaseException, directory: Path, needed_bytes: int) -> str:
-    """One clause: what the system said, where, and for a lack of space how much was needed and how much is free."""
+    """One clause: what the system said, where, and for a lack of space how much was needed and how much is
+    free."""
     if not isinstance(error, OSError) or error.errno is None:
         return f"{type(error).__name__}: {error}"
     said = os.strerror(error.errno)

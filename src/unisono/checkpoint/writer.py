@@ -5,7 +5,8 @@
     copier               └─ copy ──┐
     scribe (low priority)          └─ hash, write, fsync ──── written ┄┄ all workers have ┄┄ commit (worker 0)
 
-Two threads, because a thread that has lowered its priority may not raise it again, and the optimizer waits for the copy.
+Two threads, because a thread that has lowered its priority may not raise it again, and the optimizer waits
+for the copy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from unisono.checkpoint.words import reason
 from unisono.errors import CheckpointError
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """What becomes of the checkpoint staged last."""
 
     IDLE = "idle"
@@ -67,7 +68,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a checkpoint: `kind` is ``committed`` or ``failed``, `words` one sentence for a person."""
+    """What happened to a checkpoint: `kind` is ``committed`` or ``failed``, `words` one sentence for a
+    person."""
 
     kind: str
     step: int
@@ -77,9 +79,9 @@ class Event:
 class Writer:
     """One worker's hand in the checkpoints under `directory`, which all workers share.
 
-    All methods are for one thread, the training loop's. None raises because of the disk, and none but `staged`,
-    `finish` and `close` waits. Construct the writers of all workers before any of them stages: worker 0 clears away
-    what earlier lives left.
+    All methods are for one thread, the training loop's. None raises because of the disk, and none but
+    `staged`, `finish` and `close` waits. Construct the writers of all workers before any of them stages:
+    worker 0 clears away what earlier lives left.
 
     Args:
         directory: made (0700) if it is not there.
@@ -125,25 +127,28 @@ class Writer:
         return any(not job.done() for job in self._jobs)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the memory for copies of `tensors` now, in the background, and not at the first `stage`. Optional."""
+        """Take the memory for copies of `tensors` now, in the background, and not at the first `stage`.
+        Optional."""
         specs, pinned = specs_of(tensors), any(x.is_cuda for x in tensors.values())
-        self._jobs.append(self._copier.submit(self._memory, specs, pinned))
+        self._jobs.append(self._copier.submit(self._prepare, specs, pinned))
 
     def stage(self, step: int, tensors: Mapping[str, Tensor], meta: Any = None) -> None:
         """Begin the checkpoint of `step`; returns at once.
 
-        The tensors must not change until `staged` returns. `meta` is anything that JSON can hold, taken over now;
-        only that of worker 0 is kept. Waits first for an earlier checkpoint that is still on its way: ask `busy`.
+        The tensors must not change until `staged` returns. `meta` is anything that JSON can hold, taken over
+        now; only that of worker 0 is kept. Waits first for an earlier checkpoint that is still on its way:
+        ask `busy`.
 
         Raises:
             TypeError: `meta` is not JSON.
         """
         self.finish()
         if self._rank == 0:
-            self._meta = {step: json.dumps(meta)}
+            self._meta[step] = json.dumps(meta)
+        self._abandoned.discard(step)
         self._update(step=step, phase=Phase.STAGING, error="")
         self._copying = self._copier.submit(self._copy, dict(tensors), _streams(tensors))
-        self._jobs += [self._copying, self._scribe.submit(self._write, step, self._copying)]
+        self._jobs.append(self._scribe.submit(self._write, step, self._copying))
 
     def staged(self) -> None:
         """Wait until the tensors may change. Returns at once where nothing is being staged."""
@@ -152,12 +157,15 @@ class Writer:
             self._copying = None
 
     def commit(self, step: int) -> None:
-        """Worker 0, when all workers have written their part of `step`: make it a checkpoint, in the background."""
-        self._jobs.append(self._scribe.submit(self._commit, step))
+        """Worker 0, when all workers have written their part of `step`: make it a checkpoint, in the
+        background."""
+        self._jobs.append(self._scribe.submit(self._commit, step, self._meta.pop(step)))
 
     def abandon(self, step: int) -> None:
-        """When a worker could not write its part of `step`: stop writing it here; worker 0 removes what there is."""
+        """When a worker could not write its part of `step`: stop writing it here; worker 0 removes what
+        there is."""
         self._abandoned.add(step)
+        self._meta.pop(step, None)
         if self._rank == 0:
             self._jobs.append(self._scribe.submit(self._remove, step))
 
@@ -165,11 +173,12 @@ class Writer:
         """Wait until the background has nothing left to do."""
         self.staged()
         for job in self._jobs:
-            job.exception()
+            job.result()  # the disk's errors are dealt with in the job; what comes out is a programming error
         self._jobs.clear()
 
     def close(self) -> None:
-        """Stop writing at the next chunk and end the threads; call `finish` before to keep what is on its way."""
+        """Stop writing at the next chunk and end the threads; call `finish` before to keep what is on its
+        way."""
         self._closing.set()
         self._copier.shutdown()
         self._scribe.shutdown()
@@ -183,6 +192,10 @@ class Writer:
                 place.sweep(self._directory)
         except OSError as error:
             raise CheckpointError(f"{self._directory} cannot hold checkpoints: {error.strerror}") from error
+
+    def _prepare(self, specs: Mapping[str, Any], pinned: bool) -> None:
+        with contextlib.suppress(Exception):  # the same happens at `stage`, and is told there
+            self._memory(specs, pinned)
 
     def _memory(self, specs: Mapping[str, Any], pinned: bool) -> Staging:
         sizes = {name: spec.nbytes for name, spec in specs.items()}
@@ -213,10 +226,10 @@ class Writer:
         except Exception as error:  # a thread's outermost frame: whatever it is, training goes on and is told
             self._fail(step, reason(error, self._directory, file.nbytes if file else 0))
 
-    def _commit(self, step: int) -> None:
+    def _commit(self, step: int, meta: str) -> None:
         path = place.temporary(self._directory, step, self._attempt)
         try:
-            nbytes = commit_parts(path, self._directory, step, self._size, json.loads(self._meta[step]))
+            nbytes = commit_parts(path, self._directory, step, self._size, json.loads(meta))
         except Exception as error:  # as above
             self._fail(step, reason(error, self._directory, 0))
             self._remove(step)
@@ -249,7 +262,7 @@ class Writer:
 def _streams(tensors: Mapping[str, Tensor]) -> list[torch.cuda.Stream]:
     """A side stream for each CUDA device, which waits for what the current stream still has to compute."""
     devices = 1 + max((x.get_device() for x in tensors.values() if x.is_cuda), default=-1)
-    streams = [torch.cuda.Stream(device) for device in range(devices)]
+    streams = [torch.cuda.Stream(device) for device in range(devices)]  # type: ignore[no-untyped-call]
     for device, stream in enumerate(streams):
         stream.wait_stream(torch.cuda.current_stream(device))
     return streams

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InvalidInput as error:
         return _say(str(error), 2)
     except WorkerFailed as error:
-        return _say(f"{error.traceback.rstrip()}\n\n{error}".lstrip(), 1)
+        return _say(f"{error.traceback.rstrip()}\n\n{error}".lstrip(), getattr(error, "exit_code", 1))
     except UnisonoError as error:
         return _say(str(error), getattr(error, "exit_code", 1))
     except KeyboardInterrupt:
@@ -56,7 +56,9 @@ def _command(given: list[str]) -> int:
         print(f"unisono {_version()}")
         return 0
     if name not in COMMANDS:
-        raise InvalidInput("command", name, "there is no such command", nearest(name, [*COMMANDS, "--version"]))
+        raise InvalidInput(
+            "command", name, "there is no such command", nearest(name, [*COMMANDS, "--version"])
+        )
     return COMMANDS[name](rest)
 
 

@@ -47,7 +47,10 @@ def fields() -> dict[str, Field]:
     meanings = _meanings(ast.get_docstring(config) or "")
     return {
         node.target.id: Field(
-            node.target.id, ast.unparse(node.annotation), ast.unparse(node.value), meanings.get(node.target.id, "")
+            node.target.id,
+            ast.unparse(node.annotation),
+            ast.unparse(node.value),
+            meanings.get(node.target.id, ""),
         )
         for node in config.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None

@@ -1,4 +1,4 @@
-"""The options of ``unisono train``: Config's fields, the command's own, and whatever else the task may take."""
+"""The options of ``unisono train``: Config's fields, the command's own, and whatever the task may take."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 from unisono.cli.fields import Field, fields
 from unisono.errors import InvalidInput
 
+_DESCRIPTION = """\
+Train TASK: a built-in one (see unisono tasks), path/to/file.py:function or package.module:function.
+Values are written as in Python: --compress 'Exact()'."""
 _OWN = ("--config", "--set", "--json", "--help")
 
 
@@ -51,7 +54,7 @@ def given(words: Sequence[str]) -> Given:
 
 def flags(known: Mapping[str, Field]) -> dict[str, int]:
     """Every option of our own, with the number of words that follow it."""
-    own: dict[str, int] = {name: 1 for name in _OWN} | {"--help": 0, "-h": 0}
+    own: dict[str, int] = dict.fromkeys(_OWN, 1) | {"--help": 0, "-h": 0}
     for field in known.values():
         own[field.option] = 0 if field.kind == "bool" else 1
         if field.kind == "bool":
@@ -60,7 +63,7 @@ def flags(known: Mapping[str, Field]) -> dict[str, int]:
 
 
 def split(words: Sequence[str], known: Mapping[str, int]) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Words that are no option, options of our own with their values, and options that only the task can know.
+    """Words that are no option, our own options with their values, and options that only the task knows.
 
     Such an option takes all words up to the next option: none (True), one (text) or several (a list).
     """
@@ -91,7 +94,7 @@ def parser(task_options: str = "") -> argparse.ArgumentParser:
     made = _Parser(
         prog="unisono train",
         usage="unisono train TASK [options]",
-        description="Train TASK: a built-in one (digits, text), path/to/file.py:function or package.module:function. Values are written as in Python: --compress 'Exact()'.",
+        description=_DESCRIPTION,
         epilog=task_options or "Options of the task itself: unisono train TASK --help",
         allow_abbrev=False,
         add_help=False,
@@ -102,17 +105,28 @@ def parser(task_options: str = "") -> argparse.ArgumentParser:
     for field in fields().values():
         _add(training, field)
     command = made.add_argument_group("command")
-    command.add_argument("--config", dest="config_file", metavar="FILE.toml", default=None, help="settings to begin with")
     command.add_argument(
-        "--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="any setting or task option; repeatable"
+        "--config", dest="config_file", metavar="FILE.toml", default=None, help="settings to begin with"
     )
-    command.add_argument("--json", dest="json_file", metavar="FILE", default=None, help="write the result there")
-    command.add_argument("-h", "--help", action="store_true", dest="help", default=argparse.SUPPRESS, help="print this")
+    command.add_argument(
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any setting or task option; repeatable",
+    )
+    command.add_argument(
+        "--json", dest="json_file", metavar="FILE", default=None, help="write the result there"
+    )
+    command.add_argument(
+        "-h", "--help", action="store_true", dest="help", default=argparse.SUPPRESS, help="print this"
+    )
     return made
 
 
 def _add(group: argparse._ArgumentGroup, field: Field) -> None:
-    default = "" if field.default in ("None", "False") else f" [{field.default}]"
+    default = "" if field.default in ("None", "False") else f" [{field.default.strip(chr(39))}]"
     text = (field.meaning.rstrip(".") + default).replace("%", "%%")
     if field.kind == "bool":
         group.add_argument(field.option, action=argparse.BooleanOptionalAction, help=text, dest=field.name)

@@ -37,18 +37,22 @@ def request(given: Given) -> Request:
     """Merge the file, the options and every ``--set``.
 
     Raises:
-        InvalidInput: no task, a file that cannot be used, or a ``--set`` that is not KEY=VALUE.
+        InvalidInput: no task or an unknown one, an unusable file, or a ``--set`` that is not KEY=VALUE.
     """
     known = fields()
     name, settings, arguments = read_file(given.config, known) if given.config else (None, {}, {})
     set_settings, set_arguments = read_sets(given.sets, known)
     task = given.task or name
     if task is None:
-        raise InvalidInput("task", "(nothing)", "no task is given", f"begin with one: {', '.join(TASKS)} or file.py:function")
+        raise InvalidInput(
+            "task", "(nothing)", "no task is given", f"begin with one: {', '.join(TASKS)} or file.py:function"
+        )
     chosen = {**settings, **given.settings, **set_settings}
     theirs = merged(merged(nested(arguments), nested(given.arguments)), nested(set_arguments))
+    source = Source(task, theirs, os.getcwd())
+    source.place()
     return Request(
-        Source(task, theirs, os.getcwd()),
+        source,
         {key: _plain(known[key], value) for key, value in chosen.items()},
         _json(given.json),
     )
@@ -57,7 +61,7 @@ def request(given: Given) -> Request:
 def read_file(path: str, known: Mapping[str, Field]) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
     """The task's name, Config fields and the task's arguments in a TOML file.
 
-    Top-level keys are Config fields; the table ``task`` holds the task's arguments and, under ``name``, its name.
+    Top-level keys are Config fields; the table ``task`` holds the task's arguments and its name, ``name``.
 
     Raises:
         InvalidInput: the file cannot be read, is not TOML, or has an unknown key.
@@ -70,12 +74,16 @@ def read_file(path: str, known: Mapping[str, Field]) -> tuple[str | None, dict[s
         raise InvalidInput("--config", path, f"not TOML ({error})", "correct it there") from None
     arguments = content.pop("task", {})
     if not isinstance(arguments, dict):
-        raise InvalidInput("task", arguments, f"in {path} it is not a table", '[task] with name = "…" below it')
+        raise InvalidInput(
+            "task", arguments, f"in {path} it is not a table", '[task] with name = "…" below it'
+        )
     name = arguments.pop("name", None)
     settings = {key.replace("-", "_"): value for key, value in content.items()}
     for key, value in settings.items():
         if key not in known:
-            raise InvalidInput(key, value, f"{path} has a field that is not known", nearest(key, [*known, "task"]))
+            raise InvalidInput(
+                key, value, f"{path} has a field that is not known", nearest(key, [*known, "task"])
+            )
     return name, settings, arguments
 
 
@@ -102,7 +110,9 @@ def _listed(word: str, value: str) -> Any:
     try:
         return tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError as error:
-        raise InvalidInput("--set", word, f"not a list ({error})", """write for instance --set 'text=["a", "b"]'""") from None
+        raise InvalidInput(
+            "--set", word, f"not a list ({error})", """write for instance --set 'text=["a", "b"]'"""
+        ) from None
 
 
 def _plain(field: Field, value: Any) -> Any:
@@ -115,7 +125,9 @@ def _json(path: str | None) -> Path | None:
         return None
     file = Path(path).absolute()
     if not file.parent.is_dir():
-        raise InvalidInput("--json", path, f"there is no directory {file.parent}", "make it, or name another file")
+        raise InvalidInput(
+            "--json", path, f"there is no directory {file.parent}", "make it, or name another file"
+        )
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise InvalidInput("--json", path, "not a file that can be written", "name another file")
     return file

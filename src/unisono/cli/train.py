@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from unisono.cli.describe import task_options
 from unisono.cli.options import given, parser
-from unisono.cli.settings import request
+from unisono.cli.settings import Request, request
+from unisono.launch import identify
+from unisono.launch.stopping import Interrupted
 from unisono.observe.display import Display, summary
+from unisono.observe.words import resume_command
 
 
 def train(words: list[str]) -> int:
@@ -20,14 +26,37 @@ def train(words: list[str]) -> int:
     if "--help" in words or "-h" in words:
         return _help(words)
     asked = request(given(words))
-
-    from unisono import run  # imports torch: only now, so that a mistyped command line is answered at once
-
+    if identify(os.environ).rank > 0:  # under another launcher, where worker 0 speaks for all
+        run_of(asked, _quiet)
+        return 0
     with Display(asked.source.name, sys.stderr) as display:
-        result = run.start(asked.source, asked.settings, json=asked.json, on_message=display.handle)
-    if result is not None:  # a worker that another launcher started leaves the last word to worker 0
-        summary(asked.source.name, dataclasses.asdict(result), sys.stdout)
+        try:
+            result = run_of(asked, display.handle)
+        except Interrupted as stopped:
+            return _interrupted(stopped, display)
+    if result is not None:
+        summary(asked.source.name, result, sys.stdout)
     return 0
+
+
+def run_of(asked: Request, on_message: Callable[[int, Mapping[str, Any]], None]) -> Mapping[str, Any] | None:
+    """Start what was asked for; the fields of its `Result`, None for a worker that another launcher started."""
+    from unisono import run  # imports torch
+
+    result = run.start(asked.source, asked.settings, json=asked.json, on_message=on_message)
+    return None if result is None else dataclasses.asdict(result)
+
+
+def _interrupted(stopped: Interrupted, display: Display) -> int:
+    display.close()
+    print(stopped, file=sys.stderr)
+    if display.run is not None:
+        print(f"the run lies in {display.run}; go on with  {resume_command(display.run)}", file=sys.stderr)
+    return stopped.exit_code
+
+
+def _quiet(rank: int, message: Mapping[str, Any]) -> None:
+    pass
 
 
 def _help(words: list[str]) -> int:

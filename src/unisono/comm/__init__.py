@@ -9,3 +9,7 @@ from unisono.comm.simulated import simulate as simulate
 from unisono.comm.faulty import Appointment as Appointment
 from unisono.comm.faulty import Delay as Delay
 from unisono.comm.faulty import Faulty as Faulty
+from unisono.comm.alone import Alone as Alone
+from unisono.comm.connect import connect as connect
+from unisono.comm.shared_memory import SharedMemory as SharedMemory
+from unisono.comm.torch_group import TorchGroup as TorchGroup

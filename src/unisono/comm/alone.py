@@ -33,8 +33,11 @@ class Alone:
     size = 1
     bytes_sent = 0
 
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def sum(self, x: Tensor) -> Finished[Tensor]:
         return Finished(x)

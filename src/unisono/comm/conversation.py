@@ -151,17 +151,27 @@ class Conversation:
         return self._progress != before
 
     def _fail(self, error: CommunicationError) -> None:
+        self._refuse(error)
+        self._abandon(error)
+
+    def _end(self) -> None:
+        """This worker closes the lane: what is under way, and whatever is started later, fails."""
+        if self._failure is None:
+            self._refuse(PeerLost([], "close", "this end was closed"))
+
+    def _refuse(self, error: CommunicationError) -> None:
         self._failure = error
         for operation in self._queue:
             if not operation.finished:
                 operation.fail(error)
         self._queue.clear()
-        self._abandon(error)
 
     def _siblings(self) -> list[Conversation]:
         """Other lanes with work to do that this thread may touch: two workers may wait for two lanes in any order."""
         me = threading.get_ident()
-        return [lane for lane in self._family.lanes if lane is not self and lane._queue and lane._thread == me]
+        return [
+            lane for lane in self._family.lanes if lane is not self and lane._queue and lane._thread == me
+        ]
 
     def _lost(self, now: float, operation: Operation[Any]) -> PeerLost | None:
         """The peer that `operation` waits for and that is known to be gone."""

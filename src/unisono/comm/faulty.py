@@ -40,7 +40,7 @@ class Appointment:
 
 @dataclass(frozen=True)
 class Delay:
-    """Before its `count`-th start of `verb`, worker `rank` is busy for `seconds` on its communicator's clock."""
+    """Before its `count`-th start of `verb`, worker `rank` is busy for `seconds` on its clock."""
 
     rank: int
     verb: str = "sum"

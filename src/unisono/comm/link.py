@@ -1,6 +1,6 @@
-"""What a message costs on a link: closed forms, shared by the simulated communicator and by whoever plans a run.
+"""What a message costs on a link: closed forms for the simulated communicator and for whoever plans a run.
 
-All times are seconds, all sizes bytes. Links are full duplex; a worker's own link carries one message at a time.
+All times are seconds, all sizes bytes. Links are full duplex; a worker's link carries one message at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """The connection of one worker: its rate in each direction, and the time that the shortest message takes."""
+    """The connection of one worker: its rate in each direction, and the time of the shortest message."""
 
     bytes_per_second: float = 1.25e9
     latency_seconds: float = 50e-6
@@ -44,8 +44,8 @@ def broadcast_seconds(links: Sequence[Link], size_bytes: float) -> float:
 
 
 def exchange_seconds(links: Mapping[int, Link], sizes_bytes: Mapping[tuple[int, int], float]) -> float:
-    """Messages between pairs, ``sizes_bytes[sender, receiver]``: each link sends its own one after the other and
-    receives its own one after the other; the busiest link decides. What a worker sends to itself is free."""
+    """Messages between pairs, ``sizes_bytes[sender, receiver]``: each link sends one after the other
+    and receives one after the other; the busiest link decides. What a worker sends to itself is free."""
     sending, receiving = dict.fromkeys(links, 0.0), dict.fromkeys(links, 0.0)
     for (sender, receiver), size in sizes_bytes.items():
         if sender != receiver:

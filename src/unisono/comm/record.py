@@ -40,7 +40,12 @@ def length(size: int) -> int:
 
 
 def agreed_part(
-    verb: str, sequence: int, numel: int = -1, dtype: torch.dtype | None = None, root: int = -1, place: int = -1
+    verb: str,
+    sequence: int,
+    numel: int = -1,
+    dtype: torch.dtype | None = None,
+    root: int = -1,
+    place: int = -1,
 ) -> tuple[int, ...]:
     """What all workers must say alike. `place` is where in the memory that peers share the payload lies, or -1."""
     code = -1 if dtype is None else _DTYPE_CODES[dtype]
@@ -70,7 +75,9 @@ def check_agreed(parts: Sequence[Sequence[int]]) -> None:
             raise MessageMismatch(f"worker 0: {_words(mine)}; worker {rank}: {_words(part)}")
 
 
-def check_pairs(sequence: int, verb: str, sends: Sequence[Sequence[int]], expects: Sequence[Sequence[int]]) -> None:
+def check_pairs(
+    sequence: int, verb: str, sends: Sequence[Sequence[int]], expects: Sequence[Sequence[int]]
+) -> None:
     """Raises `MessageMismatch` unless what each worker sends is what the other expects, for every pair."""
     for one in range(len(sends)):
         for other in range(len(sends)):

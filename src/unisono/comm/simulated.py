@@ -1,7 +1,7 @@
 """The simulated communicator: virtual workers in one process, on a made-up clock, repeatable to the bit.
 
-It is the test double of the real communicators and the engine of forecasts, in one thing. Payloads really travel,
-links cost what `unisono.comm.link` says, and `SimulatedWorld.lose` takes a worker away at any point.
+It is the test double of the real communicators and the engine of forecasts, in one thing. Payloads really
+travel, links cost what `unisono.comm.link` says, and `SimulatedWorld.lose` takes a worker away at any point.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Lost(BaseException):
-    """Raised inside a virtual worker that is lost, at its next verb; like a kill, it passes ``except Exception``."""
+    """Raised inside a virtual worker that is lost, at its next verb; ``except Exception`` lets it pass."""
 
 
 def simulate(
@@ -198,9 +198,11 @@ class SimulatedWorld:
             self._settle(settled, peers, self._seconds(member, peers))
 
     def _settle(self, parts: list[_Part[Any]], peers: list[_Part[Any]], seconds: float) -> None:
-        begin = max(max(peer.start, self._link_free_at[peer.rank]) for peer in peers)
+        for peer in peers:
+            if not peer.ready_at:  # else an earlier swap of the same message has asked
+                peer.ready_at = max(peer.start, self._link_free_at[peer.rank])
         for part in parts:
-            part.finish = begin + seconds
+            part.finish = max(peer.ready_at for peer in peers) + seconds
             self._link_free_at[part.rank] = max(self._link_free_at[part.rank], part.finish)
             self._turns.wake(part.rank, part.finish)
 
@@ -261,7 +263,7 @@ class _Part(Generic[T]):
         self.header = Header(verb, comm.sequence, numel, dtype, root)
         self.key = (comm.path, comm.sequence)
         self.peers = sorted({comm.rank, *xs}) if verb == "swap" else range(comm.size)
-        self.start, self.finish = 0.0, math.inf
+        self.start, self.ready_at, self.finish = 0.0, 0.0, math.inf
         self.error: CommunicationError | None = None
         self._value: list[T] = []
         self._polled_at = -1.0
@@ -289,8 +291,8 @@ class _Part(Generic[T]):
         }.get(self.header.verb, _bytes(x for rank, x in self.xs.items() if rank != self.rank))
 
     def poll(self) -> bool:
-        """As the contract. A worker that polls the same work again and again with nothing in between is taken for
-        one that waits: its clock moves to when the first of its works is there."""
+        """As the contract. A worker that polls the same work again and again with nothing in between is taken
+        for one that waits: its clock moves to when the first of its works is there."""
         self._world.check(self.rank)
         self._world.expire([self])
         now = self._world.now(self.rank)
@@ -334,8 +336,8 @@ class Simulated:
         return torch.zeros(numel, dtype=dtype)
 
     def sum(self, x: Tensor) -> _Part[Tensor]:
-        """As the contract. Afterwards `x` holds noise (not a number, or the largest integer), so that nobody relies on
-        what a backend happens to leave there."""
+        """As the contract. Afterwards `x` holds noise (not a number, or the largest integer), so that nobody
+        relies on what a backend happens to leave there."""
         return self._start("sum", x)
 
     def gather(self, x: Tensor) -> _Part[Tensor]:
@@ -376,7 +378,7 @@ class Simulated:
         self.world.advance(self.rank, seconds)
 
     def close(self) -> None:
-        """Says goodbye: peers that still need this worker see `PeerLost`. A lane closes with its communicator."""
+        """Says goodbye: peers that still need this worker see `PeerLost`. Lanes close with it."""
         if not self.path:
             self.world.leave(self.rank, "it has closed its communicator")
 

@@ -1,8 +1,8 @@
 """Many threads on a made-up clock, of which exactly one runs at a time: a discrete-event simulation.
 
-Each worker has a clock of its own. Whoever runs goes on until its clock moves or it waits; then the worker with
-the least clock goes on, ties by rank. Events therefore happen in the order of virtual time, and a run depends on
-nothing but its inputs. Nothing ever sleeps.
+Each worker has a clock of its own. Whoever runs goes on until its clock moves or it waits; then the worker
+with the least clock goes on, ties by rank. Events therefore happen in the order of virtual time, and a run
+depends on nothing but its inputs. Nothing ever sleeps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 class Turns:
     """The clocks of all workers, and whose turn it is.
 
-    Torch's and Python's process-wide random generators belong to the worker whose turn it is: each worker finds
-    them as it left them, as if it were a process of its own.
+    Torch's and Python's process-wide random generators belong to the worker whose turn it is: each finds them
+    as it left them, as if it were a process of its own.
 
     Args:
         size: number of workers.
@@ -42,6 +42,7 @@ class Turns:
             lock.acquire()
         self._random = [_random_state(seed, rank) for rank in range(size)]
         self._over = threading.Event()
+        self._interrupted = False
 
     def run(self, live: Callable[[int], None]) -> None:
         """Run ``live(rank)`` for each worker; it must not raise. Returns when all have ended."""
@@ -59,6 +60,7 @@ class Turns:
             for thread in threads:
                 thread.join()
         finally:
+            self._interrupted = not self._over.is_set()
             torch.set_num_threads(intra_op)
             _set_random(outside)
 
@@ -68,7 +70,7 @@ class Turns:
         self._yield(rank)
 
     def wait(self, rank: int, at: float, until: float) -> None:
-        """Give the turn away until time `at` (infinity: nobody knows), or until somebody calls `wake`, at most `until`."""
+        """Give the turn away until time `at` (infinity: unknown) or a `wake`, at most until `until`."""
         self.waiting.add(rank)
         self._timer_at[rank] = until
         heapq.heappush(self._timers, (until, rank))
@@ -98,6 +100,8 @@ class Turns:
         assert following is not None  # at least `rank` itself is alive
         self._turn[following].release()
         self._turn[rank].acquire()
+        if self._interrupted:  # by Ctrl-C in the thread that called `run`
+            raise SystemExit
         _set_random(self._random[rank])
 
     def _pass_on(self) -> None:

@@ -1,5 +1,24 @@
 """Who am I among the workers, and how do I start the others?"""
 
+from unisono.launch.failure import ScriptExited
+from unisono.launch.forkserver import Forkserver
 from unisono.launch.identity import Identity, identify
+from unisono.launch.local import PRELOAD, launch, prepare
+from unisono.launch.script import launch_script
+from unisono.launch.stopping import Interrupted, StopRequest
+from unisono.launch.worker import Report, Worker
 
-__all__ = ["Identity", "identify"]
+__all__ = [
+    "PRELOAD",
+    "Forkserver",
+    "Identity",
+    "Interrupted",
+    "Report",
+    "ScriptExited",
+    "StopRequest",
+    "Worker",
+    "identify",
+    "launch",
+    "launch_script",
+    "prepare",
+]

@@ -11,7 +11,7 @@ from unisono.errors import InvalidInput, UnisonoError, WorkerFailed
 
 
 class ScriptExited(WorkerFailed):
-    """A worker left by ``sys.exit`` with something else than 0, which is meant to be the exit code of the run."""
+    """A worker left by ``sys.exit`` with something else than 0: the exit code that it wants for the run."""
 
     def __init__(self, rank: int, exit_code: int) -> None:
         super().__init__(rank, f"exited with {exit_code}")
@@ -61,14 +61,14 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def describe(status: int) -> str:
-    """A process's end in words; `status` is its exit code, or minus the number of the signal that killed it."""
+    """A process's end in words; `status` is its exit code, or minus the signal that killed it."""
     if status >= 0:
         return f"ended with exit code {status} and without a result"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"killed by {name}" + _HINTS.get(-status, "")
+    known = {int(number): number for number in signal.Signals}
+    if -status not in known:
+        return f"killed by signal {-status}"
+    number = known[-status]
+    return f"killed by {number.name}" + _HINTS.get(number, "")
 
 
 _HINTS = {

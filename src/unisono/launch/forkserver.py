@@ -1,8 +1,11 @@
 """A process that imports the heavy modules once, early, and forks a worker whenever the launcher asks.
 
-Its two ends talk over one socket of whole messages (JSON). The server's end of file is the launcher's death, however
-that came: the server then kills the workers with all that they started, removes the directory in which they met,
-and ends. Should the server itself be killed, the kernel kills the workers (`process.die_with`).
+Its two ends talk over one socket of whole messages (JSON). The server's end of file is the launcher's death,
+however that came: the server then kills the workers with all that they started, removes the directory in which
+they met, and ends. Should the server itself be killed, the kernel kills the workers (`process.die_with`).
+
+Why not multiprocessing's: there a start blocks until the imports are done, so that Ctrl-C must wait; its workers
+hold the pipe by which its server would notice the launcher's death; and each worker runs the user's script again.
 
     launcher ── Order, 2 descriptors ──► server ── fork ──► worker
              ◄── {"ready"} {"rank", "pid"} {"rank", "status"} ──
@@ -36,7 +39,7 @@ _START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path');"
     "from unisono.launch.forkserver import serve; serve(**given)"
 )
-_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class Forkserver:
@@ -112,6 +115,7 @@ def serve(preload: Sequence[str], name: str, launcher: int, descriptor: int) -> 
     _import(preload)
     control = socket.socket(fileno=descriptor)
     _Server(control, tempfile.mkdtemp(prefix="unisono-")).run()
+    os._exit(0)  # taking torch down in order would cost most of a second
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -163,7 +167,7 @@ class _Server:
             status = 1
             try:
                 self._become_child(server)
-                status = worker.main(order, f"file://{self._meeting}/store", *descriptors)
+                status = worker.main(order, f"file://{self._meeting}", *descriptors)
             finally:
                 os._exit(status)
         process.lead_group(pid)

@@ -1,19 +1,19 @@
-"""Who am I among the workers? Read from what a launcher leaves in the environment, as a pure function of a mapping.
+"""Who am I among the workers? Read from what a launcher leaves in the environment: a pure function of a mapping.
 
-The first of these conventions whose rank is set decides; a later one then belongs to whatever started the earlier
+The first of these conventions that is set decides; a later one then belongs to whatever started the earlier
 (torchrun inside an srun step, mpirun inside a Slurm allocation):
 
     1. ours         UNISONO_RANK, UNISONO_SIZE, UNISONO_LOCAL_RANK, UNISONO_LOCAL_SIZE, UNISONO_RENDEZVOUS
     2. torchrun     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     3. Open MPI     OMPI_COMM_WORLD_RANK, …_SIZE, …_LOCAL_RANK, …_LOCAL_SIZE
-    4. Slurm        SLURM_PROCID and its kin, inside a step (srun) only: a batch script or an salloc shell is no worker
+    4. Slurm        SLURM_PROCID and its kin, inside a step (srun) only: no batch script, no salloc shell
     5. none         alone: rank 0 of 1
 
-For 3 and 4, MASTER_ADDR and MASTER_PORT are used where given. A half-set convention is an error, never a guess.
+For 3 and 4, MASTER_ADDR and MASTER_PORT are used where given. A half-set convention is an error, not a guess.
 
 Where the workers meet is a URL: ``file:///directory`` (one host), or ``tcp://host:port?attempt=K``, where rank 0
-hosts the store, or with ``&hosted=1`` somebody else does and all ranks are clients. `attempt` counts restarts, so
-that what an earlier attempt left in a store that lives on is not taken for ours.
+serves the store, or with ``&served=1`` somebody else does and all ranks are clients. `attempt` counts restarts,
+so that what an earlier attempt left in a store that lives on is not taken for ours.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ OURS = ("UNISONO_RANK", "UNISONO_SIZE", "UNISONO_LOCAL_RANK", "UNISONO_LOCAL_SIZ
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 LOOPBACK = "127.0.0.1"
-_FIRST_RESERVED_STEP = (
-    0xFFFFFFF0  # Slurm's numbers for what is no real step: batch script, interactive shell, extern
-)
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm's numbers for what is no step: batch script, interactive shell, …
 _FIRST_PORT, _PORTS = 12000, 20000  # below the kernel's range for outgoing connections
 
 
@@ -98,8 +96,8 @@ def _torchrun(environ: Mapping[str, str]) -> Identity:
         if not environ.get(name):
             raise _unset(name, "start the workers by torchrun, or set it to where rank 0 runs")
     attempt = _number(environ, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environ else 0
-    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
-    url = _tcp(environ["MASTER_ADDR"], _port(environ), attempt, hosted)
+    served = environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    url = _tcp(environ["MASTER_ADDR"], _port(environ), attempt, served)
     return Identity(*numbers, rendezvous=url, launcher="torchrun")
 
 
@@ -111,7 +109,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Identity:
     host = environ.get("MASTER_ADDR") or (LOOPBACK if local_size == size else "")
     if not host:
         problem = (
-            f"only {local_size} of {size} workers are on this host, so the others cannot tell where rank 0 is"
+            f"only {local_size} of {size} workers are on this host; the others cannot tell where rank 0 is"
         )
         raise InvalidInput("MASTER_ADDR", "unset", problem, "add `-x MASTER_ADDR=<host of rank 0>` to mpirun")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
@@ -141,12 +139,11 @@ def _slurm(environ: Mapping[str, str]) -> Identity:
     if size == 1:
         return Identity(*numbers, launcher="slurm")
     host = environ.get("MASTER_ADDR") or (LOOPBACK if len(counts) == 1 else _first_host(environ))
-    # 31 has no factor in common with the number of ports, so that neighbouring jobs never get the same one
-    job = _number(environ, _first(environ, "SLURM_JOB_ID", "SLURM_JOBID")) * 31 + _number(
-        environ, "SLURM_STEP_ID"
-    )
+    # 31 has no factor in common with the number of ports, so that neighbouring jobs get different ones
+    job = _number(environ, _first(environ, "SLURM_JOB_ID", "SLURM_JOBID"))
+    step = _number(environ, "SLURM_STEP_ID")
     attempt = _number(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
-    url = _tcp(host, _port(environ, otherwise=job), attempt)
+    url = _tcp(host, _port(environ, otherwise=31 * job + step), attempt)
     return Identity(*numbers, rendezvous=url, launcher="slurm")
 
 
@@ -215,11 +212,11 @@ def _port(environ: Mapping[str, str], otherwise: int | None = None) -> int:
     return port
 
 
-def _tcp(host: str, port: int, attempt: int = 0, hosted: bool = False) -> str:
+def _tcp(host: str, port: int, attempt: int = 0, served: bool = False) -> str:
     if not re.fullmatch(r"[0-9A-Za-z._:%-]+", host):
         raise InvalidInput("MASTER_ADDR", host, "not a host name or address", "give the host of rank 0")
     shown = f"[{host}]" if ":" in host else host
-    return f"tcp://{shown}:{port}?attempt={attempt}" + ("&hosted=1" if hosted else "")
+    return f"tcp://{shown}:{port}?attempt={attempt}" + ("&served=1" if served else "")
 
 
 def _unset(name: str, cure: str) -> InvalidInput:

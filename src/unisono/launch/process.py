@@ -11,7 +11,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process, by SIGKILL, as soon as the thread of `parent` that started it ends."""
+    """Have the kernel kill this process as soon as the thread of `parent` that started it ends."""
     _set_death_signal(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked, so that no signal will ever come
         os.kill(os.getpid(), signal.SIGKILL)
@@ -29,7 +29,7 @@ def kill_group(leader: int) -> None:
 
 
 def lead_group(process: int) -> None:
-    """Give a child (0: this process) a group of its own; parent and child both ask, so that neither has to wait."""
+    """Give a child (0: this process) a group of its own; both sides ask, so that neither has to wait."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(process, process)
 

@@ -32,8 +32,7 @@ class Interrupted(UnisonoError):
 
     Args:
         number: of the signal.
-        results: what the workers returned, in order of ranks, if all came to a step boundary and returned; else
-            empty.
+        results: what the workers returned, by rank, if all came to a step boundary and returned; else empty.
     """
 
     def __init__(self, number: int, results: Sequence[Any] = ()) -> None:
@@ -45,5 +44,5 @@ class Interrupted(UnisonoError):
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that ended by this signal: 130 after Ctrl-C, 143 after SIGTERM."""
+        """What a shell expects of a process ended by this signal: 130 after Ctrl-C, 143 after SIGTERM."""
         return 128 + self.number

@@ -1,4 +1,4 @@
-"""The life of a worker process: its name, its log, its threads, its target, and the report to the launcher."""
+"""The life of a worker process: its name, its log, its threads, its target, its report to the launcher."""
 
 from __future__ import annotations
 
@@ -93,16 +93,15 @@ def main(order: Order, rendezvous: str, channel: int, payload: int) -> int:
     report = Report(socket.socket(fileno=channel))
     try:
         _settle_in(order, identity)
-        stop = StopRequest.listen()
-        result = _resolve(order.target)(Worker(identity, report, stop), *_arguments(payload))
-        _finish()
-        report.send("result", result)
+        worker = Worker(identity, report, StopRequest.listen())
+        report.send("result", _call(_resolve(order.target), worker, _arguments(payload)))
+        status = 0
     except BaseException as error:  # whatever it is, the launcher has to know
         _print(error)
-        _finish()
         report.send("failure", _describe(error))
-        return 1
-    return 0
+        status = 1
+    _finish()
+    return status
 
 
 def _settle_in(order: Order, identity: Identity) -> None:
@@ -142,6 +141,15 @@ def _arguments(payload: int) -> tuple[Any, ...]:
         arguments: tuple[Any, ...] = pickle.loads(memory)  # noqa: S301  our own launcher wrote it, into memory
     os.close(payload)
     return arguments
+
+
+def _call(target: Callable[..., Any], worker: Worker, arguments: tuple[Any, ...]) -> Any:
+    try:
+        return target(worker, *arguments)
+    except SystemExit as leave:
+        if leave.code:
+            raise
+        return None
 
 
 def _finish() -> None:

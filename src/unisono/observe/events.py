@@ -16,7 +16,7 @@ _log = logging.getLogger("unisono.observe")
 
 
 class Events:
-    """Appends events to a run directory; a disk that fails is reported once to the log and never to the training.
+    """Appends events to a run directory; a failing disk is reported once to the log, never to the training.
 
     Args:
         directory: the run's directory; the file in it is made private, or appended to after a resume.
@@ -59,7 +59,7 @@ def line(seconds: float, event: str, fields: Mapping[str, Any]) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """`value` with nothing in it that JSON cannot say: numbers that are not finite and unknown objects as text."""
+    """`value` as JSON can say it: numbers that are not finite, and objects that it does not know, as text."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

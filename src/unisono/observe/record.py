@@ -22,8 +22,10 @@ class Recorder(Protocol):
         """Something that happens seldom; it is written at once."""
 
     def step(self, step: int, steps: int, fields: Callable[[], Fields]) -> None:
-        """Step number `step` (from 1) of `steps` is done. `fields` is called when the step is written, at the latest in `close`,
-        or never: steps are thinned by time, the first and the last excepted."""
+        """Step number `step` (from 1) of `steps` is done.
+
+        Steps are thinned by time, except the first and the last: `fields` is called now, in `close`, or never.
+        """
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """What an evaluation after `step` steps gave."""
@@ -57,7 +59,9 @@ class RunRecorder:
         step_seconds: time between two steps that are written.
     """
 
-    def __init__(self, directory: Path, more: Sequence[Sink] | None = None, step_seconds: float = STEP_SECONDS) -> None:
+    def __init__(
+        self, directory: Path, more: Sequence[Sink] | None = None, step_seconds: float = STEP_SECONDS
+    ) -> None:
         self._events = Events(directory)
         self._sinks = sinks(directory) if more is None else list(more)
         self._pace = Pace(step_seconds)

@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Scalars for TensorBoard under ``tensorboard/`` in the run directory; the writer is made at the first one."""
+    """Scalars for TensorBoard under ``tensorboard/`` in the run directory, made at the first one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory / "tensorboard"
@@ -54,4 +54,4 @@ def sinks(directory: Path) -> list[Sink]:
 def _writer(directory: Path) -> Any:
     from torch.utils.tensorboard.writer import SummaryWriter  # imports for half a second
 
-    return SummaryWriter(str(directory))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(directory))

@@ -16,7 +16,9 @@ CONFIG, SUMMARY = "config.toml", "summary.json"
 _NOT_AGAIN = ("run", "resume")  # of this run, not of one that is made like it
 
 
-def write_config(directory: Path, settings: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -> None:
+def write_config(
+    directory: Path, settings: Mapping[str, Any], name: str, arguments: Mapping[str, Any]
+) -> None:
     """Write ``config.toml``: Config fields on top, the task's name and arguments in the table ``task``.
 
     Args:
@@ -29,7 +31,7 @@ def write_config(directory: Path, settings: Mapping[str, Any], name: str, argume
         OSError: the file cannot be written.
     """
     kept = {key: value for key, value in settings.items() if key not in _NOT_AGAIN}
-    text = tomli_w.dumps(_toml({**kept, "task": {"name": name, **arguments}}))
+    text = tomli_w.dumps(_toml({**kept, "task": {**arguments, "name": name}}))
     replace(directory / CONFIG, text)
 
 
@@ -48,6 +50,9 @@ def replace(path: Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written; what was there before is untouched.
     """
+    if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+        path.write_text(text, encoding="utf-8")
+        return
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.touch(mode=0o600)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.compress import Cast, Compressor, Memory
 from unisono.errors import UnisonoError
-from unisono.sync.buckets import Cut, cut, pack, unpack, views
+from unisono.sync.buckets import Cut, cut, gaps, pack, unpack, views
 from unisono.sync.flow import Flow
 
 
@@ -172,6 +172,7 @@ class _Bucket:
         self.memory: Memory = {}
         self.total = comm.allocate(plan.numel + tail, compress.total_dtype(plan.dtype))
         self.parts = views(self.total, plan.spans)
+        self.gaps = [self.total[start:stop] for start, stop in gaps(plan)]
         self._views: dict[int, list[Tensor]] = {}
         self._scaled: Tensor | None = None
         self.begin()
@@ -189,9 +190,9 @@ class _Bucket:
         self.compress.add(self.total[self.cut.numel :], numbers.to(self.cut.dtype), 1.0, True)
 
     def launch(self) -> None:
-        for part, seen in zip(self.parts, self.seen):
-            if not seen:
-                part.zero_()
+        # Of what was in this memory nothing is left to rely on after the last exchange.
+        for silent in [part for part, seen in zip(self.parts, self.seen) if not seen] + self.gaps:
+            silent.zero_()
         self.flow = Flow(self.compress.mean(self.total, self.comm, self.memory, self.cut.dtype))
 
     def poll(self) -> None:

@@ -71,6 +71,12 @@ def views(flat: Tensor, spans: Sequence[Span]) -> list[Tensor]:
     return [flat[span.start : span.stop].view(span.shape) for span in spans]
 
 
+def gaps(plan: Cut) -> list[tuple[int, int]]:
+    """Where a bucket holds no parameter: what aligns the next one."""
+    ends = [*(span.start for span in plan.spans[1:]), plan.numel]
+    return [(span.stop, end) for span, end in zip(plan.spans, ends) if span.stop < end]
+
+
 def pack(numbers: Sequence[float]) -> Tensor:
     """Numbers as the bytes of their float64 forms, shape ``[8 * len(numbers)]``, uint8.
 

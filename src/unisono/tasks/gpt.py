@@ -54,9 +54,10 @@ class Network(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, BYTES, bias=False)
         self.apply(_initialise)
-        for block in self.blocks:  # the residual stream keeps its size, however deep (Radford et al. 2019, 2.3)
-            for last in (block.attention.output, block.mlp[2]):  # type: ignore[union-attr, index]
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * shape.layers))
+        for name, weight in self.named_parameters():
+            if name.endswith(("attention.output.weight", "mlp.2.weight")):
+                # the stream that blocks add to keeps its size, however deep (Radford et al. 2019, 2.3)
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * shape.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -75,7 +76,10 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(shape)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width), nn.Dropout(shape.dropout)
+            nn.Linear(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width),
+            nn.Dropout(shape.dropout),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,5 +116,3 @@ def _initialise(module: nn.Module) -> None:
 def parameters(model: nn.Module) -> int:
     """How many numbers `model` learns."""
     return sum(p.numel() for p in model.parameters())
-
-

@@ -1,4 +1,4 @@
-"""Any text, byte by byte: a GPT learns to say the next byte. Without files: the standard library's own sources."""
+"""Any text, byte by byte: a GPT learns to say the next one. By default, the standard library's sources."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def text(*, text: tuple[str, ...] = (), model: GPT = GPT()) -> Task:  # noqa: B0
     """A byte-level GPT on text; the last twentieth of the bytes is held out and measured in bits per byte.
 
     Args:
-        text: files and directories, read in the order given; a directory's text files in sorted order, hidden ones
-            left out. Default: the Python standard library's own sources.
+        text: files and directories, read in the order given; a directory's text files in sorted order, hidden
+            ones left out. Default: the Python standard library's own sources.
         model: the shape of the network.
 
     Raises:
-        InvalidInput: a path that is missing, unreadable or without text, or fewer bytes than one window needs.
+        InvalidInput: a path that is missing, unreadable or without text, or too few bytes for the windows.
     """
     files = tuple(found for path in text for found in text_files(path)) if text else standard_library()
     corpus = Corpus(files)
@@ -49,7 +49,9 @@ def text(*, text: tuple[str, ...] = (), model: GPT = GPT()) -> Task:  # noqa: B0
         loss=_loss,
         optimizer=_optimizer,
         evaluate=Evaluation(
-            partial(held_out_windows, corpus, model.context), MappingProxyType({"bits_per_byte": _bits}), batch=32
+            partial(held_out_windows, corpus, model.context),
+            MappingProxyType({"bits_per_byte": _bits}),
+            batch=32,
         ),
         schedule=Cosine(warmup=20, floor=0.1),
         collate=collate,
@@ -124,7 +126,7 @@ def held_out_windows(corpus: Corpus, context: int) -> Windows:
 
 
 def collate(samples: Tensor | list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (N, context), int64, of windows: a tensor from ``__getitems__`` or a list of them."""
+    """Inputs and targets (N, context), int64, of windows: what ``__getitems__`` gives, or a list of them."""
     windows = (samples if isinstance(samples, Tensor) else torch.stack(samples)).long()
     return windows[:, :-1], windows[:, 1:]
 
@@ -143,7 +145,9 @@ def text_files(path: str) -> list[Path]:
     except OSError as error:
         raise _unreadable(place, error) from error
     if not found:
-        raise InvalidInput("--text", path, "a directory without text files", "name files, or a directory that has some")
+        raise InvalidInput(
+            "--text", path, "a directory without text files", "name files, or a directory that has some"
+        )
     return found
 
 

@@ -1,0 +1,163 @@
+"""From a rank and a meeting place to a communicator."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.comm.alone import Alone
+from unisono.comm.board import Board
+from unisono.comm.communicator import Communicator
+from unisono.comm.memory import MemoryUnavailable, check_platform, create, open_of
+from unisono.comm.peers import Peers
+from unisono.comm.rendezvous import Rendezvous, open_store, own_address, parse_rendezvous
+from unisono.comm.shared_memory import Host, SharedMemory
+from unisono.comm.torch_group import TorchGroup
+from unisono.errors import InvalidInput, PeerLost
+
+LOG = logging.getLogger("unisono")
+KINDS = ("auto", "shared_memory", "gloo", "nccl")
+
+
+def connect(
+    rank: int,
+    size: int,
+    *,
+    rendezvous: str,
+    local_size: int,
+    kind: str = "auto",
+    device: torch.device | None = None,
+    deadline_seconds: float = 60.0,
+) -> Communicator:
+    """The wire between this worker and its peers; returns when all peers are there.
+
+    Args:
+        rank, size: this worker's number, ``0 .. size-1``, and how many there are.
+        rendezvous: a URL, see `unisono.comm.rendezvous`; not looked at when `size` is 1.
+        local_size: how many of the workers run on this host.
+        kind: one of `KINDS`; ``auto`` is NCCL on CUDA, else shared memory where all workers run on one host, else gloo.
+        device: where payloads live.
+        deadline_seconds: how long a peer may stay silent, now and in every verb.
+
+    Raises:
+        InvalidInput: what was asked for cannot work here.
+        PeerLost: not all peers came within the deadline.
+    """
+    device = device or torch.device("cpu")
+    chosen = _choose(kind, size, local_size, device)
+    if not 0 <= rank < size:
+        raise InvalidInput("rank", rank, f"is not one of the {size} workers", f"write 0 to {size - 1}")
+    if size == 1:
+        return Alone(device)
+    place = parse_rendezvous(rendezvous)
+    store = open_store(place, rank, deadline_seconds)
+    if chosen == "shared_memory":
+        try:
+            return share_memory(dist.PrefixStore("memory", store), rank, size, deadline_seconds)
+        except MemoryUnavailable as reason:
+            chosen = "gloo"
+            if rank == 0:
+                LOG.warning("shared memory cannot be used (%s): using gloo instead", reason)
+    return _torch_group(store, rank, size, chosen, device, place, deadline_seconds)
+
+
+def share_memory(store: dist.Store, rank: int, size: int, deadline_seconds: float) -> SharedMemory:
+    """A communicator of workers of one host, or on all of them the same `MemoryUnavailable`."""
+    board = Board(size)
+    number, token, memory, failure = -1, 0, None, ""
+    try:
+        try:
+            check_platform()
+            if rank == 0:
+                number = create(board.nbytes)
+                token = secrets.randbits(62)
+                os.pwrite(number, token.to_bytes(8, sys.byteorder), 8 * Board.token)
+        except OSError as error:
+            failure = str(error)
+        if rank == 0:
+            _say(store, "file", {"pid": os.getpid(), "number": number, "token": token})
+        there = _hear(store, "file", 0)
+        if not failure and there["number"] >= 0:
+            try:
+                memory = _open(there, board)
+            except OSError as error:
+                failure = str(error)
+        _say(store, f"worker/{rank}", {"pid": os.getpid(), "failure": failure})
+        workers = [_hear(store, f"worker/{other}", other) for other in range(size)]
+    finally:
+        if number >= 0:
+            os.close(number)
+    for other, worker in enumerate(workers):
+        if worker["failure"]:
+            raise MemoryUnavailable(f"worker {other}: {worker['failure']}")
+    assert memory is not None
+    peers = Peers({other: worker["pid"] for other, worker in enumerate(workers) if other != rank})
+    return SharedMemory(rank, size, memory, Host(peers, there["pid"], board.words(memory)), deadline_seconds)
+
+
+def _open(there: dict[str, Any], board: Board) -> Tensor:
+    """Worker 0's file, and no other of the same numbers (a container may count its processes from 1 again)."""
+    memory = open_of(there["pid"], there["number"], board.nbytes)
+    if board.words(memory)[Board.token] != there["token"]:
+        raise MemoryUnavailable("worker 0 is in another container")
+    return memory
+
+
+def _say(store: dist.Store, key: str, value: dict[str, Any]) -> None:
+    try:
+        store.set(key, json.dumps(value))
+    except RuntimeError as error:
+        raise PeerLost([0], "connect", str(error).splitlines()[0]) from error
+
+
+def _hear(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
+    """What `rank` said; a `PeerLost` that names it where it does not come within the store's deadline."""
+    try:
+        value = json.loads(store.get(key))
+    except RuntimeError as error:
+        raise PeerLost([rank], "connect", str(error).splitlines()[0]) from error
+    assert isinstance(value, dict)
+    return value
+
+
+def _choose(kind: str, size: int, local_size: int, device: torch.device) -> str:
+    if kind not in KINDS:
+        raise InvalidInput("kind", kind, "is not a kind of communicator", f"write one of {', '.join(KINDS)}")
+    if kind == "auto":
+        if device.type == "cuda":
+            return "nccl"
+        return "shared_memory" if local_size == size else "gloo"
+    if kind == "shared_memory" and local_size != size:
+        problem = f"only {local_size} of {size} workers run on this host"
+        raise InvalidInput("kind", kind, problem, "write auto or gloo")
+    if kind == "nccl" and size > 1 and device.type != "cuda":
+        raise InvalidInput("kind", kind, f"carries nothing that lies on {device.type}", "write auto or gloo")
+    return kind
+
+
+def _torch_group(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    backend: str,
+    device: torch.device,
+    place: Rendezvous,
+    deadline_seconds: float,
+) -> TorchGroup:
+    return TorchGroup(
+        dist.PrefixStore(backend, store),
+        rank,
+        size,
+        backend=backend,
+        device=device,
+        address=own_address(place),
+        deadline_seconds=deadline_seconds,
+    )

@@ -1,0 +1,61 @@
+"""Whether the other workers of this host still live."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Mapping
+
+
+class Peers:
+    """Watches processes of this host by rank; a zombie counts as dead.
+
+    Where the kernel has them, process descriptors are used: they cannot be confused by a number that was given to
+    another process. Elsewhere, and for a process that cannot be opened, its number and state are looked up.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+        self._dead: set[int] = set()
+        for rank, pid in pids.items():
+            self._watch(rank, pid)
+
+    def lost(self) -> frozenset[int]:
+        """The ranks whose process is gone, now and from now on."""
+        for fd, _ in self._poll.poll(0) if self._ranks else ():
+            self._dead.add(self._ranks[fd])
+            self._poll.unregister(fd)
+        self._dead.update(rank for rank, pid in self._pids.items() if not _alive(pid))
+        return frozenset(self._dead)
+
+    def close(self) -> None:
+        for fd in self._ranks:
+            os.close(fd)
+        self._ranks, self._poll = {}, select.poll()
+
+    def _watch(self, rank: int, pid: int) -> None:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._dead.add(rank)
+        except (AttributeError, OSError):
+            self._pids[rank] = pid
+        else:
+            self._ranks[fd] = rank
+            self._poll.register(fd, select.POLLIN)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is there, and another user's
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
+    except FileNotFoundError:
+        return not os.path.exists("/proc/self/stat")

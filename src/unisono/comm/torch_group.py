@@ -1,0 +1,343 @@
+"""Process groups of torch (gloo, NCCL) as a communicator, without torch's default group or any variable.
+
+A lane is two groups. One carries headers, always on gloo: one all-gather of a record per verb, issued when the verb
+is started. The other carries payloads, issued strictly in order once the headers are known to agree. Two are needed
+because the header of a later verb is on its way before the payload of an earlier one is issued, and a group must see
+the same order on all workers. As sizes are compared first, gloo never meets a size that would abort the process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.comm import record
+from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
+from unisono.errors import CommunicationError, InvalidInput, PeerLost
+
+# gloo can add these; others are widened for the sum.
+_GLOO_ADDS = {
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+# The deadline is ours; gloo's own must only never come first.
+_LONG = timedelta(days=1)
+_ALIGNMENT_BYTES = 16
+
+
+class TorchGroup(Conversation):
+    """Peers that talk through gloo or NCCL.
+
+    Args:
+        store: where the peers find each other; must hold nothing from an earlier group.
+        rank, size: this worker's number among the peers, and how many there are.
+        backend: what carries payloads, ``gloo`` or ``nccl``.
+        device: where payloads live (NCCL).
+        address: the address of this host by which the peers reach it.
+        deadline_seconds: how long a peer may stay silent, at start and in every verb.
+
+    Raises:
+        PeerLost: not all peers came within the deadline.
+        InvalidInput: this build of torch has no such backend.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        backend: str = "gloo",
+        device: torch.device | None = None,
+        address: str = "127.0.0.1",
+        deadline_seconds: float = 60.0,
+        family: Family | None = None,
+    ) -> None:
+        super().__init__(family or Family(), deadline_seconds)
+        self.rank, self.size = rank, size
+        self._store, self._backend, self._address = store, backend, address
+        self._device = device or torch.device("cpu")
+        self._sequence = 0
+        before = _sockets()
+        with _peer_lost_for("connect"):
+            self._headers: Any = _gloo(
+                dist.PrefixStore("headers", store), rank, size, address, deadline_seconds
+            )
+            self._payloads: Any = _payload_group(self, dist.PrefixStore("payloads", store), deadline_seconds)
+        self._wires = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def sum(self, x: Tensor) -> Operation[Tensor]:
+        def payload() -> Steps[Tensor]:
+            flat = x.detach().reshape(-1)
+            wide = flat if self._adds(x.dtype) else flat.to(_wider(x.dtype))
+            if flat.numel():
+                options = dist.AllreduceOptions()
+                options.timeout = _LONG
+                yield from self._carry("sum", lambda: self._payloads.allreduce([wide], options))
+                # A ring moves every byte twice, but for this worker's own share.
+                self._family.bytes_sent += (
+                    2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
+                )
+            return wide.to(x.dtype).view(x.shape)
+
+        return self._start(payload, "sum", x.numel(), x.dtype)
+
+    def gather(self, x: Tensor) -> Operation[Tensor]:
+        def payload() -> Steps[Tensor]:
+            rows = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+            if x.numel():
+                mine, everybody = _as_bytes(x), _as_bytes(rows)
+                options = dist.AllgatherOptions()
+                options.timeout = _LONG
+                yield from self._carry(
+                    "gather", lambda: self._payloads._allgather_base(everybody, mine, options)
+                )
+                self._family.bytes_sent += (self.size - 1) * mine.numel()
+            return rows
+
+        return self._start(payload, "gather", x.numel(), x.dtype)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
+        def payload() -> Steps[Tensor]:
+            if x.numel():
+                whole = x.detach().contiguous()
+                options = dist.BroadcastOptions()
+                options.rootRank, options.timeout = root, _LONG
+                yield from self._carry(
+                    "broadcast", lambda: self._payloads.broadcast([_as_bytes(whole)], options)
+                )
+                self._family.bytes_sent += (self.size - 1) * whole.nbytes if self.rank == root else 0
+                if not x.is_contiguous():
+                    x.detach().copy_(whole)
+            return x
+
+        return self._start(payload, "broadcast", x.numel(), x.dtype, root)
+
+    def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Operation[list[Tensor]]:
+        def payload() -> Steps[list[Tensor]]:
+            arrived = yield from self._all_to_all("exchange", dict(enumerate(xs)), dict(enumerate(like)))
+            return [arrived[rank] for rank in range(self.size)]
+
+        sends, expects = dict(enumerate(xs)), dict(enumerate(like))
+        return self._start(payload, "exchange", sends=sends, expects=expects)
+
+    def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Operation[dict[int, Tensor]]:
+        sends, expects = dict(xs), dict(like)
+        return self._start(
+            lambda: self._all_to_all("swap", sends, expects), "swap", sends=sends, expects=expects
+        )
+
+    def lane(self, name: str) -> TorchGroup:
+        return TorchGroup(
+            dist.PrefixStore(f"lane/{name}", self._store),
+            self.rank,
+            self.size,
+            backend=self._backend,
+            device=self._device,
+            address=self._address,
+            deadline_seconds=self._deadline_seconds,
+            family=self._family,
+        )
+
+    def close(self) -> None:
+        for lane in self._family.lanes if self._family.lanes[0] is self else [self]:
+            assert isinstance(lane, TorchGroup)
+            lane._end()
+            lane._hang_up()
+
+    def _start(
+        self,
+        payload: Callable[[], Steps[Any]],
+        verb: str,
+        numel: int = -1,
+        dtype: torch.dtype | None = None,
+        root: int = -1,
+        sends: Mapping[int, Tensor] | None = None,
+        expects: Mapping[int, Tensor] | None = None,
+    ) -> Operation[Any]:
+        """Send the header now, whatever else is under way; the payload follows in its turn."""
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        agreed = record.agreed_part(verb, sequence, numel, dtype, root)
+        spoken = [*agreed, *record.pairs(self.size, sends or {}), *record.pairs(self.size, expects or {})]
+        mine, everybody = torch.tensor(spoken), torch.empty(self.size * len(spoken), dtype=torch.int64)
+        options = dist.AllgatherOptions()
+        options.timeout = _LONG
+        arrival = None
+        try:
+            if self._failure is None:
+                with _peer_lost_for(verb):
+                    arrival = self._headers._allgather_base(everybody, mine, options)
+        except PeerLost as error:
+            self._fail(error)
+        return self._begin(verb, self._steps(verb, sequence, arrival, everybody.view(self.size, -1), payload))
+
+    def _steps(
+        self, verb: str, sequence: int, arrival: Any, records: Tensor, payload: Callable[[], Steps[Any]]
+    ) -> Steps[Any]:
+        yield from self._until(verb, arrival, released=False)
+        spoken = records.tolist()
+        record.check_agreed([one[: record.AGREED] for one in spoken])
+        there = record.AGREED + self.size
+        record.check_pairs(
+            sequence, verb, [one[record.AGREED : there] for one in spoken], [one[there:] for one in spoken]
+        )
+        result = yield from payload()
+        return result
+
+    def _until(self, verb: str, handle: Any, released: bool) -> Steps[None]:
+        blocked = Blocked(released, handle)
+        while not handle.is_completed():
+            yield blocked
+        with _peer_lost_for(verb):
+            handle.wait()
+        self._progress += 1
+
+    def _carry(self, verb: str, issue: Callable[[], Any]) -> Steps[None]:
+        with _peer_lost_for(verb):
+            handle = issue()
+        self._progress += 1
+        yield from self._until(verb, handle, released=True)
+
+    def _all_to_all(
+        self, verb: str, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]
+    ) -> Steps[dict[int, Tensor]]:
+        """One piece for each peer, empty where there is nothing to say; what is for this worker stays here."""
+        there = {rank: x for rank, x in xs.items() if rank != self.rank}
+        back = {rank: x for rank, x in like.items() if rank != self.rank}
+        outgoing = [_padded(there[rank].nbytes) if rank in there else 0 for rank in range(self.size)]
+        incoming = [_padded(back[rank].nbytes) if rank in back else 0 for rank in range(self.size)]
+        sent = torch.empty(sum(outgoing), dtype=torch.uint8, device=self._device)
+        received = torch.empty(sum(incoming), dtype=torch.uint8, device=self._device)
+        for rank, piece in enumerate(sent.split(outgoing)):
+            if rank in there:
+                piece[: there[rank].nbytes].copy_(_as_bytes(there[rank]))
+        options = dist.AllToAllOptions()
+        options.timeout = _LONG
+        yield from self._carry(
+            verb, lambda: self._payloads.alltoall_base(received, sent, incoming, outgoing, options)
+        )
+        self._family.bytes_sent += sum(x.nbytes for x in there.values())
+        pieces = received.split(incoming)
+        return {
+            rank: _as_bytes(xs[rank]).clone().view(x.dtype).view(x.shape)
+            if rank == self.rank
+            else pieces[rank][: x.nbytes].view(x.dtype).view(x.shape)
+            for rank, x in like.items()
+        }
+
+    def _adds(self, dtype: torch.dtype) -> bool:
+        return self._backend != "gloo" or dtype in _GLOO_ADDS
+
+    def _pause(self, attempt: int, operation: Operation[Any]) -> None:
+        """Sleep until what the oldest operation waits for is there; in slices where other lanes need this thread."""
+        siblings = self._siblings()
+        for lane in siblings:
+            lane.advance()
+        assert operation.blocked is not None
+        handle = operation.blocked.on
+        if siblings or handle.is_completed() or self._backend != "gloo":
+            time.sleep(min(20e-6 * 1.1**attempt, 500e-6))
+            return
+        with _timeout_or_error_is_seen_by_the_next_poll():
+            handle.wait(timedelta(seconds=self._deadline_seconds))
+
+    def _abandon(self, error: CommunicationError) -> None:
+        if isinstance(error, PeerLost):
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close the sockets first: it ends what is under way here, and wakes peers that wait for this worker."""
+        for fd, name in self._wires.items():
+            _shut(fd, name)
+        self._wires = {}
+        if self._backend == "nccl" and self._payloads is not None:
+            self._payloads.abort()
+        self._headers = self._payloads = None
+
+
+def _gloo(store: dist.Store, rank: int, size: int, address: str, deadline_seconds: float) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=deadline_seconds)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _payload_group(lane: TorchGroup, store: dist.Store, deadline_seconds: float) -> Any:
+    if lane._backend == "gloo":
+        return _gloo(store, lane.rank, lane.size, lane._address, deadline_seconds)
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if lane._backend != "nccl" or nccl is None:
+        raise InvalidInput("backend", lane._backend, "this build of torch does not have it", "write gloo")
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=deadline_seconds)
+    with torch.cuda.device(lane._device):
+        return nccl(store, lane.rank, lane.size, options)
+
+
+@contextmanager
+def _peer_lost_for(verb: str) -> Iterator[None]:
+    """What the backends have to say are plain RuntimeErrors without a rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost((), verb, str(error).splitlines()[0]) from error
+
+
+@contextmanager
+def _timeout_or_error_is_seen_by_the_next_poll() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError:
+        pass
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _padded(nbytes: int) -> int:
+    """Pieces begin where any dtype may begin."""
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _sockets() -> dict[int, str]:
+    """This process's sockets by number, with the kernel's name for each; empty where /proc is not there."""
+    found = {}
+    try:
+        numbers = os.listdir("/proc/self/fd")
+    except OSError:
+        return found
+    for number in numbers:
+        try:
+            name = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        if name.startswith("socket:"):
+            found[int(number)] = name
+    return found
+
+
+def _shut(fd: int, name: str) -> None:
+    """Shut the socket `fd` down if it is still the one called `name`: the number may belong to another by now."""
+    try:
+        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
+            if os.readlink(f"/proc/self/fd/{wire.fileno()}") == name:
+                wire.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # closed already, or its other end is gone: it carries nothing any more

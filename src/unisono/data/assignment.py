@@ -1,0 +1,51 @@
+"""Who computes which micro-batches: arithmetic from shares to contiguous ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from unisono.errors import InvalidInput
+
+
+def assign(micro_batches: int, shares: Sequence[float]) -> list[range]:
+    """Contiguous ranges of ``range(micro_batches)``, one per worker, in proportion to `shares`.
+
+    By largest remainder, ties to the lower rank; every worker with a positive share gets at least one.
+
+    Raises:
+        InvalidInput: more workers with a positive share than micro-batches.
+        ValueError: a share that is negative or not finite, or none that is positive.
+    """
+    if not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares) > 0:
+        raise ValueError(f"shares={list(shares)}: they must be finite and 0 or more, one of them above 0")
+    active = [worker for worker, share in enumerate(shares) if share > 0]
+    if len(active) > micro_batches:
+        raise InvalidInput(
+            "workers",
+            len(active),
+            f"a step has only {micro_batches} micro-batch{'es' * (micro_batches != 1)}, and a worker needs at least one",
+            f"use at most {micro_batches} worker{'s' * (micro_batches != 1)}, or make global_batch / micro_batch at "
+            f"least {len(active)}: a micro_batch {_times(len(active), micro_batches)} smaller, or a global_batch that "
+            f"much larger",
+        )
+    counts = _largest_remainder(micro_batches, shares)
+    ends = [sum(counts[: worker + 1]) for worker in range(len(shares))]
+    return [range(end - count, end) for count, end in zip(counts, ends)]
+
+
+def _largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `total`: the quotas rounded down, at least one, and the rest by remainder."""
+    whole = sum(shares)
+    quotas = [total * (share / whole) for share in shares]
+    counts = [max(1, math.floor(quota)) if share > 0 else 0 for quota, share in zip(quotas, shares)]
+    while sum(counts) != total:
+        change = 1 if sum(counts) < total else -1
+        movable = [w for w, share in enumerate(shares) if share > 0 and (change > 0 or counts[w] > 1)]
+        most_due = max(movable, key=lambda worker: (change * (quotas[worker] - counts[worker]), -worker))
+        counts[most_due] += change
+    return counts
+
+
+def _times(wanted: int, there: int) -> str:
+    return f"{math.ceil(wanted / there)} times" if there else "many times"

@@ -1,0 +1,118 @@
+"""Which sample when: the fixed list of micro-batches of every step, as a function of the seed and the step alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.permutation import Permutation
+from unisono.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """The global batch of step *t* is positions ``[t*B, (t+1)*B)`` of the seeded order, cut into micro-batches.
+
+    Position *p* is the ``p % samples``-th of epoch ``p // samples``, and each epoch has an order of its own; a batch
+    may lie across two epochs, and every epoch has every sample once.
+
+    Args:
+        samples: in the dataset.
+        global_batch: samples of one step, *B*.
+        micro_batch: samples computed at once. Default: a quarter of `global_batch` where that is whole, else its
+            largest divisor below.
+        seed: of the order.
+
+    Raises:
+        InvalidInput: an empty dataset, one smaller than `global_batch`, a `micro_batch` that does not divide it.
+    """
+
+    samples: int
+    global_batch: int
+    micro_batch: int = None  # type: ignore[assignment]  # None is replaced at once
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_batch(self.samples, self.global_batch)
+        if self.micro_batch is None:
+            object.__setattr__(self, "micro_batch", default_micro_batch(self.global_batch))
+        _check_micro_batch(self.global_batch, self.micro_batch)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one step."""
+        return self.global_batch // self.micro_batch
+
+    def positions(self, step: int, micro_batch: int) -> range:
+        """The positions, counted from the start of the run, of micro-batch `micro_batch` of step `step`."""
+        if step < 0 or not 0 <= micro_batch < self.micro_batches:
+            raise ValueError(
+                f"step {step}, micro-batch {micro_batch}: steps are from 0, micro-batches below "
+                f"{self.micro_batches}"
+            )
+        first = step * self.global_batch + micro_batch * self.micro_batch
+        return range(first, first + self.micro_batch)
+
+    def indices(self, step: int, micro_batch: int) -> NDArray[np.int64]:
+        """The sample numbers at these positions, shape ``[micro_batch]``."""
+        positions = self.positions(step, micro_batch)
+        epochs = range(positions[0] // self.samples, positions[-1] // self.samples + 1)
+        return np.concatenate([self._of_epoch(epoch, positions) for epoch in epochs])
+
+    def steps_in(self, epochs: float) -> int:
+        """Whole steps in so many passes over the data, at least 1."""
+        return max(1, int(epochs * self.samples / self.global_batch + 1e-9))
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch in which `step` begins."""
+        return step * self.global_batch // self.samples
+
+    def _of_epoch(self, epoch: int, positions: range) -> NDArray[np.int64]:
+        start = epoch * self.samples
+        offsets = range(max(positions.start - start, 0), min(positions.stop - start, self.samples))
+        return Permutation(self.samples, self.seed, epoch)(np.arange(offsets.start, offsets.stop))
+
+
+def default_micro_batch(global_batch: int) -> int:
+    """A quarter of `global_batch`, rounded down to the nearest divisor; 1 below 4."""
+    return max(_divisors_up_to(global_batch, max(1, global_batch // 4)))
+
+
+def _divisors_up_to(number: int, limit: int) -> list[int]:
+    return [divisor for divisor in range(1, limit + 1) if number % divisor == 0]
+
+
+def _check_batch(samples: int, global_batch: int) -> None:
+    if samples < 1:
+        raise InvalidInput(
+            "data", samples, "the dataset has no samples", "give it at least one global_batch of them"
+        )
+    if global_batch < 1:
+        raise InvalidInput(
+            "global_batch", global_batch, "below 1", f"use 1 to {samples}, the size of the dataset"
+        )
+    if global_batch > samples:
+        raise InvalidInput(
+            "global_batch",
+            global_batch,
+            f"larger than the dataset, which has {samples} sample{'s' * (samples != 1)}",
+            f"use at most {samples}, or more data",
+        )
+
+
+def _check_micro_batch(global_batch: int, micro_batch: int) -> None:
+    if micro_batch >= 1 and global_batch % micro_batch == 0:
+        return
+    divisors = _divisors_up_to(global_batch, global_batch)
+    below, above = [d for d in divisors if d < micro_batch], [d for d in divisors if d > micro_batch]
+    nearest = " or ".join(str(d) for d in [*below[-1:], *above[:1]])
+    larger = max(1, -(-global_batch // max(1, micro_batch))) * max(1, micro_batch)
+    also = f", or global_batch={larger}" if micro_batch >= 1 else ""
+    raise InvalidInput(
+        "micro_batch",
+        micro_batch,
+        f"does not divide global_batch = {global_batch}" if micro_batch >= 1 else "below 1",
+        f"use micro_batch={nearest}{also}",
+    )

@@ -1,0 +1,114 @@
+"""Start workers on this host, hear what they report, and end them all when one fails or the user says so.
+
+    prepare ─► Forkserver (imports torch) ─► launch ─► worker 0 … n-1 ─► results, or the first one's error
+
+Nothing here imports torch, so that the launcher is up at once, and reads the configuration while the forkserver
+imports it. What happens then is `crew.Crew`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import cloudpickle
+from setproctitle import getproctitle, setproctitle
+
+from unisono.launch.crew import Crew, OnMessage
+from unisono.launch.forkserver import Forkserver
+from unisono.launch.signals import Inbox
+from unisono.launch.tail import Tail
+from unisono.launch.worker import Order
+
+# The first optimizer that is built imports torch._dynamo, a second of computing: once is enough.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "cloudpickle")
+
+
+def prepare(preload: Sequence[str] = PRELOAD, name: str = "unisono") -> Forkserver:
+    """Start importing `preload` in the process that will fork the workers; returns at once.
+
+    Hand the result to `launch`, or close it. The calling thread must live while the server imports, which follows
+    it into death.
+    """
+    return Forkserver(preload, name)
+
+
+def _ignore(rank: int, message: Mapping[str, Any]) -> None:
+    pass
+
+
+def launch(
+    target: str,
+    arguments: tuple[Any, ...] = (),
+    workers: int = 1,
+    *,
+    logs: Path,
+    preload: Sequence[str] = PRELOAD,
+    threads: int = 1,
+    name: str = "unisono",
+    on_message: OnMessage = _ignore,
+    echo: BinaryIO | None = None,
+    prepared: Forkserver | None = None,
+    stop_seconds: float = 30.0,
+) -> list[Any]:
+    """Run ``target(worker, *arguments)`` in `workers` processes; their results (of JSON's kinds) by rank.
+
+    Args:
+        target: ``module:function``, imported in the workers.
+        arguments: pickled by value where they come from the launcher's main script.
+        logs: directory for ``worker-<rank>.log``.
+        preload: modules that the workers find imported, unless `prepared` already did that.
+        threads: compute threads of a worker.
+        name: first word of the processes' names in ``ps``.
+        on_message: called here with the rank and what that worker reported.
+        echo: takes a copy of worker 0's log while it grows.
+        prepared: from `prepare`; is closed.
+        stop_seconds: how long workers may take to a step boundary after Ctrl-C, SIGTERM or SIGHUP, before
+            they are killed. A second signal kills them at once.
+
+    Raises:
+        InvalidInput: the first failing worker raised it.
+        WorkerFailed: a worker raised something else, was killed, or left by ``sys.exit`` (`ScriptExited`).
+        Interrupted: this process was asked to end.
+    """
+    with contextlib.ExitStack() as stack:
+        inbox = stack.enter_context(Inbox())
+        server = stack.enter_context(prepared or prepare(preload, name))
+        stack.enter_context(_titled(f"{name} launcher"))
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        orders = [
+            Order(rank, workers, target, _create(logs, rank), threads, name, sys.path, os.getcwd())
+            for rank in range(workers)
+        ]
+        tail = stack.enter_context(Tail(Path(orders[0].log), echo)) if echo else None
+        payload = stack.enter_context(_in_memory(cloudpickle.dumps(arguments)))
+        return Crew(server, inbox, tail, on_message, stop_seconds).run(orders, payload)
+
+
+@contextlib.contextmanager
+def _titled(title: str) -> Iterator[None]:
+    former = getproctitle()
+    setproctitle(title)
+    try:
+        yield
+    finally:
+        setproctitle(former)
+
+
+@contextlib.contextmanager
+def _in_memory(data: bytes) -> Iterator[int]:
+    """A descriptor of anonymous memory that holds `data`."""
+    with open(os.memfd_create("arguments"), "wb") as file:
+        file.write(data)
+        file.flush()
+        yield file.fileno()
+
+
+def _create(logs: Path, rank: int) -> str:
+    path = (logs / f"worker-{rank}.log").absolute()
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    return str(path)

@@ -1,0 +1,154 @@
+"""How a run goes, for the eye: a live line on a terminal, a line now and then elsewhere; then a summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from unisono.observe.pace import Pace
+from unisono.observe.words import clock, named, number, rate, resume_command, rows
+
+PLAIN_SECONDS = 5.0
+_REFRESHES_PER_SECOND = 8
+
+
+class Display:
+    """Shows the messages of a run; used as a context, so that the terminal is whole again whatever happens.
+
+    Messages are mappings with a ``kind``: ``run`` (path), ``notice`` (text), ``progress`` (step, steps, loss,
+    samples_per_second, metrics). Other kinds are left out.
+
+    Args:
+        name: what is trained.
+        stream: where to; lines without colours or movement unless it is a terminal.
+        console: in place of one made from `stream`.
+        plain_seconds: time between two lines where there is no terminal.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stream: TextIO,
+        *,
+        console: Console | None = None,
+        plain_seconds: float = PLAIN_SECONDS,
+    ) -> None:
+        self._name = name
+        self._console = console or Console(file=stream, highlight=False)
+        self._pace = Pace(plain_seconds)
+        self._progress: Mapping[str, Any] | None = None
+        self._first: tuple[float, int] | None = None
+        self._spinner = Spinner("dots", Text(f"{name}: starting", style="dim"), style="cyan")
+        self._live: Live | None = None
+        self.run: str | None = None  # where the run lies, once that was said
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._render,
+                refresh_per_second=_REFRESHES_PER_SECOND,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop moving; what is printed afterwards stands below. May be called twice."""
+        if self._live is not None:
+            self._live.stop()
+
+    def handle(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Take one message of worker `rank`."""
+        match message.get("kind"):
+            case "run":
+                self.run = str(message["path"])
+                self._say(Text.assemble(("run ", "dim"), str(message["path"])))
+            case "notice":
+                self._say(Text.assemble(("note ", "yellow"), str(message["text"])))
+            case "progress":
+                self._take(message)
+
+    def _take(self, progress: Mapping[str, Any]) -> None:
+        self._progress = progress
+        if self._first is None:
+            self._first = time.monotonic(), progress["step"]
+        if self._live is None and (self._pace.due() or progress["step"] == progress["steps"]):
+            self._say(Text(f"step {progress['step']:,}/{progress['steps']:,}  {self._figures(progress)}"))
+
+    def _say(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def _figures(self, progress: Mapping[str, Any]) -> str:
+        figures = [f"loss {number(progress['loss'])}", f"{rate(progress['samples_per_second'])} samples/s"]
+        metrics = named(progress.get("metrics") or {})
+        left = self._left(progress)
+        return "  ".join([*figures, *([metrics] if metrics else []), *([left] if left else [])])
+
+    def _left(self, progress: Mapping[str, Any]) -> str:
+        if self._first is None or progress["step"] <= self._first[1]:
+            return ""
+        began, step = self._first
+        each = (time.monotonic() - began) / (progress["step"] - step)
+        left = each * (progress["steps"] - progress["step"])
+        return f"{clock(left)} left" if progress["step"] < progress["steps"] else ""
+
+    def _render(self) -> RenderableType:
+        if self._progress is None:
+            return self._spinner
+        line = Table.grid(padding=(0, 1))
+        step, steps = self._progress["step"], self._progress["steps"]
+        for _ in range(3):
+            line.add_column(no_wrap=True)
+        line.add_column(no_wrap=True, overflow="ellipsis")
+        bar = ProgressBar(total=steps, completed=step, width=max(8, min(30, self._console.width - 76)))
+        line.add_row(
+            Text(self._name, style="bold"),
+            bar,
+            f"{step:,}/{steps:,}",
+            Text(self._figures(self._progress), style="cyan"),
+        )
+        return line
+
+
+def summary(name: str, result: Mapping[str, Any], stream: TextIO, *, console: Console | None = None) -> None:
+    """Print what came of a run: a panel on a terminal, plain lines elsewhere.
+
+    Args:
+        name: what was trained.
+        result: as of ``dataclasses.asdict(Result)``.
+        stream: where to.
+        console: in place of one made from `stream`.
+    """
+    console = console or Console(file=stream, highlight=False)
+    command = resume_command(str(result["run"]), 2 * result["steps"])
+    if not console.is_terminal:
+        for label, text in [*rows(result), ("train on", command)]:
+            console.print(Text(f"{label:<14} {text}"), soft_wrap=True)
+        return
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for i, (label, text) in enumerate(rows(result)):
+        grid.add_row(label, Text(text, style="bold" if i <= len(result["metrics"]) else ""))
+    console.print(
+        Panel(grid, title=Text(name, style="bold"), title_align="left", box=box.ROUNDED, expand=False)
+    )
+    console.print(Text.assemble(("train on with  ", "dim"), command), soft_wrap=True)

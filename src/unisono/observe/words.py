@@ -1,0 +1,70 @@
+"""Numbers as a person reads them."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from rich.filesize import decimal
+
+
+def number(value: float) -> str:
+    """Four significant digits: 0.01234, 12.34, 12,345."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def rate(per_second: float) -> str:
+    """Three significant digits, for what never stands still."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """12.3 ms, 9.8 s, 4 min 05 s, 3 h 20 min."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def clock(seconds: float) -> str:
+    """0:07, 12:40, 1:02:03."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def named(values: Mapping[str, float]) -> str:
+    """``accuracy 0.9861  loss 0.043``."""
+    return "  ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in values.items())
+
+
+def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A run's result as label and text; see `unisono.run.Result` for its fields."""
+    median = result["step_seconds_median"]
+    typical = f" · {duration(median)} a step" if median else ""
+    found = [("loss", number(result["loss"]))]
+    found += [(name.replace("_", " "), number(value)) for name, value in result["metrics"].items()]
+    found += [
+        ("trained", f"{result['steps']:,} steps, {result['samples']:,} samples"),
+        ("speed", f"{rate(result['samples_per_second'])} samples/s{typical}"),
+        (
+            "time",
+            f"{duration(result['wall_seconds'])}, of which {duration(result['startup_seconds'])} to start",
+        ),
+        ("sent", f"{decimal(int(result['bytes_sent_per_worker']))} by each worker"),
+        ("memory", f"{decimal(int(result['peak_rss_bytes']))} at most in a worker"),
+        ("weights", result["weights_sha256"]),
+    ]
+    return [*found, ("run", str(result["run"]))]
+
+
+def resume_command(run: str, steps: int | None = None) -> str:
+    """The command that goes on with the run that lies in `run`, up to `steps` if that is given."""
+    path = shlex.quote(run)
+    longer = f" --steps {steps}" if steps is not None else ""
+    return f"unisono train --config {path}/config.toml --run {path} --resume{longer}"

@@ -1,0 +1,247 @@
+"""One worker of a run: from what it was ordered to do to what it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import resource
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.batchnorm import synchronize_batchnorm
+from unisono.checkpoint import Event, Loaded, Writer, fingerprint, load_newest
+from unisono.comm import Communicator, connect
+from unisono.compress import Exact
+from unisono.config import Config
+from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
+from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
+from unisono.evaluate import Evaluator, forward, samples_in
+from unisono.launch import Identity, Worker
+from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
+from unisono.optimizer import LearningRate, prefer_fused
+from unisono.persist import Persistence, broadcast_text
+from unisono.replica import Replica, sparse_parameters, weights_of
+from unisono.run import Order, Result, claimed
+from unisono.schedule import Constant
+from unisono.settings import check_same_run, settle
+from unisono.task import Batch, Task, build_dataset
+from unisono.train import Outcome, Trainer
+from unisono.world import choose_device, fair_threads
+
+log = logging.getLogger("unisono")
+
+
+def work(worker: Worker, order: Order) -> dict[str, Any]:
+    """Train as one of ``worker.identity.size`` workers; returns the fields of a `Result`."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    who = worker.identity
+    task = order.source.load()
+    config = settle(task, order.settings)
+    torch.set_num_threads(config.threads or (1 if isinstance(config.compress, Exact) else fair_threads(who)))
+    with contextlib.ExitStack() as stack:
+        feed = _Feed(task, config, who, stack)
+        device = choose_device(config.device, who)
+        comm = connect(
+            who.rank, who.size, rendezvous=who.rendezvous, local_size=who.local_size, kind=config.communicator,
+            device=device, deadline_seconds=config.deadline_seconds)  # fmt: skip
+        stack.callback(comm.close)
+        path = order.path or _claim_together(comm, config, order, stack)
+        trainer, first_step = _set_up(worker, order, task, config, feed, device, comm, path, stack)
+        startup = time.time() - order.began
+        outcome = trainer.run(first_step)
+        return dataclasses.asdict(_result(order, trainer, outcome, first_step, startup, path))
+
+
+class _Feed:
+    """The plan of micro-batches and this worker's loader."""
+
+    def __init__(self, task: Task, config: Config, who: Identity, stack: contextlib.ExitStack) -> None:
+        self.task, self.config, self._stack = task, config, stack
+        self.dataset = build_dataset(task.data)
+        assert config.global_batch is not None
+        self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
+        ranges = assign(self.plan.micro_batches, [1.0] * who.size)
+        self.mine = ranges[who.rank]
+        self.worker_of = [rank for rank, r in enumerate(ranges) for _ in r].__getitem__
+        self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
+
+    def loader(self, first_step: int) -> Loader:
+        """Loads this worker's micro-batches from `first_step` on."""
+        loader = Loader(
+            self.dataset, self.plan, lambda _: self.mine, self.task.collate, self.config.load, self.config.seed,
+            first_step, self.steps)  # fmt: skip
+        self._stack.callback(loader.close)
+        return loader
+
+
+def _set_up(
+    worker: Worker,
+    order: Order,
+    task: Task,
+    config: Config,
+    feed: _Feed,
+    device: torch.device,
+    comm: Communicator,
+    path: Path,
+    stack: contextlib.ExitStack,
+) -> tuple[Trainer, int]:
+    """Build everything and bind it; returns the trainer and the steps done by earlier lives of the run."""
+    model, optimizer = _build(task, config, device, comm)
+    record = _recorder(worker, order, config, path)
+    stack.callback(record.close)
+    writer = Writer(
+        path / "checkpoints", comm.rank, comm.size, config.keep, _teller(worker, record), attempt=f"{order.began:.0f}"
+    )
+    stack.callback(writer.close)
+    meta = {"config": config.mapping(), "samples": len(feed.dataset)}
+    persistence = Persistence(writer, model, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta)
+    persistence.agree()
+    loaded = _newest(config, path, worker, record) if config.resume and comm.rank == 0 else None
+    try:
+        first_step = persistence.resume(loaded)
+    except CheckpointMismatch as error:
+        raise InvalidInput(
+            "resume", str(path), f"the checkpoint belongs to another model: {error}", "give the task and the arguments "
+            "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
+    replica = Replica(
+        model, optimizer, comm, sync=config.sync, compress=config.compress, micro_batches=feed.plan.micro_batches,
+        reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
+        extra=Persistence.WORDS * comm.size)  # fmt: skip
+    schedule = config.schedule or task.schedule or Constant()
+    autocast = _autocast(config, device)
+    runs = forward(task, autocast)
+    called = torch.compile(model) if config.compile else model
+    move = _mover(device)
+    trainer = Trainer(
+        model=model,
+        replica=replica,
+        loader=feed.loader(first_step),
+        comm=comm,
+        record=record,
+        persistence=persistence,
+        learning_rate=LearningRate(optimizer, config.lr),
+        evaluator=Evaluator(task, comm.lane("evaluation"), runs, move) if task.evaluate is not None else None,
+        forward=lambda _, batch: runs(called, batch),
+        loss=task.loss,
+        weight=task.weight or samples_in,
+        move=move,
+        seed=config.seed,
+        mine=feed.mine,
+        worker_of=feed.worker_of,
+        factor=lambda t: schedule(t, feed.steps),
+        steps=feed.steps,
+        global_batch=feed.plan.global_batch,
+        evaluate_every=config.evaluate_every,
+        stop_asked=lambda: worker.stop.requested,
+    )
+    return trainer, first_step
+
+
+def _build(task: Task, config: Config, device: torch.device, comm: Communicator) -> tuple[nn.Module, Optimizer]:
+    seed_compute(stream(config.seed, 0, 0, "init"))
+    model = task.model()
+    if config.sync_batchnorm:
+        model = synchronize_batchnorm(model, comm.lane("batchnorm"))
+    model = model.to(device)
+    optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+    prefer_fused(optimizer, sparse=bool(sparse_parameters(model)))
+    return model, optimizer
+
+
+def _result(
+    order: Order, trainer: Trainer, outcome: Outcome, first_step: int, startup: float, path: Path
+) -> Result:
+    peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
+    sent = trainer.comm.gather(torch.tensor([trainer.comm.bytes_sent])).wait()
+    trained = (outcome.steps - first_step) * trainer.global_batch
+    seconds = sum(trainer.step_seconds)
+    return Result(
+        steps=outcome.steps,
+        samples=outcome.steps * trainer.global_batch,
+        loss=outcome.loss,
+        metrics=dict(outcome.metrics),
+        weights_sha256=fingerprint(weights_of(trainer.model)),
+        wall_seconds=time.time() - order.began,
+        startup_seconds=startup,
+        samples_per_second=trained / seconds if seconds else 0.0,
+        bytes_sent_per_worker=int(sent.max()),
+        step_seconds_median=outcome.step_seconds_median,
+        peak_rss_bytes=int(peaks.max()),
+        run=str(path),
+    )
+
+
+def _claim_together(comm: Communicator, config: Config, order: Order, stack: contextlib.ExitStack) -> Path:
+    """Worker 0 makes the run's directory and tells the others where it lies."""
+    mine = str(stack.enter_context(claimed(config, order.source.name))) if comm.rank == 0 else ""
+    return Path(broadcast_text(comm, mine))
+
+
+def _recorder(worker: Worker, order: Order, config: Config, path: Path) -> Recorder:
+    """Worker 0 records; the others have nothing to add that it does not know."""
+    if worker.identity.rank != 0:
+        return Nothing()
+    write_config(path, config.mapping(), order.source.name, order.source.arguments)
+    record = Telling(RunRecorder(path), worker.report)
+    record.event("start", workers=worker.identity.size, config=config.mapping(), resume=config.resume)
+    return record
+
+
+def _teller(worker: Worker, record: Recorder) -> Callable[[Event], None]:
+    def tell(event: Event) -> None:
+        log.info(event.words)
+        if event.kind == "failed":
+            record.event("checkpoint failed", step=event.step, worker=worker.identity.rank, words=event.words)
+        else:
+            record.event("checkpoint", step=event.step)
+
+    return tell
+
+
+def _newest(config: Config, path: Path, worker: Worker, record: Recorder) -> Loaded | None:
+    """The newest sound checkpoint of the run, if it belongs to it. What is damaged is named and passed over."""
+
+    def damaged(error: CheckpointDamaged) -> None:
+        log.warning(error)
+        record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
+
+    try:
+        loaded = load_newest(path / "checkpoints", damaged)
+    except CheckpointDamaged as error:
+        raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
+    if loaded is None:
+        record.event("resume", words="there is no checkpoint yet: starting from the beginning")
+        return None
+    check_same_run(config, loaded.meta["config"])
+    record.event("resume", step=loaded.step, words=f"going on from the checkpoint of step {loaded.step}")
+    return loaded
+
+
+def _autocast(config: Config, device: torch.device) -> Callable[[], Any]:
+    if config.precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
+def _mover(device: torch.device) -> Callable[[Batch], Batch]:
+    """Brings a batch (tensors in lists, tuples and mappings) to `device`."""
+    if device.type == "cpu":
+        return lambda batch: batch
+
+    def move(batch: Batch) -> Batch:
+        if isinstance(batch, Tensor):
+            return batch.to(device, non_blocking=True)
+        if isinstance(batch, Mapping):
+            return {key: move(value) for key, value in batch.items()}
+        if isinstance(batch, list | tuple):
+            return type(batch)(move(value) for value in batch)
+        return batch
+
+    return move

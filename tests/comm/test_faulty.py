@@ -1,0 +1,100 @@
+"""Failures by appointment."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+
+import pytest
+import torch
+
+from tests.comm.test_simulated import VERBS
+from unisono.comm import Appointment, Delay, Faulty, Lost, outcomes, simulate
+from unisono.errors import PeerLost
+
+
+def steps(comm, appointments, verbs):
+    comm = Faulty(comm, appointments)
+    done = 0
+    try:
+        for verb in verbs:
+            VERBS[verb](comm).wait()
+            done += 1
+    except PeerLost as error:
+        return done, error.ranks
+    return done, ()
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "*"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_appointment_is_kept_at_the_counted_start(verb, count, rank):
+    verbs = ["sum", "gather", "broadcast", "exchange", "swap"] * 3
+    at = count - 1 if verb == "*" else [i for i, each in enumerate(verbs) if each == verb][count - 1]
+    results = outcomes(3, steps, [Appointment(rank, verb, count)], verbs)
+    assert isinstance(results[rank], Lost)
+    assert [results[r] for r in range(3) if r != rank] == [(at, (rank,))] * 2
+
+
+def test_without_an_appointment_everything_is_as_without():
+    assert simulate(3, steps, [], list(VERBS)) == [(5, ())] * 3
+    assert simulate(3, steps, [Appointment(rank=1, count=2)], list(VERBS)) == [(5, ())] * 3
+
+
+def test_lanes_count_together_and_the_rest_is_passed_through():
+    def worker(comm):
+        faulty = Faulty(comm, [Delay(rank=1, verb="sum", count=2, seconds=4.0)])
+        lane = faulty.lane("second")
+        lane.sum(torch.zeros(1)).wait()
+        before = faulty.now()
+        faulty.sum(torch.zeros(1)).wait()
+        assert faulty.bytes_sent == comm.bytes_sent > 0
+        assert faulty.allocate(3, torch.int32).tolist() == [0, 0, 0]
+        faulty.close()
+        return round(faulty.now() - before)
+
+    assert simulate(2, worker) == [4, 4]
+
+
+def test_two_lost_one_after_the_other():
+    def worker(comm):
+        comm = Faulty(comm, [Appointment(0, "sum", 2), Appointment(1, "*", 3)])
+        lost = []
+        for _ in range(3):
+            comm.compute(1.0)
+            try:
+                comm.sum(torch.zeros(1)).wait()
+            except PeerLost as error:
+                lost.append(error.ranks)
+        return lost
+
+    results = outcomes(3, worker)
+    assert [type(result) for result in results] == [Lost, Lost, list]
+    assert results[2] == [(0,), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Appointment(0, "add"),
+        lambda: Appointment(0, count=0),
+        lambda: Appointment(0, how="nicely"),
+        lambda: Delay(0, seconds=-1.0),
+    ],
+)
+def test_appointments_are_checked(wrong):
+    with pytest.raises(ValueError):
+        wrong()
+
+
+def die():
+    simulate(1, lambda comm: Faulty(comm, [Appointment(0, how="kill")]).sum(torch.zeros(1)))
+
+
+def test_kill_ends_the_process():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "unisono.comm"])
+    process = context.Process(target=die)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
