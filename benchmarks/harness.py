@@ -1,8 +1,8 @@
 """What all benchmarks share: interleaved repeats, paired ratios, verdicts, the table and the record.
 
-A benchmark compares ways of doing the same thing. Every repeat runs all ways, one after the other, in an order
-that turns round from repeat to repeat, so that a drifting machine favours nobody. A claim is judged by the median
-of the ratios within the repeats, never by figures from different times.
+A benchmark compares ways of doing the same thing. Every repeat runs all ways, one after the other, in an
+order that turns round from repeat to repeat, so that a drifting machine favours nobody. A claim is judged by
+the median of the ratios within the repeats, never by figures from different times.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
 
 def conclude(name: str, verdicts: Sequence[Verdict], json_file: Path | None, **details: Any) -> int:
     """Print the table, write the record; the exit code is 1 where a claim does not hold."""
-    print(table(verdicts))
+    print("\n" + table(verdicts))
     if json_file:
         record = {
             "benchmark": name,

@@ -11,6 +11,8 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -39,34 +41,41 @@ def batch(model: str, size: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """The fused one."""
+def fused(parameters: Iterable[nn.Parameter], name: str = "adamw") -> torch.optim.Optimizer:
+    """The fused optimizer of that name."""
     if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True)
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True)
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
 def distribute(
     way: str, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, nn.Module, torch.optim.Optimizer]:
-    """The lines that differ: this worker's rank, and what the loop is to use."""
+) -> tuple[int, nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """The lines that differ: this worker's rank, what the loop is to use, and how to leave."""
     if way == "ddp":
         torch.distributed.init_process_group("gloo")
-        return torch.distributed.get_rank(), nn.parallel.DistributedDataParallel(model), optimizer
+        return torch.distributed.get_rank(), nn.parallel.DistributedDataParallel(model), optimizer, leave_ddp
     if way == "unisono":
         import unisono
 
         world = unisono.join()
-        return world.rank, *world.bind(model, optimizer)
-    return 0, model, optimizer
+        return world.rank, *world.bind(model, optimizer), world.close
+    return 0, model, optimizer, lambda: None
+
+
+def leave_ddp() -> None:
+    """gloo's destructor waits for its threads under the interpreter's lock, where one run in a few hangs."""
+    torch.distributed.destroy_process_group()
+    os._exit(0)
 
 
 def main() -> None:
     asked = arguments()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = build(asked.model)
-    rank, model, optimizer = distribute(asked.way, model, optimizer_of(asked.optimizer, model))
+    optimizer = fused(model.parameters(), asked.optimizer)
+    rank, model, optimizer, leave = distribute(asked.way, model, optimizer)
+    torch.set_num_threads(1)
     torch.manual_seed(1 + rank)
     batches = [batch(asked.model, asked.batch) for _ in range(BATCHES)]
 
@@ -81,7 +90,7 @@ def main() -> None:
         marks.append(time.monotonic())
 
     if rank == 0 and asked.report:
-        timed = [b - a for a, b in zip(marks[asked.warmup :], marks[asked.warmup + 1 :])]
+        timed = [b - a for a, b in pairwise(marks[asked.warmup :])]
         report = {
             "step_seconds_median": statistics.median(timed),
             "step_seconds_mean": statistics.mean(timed),
@@ -90,11 +99,7 @@ def main() -> None:
             "parameters": sum(p.numel() for p in model.parameters()),
         }
         asked.report.write_text(json.dumps(report))
-    if asked.way == "ddp":
-        torch.distributed.destroy_process_group()
-        os._exit(
-            0
-        )  # gloo's destructor joins its threads under the interpreter's lock: one run in a few hangs there
+    leave()
 
 
 def arguments() -> argparse.Namespace:

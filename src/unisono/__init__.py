@@ -1,1 +1,55 @@
-"""Unisono: train one neural network on many devices as if they were one."""
+"""Unisono: train one neural network on many devices as if they were one.
+
+The public names load on first use, so that the command line is up before torch is imported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.compress import Cast as Cast
+    from unisono.compress import Exact as Exact
+    from unisono.config import Config as Config
+    from unisono.data import Inline as Inline
+    from unisono.data import Processes as Processes
+    from unisono.data import Threads as Threads
+    from unisono.layout import Layout as Layout
+    from unisono.run import Result as Result
+    from unisono.run import train as train
+    from unisono.schedule import Constant as Constant
+    from unisono.schedule import Cosine as Cosine
+    from unisono.schedule import Linear as Linear
+    from unisono.sync import AllReduce as AllReduce
+    from unisono.task import Evaluation as Evaluation
+    from unisono.task import Task as Task
+    from unisono.world import World as World
+    from unisono.world import join as join
+
+_HOMES = {
+    "compress": ("Cast", "Exact"),
+    "config": ("Config",),
+    "data": ("Inline", "Processes", "Threads"),
+    "layout": ("Layout",),
+    "run": ("Result", "train"),
+    "schedule": ("Constant", "Cosine", "Linear"),
+    "sync": ("AllReduce",),
+    "task": ("Evaluation", "Task"),
+    "world": ("World", "join"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    value = getattr(import_module(f"unisono.{_HOME[name]}"), name)
+    globals()[name] = value  # `unisono.train` is the function, although a module of that name exists
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

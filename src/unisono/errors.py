@@ -35,7 +35,7 @@ class InvalidInput(UnisonoError):
     def __init__(self, field: str, value: Any, problem: str, cure: str) -> None:
         self.field, self.value, self.problem, self.cure = field, value, problem, cure
         shown = value if isinstance(value, str) else repr(value)
-        super().__init__(f"{field} = {shown}: {problem}; {cure}.")
+        super().__init__(f"{field} = {shown}: {problem}; {cure}" + ("" if cure.endswith("?") else "."))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.field, self.value, self.problem, self.cure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,6 +40,15 @@ def test_four_workers_find_a_micro_batch_each() -> None:
     assert defaults["global_batch"] // defaults["micro_batch"] >= 4
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_third_of_its_steps_reaches_97_percent(seed: int) -> None:
     task, steps = digits(), 80

@@ -40,7 +40,7 @@ class Board:
 
     def words(self, memory: Tensor) -> memoryview:
         """Flags and headers as numbers: reading one from Python costs 30 ns, from a tensor 2 us."""
-        return memoryview(memory[: self._mail].view(torch.int64).numpy())
+        return memory[: self._mail].view(torch.int64).numpy().data
 
     def slot(self, rank: int, turn: int) -> int:
         """The word at which `rank`'s header of round `turn` begins."""

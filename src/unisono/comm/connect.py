@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.alone import Alone
 from unisono.comm.board import Board
@@ -61,7 +61,7 @@ def connect(
     store = open_store(place, rank, deadline_seconds)
     if chosen == "shared_memory":
         try:
-            return share_memory(dist.PrefixStore("memory", store), rank, size, deadline_seconds)
+            return share_memory(c10d.PrefixStore("memory", store), rank, size, deadline_seconds)
         except MemoryUnavailable as reason:
             chosen = "gloo"
             if rank == 0:
@@ -69,7 +69,7 @@ def connect(
     return _torch_group(store, rank, size, chosen, device, place, deadline_seconds)
 
 
-def share_memory(store: dist.Store, rank: int, size: int, deadline_seconds: float) -> SharedMemory:
+def share_memory(store: c10d.Store, rank: int, size: int, deadline_seconds: float) -> SharedMemory:
     """A communicator of workers of one host, or on all of them the same `MemoryUnavailable`."""
     board = Board(size)
     number, token, memory, failure = -1, 0, None, ""
@@ -111,14 +111,14 @@ def _open(there: dict[str, Any], board: Board) -> Tensor:
     return memory
 
 
-def _say(store: dist.Store, key: str, value: dict[str, Any]) -> None:
+def _say(store: c10d.Store, key: str, value: dict[str, Any]) -> None:
     try:
         store.set(key, json.dumps(value))
     except RuntimeError as error:
         raise PeerLost([0], "connect", str(error).splitlines()[0]) from error
 
 
-def _hear(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
+def _hear(store: c10d.Store, key: str, rank: int) -> dict[str, Any]:
     """What `rank` said; a `PeerLost` that names it where it does not come within the store's deadline."""
     try:
         value = json.loads(store.get(key))
@@ -144,7 +144,7 @@ def _choose(kind: str, size: int, local_size: int, device: torch.device) -> str:
 
 
 def _torch_group(
-    store: dist.Store,
+    store: c10d.Store,
     rank: int,
     size: int,
     backend: str,
@@ -153,7 +153,7 @@ def _torch_group(
     deadline_seconds: float,
 ) -> TorchGroup:
     return TorchGroup(
-        dist.PrefixStore(backend, store),
+        c10d.PrefixStore(backend, store),
         rank,
         size,
         backend=backend,

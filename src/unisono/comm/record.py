@@ -89,6 +89,25 @@ def check_pairs(
                 )
 
 
+def check_root(root: int, size: int) -> None:
+    """Raises `ValueError` unless `root` is one of `size` ranks."""
+    if not 0 <= root < size:
+        raise ValueError(f"root={root}: ranks are 0 to {size - 1}")
+
+
+def check_everybody(xs: Sequence[Tensor], like: Sequence[Tensor], size: int) -> None:
+    """Raises `ValueError` unless there is one tensor for each rank, and one from each."""
+    if len(xs) != size or len(like) != size:
+        raise ValueError(f"exchange of {len(xs)} for {len(like)} tensors: one for each of {size} workers")
+
+
+def check_neighbours(xs: Mapping[int, Tensor], like: Mapping[int, Tensor], rank: int, size: int) -> None:
+    """Raises `ValueError` unless the same other ranks are sent to and received from."""
+    strangers = [other for other in xs if other == rank or not 0 <= other < size]
+    if strangers or set(xs) != set(like):
+        raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself")
+
+
 def _words(part: Sequence[int]) -> str:
     verb, sequence, numel, dtype, root, place = part
     name = str(DTYPES[dtype]).removeprefix("torch.") if dtype >= 0 else "?"

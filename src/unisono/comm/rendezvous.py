@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from unisono.errors import InvalidInput, PeerLost
 
@@ -51,7 +51,7 @@ def parse_rendezvous(url: str) -> Rendezvous:
     raise InvalidInput("rendezvous", url, "is not a meeting place", _CURE)
 
 
-def open_store(place: Rendezvous, rank: int, deadline_seconds: float) -> dist.Store:
+def open_store(place: Rendezvous, rank: int, deadline_seconds: float) -> c10d.Store:
     """The store of all peers at `place`.
 
     Raises:
@@ -61,7 +61,7 @@ def open_store(place: Rendezvous, rank: int, deadline_seconds: float) -> dist.St
     timeout = timedelta(seconds=deadline_seconds)
     store = _file_store(place) if place.directory else _tcp_store(place, rank, timeout)
     store.set_timeout(timeout)
-    return dist.PrefixStore(f"attempt/{place.attempt}", store)
+    return c10d.PrefixStore(f"attempt/{place.attempt}", store)
 
 
 def own_address(place: Rendezvous) -> str:
@@ -75,7 +75,7 @@ def own_address(place: Rendezvous) -> str:
         return str(probe.getsockname()[0])
 
 
-def _file_store(place: Rendezvous) -> dist.Store:
+def _file_store(place: Rendezvous) -> c10d.Store:
     directory = Path(place.directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,14 +83,14 @@ def _file_store(place: Rendezvous) -> dist.Store:
         raise InvalidInput(
             "rendezvous", place.directory, str(error), "write a directory that is yours"
         ) from error
-    return dist.FileStore(str(directory / "store"), -1)
+    return c10d.FileStore(str(directory / "store"), -1)
 
 
-def _tcp_store(place: Rendezvous, rank: int, timeout: timedelta) -> dist.Store:
+def _tcp_store(place: Rendezvous, rank: int, timeout: timedelta) -> c10d.Store:
     serves = rank == 0 and not place.served
-    options = {"master_listen_fd": _listen(place)} if serves else {}
+    listening = _listen(place) if serves else None
     try:
-        return dist.TCPStore(place.host, place.port, None, serves, timeout, wait_for_workers=False, **options)
+        return c10d.TCPStore(place.host, place.port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listening)
     except RuntimeError as error:
         where = f"{place.host}:{place.port}"
         raise PeerLost([0], "connect", f"nobody serves at {where}: {str(error).splitlines()[0]}") from error

@@ -109,6 +109,7 @@ class SharedMemory(Conversation):
         return self._begin("gather", self._gather(self._head("gather", x.numel(), x.dtype), x.detach()))
 
     def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
+        record.check_root(root, self.size)
         head = self._head("broadcast", x.numel(), x.dtype, root)
         return self._begin("broadcast", self._broadcast(head, x, root))
 
@@ -119,10 +120,12 @@ class SharedMemory(Conversation):
             )
             return [arrived[rank] for rank in range(self.size)]
 
+        record.check_everybody(xs, like, self.size)
         sequence = self._next()
         return self._begin("exchange", steps())
 
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Operation[dict[int, Tensor]]:
+        record.check_neighbours(xs, like, self.rank, self.size)
         return self._begin("swap", self._between_pairs("swap", self._next(), dict(xs), dict(like)))
 
     def lane(self, name: str) -> SharedMemory:
@@ -235,7 +238,7 @@ class SharedMemory(Conversation):
         flat = whole.reshape(-1)
         halves = self._typed_halves(flat.dtype)
         chunk = HALF_BYTES // flat.element_size()
-        chunks = flat.split(chunk) if flat.numel() else (flat,)
+        chunks = torch.split(flat, chunk) if flat.numel() else (flat,)
 
         def fill(i: int, turn: int) -> None:
             halves[turn % 2][self.rank][: chunks[i].numel()].copy_(chunks[i])
@@ -441,7 +444,7 @@ class SharedMemory(Conversation):
 def _chunks(x: Tensor, chunk_bytes: int = HALF_BYTES) -> tuple[Tensor, ...]:
     """The bytes of `x` in pieces, one empty piece at least; they share memory with a contiguous `x`."""
     flat = x.detach().contiguous().view(-1).view(torch.uint8)
-    return flat.split(chunk_bytes) if flat.numel() else (flat,)
+    return torch.split(flat, chunk_bytes) if flat.numel() else (flat,)
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:

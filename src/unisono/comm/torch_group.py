@@ -12,13 +12,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from unisono.comm import record
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
@@ -52,7 +52,7 @@ class TorchGroup(Conversation):
 
     def __init__(
         self,
-        store: dist.Store,
+        store: c10d.Store,
         rank: int,
         size: int,
         *,
@@ -70,9 +70,9 @@ class TorchGroup(Conversation):
         before = _sockets()
         with _peer_lost_for("connect"):
             self._headers: Any = _gloo(
-                dist.PrefixStore("headers", store), rank, size, address, deadline_seconds
+                c10d.PrefixStore("headers", store), rank, size, address, deadline_seconds
             )
-            self._payloads: Any = _payload_group(self, dist.PrefixStore("payloads", store), deadline_seconds)
+            self._payloads: Any = _payload_group(self, c10d.PrefixStore("payloads", store), deadline_seconds)
         self._wires = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -83,7 +83,7 @@ class TorchGroup(Conversation):
             flat = x.detach().reshape(-1)
             wide = flat if self._adds(x.dtype) else flat.to(_wider(x.dtype))
             if flat.numel():
-                options = dist.AllreduceOptions()
+                options = c10d.AllreduceOptions()
                 options.timeout = _LONG
                 yield from self._carry("sum", lambda: self._payloads.allreduce([wide], options))
                 # A ring moves every byte twice, but for this worker's own share.
@@ -99,7 +99,7 @@ class TorchGroup(Conversation):
             rows = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
             if x.numel():
                 mine, everybody = _as_bytes(x), _as_bytes(rows)
-                options = dist.AllgatherOptions()
+                options = c10d.AllgatherOptions()
                 options.timeout = _LONG
                 yield from self._carry(
                     "gather", lambda: self._payloads._allgather_base(everybody, mine, options)
@@ -113,7 +113,7 @@ class TorchGroup(Conversation):
         def payload() -> Steps[Tensor]:
             if x.numel():
                 whole = x.detach().contiguous()
-                options = dist.BroadcastOptions()
+                options = c10d.BroadcastOptions()
                 options.rootRank, options.timeout = root, _LONG
                 yield from self._carry(
                     "broadcast", lambda: self._payloads.broadcast([_as_bytes(whole)], options)
@@ -123,17 +123,20 @@ class TorchGroup(Conversation):
                     x.detach().copy_(whole)
             return x
 
+        record.check_root(root, self.size)
         return self._start(payload, "broadcast", x.numel(), x.dtype, root)
 
     def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Operation[list[Tensor]]:
         def payload() -> Steps[list[Tensor]]:
-            arrived = yield from self._all_to_all("exchange", dict(enumerate(xs)), dict(enumerate(like)))
+            arrived = yield from self._all_to_all("exchange", sends, expects)
             return [arrived[rank] for rank in range(self.size)]
 
+        record.check_everybody(xs, like, self.size)
         sends, expects = dict(enumerate(xs)), dict(enumerate(like))
         return self._start(payload, "exchange", sends=sends, expects=expects)
 
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Operation[dict[int, Tensor]]:
+        record.check_neighbours(xs, like, self.rank, self.size)
         sends, expects = dict(xs), dict(like)
         return self._start(
             lambda: self._all_to_all("swap", sends, expects), "swap", sends=sends, expects=expects
@@ -141,7 +144,7 @@ class TorchGroup(Conversation):
 
     def lane(self, name: str) -> TorchGroup:
         return TorchGroup(
-            dist.PrefixStore(f"lane/{name}", self._store),
+            c10d.PrefixStore(f"lane/{name}", self._store),
             self.rank,
             self.size,
             backend=self._backend,
@@ -172,7 +175,7 @@ class TorchGroup(Conversation):
         agreed = record.agreed_part(verb, sequence, numel, dtype, root)
         spoken = [*agreed, *record.pairs(self.size, sends or {}), *record.pairs(self.size, expects or {})]
         mine, everybody = torch.tensor(spoken), torch.empty(self.size * len(spoken), dtype=torch.int64)
-        options = dist.AllgatherOptions()
+        options = c10d.AllgatherOptions()
         options.timeout = _LONG
         arrival = None
         try:
@@ -220,16 +223,16 @@ class TorchGroup(Conversation):
         incoming = [_padded(back[rank].nbytes) if rank in back else 0 for rank in range(self.size)]
         sent = torch.empty(sum(outgoing), dtype=torch.uint8, device=self._device)
         received = torch.empty(sum(incoming), dtype=torch.uint8, device=self._device)
-        for rank, piece in enumerate(sent.split(outgoing)):
+        for rank, piece in enumerate(torch.split(sent, outgoing)):
             if rank in there:
                 piece[: there[rank].nbytes].copy_(_as_bytes(there[rank]))
-        options = dist.AllToAllOptions()
+        options = c10d.AllToAllOptions()
         options.timeout = _LONG
         yield from self._carry(
             verb, lambda: self._payloads.alltoall_base(received, sent, incoming, outgoing, options)
         )
         self._family.bytes_sent += sum(x.nbytes for x in there.values())
-        pieces = received.split(incoming)
+        pieces = torch.split(received, incoming)
         return {
             rank: _as_bytes(xs[rank]).clone().view(x.dtype).view(x.shape)
             if rank == self.rank
@@ -250,7 +253,7 @@ class TorchGroup(Conversation):
         if siblings or handle.is_completed() or self._backend != "gloo":
             time.sleep(min(20e-6 * 1.1**attempt, 500e-6))
             return
-        with _timeout_or_error_is_seen_by_the_next_poll():
+        with suppress(RuntimeError):  # the next poll sees it, be it a timeout or an error
             handle.wait(timedelta(seconds=self._deadline_seconds))
 
     def _abandon(self, error: CommunicationError) -> None:
@@ -267,17 +270,18 @@ class TorchGroup(Conversation):
         self._headers = self._payloads = None
 
 
-def _gloo(store: dist.Store, rank: int, size: int, address: str, deadline_seconds: float) -> Any:
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+def _gloo(store: c10d.Store, rank: int, size: int, address: str, deadline_seconds: float) -> Any:
+    gloo: Any = c10d.ProcessGroupGloo  # the stubs know nothing of options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline_seconds)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
-def _payload_group(lane: TorchGroup, store: dist.Store, deadline_seconds: float) -> Any:
+def _payload_group(lane: TorchGroup, store: c10d.Store, deadline_seconds: float) -> Any:
     if lane._backend == "gloo":
         return _gloo(store, lane.rank, lane.size, lane._address, deadline_seconds)
-    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    nccl = getattr(c10d, "ProcessGroupNCCL", None)
     if lane._backend != "nccl" or nccl is None:
         raise InvalidInput("backend", lane._backend, "this build of torch does not have it", "write gloo")
     options = nccl.Options()
@@ -295,14 +299,6 @@ def _peer_lost_for(verb: str) -> Iterator[None]:
         raise PeerLost((), verb, str(error).splitlines()[0]) from error
 
 
-@contextmanager
-def _timeout_or_error_is_seen_by_the_next_poll() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError:
-        pass
-
-
 def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else torch.int64
 
@@ -318,7 +314,7 @@ def _padded(nbytes: int) -> int:
 
 def _sockets() -> dict[int, str]:
     """This process's sockets by number, with the kernel's name for each; empty where /proc is not there."""
-    found = {}
+    found: dict[int, str] = {}
     try:
         numbers = os.listdir("/proc/self/fd")
     except OSError:
@@ -338,6 +334,7 @@ def _shut(fd: int, name: str) -> None:
     try:
         with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
             if os.readlink(f"/proc/self/fd/{wire.fileno()}") == name:
+                wire.getpeername()  # raises for a socket that listens: shutting that down would abort the process
                 wire.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass  # closed already, or its other end is gone: it carries nothing any more

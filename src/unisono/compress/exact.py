@@ -45,7 +45,7 @@ class Exact:
         return torch.int64
 
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
-        fixed = gradient.to(torch.float64).mul_(weight * 2.0**self.fraction_bits).round_()
+        fixed = gradient.to(torch.float64, copy=True).mul_(weight * 2.0**self.fraction_bits).round_()
         # NaN compares false, so the negated comparison catches it together with what is too large.
         if fixed.numel() and not float(fixed.abs().amax()) <= self.bound * 2.0**self.fraction_bits:
             largest = float(gradient.abs().amax())

@@ -1,5 +1,13 @@
+from unisono.data.assignment import assign as assign
 from unisono.data.load import LOADERS as LOADERS
 from unisono.data.load import Inline as Inline
 from unisono.data.load import Load as Load
 from unisono.data.load import Processes as Processes
 from unisono.data.load import Threads as Threads
+from unisono.data.loader import Loader as Loader
+from unisono.data.permutation import Permutation as Permutation
+from unisono.data.plan import MicroBatchPlan as MicroBatchPlan
+from unisono.data.plan import default_micro_batch as default_micro_batch
+from unisono.data.streams import seed_compute as seed_compute
+from unisono.data.streams import seed_load as seed_load
+from unisono.data.streams import stream as stream

@@ -21,21 +21,14 @@ def assign(micro_batches: int, shares: Sequence[float]) -> list[range]:
         raise ValueError(f"shares={list(shares)}: they must be finite and 0 or more, one of them above 0")
     active = [worker for worker, share in enumerate(shares) if share > 0]
     if len(active) > micro_batches:
-        raise InvalidInput(
-            "workers",
-            len(active),
-            f"a step has only {micro_batches} micro-batch{'es' * (micro_batches != 1)}, and a worker needs at least one",
-            f"use at most {micro_batches} worker{'s' * (micro_batches != 1)}, or make global_batch / micro_batch at "
-            f"least {len(active)}: a micro_batch {_times(len(active), micro_batches)} smaller, or a global_batch that "
-            f"much larger",
-        )
+        raise _too_many(len(active), micro_batches)
     counts = _largest_remainder(micro_batches, shares)
     ends = [sum(counts[: worker + 1]) for worker in range(len(shares))]
     return [range(end - count, end) for count, end in zip(counts, ends)]
 
 
 def _largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to `total`: the quotas rounded down, at least one, and the rest by remainder."""
+    """Whole numbers that add up to `total`: the quotas rounded down, at least 1, the rest by remainder."""
     whole = sum(shares)
     quotas = [total * (share / whole) for share in shares]
     counts = [max(1, math.floor(quota)) if share > 0 else 0 for quota, share in zip(quotas, shares)]
@@ -47,5 +40,12 @@ def _largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
     return counts
 
 
-def _times(wanted: int, there: int) -> str:
-    return f"{math.ceil(wanted / there)} times" if there else "many times"
+def _too_many(workers: int, micro_batches: int) -> InvalidInput:
+    times = f"{math.ceil(workers / micro_batches)} times " if micro_batches else ""
+    return InvalidInput(
+        "workers",
+        workers,
+        f"a step has only {micro_batches} micro-batch{'es' * (micro_batches != 1)}, each worker needs one",
+        f"use at most {micro_batches} worker{'s' * (micro_batches != 1)}, or {workers} micro-batches: "
+        f"a micro_batch {times}smaller or a global_batch {times}larger",
+    )

@@ -1,4 +1,4 @@
-"""Which sample when: the fixed list of micro-batches of every step, as a function of the seed and the step alone."""
+"""Which sample when: the fixed micro-batches of every step, as a function of the seed and the step alone."""
 
 from __future__ import annotations
 
@@ -11,34 +11,38 @@ from unisono.data.permutation import Permutation
 from unisono.errors import InvalidInput
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class MicroBatchPlan:
-    """The global batch of step *t* is positions ``[t*B, (t+1)*B)`` of the seeded order, cut into micro-batches.
+    """Step *t* computes positions ``[t*B, (t+1)*B)`` of the seeded order, cut into micro-batches.
 
-    Position *p* is the ``p % samples``-th of epoch ``p // samples``, and each epoch has an order of its own; a batch
-    may lie across two epochs, and every epoch has every sample once.
+    Position *p* is the ``p % samples``-th of epoch ``p // samples``; each epoch has an order of its own, a
+    batch may lie across two epochs, and every epoch has every sample once.
 
     Args:
         samples: in the dataset.
         global_batch: samples of one step, *B*.
-        micro_batch: samples computed at once. Default: a quarter of `global_batch` where that is whole, else its
-            largest divisor below.
+        micro_batch: samples computed at once. Default: a quarter of `global_batch` where that is whole,
+            else its largest divisor below.
         seed: of the order.
 
     Raises:
-        InvalidInput: an empty dataset, one smaller than `global_batch`, a `micro_batch` that does not divide it.
+        InvalidInput: an empty dataset, one smaller than `global_batch`, a `micro_batch` that does not divide.
     """
 
     samples: int
     global_batch: int
-    micro_batch: int = None  # type: ignore[assignment]  # None is replaced at once
-    seed: int = 0
+    micro_batch: int
+    seed: int
 
-    def __post_init__(self) -> None:
-        _check_batch(self.samples, self.global_batch)
-        if self.micro_batch is None:
-            object.__setattr__(self, "micro_batch", default_micro_batch(self.global_batch))
-        _check_micro_batch(self.global_batch, self.micro_batch)
+    def __init__(
+        self, samples: int, global_batch: int, micro_batch: int | None = None, seed: int = 0
+    ) -> None:
+        _check_batch(samples, global_batch)
+        chosen = default_micro_batch(global_batch) if micro_batch is None else micro_batch
+        _check_micro_batch(global_batch, chosen)
+        values = {"samples": samples, "global_batch": global_batch, "micro_batch": chosen, "seed": seed}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def micro_batches(self) -> int:

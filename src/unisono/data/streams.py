@@ -22,7 +22,7 @@ def mix(*words: int) -> int:
 
 
 def stream(seed: int, step: int, micro_batch: int, purpose: str) -> int:
-    """The 63-bit seed of one micro-batch's random numbers for one purpose (``compute``, ``load``, ``init``…)."""
+    """The 63-bit seed of one micro-batch's numbers for one purpose (``compute``, ``load``, ``init``…)."""
     return mix(seed, step, micro_batch, int.from_bytes(purpose.encode(), "little")) >> 1
 
 
@@ -33,7 +33,7 @@ def seed_compute(value: int) -> None:
         value: 0 to ``2**63 - 1``, from `stream`.
     """
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
     random.seed(value)
 

@@ -1,11 +1,13 @@
 """A process that imports the heavy modules once, early, and forks a worker whenever the launcher asks.
 
 Its two ends talk over one socket of whole messages (JSON). The server's end of file is the launcher's death,
-however that came: the server then kills the workers with all that they started, removes the directory in which
-they met, and ends. Should the server itself be killed, the kernel kills the workers (`process.die_with`).
+however that came: the server then kills the workers with all that they started, removes the directory in
+which they met, and ends. Should the server itself be killed, the kernel kills the workers
+(`process.die_with`).
 
-Why not multiprocessing's: there a start blocks until the imports are done, so that Ctrl-C must wait; its workers
-hold the pipe by which its server would notice the launcher's death; and each worker runs the user's script again.
+Why not multiprocessing's: there a start blocks until the imports are done, so that Ctrl-C must wait; its
+workers hold the pipe by which its server would notice the launcher's death; and each worker runs the user's
+script again.
 
     launcher ── Order, 2 descriptors ──► server ── fork ──► worker
              ◄── {"ready"} {"rank", "pid"} {"rank", "status"} ──

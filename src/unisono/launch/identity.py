@@ -1,4 +1,4 @@
-"""Who am I among the workers? Read from what a launcher leaves in the environment: a pure function of a mapping.
+"""Who am I among the workers? A pure function of the environment that a launcher leaves.
 
 The first of these conventions that is set decides; a later one then belongs to whatever started the earlier
 (torchrun inside an srun step, mpirun inside a Slurm allocation):
@@ -11,9 +11,9 @@ The first of these conventions that is set decides; a later one then belongs to 
 
 For 3 and 4, MASTER_ADDR and MASTER_PORT are used where given. A half-set convention is an error, not a guess.
 
-Where the workers meet is a URL: ``file:///directory`` (one host), or ``tcp://host:port?attempt=K``, where rank 0
-serves the store, or with ``&served=1`` somebody else does and all ranks are clients. `attempt` counts restarts,
-so that what an earlier attempt left in a store that lives on is not taken for ours.
+Where the workers meet is a URL: ``file:///directory`` (one host), or ``tcp://host:port?attempt=K``, where
+rank 0 serves the store, or with ``&served=1`` somebody else does and all ranks are clients. `attempt` counts
+restarts, so that what an earlier attempt left in a store that lives on is not taken for ours.
 """
 
 from __future__ import annotations

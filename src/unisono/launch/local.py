@@ -2,8 +2,8 @@
 
     prepare ─► Forkserver (imports torch) ─► launch ─► worker 0 … n-1 ─► results, or the first one's error
 
-Nothing here imports torch, so that the launcher is up at once, and reads the configuration while the forkserver
-imports it. What happens then is `crew.Crew`'s.
+Nothing here imports torch, so that the launcher is up at once, and reads the configuration while the
+forkserver imports it. What happens then is `crew.Crew`'s.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "cloudpickle"
 def prepare(preload: Sequence[str] = PRELOAD, name: str = "unisono") -> Forkserver:
     """Start importing `preload` in the process that will fork the workers; returns at once.
 
-    Hand the result to `launch`, or close it. The calling thread must live while the server imports, which follows
-    it into death.
+    Hand the result to `launch`, or close it. The calling thread must live while the server imports, which
+    follows it into death.
     """
     return Forkserver(preload, name)
 

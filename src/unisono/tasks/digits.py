@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +40,9 @@ def digits(*, hidden: int = 32) -> Task:
         data=partial(images, held_out=False),
         loss=_loss,
         optimizer=_optimizer,
-        evaluate=Evaluation(partial(images, held_out=True), metrics=_METRICS),
+        evaluate=Evaluation(partial(images, held_out=True), metrics={"accuracy": _accuracy}),
         schedule=Cosine(warmup=20),
-        defaults=MappingProxyType({"steps": 240, "global_batch": 64, "micro_batch": 16}),
+        defaults={"steps": 240, "global_batch": 64, "micro_batch": 16},
     )
 
 
@@ -87,6 +86,3 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _accuracy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (output.argmax(1) == batch[1]).float()
-
-
-_METRICS: MappingProxyType[str, Callable[..., Tensor]] = MappingProxyType({"accuracy": _accuracy})

@@ -7,7 +7,6 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from unisono.tasks.gpt import GPT
 HELD_OUT = 0.05
 EVALUATED_WINDOWS = 256
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_DEFAULTS = MappingProxyType({"steps": 300, "global_batch": 32, "micro_batch": 8, "clip": 1.0})
 
 
 def text(*, text: tuple[str, ...] = (), model: GPT = GPT()) -> Task:  # noqa: B008  (a frozen value)
@@ -50,12 +48,12 @@ def text(*, text: tuple[str, ...] = (), model: GPT = GPT()) -> Task:  # noqa: B0
         optimizer=_optimizer,
         evaluate=Evaluation(
             partial(held_out_windows, corpus, model.context),
-            MappingProxyType({"bits_per_byte": _bits}),
+            {"bits_per_byte": _bits},
             batch=32,
         ),
         schedule=Cosine(warmup=20, floor=0.1),
         collate=collate,
-        defaults=_DEFAULTS,
+        defaults={"steps": 300, "global_batch": 32, "micro_batch": 8, "clip": 1.0},
     )
 
 

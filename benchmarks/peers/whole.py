@@ -1,0 +1,84 @@
+"""The whole of training: ``unisono.train`` against a plain loop over a `DataLoader`.
+
+The same task for both: model, loss, fused optimizer and dataset. What `unisono.train` does besides in a step
+(records, checks, the display's figures) is part of what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import unisono
+
+sys.path.insert(0, str(Path(__file__).parent))
+import loop
+
+SAMPLES = 4096
+
+
+def dataset(model: str) -> TensorDataset:
+    """`SAMPLES` inputs and targets in memory."""
+    torch.manual_seed(0)
+    return TensorDataset(*loop.batch(model, SAMPLES))
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), batch[1].flatten())
+
+
+def plain(asked: argparse.Namespace) -> float:
+    """Median seconds of a step, fetching included."""
+    torch.set_num_threads(1)
+    model = loop.build(asked.model)
+    optimizer = loop.fused(model.parameters())
+    loader = DataLoader(dataset(asked.model), asked.batch, shuffle=True, drop_last=True)
+    marks: list[float] = []
+    while len(marks) <= asked.steps:
+        for batch in loader:
+            marks.append(time.monotonic())
+            optimizer.zero_grad()
+            loss(model(batch[0]), batch).backward()
+            optimizer.step()
+    return statistics.median(b - a for a, b in pairwise(marks))
+
+
+def ours(asked: argparse.Namespace) -> float:
+    """The same figure of `unisono.train`."""
+    task = unisono.Task(
+        model=functools.partial(loop.build, asked.model),
+        data=functools.partial(dataset, asked.model),
+        loss=loss,
+        optimizer=loop.fused,
+    )
+    sizes = {"global_batch": asked.batch, "micro_batch": asked.batch}
+    result = unisono.train(task, unisono.Config(steps=asked.steps, threads=1, run="run", **sizes))
+    assert result is not None  # this process is nobody's worker
+    return result.step_seconds_median
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("way", choices=("plain", "unisono"))
+    parser.add_argument("--model", choices=("mlp", "gpt"), default="mlp")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--report", type=Path, required=True)
+    asked = parser.parse_args()
+    seconds = plain(asked) if asked.way == "plain" else ours(asked)
+    asked.report.write_text(json.dumps({"step_seconds_median": seconds}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The samples of one micro-batch, from a map-style dataset to a batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from unisono.data.plan import MicroBatchPlan
+from unisono.data.streams import seed_load, stream
+
+Batch = Any
+
+
+class Fetch:
+    """Makes micro-batches. Random numbers that a dataset draws come from the stream of ``(seed, step, m)``.
+
+    Tensor datasets (and subsets of them) that torch's default collates are indexed in bulk, which gives the
+    same batch.
+
+    Args:
+        collate: makes a batch of a list of samples. Default: torch's.
+    """
+
+    def __init__(
+        self, dataset: Any, plan: MicroBatchPlan, collate: Callable[[list[Any]], Batch] | None, seed: int
+    ) -> None:
+        self._dataset, self._plan, self._seed = dataset, plan, seed
+        self._collate = collate or default_collate
+        self._tensors = _tensors(dataset) if self._collate is default_collate else None
+
+    @property
+    def bulk(self) -> bool:
+        """True where tensors are indexed in bulk: nothing of the dataset's own runs, so it draws nothing."""
+        return self._tensors is not None
+
+    def __call__(self, step: int, micro_batch: int) -> Batch:
+        """The batch. What the dataset draws comes from the process's generators as they are.
+
+        Raises:
+            Exception: what the dataset or `collate` raises, with a note that names sample and micro-batch.
+        """
+        indices = self._plan.indices(step, micro_batch)
+        if self._tensors is not None:
+            rows = torch.from_numpy(indices)
+            for subset in self._tensors[1]:
+                rows = subset[rows]
+            return [tensor[rows] for tensor in self._tensors[0]]
+        with _noted(f"of step {step}, micro-batch {micro_batch}"):
+            return self._collated(indices.tolist())
+
+    def seeded(self, step: int, micro_batch: int) -> Batch:
+        """The batch, drawn from its own stream; the process's generators are left as they were."""
+        if self.bulk:
+            return self(step, micro_batch)
+        return self.watched(step, micro_batch)[0]
+
+    def watched(self, step: int, micro_batch: int) -> tuple[Batch, bool]:
+        """As `seeded`, and whether the dataset drew random numbers."""
+        before = _states()
+        seed_load(stream(self._seed, step, micro_batch, "load"))
+        seeded = _states()
+        try:
+            return self(step, micro_batch), not _equal(seeded, _states())
+        finally:
+            _restore(before)
+
+    def _collated(self, indices: list[int]) -> Batch:
+        if hasattr(self._dataset, "__getitems__"):
+            with _noted(f"one of the samples {', '.join(map(str, indices[:8]))}{', …' * (len(indices) > 8)}"):
+                samples = self._dataset.__getitems__(indices)
+        else:
+            samples = [self._sample(index) for index in indices]
+        with _noted("while its samples were collated"):
+            return self._collate(samples)
+
+    def _sample(self, index: int) -> Any:
+        with _noted(f"sample {index}"):
+            return self._dataset[index]
+
+
+@contextmanager
+def _noted(note: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
+def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], list[Tensor]] | None:
+    """The tensors of a tensor dataset, and the rows that each subset around it keeps, outermost first."""
+    subsets: list[Tensor] = []
+    while type(dataset) is Subset:
+        subsets.append(torch.as_tensor(dataset.indices, dtype=torch.int64))
+        dataset = dataset.dataset
+    return (dataset.tensors, subsets) if type(dataset) is TensorDataset else None
+
+
+_States = tuple[Tensor, object, dict[str, Any]]
+
+
+def _states() -> _States:
+    return torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False)
+
+
+def _equal(one: _States, other: _States) -> bool:
+    keys = [
+        (state["state"]["pos"], state["state"]["key"].tobytes(), state["gauss"])
+        for state in (one[2], other[2])
+    ]
+    return torch.equal(one[0], other[0]) and one[1] == other[1] and keys[0] == keys[1]
+
+
+def _restore(states: _States) -> None:
+    torch.default_generator.set_state(states[0])
+    random.setstate(states[1])  # type: ignore[arg-type]
+    np.random.set_state(states[2])

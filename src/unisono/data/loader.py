@@ -1,0 +1,256 @@
+"""How a worker's own micro-batches get here, ahead of need."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from setproctitle import getproctitle, setproctitle
+from torch.utils.data import DataLoader
+
+from unisono.data.fetch import Batch, Fetch
+from unisono.data.load import Inline, Load, Processes, Threads
+from unisono.data.plan import MicroBatchPlan
+from unisono.errors import InvalidInput
+
+INLINE_BELOW_SECONDS = 300e-6
+"""A hand-over between threads costs about a tenth of this; what is quicker is fetched when it is due."""
+
+_Key = tuple[int, int]
+_log = logging.getLogger(__name__)
+
+
+class Loader:
+    """Loads this worker's micro-batches of the steps from `first_step` up to, not including, `last_step`.
+
+    Make it before anything of ``torch.distributed``: `Processes` forks. The batches are the same under every
+    way of loading and any number of workers.
+
+    Args:
+        dataset: map-style; ``__getitems__`` is used where it exists.
+        mine: the micro-batches of this worker at a step.
+        collate: makes a batch of a list of samples. Default: torch's.
+        load: None fetches the first micro-batch and chooses: `Inline` if the dataset drew random numbers or
+            took less than 300 us, else `Threads`.
+        seed: of the random numbers that the dataset draws.
+
+    Raises:
+        InvalidInput: `Threads` for a dataset that draws random numbers.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: MicroBatchPlan,
+        mine: Callable[[int], range],
+        collate: Callable[[list[Any]], Batch] | None = None,
+        load: Load | None = None,
+        seed: int = 0,
+        first_step: int = 0,
+        last_step: int = 0,
+    ) -> None:
+        self._mine = mine
+        self._fetch = Fetch(dataset, plan, collate, seed)
+        keys = ((step, m) for step in range(first_step, last_step) for m in mine(step))
+        self._probed: dict[_Key, Batch] = {}
+        if isinstance(load, Threads) or load is None:
+            load = self._probe(next(keys, None), load)
+        self.load: Load = load
+        self._source = _source(load, self._fetch, keys)
+
+    def batches(self, step: int) -> Iterator[tuple[int, Batch]]:
+        """This worker's micro-batches of `step` and their numbers, in order. A step may be asked for again.
+
+        Raises:
+            Exception: what the dataset raised, with a note that names sample and micro-batch.
+        """
+        for micro_batch in self._mine(step):
+            yield micro_batch, self._batch(step, micro_batch)
+
+    def close(self) -> None:
+        """End threads and processes. May be called twice."""
+        self._source.close()
+
+    def _batch(self, step: int, micro_batch: int) -> Batch:
+        key = step, micro_batch
+        if key in self._probed:
+            return self._probed.pop(key)
+        while self._source.next is not None and self._source.next < key:
+            self._source.take()  # a step was left out
+        return self._source.take() if self._source.next == key else self._fetch.seeded(step, micro_batch)
+
+    def _probe(self, key: _Key | None, load: Threads | None) -> Load:
+        """Fetch `key` in this thread, and choose by what was seen."""
+        if key is None:
+            return load or Inline()
+        began = time.perf_counter()
+        self._probed[key], drew = (
+            (self._fetch(*key), False) if self._fetch.bulk else self._fetch.watched(*key)
+        )
+        seconds = time.perf_counter() - began
+        if drew and load:
+            problem = (
+                "the dataset draws random numbers, and a thread would share its generators with the training"
+            )
+            raise InvalidInput("load", load, problem, "use Processes() or Inline()")
+        if drew:
+            _log.warning(
+                "the dataset draws random numbers: it is loaded inline; load=Processes() loads it ahead"
+            )
+        return load or (Inline() if drew or seconds < INLINE_BELOW_SECONDS else Threads())
+
+
+class _Source(Protocol):
+    """Batches in a fixed order, fetched ahead; `next` is the key of the one that `take` returns."""
+
+    @property
+    def next(self) -> _Key | None: ...
+    def take(self) -> Batch: ...
+    def close(self) -> None: ...
+
+
+def _source(load: Load, fetch: Fetch, keys: Iterator[_Key]) -> _Source:
+    if isinstance(load, Threads):
+        return _Thread(fetch, keys, load.ahead)
+    if isinstance(load, Processes):
+        return _Processes(fetch, list(keys), load)
+    return _Nothing()
+
+
+class _Nothing:
+    """Nothing is fetched ahead."""
+
+    next: _Key | None = None
+
+    def take(self) -> Batch:
+        raise LookupError("nothing is fetched ahead")
+
+    def close(self) -> None:
+        pass
+
+
+class _Thread:
+    """One background thread; the futures of the next micro-batches, in order."""
+
+    def __init__(self, fetch: Fetch, keys: Iterator[_Key], ahead: int) -> None:
+        self._fetch, self._keys = fetch, keys
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unisono loader")
+        self._futures: deque[tuple[_Key, Future[Batch]]] = deque()
+        for _ in range(ahead):
+            self._submit()
+
+    @property
+    def next(self) -> _Key | None:
+        return self._futures[0][0] if self._futures else None
+
+    def take(self) -> Batch:
+        _, future = self._futures.popleft()
+        self._submit()
+        return future.result()
+
+    def close(self) -> None:
+        self._futures.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self) -> None:
+        for key in islice(self._keys, 1):
+            self._futures.append((key, self._pool.submit(self._fetch, *key)))
+
+
+class _Processes:
+    """Background processes of torch's `DataLoader`, which passes tensors through shared memory."""
+
+    def __init__(self, fetch: Fetch, keys: list[_Key], load: Processes) -> None:
+        self._keys = deque(keys)
+        loader: DataLoader[Any] = DataLoader(
+            _Remote(fetch),  # type: ignore[arg-type]  # as far as DataLoader uses it, it is a dataset
+            batch_sampler=[[key] for key in keys],
+            collate_fn=_same,
+            num_workers=load.count,
+            prefetch_factor=load.ahead,
+            worker_init_fn=_Begin(os.getpid()),
+            multiprocessing_context="fork",
+            generator=torch.Generator(),  # else a number would be drawn from the process's own
+        )
+        self._batches: Iterator[Any] | None = iter(loader)
+
+    @property
+    def next(self) -> _Key | None:
+        return self._keys[0] if self._keys and self._batches is not None else None
+
+    def take(self) -> Batch:
+        assert self._batches is not None  # `next` says so
+        self._keys.popleft()
+        outcome = next(self._batches)
+        if isinstance(outcome, _Failure):
+            raise outcome.error
+        return outcome
+
+    def close(self) -> None:
+        self._batches = None  # the iterator ends its processes when it is let go
+
+
+class _Remote:
+    """What the processes see as their dataset: the "sample" of a key is a whole micro-batch."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    def __getitems__(self, keys: list[_Key]) -> Batch:
+        try:
+            return self._fetch.seeded(*keys[0])
+        except Exception as error:
+            error.add_note(f"in a loading process:\n{traceback.format_exc()}")
+            return _Failure(_portable(error))
+
+
+class _Failure:
+    """An exception on its way to the training thread."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class _Begin:
+    """The first thing that a loading process does."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __call__(self, number: int) -> None:
+        """Die with the worker, however it dies; leave Ctrl-C to the worker, which then closes us."""
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._parent:
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        setproctitle(f"{getproctitle()} loader {number}")
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _portable(error: Exception) -> Exception:
+    """`error`, or one that says the same where it cannot travel between processes."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  (made in this line)
+    except Exception:
+        substitute = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in error.__notes__:
+            substitute.add_note(note)
+        return substitute
+    return error
+
+
+def _same(batch: Batch) -> Batch:
+    return batch

@@ -1,0 +1,34 @@
+"""A command line with a run that is only played, so that what reaches it can be looked at."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+
+import pytest
+
+import unisono as package
+from tests.cli.played import Played, Said
+from unisono.cli import main
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    """Stands in for `unisono.run`."""
+    made, module = Played(), types.ModuleType("unisono.run")
+    module.start = made.start  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "unisono.run", module)
+    monkeypatch.setattr(package, "run", module, raising=False)
+    return made
+
+
+@pytest.fixture
+def unisono(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """Run the command line in this process."""
+
+    def run(*words: str) -> Said:
+        code = main(words)
+        return Said(code, *capsys.readouterr())
+
+    return run

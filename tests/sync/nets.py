@@ -1,0 +1,97 @@
+"""Small networks and a training step for the tests of synchronizers."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from unisono.checkpoint import fingerprint
+from unisono.comm import Communicator
+from unisono.compress import Compressor
+from unisono.data import assign
+from unisono.replica import Replica, Step, weights_of
+from unisono.sync import Synchronizer
+
+MICRO_BATCHES, SAMPLES = 6, 4
+
+
+class Net(nn.Module):
+    """Tied, frozen and unused parameters, batch normalisation and a counter, and sizes that do not align."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 7, sparse=sparse)
+        self.first, self.norm, self.second = nn.Linear(7, 17), nn.BatchNorm1d(17), nn.Linear(17, 13)
+        self.unused, self.frozen = nn.Linear(3, 3), nn.Linear(13, 13).requires_grad_(False)
+        self.head = nn.Linear(13, 10 if sparse else 7, bias=False)
+        self.tied = None if sparse else self.embed.weight
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        hidden = torch.relu(self.second(self.norm(self.first(self.embed(x)))))
+        out = self.head(self.frozen(hidden))
+        return out if self.tied is None else out @ self.tied.T
+
+
+def batches(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    shape = (steps, MICRO_BATCHES, SAMPLES)
+    return torch.randint(0, 10, shape, generator=random), torch.randint(0, 10, shape, generator=random)
+
+
+def sgd(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.1)
+
+
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2)
+
+
+def plain(optimizer: Callable, steps: int = 5, sparse: bool = False) -> tuple[list[float], nn.Module]:
+    """What PyTorch alone computes: every micro-batch in turn, one step for their mean."""
+    torch.manual_seed(0)
+    model = Net(sparse)
+    stepper, losses = optimizer(p for p in model.parameters() if p.requires_grad), []
+    for xs, ys in zip(*batches(steps)):
+        parts = [cross_entropy(model(x), y) / MICRO_BATCHES for x, y in zip(xs, ys)]
+        for part in parts:
+            part.backward()
+        losses.append(float(sum(parts).detach()))
+        stepper.step()
+        stepper.zero_grad()
+    return losses, model
+
+
+def train(
+    comm: Communicator,
+    sync: Synchronizer,
+    compress: Compressor,
+    optimizer: Callable = sgd,
+    *,
+    steps: int = 5,
+    shares: Sequence[float] | None = None,
+    sparse: bool = False,
+    on_step: Callable[[nn.Module, Step], None] = lambda model, step: None,
+    **options,
+) -> tuple[list[float], str, nn.Module]:
+    """The same on `comm`: losses, the weights' fingerprint, the model."""
+    torch.manual_seed(0)
+    model = Net(sparse)
+    stepper = optimizer(p for p in model.parameters() if p.requires_grad)
+    replica = Replica(model, stepper, comm, sync=sync, compress=compress, micro_batches=MICRO_BATCHES,
+                      reference=MICRO_BATCHES * SAMPLES, **options)  # fmt: skip
+    mine = assign(MICRO_BATCHES, shares or [1.0] * comm.size)[comm.rank]
+    losses = []
+    for xs, ys in zip(*batches(steps)):
+        for m in mine:
+            replica.enter(m, SAMPLES)
+            loss = cross_entropy(model(xs[m]), ys[m])
+            replica.leave(float(loss.detach()), last=m == mine[-1])
+            loss.backward()
+        step = replica.settle()
+        on_step(model, step)
+        losses.append(step.loss)
+        step.apply()
+    return losses, fingerprint(weights_of(model)), model
