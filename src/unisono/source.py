@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -154,12 +155,18 @@ def _where(error: Exception) -> str:
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError):
         return f"{Path(error.filename or '?').name}, line {error.lineno}: {said}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    ours = str(Path(__file__).parent)
-    theirs = [f for f in frames if not f.filename.startswith(ours) and "site-packages" not in f.filename]
-    frame = (theirs or frames)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
+    frame = (theirs or list(frames))[-1]
     code = f" ({frame.line})" if frame.line else ""
     return f"{Path(frame.filename).name}, line {frame.lineno}{code}: {said}"
+
+
+_NOT_THEIRS = (
+    "<frozen",
+    str(Path(__file__).parent),
+    *(sysconfig.get_paths()[p] for p in ("stdlib", "purelib", "platlib")),
+)
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -24,7 +24,10 @@ def test_the_encoding_is_the_documented_one() -> None:
 
 def test_neither_order_nor_strides_matter() -> None:
     tensors = every_kind()
-    turned = {name: tensors[name].detach().clone(memory_format=torch.contiguous_format) for name in reversed(tensors)}
+    turned = {
+        name: tensors[name].detach().clone(memory_format=torch.contiguous_format)
+        for name in reversed(tensors)
+    }
     assert fingerprint(turned) == fingerprint(tensors)
 
 
@@ -39,5 +42,12 @@ def test_every_tensor_counts(name: str) -> None:
 
 def test_name_dtype_and_shape_count() -> None:
     x = torch.zeros(4)
-    prints = [{"a": x}, {"b": x}, {"a": x.view(2, 2)}, {"a": x.view(torch.int32)}, {"a": x[:2], "b": x[:2]}, {}]
+    prints = [
+        {"a": x},
+        {"b": x},
+        {"a": x.view(2, 2)},
+        {"a": x.view(torch.int32)},
+        {"a": x[:2], "b": x[:2]},
+        {},
+    ]
     assert len({fingerprint(tensors) for tensors in prints}) == len(prints)

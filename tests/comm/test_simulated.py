@@ -300,7 +300,7 @@ def test_a_mismatch_names_both_sides_to_all(what):
 def test_a_neighbour_that_does_not_know_of_the_swap_is_a_mismatch():
     errors = outcomes(3, lambda comm: MISMATCHES["neighbour"](comm).wait())
     assert errors[0] == {}
-    assert "worker 0 sent nothing to worker 1" in str(errors[1])
+    assert "worker 0: message 0: swap of nothing to worker 1" in str(errors[1])
     assert errors[2].ranks == (1,)  # which had failed by then
 
 

@@ -183,8 +183,6 @@ class Writer:
         self._copier.shutdown()
         self._scribe.shutdown()
 
-    # Everything below runs in the background.
-
     def _open(self) -> None:
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -192,6 +190,8 @@ class Writer:
                 place.sweep(self._directory)
         except OSError as error:
             raise CheckpointError(f"{self._directory} cannot hold checkpoints: {error.strerror}") from error
+
+    # Everything below runs in the background.
 
     def _prepare(self, specs: Mapping[str, Any], pinned: bool) -> None:
         with contextlib.suppress(Exception):  # the same happens at `stage`, and is told there

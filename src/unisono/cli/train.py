@@ -40,7 +40,7 @@ def train(words: list[str]) -> int:
 
 
 def run_of(asked: Request, on_message: Callable[[int, Mapping[str, Any]], None]) -> Mapping[str, Any] | None:
-    """Start what was asked for; the fields of its `Result`, None for a worker that another launcher started."""
+    """Start what was asked for: the fields of its `Result`, or None for a worker of another launcher."""
     from unisono import run  # imports torch
 
     result = run.start(asked.source, asked.settings, json=asked.json, on_message=on_message)

@@ -400,9 +400,7 @@ def _difference(part: _Part[Any], other: _Part[Any]) -> MessageMismatch | None:
     if other.header == part.header:
         return None
     first, second = sorted([other, part], key=lambda each: each.rank)
-    return MessageMismatch(
-        f"worker {first.rank} started {first.named}, but worker {second.rank} started {second.named}"
-    )
+    return MessageMismatch(f"worker {first.rank}: {first.named}; worker {second.rank}: {second.named}")
 
 
 def _wrong_size(peers: Sequence[_Part[Any]]) -> MessageMismatch | None:
@@ -414,8 +412,9 @@ def _wrong_size(peers: Sequence[_Part[Any]]) -> MessageMismatch | None:
             if sent is None or (sent.numel(), sent.dtype) != (due.numel(), due.dtype):
                 what = "nothing" if sent is None else f"{sent.numel()} x {_name(sent.dtype)}"
                 return MessageMismatch(
-                    f"{receiver.named}: worker {rank} sent {what} to worker {receiver.rank}, "
-                    f"which expects {due.numel()} x {_name(due.dtype)}"
+                    f"worker {rank}: {receiver.named} of {what} to worker {receiver.rank}; "
+                    f"worker {receiver.rank}: {receiver.named} of {due.numel()} x {_name(due.dtype)} "
+                    f"from worker {rank}"
                 )
     return None
 

@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from unisono.errors import InvalidInput
 from unisono.observe.pace import Pace
 from unisono.observe.words import clock, named, number, rate, resume_command, rows
 
@@ -51,7 +52,8 @@ class Display:
         self._first: tuple[float, int] | None = None
         self._spinner = Spinner("dots", Text(f"{name}: starting", style="dim"), style="cyan")
         self._live: Live | None = None
-        self.run: str | None = None  # where the run lies, once that was said
+        self.run: str | None = None  # where the run lies, once that is known
+        self._run_said = False
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -69,6 +71,8 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if kind is not None and not issubclass(kind, InvalidInput):
+            self._say_run()
 
     def close(self) -> None:
         """Stop moving; what is printed afterwards stands below. May be called twice."""
@@ -79,8 +83,7 @@ class Display:
         """Take one message of worker `rank`."""
         match message.get("kind"):
             case "run":
-                self.run = str(message["path"])
-                self._say(Text.assemble(("run ", "dim"), str(message["path"])))
+                self.run = str(message["path"])  # said with the first step: until then it may be taken back
             case "notice":
                 self._say(Text.assemble(("note ", "yellow"), str(message["text"])))
             case "progress":
@@ -90,8 +93,14 @@ class Display:
         self._progress = progress
         if self._first is None:
             self._first = time.monotonic(), progress["step"]
+            self._say_run()
         if self._live is None and (self._pace.due() or progress["step"] == progress["steps"]):
             self._say(Text(f"step {progress['step']:,}/{progress['steps']:,}  {self._figures(progress)}"))
+
+    def _say_run(self) -> None:
+        if self.run is not None and not self._run_said:
+            self._run_said = True
+            self._say(Text.assemble(("run ", "dim"), self.run))
 
     def _say(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)

@@ -24,7 +24,7 @@ class Recorder(Protocol):
     def step(self, step: int, steps: int, fields: Callable[[], Fields]) -> None:
         """Step number `step` (from 1) of `steps` is done.
 
-        Steps are thinned by time, except the first and the last: `fields` is called now, in `close`, or never.
+        All but the first and the last are thinned by time: `fields` is called now, in `close`, or never.
         """
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

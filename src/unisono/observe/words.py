@@ -39,16 +39,21 @@ def clock(seconds: float) -> str:
 
 
 def named(values: Mapping[str, float]) -> str:
-    """``accuracy 0.9861  loss 0.043``."""
-    return "  ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in values.items())
+    """``accuracy 0.9861  held-out loss 0.043``."""
+    return "  ".join(f"{label(name)} {number(value)}" for name, value in values.items())
+
+
+def label(metric: str) -> str:
+    """A metric's name in words; the loss on held-out data must not be taken for the one in training."""
+    return "held-out loss" if metric == "loss" else metric.replace("_", " ")
 
 
 def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """A run's result as label and text; see `unisono.run.Result` for its fields."""
     median = result["step_seconds_median"]
     typical = f" · {duration(median)} a step" if median else ""
-    found = [("loss", number(result["loss"]))]
-    found += [(name.replace("_", " "), number(value)) for name, value in result["metrics"].items()]
+    found = [("training loss", number(result["loss"]))]
+    found += [(label(name), number(value)) for name, value in result["metrics"].items()]
     found += [
         ("trained", f"{result['steps']:,} steps, {result['samples']:,} samples"),
         ("speed", f"{rate(result['samples_per_second'])} samples/s{typical}"),

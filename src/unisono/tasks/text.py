@@ -39,7 +39,12 @@ def text(*, text: tuple[str, ...] = (), model: GPT = GPT()) -> Task:  # noqa: B0
     least = math.ceil((model.context + 1) / HELD_OUT)
     if corpus.size < least:
         problem = f"{corpus.size} bytes are too few for windows of {model.context} bytes ({least} are needed)"
-        raise InvalidInput("--text", " ".join(text), problem, "give more text or a smaller --model.context")
+        raise InvalidInput(
+            "--text",
+            " ".join(text) or "(the standard library)",
+            problem,
+            "give more text or a smaller --model.context",
+        )
     return Task(
         name="text",
         model=model.build,

@@ -1,0 +1,267 @@
+"""The house keeps its own rules: what no single part's tests would notice."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "unisono"
+MODULES = sorted(SOURCE.rglob("*.py"))
+NAMES = [str(path.relative_to(SOURCE)) for path in MODULES]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+PATHS_OF_SOME_MACHINE = ("/" + "work/", "/" + "opt/", "/" + "root/", "/" + "home/")
+TRACES_OF_THE_WORKPLACE = ("issue " + "#", "issues/" + "2", "as an AI" + " ")
+PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+OWN_MEMORY = {  # what is unpickled here was written by this program itself, into memory: no file, no message
+    "data/loader.py": "whether an error survives the way to the main process, tried in one line",
+    "launch/worker.py": "arguments from the launcher, in anonymous memory",
+    "run.py": "a task that a Python program carries to the workers it starts",
+}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` as text; empty where the expression is not such a name."""
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+def imports(module: ast.Module) -> Iterator[str]:
+    """Every name that `module` imports, whole."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def canonical(requirement: str) -> str:
+    """The package's name in a requirement line, in one spelling."""
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match, requirement
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
+
+
+def required() -> set[str]:
+    project = PYPROJECT["project"]
+    lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    return {canonical(line) for line in lines} - {"unisono"}
+
+
+def files() -> list[Path]:
+    """What is in the repository, or would be with ``git add``; everything where there is no git."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+# --- names and words
+
+
+def undocumented(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name.startswith("_"):
+                continue
+            if not ast.get_docstring(node):
+                yield prefix + node.name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=NAMES)
+def test_every_public_name_says_what_it_is(path: Path) -> None:
+    missing = list(undocumented(tree(path).body))
+    if path.name not in ("__init__.py", "__main__.py") and not ast.get_docstring(tree(path)):
+        missing.append("the module itself")
+    assert not missing
+
+
+@pytest.mark.parametrize("path", MODULES, ids=NAMES)
+def test_modules_are_named_by_what_they_do(path: Path) -> None:
+    assert path.stem.strip("_") not in {
+        "util",
+        "utils",
+        "helper",
+        "helpers",
+        "common",
+        "misc",
+        "manager",
+        "base",
+    }
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if p.name == "__init__.py" and p.parent != SOURCE], ids=str
+)
+def test_a_package_only_hands_names_on(path: Path) -> None:
+    handed_on = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Expr)
+    assert [type(node).__name__ for node in tree(path).body if not isinstance(node, handed_on)] == []
+
+
+def test_no_file_tells_of_the_machine_it_was_written_on() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in files()
+        for word in PATHS_OF_SOME_MACHINE + TRACES_OF_THE_WORKPLACE
+        if word in path.read_text(errors="ignore")
+    ]
+    assert found == []
+
+
+# --- walls that the linter cannot say
+
+
+@pytest.mark.parametrize("path", MODULES, ids=NAMES)
+def test_only_comm_and_launch_touch_torch_distributed(path: Path) -> None:
+    if path.relative_to(SOURCE).parts[0] in ("comm", "launch"):
+        pytest.skip("may")
+    used = [name for name in imports(tree(path)) if name.startswith("torch.distributed")]
+    used += [n for n in map(dotted, _attributes(path)) if n.startswith("torch.distributed")]
+    assert used == []
+
+
+def _attributes(path: Path) -> Iterator[ast.expr]:
+    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
+
+
+def dangers(module: ast.Module) -> Iterator[str]:
+    """Calls and constants that would run somebody else's code, or listen on every interface."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and node.value in ("0.0.0.0", "::"):
+            yield node.value
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        package, _, verb = name.rpartition(".")
+        if name in ("eval", "exec", "torch.load", "os.system", "os.popen"):
+            yield name
+        if package in PICKLES and verb in ("load", "loads", "Unpickler", "open"):
+            yield name
+        for keyword in node.keywords:
+            if keyword.arg == "shell" and not (
+                isinstance(keyword.value, ast.Constant) and not keyword.value.value
+            ):
+                yield "shell=True"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=NAMES)
+def test_nothing_is_evaluated_unpickled_or_offered_to_the_world(path: Path) -> None:
+    found = list(dangers(tree(path)))
+    if str(path.relative_to(SOURCE)) in OWN_MEMORY:
+        found = [name for name in found if not name.endswith("pickle.loads")]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "eval(x)",
+        "torch.load(f)",
+        "pickle.loads(b)",
+        "run(c, shell=True)",
+        "run(c, shell=x)",
+        "bind('0.0.0.0')",
+    ],
+)
+def test_the_check_finds_what_it_looks_for(code: str) -> None:
+    assert len(list(dangers(ast.parse(code)))) == 1
+
+
+def test_the_top_package_is_light() -> None:
+    code = "import sys, unisono; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --- what is installed
+
+
+def test_every_dependency_is_pinned_and_torch_comes_first() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert lines[0].startswith("torch==")
+    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line)] == []
+    assert required() - {canonical(line) for line in lines} == set()
+
+
+def test_every_dependency_is_accounted_for() -> None:
+    rows = (ROOT / "docs" / "dependencies.md").read_text()
+    assert {canonical(name) for name in re.findall(r"^\| ([\w-]+) \|", rows, re.M)} - {
+        "package"
+    } == required()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_torch_is_installed_by_a_call_of_its_own_before_the_package() -> None:
+    plan = subprocess.run(
+        ["make", "-n", "-B", "train", "VENV=nowhere", f"PYTHON={sys.executable}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    calls = [line for line in plan.splitlines() if "pip" in line and " install " in line]
+    assert len(calls) == 2
+    assert "torch==" in calls[0]
+    assert "-c constraints.txt" in calls[1]
+    assert plan.splitlines()[-1].endswith("unisono train digits --workers 2")
+
+
+# --- what is written about it
+
+
+def shell_lines(page: str) -> Iterator[str]:
+    """The lines of a page's shell blocks, without prompts and comments."""
+    for block in re.findall(r"```(?:sh|bash|console|shell)\n(.*?)```", page, re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield line.split("  #")[0].removeprefix("$ ").strip()
+
+
+@cache
+def options_of(command: str) -> str:
+    shown = subprocess.run(
+        [sys.executable, "-m", "unisono", command, "--help"], capture_output=True, text=True
+    )
+    return shown.stdout
+
+
+PAGES = ["README.md", "benchmarks/README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_command_that_a_page_shows_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    said = [*shell_lines(text), *re.findall(r"`((?:make|unisono|python -m) [^`]+)`", text)]
+    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
+    unknown = []
+    for line in said:
+        words = line.split()
+        if words[:1] == ["make"]:
+            unknown += [line for word in words[1:] if "=" not in word and word not in targets]
+        if words[:1] == ["unisono"] and len(words) > 1:
+            known = options_of(words[1])
+            asked = re.findall(r"(?<=\s)--[a-z-]+", line.split(".py")[0])
+            unknown += [f"{line}: {option}" for option in asked if not re.search(rf"{option}\b", known)]
+        unknown += [
+            line
+            for module in re.findall(r"-m (benchmarks[\w.]*)", line)
+            if not list(ROOT.glob(module.replace(".", "/") + "*"))
+        ]
+    assert unknown == []
+    assert said, f"{page} shows no command"
