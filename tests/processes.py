@@ -59,9 +59,7 @@ class Workers:
         while awaited:
             ready = wait(list(awaited), max(0.0, end - time.monotonic()))
             if not ready:
-                raise ChildFailed(
-                    f"{sorted(awaited.values())} still run after {self.timeout_seconds} s"
-                )
+                raise ChildFailed(f"{sorted(awaited.values())} still run after {self.timeout_seconds} s")
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = awaited.pop(connection)

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shutil
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -138,6 +139,7 @@ def start(
     if identity.launcher != "none":
         return _be_worker(identity, source, settings, began, json, on_message)
     with prepare(PRELOAD) as server:  # imports torch while this process checks what was written
+        settings = with_earlier(settings)
         config = settle(source.load(), settings)
         with claimed(config, source.name) as path:
             on_message(0, {"kind": "run", "path": str(path)})
@@ -174,10 +176,33 @@ def _be_worker(
         raise InvalidInput(
             "workers", said, f"{identity.launcher} started {identity.size}", "leave it out, or start as many"
         )
+    settings = with_earlier(settings)
     path = Path(settings["run"]).absolute() if settings.get("run") else None
     worker = Worker(identity, lambda message: on_message(identity.rank, message), StopRequest.listen())
     result = work(worker, Order(source, {**settings, "workers": identity.size}, path, began))
     return conclude(result, Path(result["run"]), json) if identity.rank == 0 else None
+
+
+def with_earlier(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Under what is given for a run that is resumed, what its earlier life was given.
+
+    Raises:
+        InvalidInput: the run's ``config.toml`` cannot be read.
+    """
+    if str(settings.get("resume", False)).lower() != "true" or not settings.get("run"):
+        return settings
+    file = Path(settings["run"]) / "config.toml"
+    if not file.exists():
+        return settings
+    try:
+        earlier = tomllib.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput("resume", str(file), f"cannot be read ({error})", "mend it, or take it away") from None
+    earlier.pop("task", None)
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if settings.get(one) is not None:
+            earlier.pop(other, None)
+    return {**earlier, **{name: value for name, value in settings.items() if value is not None}}
 
 
 def conclude(result: Mapping[str, Any], path: Path, json: Path | None) -> Result:

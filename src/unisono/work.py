@@ -94,7 +94,7 @@ def _set_up(
 ) -> tuple[Trainer, int]:
     """Build everything and bind it; returns the trainer and the steps done by earlier lives of the run."""
     model, optimizer = _build(task, config, device, comm)
-    record = _recorder(worker, order, config, path)
+    record = _recorder(worker, path)
     stack.callback(record.close)
     writer = Writer(
         path / "checkpoints", comm.rank, comm.size, config.keep, _teller(worker, record), attempt=f"{order.began:.0f}"
@@ -110,6 +110,7 @@ def _set_up(
         raise InvalidInput(
             "resume", str(path), f"the checkpoint belongs to another model: {error}", "give the task and the arguments "
             "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
+    _write_down(order, config, comm, path, record, first_step)
     replica = Replica(
         model, optimizer, comm, sync=config.sync, compress=config.compress, micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
@@ -184,14 +185,18 @@ def _claim_together(comm: Communicator, config: Config, order: Order, stack: con
     return Path(broadcast_text(comm, mine))
 
 
-def _recorder(worker: Worker, order: Order, config: Config, path: Path) -> Recorder:
+def _recorder(worker: Worker, path: Path) -> Recorder:
     """Worker 0 records; the others have nothing to add that it does not know."""
     if worker.identity.rank != 0:
         return Nothing()
-    write_config(path, config.mapping(), order.source.name, order.source.arguments)
-    record = Telling(RunRecorder(path), worker.report)
-    record.event("start", workers=worker.identity.size, config=config.mapping(), resume=config.resume)
-    return record
+    return Telling(RunRecorder(path), worker.report)
+
+
+def _write_down(order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, first_step: int) -> None:
+    """The configuration, once it is sure that the run begins."""
+    if comm.rank == 0:
+        write_config(path, config.mapping(), order.source.name, order.source.arguments)
+        record.event("start", workers=comm.size, first_step=first_step, config=config.mapping())
 
 
 def _teller(worker: Worker, record: Recorder) -> Callable[[Event], None]:

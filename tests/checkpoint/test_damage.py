@@ -29,7 +29,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture()
+@pytest.fixture
 def directory(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "run"))
 

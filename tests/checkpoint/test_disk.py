@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -155,6 +157,27 @@ def test_a_directory_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot hold checkpoints"):
         Writer(tmp_path / "file", 0, 1, 2, lambda event: None)
+
+
+@pytest.mark.parametrize("refused", ["open", "write"])
+def test_a_disk_that_wants_the_page_cache_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    real, refusals = getattr(os, refused), []
+
+    def refuse(target: Any, *args: Any) -> Any:
+        flags = args[0] if refused == "open" else fcntl.fcntl(target, fcntl.F_GETFL)
+        if flags & os.O_DIRECT:
+            refusals.append(target)
+            raise OSError(errno.EINVAL, "no")
+        return real(target, *args)
+
+    monkeypatch.setattr(os, refused, refuse)
+    save(tmp_path, 2, numbered(2))
+    assert len(refusals) == 1
+    found = load_newest(tmp_path, unexpected)
+    assert found is not None
+    assert fingerprint(found.tensors) == fingerprint(numbered(2))
 
 
 def test_closing_stops_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,12 +80,13 @@ def start_swap(comm: Communicator, dtype: torch.dtype, shape: tuple[int, ...], s
     expected = {rank: sample(rank * 10 + comm.rank, dtype, shape, seed) for rank in others}
     sent = {rank: sample(comm.rank * 10 + rank, dtype, shape, seed) for rank in others}
     work = comm.swap(sent, {rank: torch.empty_like(x) for rank, x in expected.items()})
-    return work, lambda result: set(result) == set(others) and all(same(result[r], expected[r]) for r in others)
+    return (
+        work,
+        lambda result: set(result) == set(others) and all(same(result[r], expected[r]) for r in others),
+    )
 
 
-def start_allocated_sum(
-    comm: Communicator, dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0
-) -> Any:
+def start_allocated_sum(comm: Communicator, dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Any:
     """The sum of a part of an allocated tensor, with what else lies in it untouched."""
     x = sample(comm.rank, dtype, shape, seed)
     whole = comm.allocate(x.numel() + 3, dtype)

@@ -40,9 +40,7 @@ def connected(
     law: Callable[..., Any],
     *args: Any,
 ) -> Any:
-    comm = connect(
-        rank, size, rendezvous=url, local_size=size, kind=kind, deadline_seconds=deadline_seconds
-    )
+    comm = connect(rank, size, rendezvous=url, local_size=size, kind=kind, deadline_seconds=deadline_seconds)
     try:
         assert type(comm).__name__ == {"gloo": "TorchGroup", "shared_memory": "SharedMemory"}[kind]
         return law(comm, *args)

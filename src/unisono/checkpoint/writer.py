@@ -92,6 +92,7 @@ class Writer:
 
     Raises:
         CheckpointError: the directory cannot be used.
+        ValueError: `attempt` is not letters and digits.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class Writer:
         on_event: Callable[[Event], None],
         attempt: str = "1",
     ) -> None:
+        if not attempt.isalnum():
+            raise ValueError(f"attempt={attempt!r} is not letters and digits, which a file's name can hold")
         self._directory, self._rank, self._size, self._keep = Path(directory), rank, size, keep
         self._on_event, self._attempt = on_event, attempt
         self._staging: Staging | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +77,12 @@ class MicroBatchPlan:
     def _of_epoch(self, epoch: int, positions: range) -> NDArray[np.int64]:
         start = epoch * self.samples
         offsets = range(max(positions.start - start, 0), min(positions.stop - start, self.samples))
-        return Permutation(self.samples, self.seed, epoch)(np.arange(offsets.start, offsets.stop))
+        return _order(self.samples, self.seed, epoch)(np.arange(offsets.start, offsets.stop))
+
+
+@lru_cache(maxsize=4)
+def _order(samples: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(samples, seed, epoch)
 
 
 def default_micro_batch(global_batch: int) -> int:

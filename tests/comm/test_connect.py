@@ -1,0 +1,160 @@
+"""From a rank and a URL to a communicator; what cannot work is said in words."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.comm.laws import start_sum
+from tests.processes import run
+from unisono.comm import Alone, SharedMemory, TorchGroup, connect
+from unisono.comm.rendezvous import Rendezvous, own_address, parse_rendezvous
+from unisono.errors import InvalidInput, PeerLost
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("file:///private/place", Rendezvous(directory="/private/place")),
+        ("file:///private/place?attempt=3", Rendezvous(directory="/private/place", attempt="3")),
+        ("tcp://host:29500", Rendezvous(host="host", port=29500)),
+        ("tcp://[::1]:80?attempt=2", Rendezvous(host="::1", port=80, attempt="2")),
+        ("tcp://10.0.0.1:1?served=1", Rendezvous(host="10.0.0.1", port=1, served=True)),
+    ],
+)
+def test_meeting_places(url: str, place: Rendezvous) -> None:
+    assert parse_rendezvous(url) == place
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "file://relative/path",
+        "tcp://host",
+        "tcp://host:99999",
+        "tcp://:1",
+        "udp://host:1",
+        "tcp://h:1?x=1",
+    ],
+)
+def test_what_is_no_meeting_place_is_refused_with_a_cure(url: str) -> None:
+    with pytest.raises(InvalidInput, match=r"^rendezvous = .*; write file:///") as caught:
+        parse_rendezvous(url)
+    assert caught.value.value == url
+
+
+def test_the_own_address_is_the_one_towards_the_meeting_place() -> None:
+    assert own_address(parse_rendezvous("file:///x")) == "127.0.0.1"
+    assert own_address(parse_rendezvous("tcp://localhost:1")) in ("127.0.0.1", "::1")
+
+
+def test_one_worker_meets_nobody() -> None:
+    assert isinstance(connect(0, 1, rendezvous="", local_size=1), Alone)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "pigeons"}, "kind = pigeons: is not a kind of communicator; write one of auto, "),
+        ({"kind": "nccl"}, "kind = nccl: carries nothing that lies on cpu; write auto or gloo"),
+        (
+            {"kind": "shared_memory", "local_size": 1},
+            "kind = shared_memory: only 1 of 2 workers run on this host; write auto or gloo",
+        ),
+        ({"rank": 2}, "rank = 2: is not one of the 2 workers; write 0 to 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anybody_waits(arguments: dict[str, Any], message: str) -> None:
+    given = {"rank": 0, "size": 2, "rendezvous": "file:///nowhere", "local_size": 2, **arguments}
+    with pytest.raises(InvalidInput) as caught:
+        connect(given.pop("rank"), given.pop("size"), **given)
+    assert str(caught.value).startswith(message)
+
+
+def kinds(rank: int, size: int, url: str, local_size: int) -> str:
+    comm = connect(rank, size, rendezvous=url, local_size=local_size, deadline_seconds=20)
+    work, good = start_sum(comm, torch.float32, (3,))
+    assert good(work.wait())
+    comm.close()
+    return type(comm).__name__
+
+
+def test_auto_is_shared_memory_on_one_host_and_gloo_on_several(tmp_path: Path) -> None:
+    assert run(2, kinds, f"file://{tmp_path}/one", 2) == [SharedMemory.__name__] * 2
+    assert run(2, kinds, f"file://{tmp_path}/two", 1) == [TorchGroup.__name__] * 2
+    assert os.stat(tmp_path / "one").st_mode & 0o777 == 0o700
+
+
+def attempts(rank: int, size: int, url: str) -> int:
+    """What an earlier attempt left in the store is not seen by a later one."""
+    total = 0
+    for attempt in range(3):
+        comm = connect(rank, size, rendezvous=f"{url}?attempt={attempt}", local_size=1, deadline_seconds=20)
+        total += int(comm.sum(torch.tensor([rank + attempt])).wait())
+        comm.close()
+    return total
+
+
+def test_a_later_attempt_meets_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+    assert run(2, attempts, f"file://{tmp_path}") == [9, 9]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def over_tcp(rank: int, size: int, port: int, local_size: int) -> list[str]:
+    comm = connect(
+        rank, size, rendezvous=f"tcp://127.0.0.1:{port}", local_size=local_size, deadline_seconds=20
+    )
+    work, good = start_sum(comm, torch.float32, (3,))
+    assert good(work.wait())
+    lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    mine = {os.readlink(f"/proc/self/fd/{fd}")[8:-1] for fd in descriptors() if is_socket(fd)}
+    listening = [line.split() for line in lines.splitlines() if line.split()[3] == "0A"]
+    comm.gather(torch.zeros(1)).wait()
+    comm.close()
+    return [fields[1] for fields in listening if fields[9] in mine]
+
+
+def descriptors() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
+def is_socket(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+
+
+@pytest.mark.parametrize("local_size", [1, 2])
+def test_over_tcp_nothing_listens_beyond_the_given_address(local_size: int) -> None:
+    listening = run(2, over_tcp, free_port(), local_size)
+    assert listening[0], "worker 0 serves"
+    assert all(address.startswith("0100007F:") for worker in listening for address in worker)
+
+
+def test_a_port_that_is_taken_is_refused_with_a_cure() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(InvalidInput, match=r"worker 0 cannot serve there \(Address already in use\)"):
+            connect(0, 2, rendezvous=url, local_size=2)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
+def test_who_does_not_come_is_lost_within_the_deadline(kind: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        connect(0, 2, rendezvous=f"file://{tmp_path}", local_size=2, kind=kind, deadline_seconds=0.5)
+    assert time.monotonic() - began < 5
+    if kind == "shared_memory":
+        assert caught.value.ranks == (1,)

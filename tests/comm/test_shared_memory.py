@@ -1,0 +1,253 @@
+"""What only shared memory promises: no copies, no leaks, and a way out where memory cannot be shared."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.comm.laws import STARTS, start_sum
+from tests.processes import run, start
+from unisono.comm import SharedMemory, TorchGroup, connect
+from unisono.comm.board import Board, Slice
+from unisono.comm.peers import Peers
+from unisono.errors import PeerLost
+
+
+def joined(rank: int, size: int, directory: str, deadline_seconds: float = 20.0) -> Any:
+    return connect(
+        rank, size, rendezvous=f"file://{directory}", local_size=size, deadline_seconds=deadline_seconds
+    )
+
+
+def mappings() -> list[tuple[int, int]]:
+    """Where memory files are mapped in this process."""
+    with open("/proc/self/maps") as maps:
+        spans = [line.split()[0].split("-") for line in maps if "memfd:unisono" in line]
+    return [(int(low, 16), int(high, 16)) for low, high in spans]
+
+
+def no_copies(rank: int, size: int, directory: str) -> None:
+    comm = joined(rank, size, directory)
+    assert isinstance(comm, SharedMemory)
+    x = comm.allocate(100_000, torch.float32)
+    spans = [span for span in mappings() if span[0] <= x.data_ptr() < span[1]]
+    assert len(spans) == 1
+    before = x.fill_(rank).clone()
+    result = comm.sum(x).wait()
+    assert spans[0][0] <= result.data_ptr() < spans[0][1]
+    assert torch.equal(x, before), "what was added up was read where it lies"
+    second = comm.sum(x).wait()
+    assert second.data_ptr() == result.data_ptr()
+    comm.close()
+
+
+def test_an_allocated_sum_is_read_and_written_in_shared_memory(tmp_path: Path) -> None:
+    run(3, no_copies, str(tmp_path))
+
+
+def open_files() -> dict[str, str]:
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+    return found
+
+
+def leave_nothing(rank: int, size: int, directory: str) -> None:
+    # The first time, libraries open what they keep.
+    use_and_close(rank, size, f"{directory}/first")
+    before = open_files()
+    for turn in range(3):
+        use_and_close(rank, size, f"{directory}/{turn}")
+    assert open_files() == before
+    assert mappings() == []
+
+
+def use_and_close(rank: int, size: int, directory: str) -> None:
+    comm = joined(rank, size, directory)
+    lane = comm.lane("a")
+    for each in (comm, lane):
+        for verb in STARTS:
+            work, good = STARTS[verb](each, torch.float32, (50,))
+            assert good(work.wait())
+    comm.close()
+    with pytest.raises(PeerLost, match="this end was closed"):
+        comm.sum(torch.zeros(1)).wait()
+
+
+def test_nothing_is_left_after_close(tmp_path: Path) -> None:
+    run(2, leave_nothing, str(tmp_path))
+
+
+def shared_kilobytes() -> int:
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Shmem:"))
+
+
+def hold_memory(rank: int, size: int, directory: str) -> None:
+    comm = joined(rank, size, directory)
+    comm.allocate(100_000_000, torch.float32)
+    Path(directory, f"ready{rank}").touch()
+    signal.pause()
+
+
+def test_nothing_is_left_when_all_are_killed(tmp_path: Path) -> None:
+    before, size, taken = shared_kilobytes(), 2, 3 * 400_000
+    with start(size, hold_memory, str(tmp_path)) as workers:
+        end = time.monotonic() + 60
+        while not all((tmp_path / f"ready{rank}").exists() for rank in range(size)):
+            assert time.monotonic() < end
+            assert all(process.is_alive() for process in workers.processes)
+            time.sleep(0.01)
+        assert shared_kilobytes() - before > 0.8 * taken
+    # The kernel gives pages back a moment after the last process is reaped.
+    end = time.monotonic() + 10
+    while shared_kilobytes() - before > 0.2 * taken:
+        assert time.monotonic() < end, "memory is still taken"
+        time.sleep(0.01)
+
+
+def with_little_memory(rank: int, size: int, directory: str, limit_bytes: int) -> list[str]:
+    """The log lines of a run whose memory files may not be longer than `limit_bytes`."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unisono").addHandler(handler)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    comm = joined(rank, size, directory)
+    assert isinstance(comm, TorchGroup if limit_bytes < Board(size).nbytes else SharedMemory)
+    x = comm.allocate(20_000_000, torch.float32)
+    assert not x.any()
+    work, good = start_sum(comm, torch.float32, (1000,))
+    assert good(work.wait())
+    assert (comm.sum(x.fill_(rank + 1)).wait() == 3).all()
+    comm.close()
+    return lines
+
+
+def test_without_memory_all_fall_back_to_gloo_and_one_says_so(tmp_path: Path) -> None:
+    spoken, silent = run(2, with_little_memory, str(tmp_path), 100_000)
+    assert silent == []
+    assert spoken == [
+        "shared memory cannot be used (worker 0: [Errno 27] File too large): using gloo instead"
+    ]
+
+
+def test_without_memory_for_one_tensor_its_sums_are_copied(tmp_path: Path) -> None:
+    spoken, silent = run(2, with_little_memory, str(tmp_path), 20_000_000)
+    assert silent == []
+    reason = "worker 0: File too large"
+    assert spoken == [f"no shared memory for a tensor of 80000000 bytes ({reason}): its sums are copied"]
+
+
+def counted(rank: int, size: int, directory: str) -> dict[str, int]:
+    comm = joined(rank, size, directory)
+    x, seen, before = comm.allocate(3 * 1600, torch.float32), {}, 0
+    for verb, call in {
+        "allocated": lambda: comm.sum(x),
+        "sum": lambda: comm.sum(torch.zeros(10)),
+        "gather": lambda: comm.gather(torch.zeros(10)),
+        "broadcast": lambda: comm.broadcast(torch.zeros(10), root=1),
+        "exchange": lambda: comm.exchange([torch.zeros(10)] * 3, [torch.zeros(10)] * 3),
+        "swap": lambda: comm.swap(*[{1 - rank: torch.zeros(10)} if rank < 2 else {}] * 2),
+    }.items():
+        call().wait()
+        seen[verb], before = comm.bytes_sent - before, comm.bytes_sent
+    comm.close()
+    return seen
+
+
+def test_bytes_sent_are_those_that_peers_read(tmp_path: Path) -> None:
+    for rank, seen in enumerate(run(3, counted, str(tmp_path))):
+        assert seen == {
+            # Two thirds of the buffer are read by peers, and two peers read the third that was added up here.
+            "allocated": 2 * 3200 * 4,
+            "sum": 80,
+            "gather": 80,
+            "broadcast": 80 if rank == 1 else 0,
+            "exchange": 80,
+            "swap": 40 if rank < 2 else 0,
+        }
+
+
+def leave_early(rank: int, size: int, directory: str) -> tuple[int, ...]:
+    """Worker 1 goes away in peace; worker 0 gets what was owed to it, then learns who is missing."""
+    comm = joined(rank, size, directory)
+    work, good = start_sum(comm, torch.float32, (5,))
+    assert good(work.wait())
+    if rank == 1:
+        comm.close()
+        return ()
+    with pytest.raises(PeerLost) as caught:
+        comm.gather(torch.zeros(1)).wait()
+    return caught.value.ranks
+
+
+def test_a_peer_that_closed_is_named(tmp_path: Path) -> None:
+    assert run(2, leave_early, str(tmp_path)) == [(1,), ()]
+
+
+def one_notices(rank: int, size: int, directory: str) -> float:
+    """Worker 2 is silent; worker 0's deadline is short, worker 1's is long, yet it does not wait for its own."""
+    comm = joined(rank, size, directory, deadline_seconds=1.0 if rank == 0 else 50.0)
+    comm.gather(torch.zeros(1)).wait()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        comm.sum(torch.zeros(1)).wait()
+    assert caught.value.ranks == (2,)
+    return time.monotonic() - began
+
+
+def test_who_notices_a_loss_tells_the_others(tmp_path: Path) -> None:
+    with start(3, one_notices, str(tmp_path)) as workers:
+        assert max(workers.results(lost={2})[:2]) < 5.0
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1000])
+def test_slices_cover_everything_once_and_share_no_cache_line(size: int, numel: int) -> None:
+    buffers = [torch.full((numel,), 2.0**rank) for rank in range(size)]
+    result = torch.zeros(numel)
+    parts = [Slice(buffers, result, rank, 0) for rank in range(size)]
+    for part in parts:
+        before = result.clone()
+        part.add_up()
+        changed = (result != before).nonzero().flatten()
+        assert not len(changed) or changed[0] % 16 == 0
+    assert (result == 2.0**size - 1).all()
+    assert sum(part.bytes_read for part in parts) == 2 * (size - 1) * numel * 4
+
+
+def sleep(rank: int, size: int) -> None:
+    signal.pause()
+
+
+@pytest.mark.parametrize("descriptors", [True, False], ids=["pidfd", "proc"])
+def test_peers_know_who_is_dead_zombies_included(descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not descriptors:
+        monkeypatch.delattr(os, "pidfd_open")
+    child = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
+    with start(1, sleep) as workers:
+        peers = Peers({3: child, 5: workers.processes[0].pid})
+        assert peers.lost() == frozenset()
+        os.kill(child, signal.SIGKILL)
+        end = time.monotonic() + 10
+        while not peers.lost():
+            assert time.monotonic() < end
+        assert peers.lost() == {3}
+        os.waitpid(child, 0)
+        assert peers.lost() == {3}
+        peers.close()

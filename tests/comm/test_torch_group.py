@@ -1,0 +1,127 @@
+"""What only torch's process groups promise."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.comm.laws import start_sum
+from tests.comm.test_shared_memory import open_files
+from tests.processes import run
+from unisono.comm import connect
+from unisono.errors import PeerLost
+
+
+def joined(rank: int, size: int, directory: str, deadline_seconds: float = 20.0) -> Any:
+    url = f"file://{directory}"
+    return connect(
+        rank, size, rendezvous=url, local_size=size, kind="gloo", deadline_seconds=deadline_seconds
+    )
+
+
+def stay_apart(rank: int, size: int, directory: str) -> None:
+    environment = dict(os.environ)
+    comm = joined(rank, size, directory)
+    assert not dist.is_initialized()
+    assert dict(os.environ) == environment
+    comm.close()
+
+
+def test_the_default_group_and_the_environment_are_left_alone(tmp_path: Path) -> None:
+    run(2, stay_apart, str(tmp_path))
+
+
+def unusual(rank: int, size: int, directory: str) -> None:
+    comm = joined(rank, size, directory)
+    for dtype in (torch.int16, torch.int8, torch.float8_e4m3fn):
+        x = torch.full((2, 2), rank + 1).to(dtype)
+        total = comm.sum(x).wait()
+        assert total.dtype == dtype
+        assert (total.to(torch.float32) == 3).all()
+        rows = comm.gather(torch.full((3,), rank + 1).to(dtype)).wait()
+        assert rows.to(torch.float32).tolist() == [[1.0] * 3, [2.0] * 3]
+    strided = torch.arange(6.0).view(2, 3).t()
+    assert torch.equal(comm.sum(strided).wait(), 2 * torch.arange(6.0).view(2, 3).t())
+    target = torch.zeros(3, 2).t() + rank
+    assert (comm.broadcast(target, root=1).wait() == 1).all()
+    assert (target == 1).all()
+    comm.close()
+
+
+def test_dtypes_and_strides_that_gloo_does_not_know(tmp_path: Path) -> None:
+    run(2, unusual, str(tmp_path))
+
+
+def counted(rank: int, size: int, directory: str) -> list[int]:
+    comm = joined(rank, size, directory)
+    seen, before = [], 0
+    for call in (
+        lambda: comm.sum(torch.zeros(30)),
+        lambda: comm.gather(torch.zeros(10)),
+        lambda: comm.broadcast(torch.zeros(10), root=1),
+        lambda: comm.exchange([torch.zeros(10)] * 3, [torch.zeros(10)] * 3),
+        lambda: comm.swap(*[{1 - rank: torch.zeros(10)} if rank < 2 else {}] * 2),
+    ):
+        call().wait()
+        seen.append(comm.bytes_sent - before)
+        before = comm.bytes_sent
+    comm.close()
+    return seen
+
+
+def test_bytes_sent(tmp_path: Path) -> None:
+    for rank, seen in enumerate(run(3, counted, str(tmp_path))):
+        assert seen == [2 * 2 * 120 // 3, 80, 80 if rank == 1 else 0, 80, 40 if rank < 2 else 0]
+
+
+def leave_nothing(rank: int, size: int, directory: str) -> None:
+    use_and_close(rank, size, f"{directory}/first")
+    before = open_files(), len(os.listdir("/proc/self/task"))
+    for turn in range(3):
+        use_and_close(rank, size, f"{directory}/{turn}")
+    assert open_files() == before[0]
+    assert len(os.listdir("/proc/self/task")) == before[1]
+
+
+def use_and_close(rank: int, size: int, directory: str) -> None:
+    comm = joined(rank, size, directory)
+    for each in (comm, comm.lane("a")):
+        work, good = start_sum(each, torch.float32, (50,))
+        assert good(work.wait())
+    comm.close()
+    with pytest.raises(PeerLost, match="this end was closed"):
+        comm.sum(torch.zeros(1)).wait()
+    del comm, each
+    gc.collect()
+
+
+def test_no_descriptor_or_thread_is_left_after_close(tmp_path: Path) -> None:
+    run(2, leave_nothing, str(tmp_path))
+
+
+def close_in_the_middle(rank: int, size: int, directory: str) -> float:
+    """Worker 0 starts what nobody answers, and closes; worker 1 then finds it gone, long before the deadline."""
+    comm = joined(rank, size, directory, deadline_seconds=50.0)
+    comm.gather(torch.zeros(1)).wait()
+    began = time.monotonic()
+    if rank == 0:
+        work = comm.sum(torch.zeros(1000))
+        assert not work.poll()
+    else:
+        work = comm.gather(torch.zeros(3))
+        time.sleep(0.2)
+    comm.close()
+    with pytest.raises(PeerLost):
+        work.wait()
+    return time.monotonic() - began
+
+
+def test_close_does_not_wait_for_anybody(tmp_path: Path) -> None:
+    assert max(run(2, close_in_the_middle, str(tmp_path))) < 5.0
