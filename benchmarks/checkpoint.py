@@ -222,12 +222,12 @@ def join_alone() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, repeats=7)
     parser.add_argument("--steps", type=int, default=20, help="of a window (20)")
-    parser.add_argument("--folder", type=Path, help="on the disk that is meant (the current directory's)")
+    parser.add_argument("--folder", type=Path, help="on the disk that is meant (the system's temporary one)")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     join_alone()
     training = Training()
-    with tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=asked.folder or Path.cwd()) as root:
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=asked.folder) as root:
         return measure(training, Path(root), asked)
 
 

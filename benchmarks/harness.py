@@ -191,6 +191,13 @@ def _cpu() -> str:
     return platform.machine()
 
 
+def told(verdict: Verdict) -> Verdict:
+    """The verdict, after printing its short form: a long benchmark that is ended has said something."""
+    record = verdict.record()
+    print(f"  {verdict.ratio}  {record['target']}  {record['verdict']}", flush=True)
+    return verdict
+
+
 def table(verdicts: Iterable[Verdict]) -> str:
     """The verdicts as lines of text; medians with their quartiles."""
     head = ("claim", "ours", "peer", "ratio", "target", "")

@@ -126,6 +126,10 @@ def test_no_file_tells_of_the_machine_it_was_written_on() -> None:
     assert found == []
 
 
+def test_no_file_is_too_large_for_a_repository() -> None:
+    assert [str(path.relative_to(ROOT)) for path in files() if path.stat().st_size > 500_000] == []
+
+
 # --- walls that the linter cannot say
 
 

@@ -18,7 +18,7 @@ import cloudpickle
 
 from unisono.config import Config
 from unisono.errors import InvalidInput
-from unisono.launch import Identity, Interrupted, StopRequest, Worker, identify, launch, prepare
+from unisono.launch import Identity, StopRequest, Worker, identify, launch, prepare
 from unisono.observe import write_summary
 from unisono.settings import settle
 from unisono.task import Task
@@ -69,6 +69,9 @@ class TaskSource(Protocol):
     @property
     def arguments(self) -> Mapping[str, Any]: ...
 
+    def absolute(self) -> str:
+        """A name that means the same in every directory."""
+
     def load(self) -> Task: ...
 
 
@@ -82,9 +85,15 @@ class Carried:
 
     @classmethod
     def of(cls, task: Task) -> Carried:
+        """`task` as a value that travels."""
         return cls(task.name, cloudpickle.dumps(task))
 
+    def absolute(self) -> str:
+        """See `TaskSource`."""
+        return self.name
+
     def load(self) -> Task:
+        """See `TaskSource`."""
         task = cloudpickle.loads(self.pickled)  # made by `of` in our own launcher
         assert isinstance(task, Task)
         return task
@@ -144,19 +153,14 @@ def start(
         with claimed(config, source.name) as path:
             on_message(0, {"kind": "run", "path": str(path)})
             order = Order(source, settings, path, began)
-            try:
-                results = launch(
-                    "unisono.work:work",
-                    (order,),
-                    config.workers,
-                    logs=path / "logs",
-                    prepared=server,
-                    on_message=on_message,
-                )
-            except Interrupted:
-                again = f"unisono train {source.name} --run {path} --resume"
-                on_message(0, {"kind": "notice", "text": f"stopped; go on with: {again}"})
-                raise
+            results = launch(
+                "unisono.work:work",
+                (order,),
+                config.workers,
+                logs=path / "logs",
+                prepared=server,
+                on_message=on_message,
+            )
     return conclude(results[0], path, json)
 
 

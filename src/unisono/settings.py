@@ -29,8 +29,7 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
     if given.get("global_batch") is not None:
         defaults.pop("micro_batch", None)
     chosen = {"global_batch": LIBRARY_GLOBAL_BATCH, **defaults}
-    chosen |= {name: value for name, value in given.items() if value is not None}
-    config = Config.of(chosen)
+    config = Config.of({**chosen, **given})
     if config.sync_batchnorm and isinstance(config.compress, Exact):
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends on "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class Evaluation:
 
     data: Data
     metrics: Mapping[str, Callable[[Any, Batch], Tensor | float]] = field(
-        default_factory=lambda: MappingProxyType({})
+        default_factory=dict
     )
     batch: int = 256
 
@@ -73,7 +72,7 @@ class Task:
     evaluate: Evaluation | Data | None = None
     schedule: Schedule | None = None
     collate: Callable[[list[Any]], Batch] | None = None
-    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     name: str = "task"
 
 

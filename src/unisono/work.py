@@ -195,7 +195,7 @@ def _recorder(worker: Worker, path: Path) -> Recorder:
 def _write_down(order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, first_step: int) -> None:
     """The configuration, once it is sure that the run begins."""
     if comm.rank == 0:
-        write_config(path, config.mapping(), order.source.name, order.source.arguments)
+        write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)
         record.event("start", workers=comm.size, first_step=first_step, config=config.mapping())
 
 

@@ -181,6 +181,9 @@ class _Bound:
         self._passes, self._options = passes, options
         self._replica: Replica | None = None
         self._planned = False
+        # With nobody to agree with and nothing to round, autograd's own gradients are the mean.
+        keeps = all(options["compress"].keeps(p.dtype) for p in model.parameters() if p.requires_grad)
+        self._alone = world.size == 1 and keeps
         self._plain_step = optimizer.step
         optimizer.step = self.step  # type: ignore[method-assign]
         self._first_forward = model.register_forward_pre_hook(lambda *_: self._ready())
@@ -203,6 +206,8 @@ class _Bound:
         if closure is not None:
             raise InvalidInput("closure", closure, "the step of many workers cannot run it again", "call step()")
         if self._replica is None:
+            if self._alone and self._options["clip"] is not None:
+                nn.utils.clip_grad_norm_(self._model.parameters(), self._options["clip"])
             return self._plain_step()
         if not self._left:
             self._leave(last=True)
@@ -218,12 +223,13 @@ class _Bound:
             self._replica.unbind()
 
     def _ready(self) -> None:
-        if self._replica is None and self._model.training and torch.is_grad_enabled():
+        if not self._planned and not (self._model.training and torch.is_grad_enabled()):
+            return
+        self._first_forward.remove()
+        if not self._planned and not self._alone:
             size = self._world.size
             self._start(size, float(size))
             self._next_step()
-        if self._replica is not None:
-            self._first_forward.remove()
 
     def _start(self, micro_batches: int, reference: float) -> None:
         self._left, self._last = True, False

@@ -133,7 +133,8 @@ def test_a_killed_peer_is_lost_at_every_verb(
         results = workers.results(lost={size - 1})
     for error, seconds, later in results[: size - 1]:
         if error is None:
-            # A root may have sent, and a worker may have received, all that it needed: it sees the loss later.
+            # A root may have sent, and a worker may have received, all that it needed: it sees the loss
+            # later.
             assert in_the_middle
             continue
         assert seconds < DEADLINE_SECONDS / 4

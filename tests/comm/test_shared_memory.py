@@ -199,7 +199,8 @@ def test_a_peer_that_closed_is_named(tmp_path: Path) -> None:
 
 
 def one_notices(rank: int, size: int, directory: str) -> float:
-    """Worker 2 is silent; worker 0's deadline is short, worker 1's is long, yet it does not wait for its own."""
+    """Worker 2 is silent; worker 0's deadline is short, worker 1's is long, yet it does not wait for its
+    own."""
     comm = joined(rank, size, directory, deadline_seconds=1.0 if rank == 0 else 50.0)
     comm.gather(torch.zeros(1)).wait()
     if rank == 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from pathlib import Path
@@ -82,12 +81,12 @@ def test_bytes_sent(tmp_path: Path) -> None:
 
 
 def leave_nothing(rank: int, size: int, directory: str) -> None:
+    # gloo keeps its last device, so what counts is that there are not more of them.
     use_and_close(rank, size, f"{directory}/first")
-    before = open_files(), len(os.listdir("/proc/self/task"))
+    before = len(open_files()), len(os.listdir("/proc/self/task"))
     for turn in range(3):
         use_and_close(rank, size, f"{directory}/{turn}")
-    assert open_files() == before[0]
-    assert len(os.listdir("/proc/self/task")) == before[1]
+    assert (len(open_files()), len(os.listdir("/proc/self/task"))) == before
 
 
 def use_and_close(rank: int, size: int, directory: str) -> None:
@@ -98,16 +97,15 @@ def use_and_close(rank: int, size: int, directory: str) -> None:
     comm.close()
     with pytest.raises(PeerLost, match="this end was closed"):
         comm.sum(torch.zeros(1)).wait()
-    del comm, each
-    gc.collect()
 
 
-def test_no_descriptor_or_thread_is_left_after_close(tmp_path: Path) -> None:
+def test_descriptors_and_threads_do_not_pile_up(tmp_path: Path) -> None:
     run(2, leave_nothing, str(tmp_path))
 
 
 def close_in_the_middle(rank: int, size: int, directory: str) -> float:
-    """Worker 0 starts what nobody answers, and closes; worker 1 then finds it gone, long before the deadline."""
+    """Worker 0 starts what nobody answers, and closes; worker 1 then finds it gone, long before the
+    deadline."""
     comm = joined(rank, size, directory, deadline_seconds=50.0)
     comm.gather(torch.zeros(1)).wait()
     began = time.monotonic()

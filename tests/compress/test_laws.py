@@ -58,6 +58,14 @@ def test_the_mean_over_one_peer_is_decode_of_encode(compress) -> None:
 
 
 @law
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_keeps_says_whether_bits_survive(compress, dtype) -> None:
+    x = gradient((1000,)).to(dtype)
+    survived = torch.equal(compress.decode(compress.encode(total_of(compress, x)), dtype), x)
+    assert survived or not compress.keeps(dtype)
+
+
+@law
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_peers_get_the_same_mean_and_it_is_the_mean(compress, size) -> None:
     xs = [gradient((1000,), seed) for seed in range(size)]

@@ -71,10 +71,11 @@ def test_steps_are_thinned_but_for_the_first_and_the_last(tmp_path: Path) -> Non
     recorder = RunRecorder(tmp_path, [kept], step_seconds=FOREVER)
     for step in range(1, 101):
         recorder.step(step, 100, lambda: {"loss": 1 / step, "note": "x"})  # noqa: B023  (read at once or never)
-    recorder.close()
     assert [(e["step"], e["steps"], e["loss"]) for e in events(tmp_path)] == [(1, 100, 1.0), (100, 100, 0.01)]
     assert kept.taken == [(1, {"train/loss": 1.0}), (100, {"train/loss": 0.01})]
+    recorder.close()
     assert kept.closed
+    assert len(events(tmp_path)) == 2
 
 
 def test_a_run_that_stops_early_still_writes_its_last_step(tmp_path: Path) -> None:

@@ -22,18 +22,21 @@ SEAL = ',"sha256":"{}"}}\n'
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, and the CRC-32 of its bytes, by which damage is pinned to it."""
+    """A tensor, and the SHA-256 of its bytes, by which damage is pinned to it."""
 
     spec: Spec
-    crc32: int
+    sha256: str
 
 
 @dataclass(frozen=True)
 class Part:
-    """One worker's file: its length in bytes, its SHA-256 and what it holds."""
+    """One worker's file: its length in bytes and what it holds.
+
+    Nothing else of it needs a checksum: its header follows from what it holds (see `container`), and the rest
+    is tensors without gaps. So every byte is hashed once.
+    """
 
     nbytes: int
-    sha256: str
     tensors: Mapping[str, Entry]
 
 
@@ -77,20 +80,18 @@ def unseal(sealed: bytes) -> dict[str, Any]:
 
 def encode_part(step: int, part: Part) -> bytes:
     tensors = {name: _encode_entry(entry) for name, entry in part.tensors.items()}
-    return seal(
-        {"format": FORMAT, "step": step, "bytes": part.nbytes, "file_sha256": part.sha256, "tensors": tensors}
-    )
+    return seal({"format": FORMAT, "step": step, "bytes": part.nbytes, "tensors": tensors})
 
 
 def decode_part(sealed: bytes) -> tuple[int, Part]:
     """The step and the part. Raises ValueError where it is damaged."""
     fields = _versioned(sealed)
     tensors = {name: _decode_entry(name, entry) for name, entry in _object(fields, "tensors").items()}
-    return _whole(fields, "step"), Part(_whole(fields, "bytes"), _digest(fields, "file_sha256"), tensors)
+    return _whole(fields, "step"), Part(_whole(fields, "bytes"), tensors)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    parts = {part_file(r): {"bytes": p.nbytes, "sha256": p.sha256} for r, p in enumerate(manifest.parts)}
+    parts = {part_file(r): {"bytes": p.nbytes} for r, p in enumerate(manifest.parts)}
     tensors = {
         name: _encode_entry(entry) | {"part": r}
         for r, part in enumerate(manifest.parts)
@@ -119,9 +120,7 @@ def decode_manifest(sealed: bytes) -> Manifest:
         if not 0 <= rank < len(files):
             raise ValueError(f"tensor {name!r} lies in no part")
         held[rank][name] = _decode_entry(name, entry)
-    parts = tuple(
-        Part(_whole(file, "bytes"), _digest(file, "sha256"), t) for file, t in zip(files.values(), held)
-    )
+    parts = tuple(Part(_whole(file, "bytes"), tensors) for file, tensors in zip(files.values(), held))
     if "meta" not in fields:
         raise ValueError("meta is missing")
     return Manifest(_whole(fields, "step"), fields["meta"], parts)
@@ -140,19 +139,19 @@ def _encode_entry(entry: Entry) -> dict[str, Any]:
     return {
         "dtype": dtype_name(entry.spec.dtype),
         "shape": list(entry.spec.shape),
-        "crc32": f"{entry.crc32:08x}",
+        "sha256": entry.sha256,
     }
 
 
 def _decode_entry(name: str, fields: Any) -> Entry:
-    shape, crc32 = _field(fields, "shape", list), _field(fields, "crc32", str)
+    shape, sha256 = _field(fields, "shape", list), _field(fields, "sha256", str)
     dtype = DTYPES.get(_field(fields, "dtype", str))
-    if dtype is None or len(shape) > 64 or not all(_is_whole(n) for n in shape):
+    if dtype is None or not all(_is_whole(n) for n in shape):
         raise ValueError(f"tensor {name!r} has no possible dtype and shape")
     # Torch counts in 63 bits; an empty tensor may still claim absurd lengths elsewhere.
     if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**63:
         raise ValueError(f"tensor {name!r} claims more bytes than a machine can have")
-    return Entry(Spec(dtype, tuple(shape)), int(crc32, 16))
+    return Entry(Spec(dtype, tuple(shape)), sha256)
 
 
 def _versioned(sealed: bytes) -> dict[str, Any]:
@@ -172,11 +171,6 @@ def _field(fields: Any, name: str, kind: type) -> Any:
 def _object(fields: Any, name: str) -> dict[str, Any]:
     found: dict[str, Any] = _field(fields, name, dict)
     return found
-
-
-def _digest(fields: Any, name: str) -> str:
-    digest: str = _field(fields, name, str)
-    return digest
 
 
 def _is_whole(value: Any) -> bool:

@@ -7,11 +7,10 @@ import errno
 import fcntl
 import hashlib
 import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from unisono.checkpoint.container import Container
+from unisono.checkpoint.container import Container, Slot
 from unisono.checkpoint.directory import write_durably
 from unisono.checkpoint.manifest import Entry, Part, encode_part, part_file
 
@@ -44,9 +43,8 @@ def write_part(
     path, report = directory / part_file(rank), directory / report_file(rank)
     report.unlink(missing_ok=True)
     try:
-        sha256 = _stream(path, image, container.nbytes, stopped)
-        entries = {s.name: Entry(s.spec, zlib.crc32(image[s.begin : s.end])) for s in container.slots}
-        part = Part(container.nbytes, sha256, entries)
+        _stream(path, image, container.nbytes, stopped)
+        part = Part(container.nbytes, {slot.name: _entry(slot, image, stopped) for slot in container.slots})
         write_durably(report, encode_part(step, part))
     except (OSError, Stopped):
         with contextlib.suppress(OSError):  # the first error is the one that tells
@@ -55,25 +53,23 @@ def write_part(
     return part
 
 
-def _stream(
-    path: Path,
-    image: memoryview,
-    nbytes: int,
-    stopped: Callable[[], bool],
-) -> str:
+def _entry(slot: Slot, image: memoryview, stopped: Callable[[], bool]) -> Entry:
+    if stopped():
+        raise Stopped
+    return Entry(slot.spec, hashlib.sha256(image[slot.begin : slot.end]).hexdigest())
+
+
+def _stream(path: Path, image: memoryview, nbytes: int, stopped: Callable[[], bool]) -> None:
     descriptor = _create(path)
     try:
         # Space is taken first: a disk that is too full says so before a byte is written.
         os.posix_fallocate(descriptor, 0, len(image))
-        digest = hashlib.sha256()
         for begin in range(0, len(image), CHUNK):
             if stopped():
                 raise Stopped
-            digest.update(image[begin : min(begin + CHUNK, nbytes)])
             _write_all(descriptor, image[begin : begin + CHUNK])
         os.ftruncate(descriptor, nbytes)
         os.fsync(descriptor)
-        return digest.hexdigest()
     finally:
         os.close(descriptor)
 

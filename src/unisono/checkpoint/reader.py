@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from unisono.checkpoint import directory as place
-from unisono.checkpoint.container import Container, Slot, container
+from unisono.checkpoint.container import Slot, container
 from unisono.checkpoint.fingerprint import raw_bytes
-from unisono.checkpoint.manifest import Manifest, Part, decode_manifest, part_file
+from unisono.checkpoint.manifest import Entry, Manifest, Part, decode_manifest, part_file
 from unisono.errors import CheckpointDamaged, CheckpointError
 
 CHUNK = 32 << 20  # bytes
@@ -102,15 +101,13 @@ def _read_part(file: Path, part: Part) -> dict[str, Tensor]:
             )
         if stream.read(len(expected.header)) != expected.header:
             raise ValueError("its header is not what was written")
-        digest = hashlib.sha256(expected.header)
-        tensors = {slot.name: _read_tensor(stream.fileno(), slot, digest) for slot in expected.slots}
-    if digest.hexdigest() != part.sha256:
-        raise ValueError(_culprit(expected, part, tensors))
-    return tensors
+        return {
+            slot.name: _read_tensor(stream.fileno(), slot, part.tensors[slot.name]) for slot in expected.slots
+        }
 
 
-def _read_tensor(descriptor: int, slot: Slot, digest: hashlib._Hash) -> Tensor:
-    tensor = torch.empty(slot.spec.shape, dtype=slot.spec.dtype)
+def _read_tensor(descriptor: int, slot: Slot, entry: Entry) -> Tensor:
+    tensor, digest = torch.empty(slot.spec.shape, dtype=slot.spec.dtype), hashlib.sha256()
     memory = raw_bytes(tensor)
     for begin in range(0, len(memory), CHUNK):
         rest = memory[begin : begin + CHUNK]
@@ -120,11 +117,6 @@ def _read_tensor(descriptor: int, slot: Slot, digest: hashlib._Hash) -> Tensor:
                 raise ValueError("it became shorter while it was read")
             digest.update(rest[:count])
             rest = rest[count:]
+    if digest.hexdigest() != entry.sha256:
+        raise ValueError(f"the bytes of tensor {slot.name!r} are not what was written")
     return tensor
-
-
-def _culprit(expected: Container, part: Part, tensors: Mapping[str, Tensor]) -> str:
-    for slot in expected.slots:
-        if zlib.crc32(raw_bytes(tensors[slot.name])) != part.tensors[slot.name].crc32:
-            return f"the bytes of tensor {slot.name!r} are not what was written"
-    return "its checksum is not that in the manifest"

@@ -19,9 +19,14 @@ _LINE_BYTES = 64
 
 
 class Board:
-    """The map of a lane's memory; words are of 8 bytes, and what one worker writes shares no cache line with others'::
+    """The map of a lane's memory, in this order::
 
-    broken, token | of each rank: posted, closed; done | of each rank: ring of headers | of each rank: mailbox, two halves
+        broken, token                               one line of words of 8 bytes
+        posted, closed | done                       two lines for each rank
+        64 headers                                  for each rank
+        mailbox of two halves                       for each rank
+
+    What one worker writes shares no cache line with what another writes.
     """
 
     broken, token = 0, 1
@@ -65,7 +70,8 @@ class Slice:
         self._parts = [buffer[low:high] for buffer in buffers]
         self._target = result[low:high]
         self.result, self.place = result, place
-        # Peers read this worker's buffer outside its own slice, and each reads the slice that this one has added up.
+        # Peers read this worker's buffer outside its own slice, and each reads the slice that this one has
+        # added up.
         self.bytes_read = (numel - (high - low) + (size - 1) * (high - low)) * width
 
     def add_up(self) -> None:

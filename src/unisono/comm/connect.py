@@ -43,7 +43,8 @@ def connect(
         rank, size: this worker's number, ``0 .. size-1``, and how many there are.
         rendezvous: a URL, see `unisono.comm.rendezvous`; not looked at when `size` is 1.
         local_size: how many of the workers run on this host.
-        kind: one of `KINDS`; ``auto`` is NCCL on CUDA, else shared memory where all workers run on one host, else gloo.
+        kind: one of `KINDS`; ``auto`` is NCCL on CUDA, else shared memory where all workers run on one host,
+        else gloo.
         device: where payloads live.
         deadline_seconds: how long a peer may stay silent, now and in every verb.
 
@@ -100,11 +101,13 @@ def share_memory(store: c10d.Store, rank: int, size: int, deadline_seconds: floa
             raise MemoryUnavailable(f"worker {other}: {worker['failure']}")
     assert memory is not None
     peers = Peers({other: worker["pid"] for other, worker in enumerate(workers) if other != rank})
-    return SharedMemory(rank, size, memory, Host(peers, there["pid"], board.words(memory)), deadline_seconds)
+    host = Host(store, peers, there["pid"], board.words(memory))
+    return SharedMemory(rank, size, memory, host, deadline_seconds)
 
 
 def _open(there: dict[str, Any], board: Board) -> Tensor:
-    """Worker 0's file, and no other of the same numbers (a container may count its processes from 1 again)."""
+    """Worker 0's file, and no other of the same numbers (a container may count its processes from 1
+    again)."""
     memory = open_of(there["pid"], there["number"], board.nbytes)
     if board.words(memory)[Board.token] != there["token"]:
         raise MemoryUnavailable("worker 0 is in another container")

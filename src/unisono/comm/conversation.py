@@ -1,12 +1,14 @@
 """Operations under way, in the order in which they were started.
 
-An operation's steps are a generator: it yields a `Blocked` where it cannot go on without its peers, and returns the
-result. Whoever polls any operation moves the whole conversation, in order: an operation may pass on the turn
-(``released``) before it is over, once nothing that its successors do can come before what it has done.
+An operation's steps are a generator: it yields a `Blocked` where it cannot go on without its peers, and
+returns the result. Whoever polls any operation moves the whole conversation, in order: an operation may pass
+on the turn (``released``) before it is over, once nothing that its successors do can come before what it has
+done.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
@@ -51,7 +53,8 @@ class Operation(Generic[T]):
         if not self.finished:
             self._conversation.wait_for(self)
         if self.error is not None:
-            raise self.error.with_traceback(None)
+            # A copy: the traceback of a kept error would keep its caller's variables, and their memory.
+            raise copy.copy(self.error)
         return self._result
 
     def step(self) -> bool:
@@ -81,8 +84,8 @@ class Family:
 class Conversation:
     """One lane: a queue of operations, its deadline, and its failure once it has failed.
 
-    The deadline counts from the first fruitless poll after the last progress, so that a worker's own long silence
-    is not held against its peers.
+    The deadline counts from the first fruitless poll after the last progress, so that a worker's own long
+    silence is not held against its peers.
     """
 
     def __init__(self, family: Family, deadline_seconds: float) -> None:
@@ -115,7 +118,8 @@ class Conversation:
         return operation
 
     def advance(self) -> None:
-        """Move every operation as far as it goes; fails the lane when a peer is lost or the deadline has passed."""
+        """Move every operation as far as it goes; fails the lane when a peer is lost or the deadline has
+        passed."""
         if self._move() or not self._queue:
             self._fruitless_since = None
             return
@@ -160,14 +164,15 @@ class Conversation:
             self._refuse(PeerLost([], "close", "this end was closed"))
 
     def _refuse(self, error: CommunicationError) -> None:
-        self._failure = error
+        self._failure = error.with_traceback(None)
         for operation in self._queue:
             if not operation.finished:
                 operation.fail(error)
         self._queue.clear()
 
     def _siblings(self) -> list[Conversation]:
-        """Other lanes with work to do that this thread may touch: two workers may wait for two lanes in any order."""
+        """Other lanes with work to do that this thread may touch: two workers may wait for two lanes in any
+        order."""
         me = threading.get_ident()
         return [
             lane for lane in self._family.lanes if lane is not self and lane._queue and lane._thread == me

@@ -1,7 +1,7 @@
 """Memory without a name that processes of one host share.
 
-Worker 0 makes a memory file and tells its process number and the file's number there; the others open it through
-``/proc``. The file is gone when the last process that maps it is gone, even if all are killed.
+Worker 0 makes a memory file and tells its process number and the file's number there; the others open it
+through ``/proc``. The file is gone when the last process that maps it is gone, even if all are killed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def pages(nbytes: int) -> int:
 
 
 def create(nbytes: int) -> int:
-    """A memory file of `nbytes` zeros, really taken: too little memory is an `OSError` now, not a SIGBUS later."""
+    """A memory file of `nbytes` zeros, really taken: too little memory is an `OSError` now, not a SIGBUS
+    later."""
     fd = os.memfd_create("unisono", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -46,7 +47,8 @@ def create(nbytes: int) -> int:
 
 
 def open_of(pid: int, number: int, nbytes: int) -> Tensor:
-    """The bytes of file `number` of process `pid`, mapped. Raises `OSError` where that is not what it should be."""
+    """The bytes of file `number` of process `pid`, mapped. Raises `OSError` where that is not what it should
+    be."""
     fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)

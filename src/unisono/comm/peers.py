@@ -10,8 +10,9 @@ from collections.abc import Mapping
 class Peers:
     """Watches processes of this host by rank; a zombie counts as dead.
 
-    Where the kernel has them, process descriptors are used: they cannot be confused by a number that was given to
-    another process. Elsewhere, and for a process that cannot be opened, its number and state are looked up.
+    Where the kernel has them, process descriptors are used: they cannot be confused by a number that was
+    given to another process. Elsewhere, and for a process that cannot be opened, its number and state are
+    looked up.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:

@@ -2,7 +2,7 @@
 
 A record is what travels ahead of each payload::
 
-    verb, sequence, numel, dtype, root, place | what I send to rank 0 .. n-1 | what I expect from rank 0 .. n-1
+    verb, sequence, numel, dtype, root, place | what I send to each rank | what I expect from each rank
 
 The first part must be equal on all workers. The two others are filled by `exchange` and `swap` only: what one
 worker sends another must be what that one expects. A pair's message is one number, ``numel * 256 + dtype + 1``,
@@ -23,10 +23,7 @@ VERBS = ("sum", "gather", "broadcast", "exchange", "swap", "allocate", "lane", "
 # The position in this table is the number on the wire.
 DTYPES = tuple(
     getattr(torch, name)
-    for name in (
-        "float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool complex64 complex128 "
-        "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz uint16 uint32 uint64"
-    ).split()
+    for name in ["float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "uint16", "uint32", "uint64"]
 )
 _VERB_CODES = {verb: code for code, verb in enumerate(VERBS)}
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -47,7 +44,8 @@ def agreed_part(
     root: int = -1,
     place: int = -1,
 ) -> tuple[int, ...]:
-    """What all workers must say alike. `place` is where in the memory that peers share the payload lies, or -1."""
+    """What all workers must say alike. `place` is where in the memory that peers share the payload lies,
+    or -1."""
     code = -1 if dtype is None else _DTYPE_CODES[dtype]
     return _VERB_CODES[verb], sequence, numel, code, root, place
 
@@ -105,7 +103,9 @@ def check_neighbours(xs: Mapping[int, Tensor], like: Mapping[int, Tensor], rank:
     """Raises `ValueError` unless the same other ranks are sent to and received from."""
     strangers = [other for other in xs if other == rank or not 0 <= other < size]
     if strangers or set(xs) != set(like):
-        raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself")
+        raise ValueError(
+            f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself"
+        )
 
 
 def _words(part: Sequence[int]) -> str:

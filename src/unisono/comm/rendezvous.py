@@ -90,7 +90,9 @@ def _tcp_store(place: Rendezvous, rank: int, timeout: timedelta) -> c10d.Store:
     serves = rank == 0 and not place.served
     listening = _listen(place) if serves else None
     try:
-        return c10d.TCPStore(place.host, place.port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listening)
+        return c10d.TCPStore(
+            place.host, place.port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listening
+        )
     except RuntimeError as error:
         where = f"{place.host}:{place.port}"
         raise PeerLost([0], "connect", f"nobody serves at {where}: {str(error).splitlines()[0]}") from error
@@ -116,6 +118,7 @@ def _listen(place: Rendezvous) -> int:
 
 def _resolve(place: Rendezvous) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]:
     try:
-        return socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]  # type: ignore[return-value]
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InvalidInput("rendezvous", place.host, f"is not a host ({error.strerror})", _CURE) from error
+    return found[0]  # type: ignore[return-value]

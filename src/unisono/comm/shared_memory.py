@@ -1,18 +1,21 @@
 """Peers of one host that talk through memory which all of them map.
 
-All operations are *rounds*, counted from 1 by each worker. ``posted[r] = t`` says: what rank *r* gives to round *t* is
-there to be read. ``done[r] = t`` says: rank *r* has read all that it needs of round *t* (and has written its part of
-the result). A worker reads what others gave to round *t* only when all have posted *t*.
+All operations are *rounds*, counted from 1 by each worker. ``posted[r] = t`` says: what rank *r* gives to
+round *t* is there to be read. ``done[r] = t`` says: rank *r* has read all that it needs of round *t* (and
+has written its part of the result). A worker reads what others gave to round *t* only when all have posted
+*t*.
 
-These two numbers are enough for the sum of an allocated tensor, where each worker adds up one slice of everybody's
-buffer into a result that all read. A worker may write its buffer again when all are done with *t*: nobody reads it
-any more. It may still read the result of *t*, although a faster peer is ahead: that peer writes into the result only
-when all have posted a later sum of the same tensor, this worker too, and starting that is what ends the validity.
+These two numbers are enough for the sum of an allocated tensor, where each worker adds up one slice of
+everybody's buffer into a result that all read. A worker may write its buffer again when all are done with
+*t*: nobody reads it any more. It may still read the result of *t*, although a faster peer is ahead: that
+peer writes into the result only when all have posted a later sum of the same tensor, this worker too, and
+starting that is what ends the validity.
 
-Everything else goes through mailboxes, two halves for each worker. A half is written again two rounds later, when all
-are done with the round that used it; so is a slot of the ring of headers, many rounds later.
+Everything else goes through mailboxes, two halves for each worker. A half is written again two rounds later,
+when all are done with the round that used it; so is a slot of the ring of headers, many rounds later.
 
-The numbers are plain memory: this relies on a processor that shows stores in the order in which they were made.
+The numbers are plain memory: this relies on a processor that shows stores in the order in which they were
+made.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from unisono.comm import record
 from unisono.comm.board import HALF_BYTES, RING, Board, Slice
@@ -46,8 +50,13 @@ _UNKNOWN_RANKS = 1 << 62
 
 @dataclass
 class Host:
-    """What the lanes of one communicator share: whom to watch, and the first lane's word that says who is lost."""
+    """What the lanes of one communicator share.
 
+    `peers` are watched; `words` are the first lane's, where it stands who is lost; `store` is kept because
+    slower peers may still read what worker 0 serves.
+    """
+
+    store: c10d.Store | None
     peers: Peers
     first_pid: int
     words: memoryview
@@ -143,6 +152,7 @@ class SharedMemory(Conversation):
             lane._let_go()
         if first:
             self._host.peers.close()
+            self._host.store, self._host.words = None, memoryview(b"")
 
     # Rounds: the only code that touches flags.
 
@@ -172,7 +182,8 @@ class SharedMemory(Conversation):
         self._progress += 1
 
     def _post(self, turn: int, head: bytes = b"", more: Sequence[int] = ()) -> None:
-        """Show what this worker gives to round `turn`: first the header, then the number that says that it is there."""
+        """Show what this worker gives to round `turn`: first the header, then the number that says that it
+        is there."""
         start = self._board.slot(self.rank, turn)
         if head:
             self._bytes[start * 8 : start * 8 + len(head)] = head
@@ -220,7 +231,8 @@ class SharedMemory(Conversation):
         fill: Callable[[int, int], None],
         drain: Callable[[int, int], None],
     ) -> Steps[None]:
-        """`rounds` rounds: each calls ``fill(i, turn)``, waits for the others, and calls ``drain(i, turn)``."""
+        """`rounds` rounds: each calls ``fill(i, turn)``, waits for the others, and calls
+        ``drain(i, turn)``."""
         for i in range(rounds):
             turn = self._turn + 1
             yield from self._until(self._done, turn - 2, released=False)
@@ -291,7 +303,8 @@ class SharedMemory(Conversation):
     def _between_pairs(
         self, verb: str, sequence: int, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]
     ) -> Steps[dict[int, Tensor]]:
-        """Each half is cut into one segment for each reader; who has the most to say decides how many rounds."""
+        """Each half is cut into one segment for each reader; who has the most to say decides how many rounds
+        there are."""
         size, me, segment = self.size, self.rank, self._board.segment_bytes
         head = _HEAD.pack(*record.agreed_part(verb, sequence))
         sends, expects = record.pairs(size, xs), record.pairs(size, like)
@@ -436,9 +449,12 @@ class SharedMemory(Conversation):
 
     def _let_go(self) -> None:
         """The memory itself goes when the last tensor that lies in it does."""
+        if not self._words:
+            return
         self._words[self._board.closed[self.rank]] = 1
         self._end()
         self._allocations, self._slices, self._halves = [], {}, {}
+        self._memory, self._words, self._bytes = torch.empty(0), memoryview(b""), memoryview(b"")
 
 
 def _chunks(x: Tensor, chunk_bytes: int = HALF_BYTES) -> tuple[Tensor, ...]:

@@ -1,9 +1,10 @@
 """Process groups of torch (gloo, NCCL) as a communicator, without torch's default group or any variable.
 
-A lane is two groups. One carries headers, always on gloo: one all-gather of a record per verb, issued when the verb
-is started. The other carries payloads, issued strictly in order once the headers are known to agree. Two are needed
-because the header of a later verb is on its way before the payload of an earlier one is issued, and a group must see
-the same order on all workers. As sizes are compared first, gloo never meets a size that would abort the process.
+A lane is two groups. One carries headers, always on gloo: one all-gather of a record per verb, issued when
+the verb is started. The other carries payloads, issued strictly in order once the headers are known to
+agree. Two are needed because the header of a later verb is on its way before the payload of an earlier one
+is issued, and a group must see the same order on all workers. As sizes are compared first, gloo never meets
+a size that would abort the process.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class TorchGroup(Conversation):
                 c10d.PrefixStore("headers", store), rank, size, address, deadline_seconds
             )
             self._payloads: Any = _payload_group(self, c10d.PrefixStore("payloads", store), deadline_seconds)
+            _meet(self._headers, size, deadline_seconds)
         self._wires = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -216,7 +218,8 @@ class TorchGroup(Conversation):
     def _all_to_all(
         self, verb: str, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]
     ) -> Steps[dict[int, Tensor]]:
-        """One piece for each peer, empty where there is nothing to say; what is for this worker stays here."""
+        """One piece for each peer, empty where there is nothing to say; what is for this worker stays
+        here."""
         there = {rank: x for rank, x in xs.items() if rank != self.rank}
         back = {rank: x for rank, x in like.items() if rank != self.rank}
         outgoing = [_padded(there[rank].nbytes) if rank in there else 0 for rank in range(self.size)]
@@ -244,7 +247,8 @@ class TorchGroup(Conversation):
         return self._backend != "gloo" or dtype in _GLOO_ADDS
 
     def _pause(self, attempt: int, operation: Operation[Any]) -> None:
-        """Sleep until what the oldest operation waits for is there; in slices where other lanes need this thread."""
+        """Sleep until what the oldest operation waits for is there; in slices where other lanes need this
+        thread."""
         siblings = self._siblings()
         for lane in siblings:
             lane.advance()
@@ -261,7 +265,8 @@ class TorchGroup(Conversation):
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Close the sockets first: it ends what is under way here, and wakes peers that wait for this worker."""
+        """Close the sockets first: it ends what is under way here, and wakes peers that wait for this
+        worker."""
         for fd, name in self._wires.items():
             _shut(fd, name)
         self._wires = {}
@@ -276,6 +281,14 @@ def _gloo(store: c10d.Store, rank: int, size: int, address: str, deadline_second
     options._devices = [gloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline_seconds)
     return gloo(store, rank, size, options)
+
+
+def _meet(group: Any, size: int, deadline_seconds: float) -> None:
+    """Return when all are connected: who closes at once must not break off a peer that still connects."""
+    mine, everybody = torch.zeros(1), torch.empty(size)
+    options = c10d.AllgatherOptions()
+    options.timeout = timedelta(seconds=deadline_seconds)
+    group._allgather_base(everybody, mine, options).wait()
 
 
 def _payload_group(lane: TorchGroup, store: c10d.Store, deadline_seconds: float) -> Any:
@@ -330,11 +343,13 @@ def _sockets() -> dict[int, str]:
 
 
 def _shut(fd: int, name: str) -> None:
-    """Shut the socket `fd` down if it is still the one called `name`: the number may belong to another by now."""
+    """Shut the socket `fd` down if it is still the one called `name`: the number may belong to another by
+    now."""
     try:
         with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
             if os.readlink(f"/proc/self/fd/{wire.fileno()}") == name:
-                wire.getpeername()  # raises for a socket that listens: shutting that down would abort the process
+                # Raises for a socket that listens: shutting that down would abort the process.
+                wire.getpeername()
                 wire.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass  # closed already, or its other end is gone: it carries nothing any more

@@ -39,6 +39,9 @@ class Cast:
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return min(dtype, _TYPES[self.to], key=lambda d: d.itemsize)
 
+    def keeps(self, dtype: torch.dtype) -> bool:
+        return self.wire_dtype(dtype) == dtype
+
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
         if first:
             torch.mul(gradient, weight, out=total)

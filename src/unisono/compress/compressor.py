@@ -45,6 +45,9 @@ class Compressor(Protocol):
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that travels for gradients of `dtype`."""
 
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Whether gradients of `dtype` come out of `mean` over one peer as they went in, bit for bit."""
+
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
         """``total += weight * gradient``, in place; `first` overwrites what `total` held. Both of the same shape.
 

@@ -44,6 +44,9 @@ class Exact:
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.int64
 
+    def keeps(self, dtype: torch.dtype) -> bool:
+        return False
+
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
         fixed = gradient.to(torch.float64, copy=True).mul_(weight * 2.0**self.fraction_bits).round_()
         # NaN compares false, so the negated comparison catches it together with what is too large.

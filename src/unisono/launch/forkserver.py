@@ -51,6 +51,7 @@ class Forkserver:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         given = {"path": sys.path, "preload": list(preload), "name": name, "launcher": os.getpid()}
         self.ready = False
+        self._meeting = ""
         self._errors = os.memfd_create("forkserver-errors")
         self._control = ours
         with theirs:
@@ -79,7 +80,8 @@ class Forkserver:
         except ConnectionResetError:
             return None
         news: Mapping[str, Any] | None = json.loads(message) if message else None
-        self.ready = self.ready or (news is not None and "ready" in news)
+        if news is not None and "ready" in news:
+            self.ready, self._meeting = True, news["meeting"]
         return news
 
     def autopsy(self) -> tuple[int, str]:
@@ -100,6 +102,8 @@ class Forkserver:
             self._process.kill()
             self._process.wait()
         os.close(self._errors)
+        if self._meeting:  # the server has removed it, unless it was killed
+            shutil.rmtree(self._meeting, ignore_errors=True)
 
     def __enter__(self) -> Forkserver:
         return self
@@ -141,7 +145,7 @@ class _Server:
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         process.outlive_parent()
         try:
-            self._send(ready=True)
+            self._send(ready=True, meeting=self._meeting)
             while self._serve_one():
                 pass
         finally:

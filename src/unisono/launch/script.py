@@ -43,9 +43,9 @@ def launch_script(
 def run_script(worker: Worker, path: str, arguments: Sequence[str], shown: str) -> None:
     """The target: run `path` as ``__main__`` with ``sys.argv = [shown, *arguments]``.
 
-    A script that does not know of stop requests is ended by SIGTERM, as any other process.
+    A request to stop reaches a script that does not listen for one as Ctrl-C would.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.argv = [shown, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     runpy.run_path(path, run_name="__main__")

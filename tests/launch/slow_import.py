@@ -1,0 +1,5 @@
+"""Takes longer to import than any test waits."""
+
+import threading
+
+threading.Event().wait(600)

@@ -1,0 +1,119 @@
+"""However the launcher ends, nothing of its run stays: no process, no temporary file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.launch.observation import processes, within
+
+ROOT = Path(__file__).parents[2]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
+
+
+@contextmanager
+def toy(marker: str, logs: Path, target: str, *preload: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher under way, of which nothing may be left 5 seconds after the block."""
+    command = [sys.executable, "-m", "tests.launch.toy", marker, str(logs), target, *preload]
+    temporary = logs / "temporary"
+    temporary.mkdir()
+    environ = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "starting\n"
+        try:
+            yield launcher
+            launcher.wait(timeout=20)
+            assert within(5, lambda: not processes(marker)), processes(marker)
+            assert within(5, lambda: not list(temporary.iterdir()))
+        finally:
+            for pid in processes(marker):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def marker() -> str:
+    return f"toy-{uuid.uuid4().hex}"
+
+
+def await_running(launcher: subprocess.Popen[str], workers: int = 3) -> None:
+    assert launcher.stdout is not None
+    assert sorted(launcher.stdout.readline() for _ in range(workers)) == [
+        f"running {i}\n" for i in range(workers)
+    ]
+
+
+def code(number: signal.Signals) -> int:
+    return -number if number is signal.SIGKILL else 128 + number
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_before_the_forkserver_is_up(number: signal.Signals, marker: str, tmp_path: Path) -> None:
+    with toy(marker, tmp_path, "wait_for_stop") as launcher:
+        launcher.send_signal(number)
+    assert launcher.returncode in (code(number), -number)  # Python may not have installed any handler yet
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_while_the_forkserver_imports(number: signal.Signals, marker: str, tmp_path: Path) -> None:
+    with toy(marker, tmp_path, "wait_for_stop", "tests.launch.slow_import") as launcher:
+        assert within(10, lambda: f"{marker} forkserver" in processes(marker).values())
+        launcher.send_signal(number)
+    assert launcher.returncode == code(number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_while_the_workers_run(number: signal.Signals, marker: str, tmp_path: Path) -> None:
+    with toy(marker, tmp_path, "wait_for_stop") as launcher:
+        await_running(launcher)
+        names = set(processes(marker).values())
+        roles = ("launcher", "forkserver", "worker 0", "worker 1", "worker 2")
+        assert names == {f"{marker} {role}" for role in roles}
+        launcher.send_signal(number)
+    assert launcher.returncode == code(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_come_to_a_step_boundary_and_their_results_are_kept(
+    number: signal.Signals, marker: str, tmp_path: Path
+) -> None:
+    with toy(marker, tmp_path, "wait_for_stop") as launcher:
+        await_running(launcher)
+        launcher.send_signal(number)
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "interrupted ['stopped', 'stopped', 'stopped']\n"
+
+
+def test_a_worker_that_does_not_stop_in_time_is_killed(marker: str, tmp_path: Path) -> None:
+    with toy(marker, tmp_path, "ignore_stop") as launcher:
+        await_running(launcher)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "interrupted []\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_the_workers_started_ends_with_them(number: signal.Signals, marker: str, tmp_path: Path) -> None:
+    with toy(marker, tmp_path, "with_children") as launcher:
+        await_running(launcher)
+        (meeting,) = (tmp_path / "temporary").iterdir()
+        assert sum("sleep(600)" in line for line in processes(str(meeting)).values()) == 3
+        launcher.send_signal(number)
+    assert within(5, lambda: not processes(str(meeting)))
+
+
+@pytest.mark.parametrize("role", ["forkserver", "worker 1"])
+def test_a_killed_process_of_the_run_ends_the_run(role: str, marker: str, tmp_path: Path) -> None:
+    with toy(marker, tmp_path, "ignore_stop") as launcher:
+        await_running(launcher)
+        pid = next(pid for pid, name in processes(marker).items() if name.endswith(role))
+        os.kill(pid, signal.SIGKILL)
+    assert launcher.returncode == 1
