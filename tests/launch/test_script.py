@@ -42,7 +42,8 @@ def test_worker_0_is_shown_while_it_runs(tmp_path: Path) -> None:
     """The script waits for a file that appears only once its first words are seen."""
     seen, script = tmp_path / "seen", tmp_path / "script.py"
     script.write_text(
-        f"import os, time\nprint('first')\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)\nprint('second')"
+        "import os, time\nprint('first')\n"
+        f"while not os.path.exists({str(seen)!r}): time.sleep(0.01)\nprint('second')"
     )
 
     class Screen(io.BytesIO):

@@ -265,7 +265,7 @@ class Writer:
 def _streams(tensors: Mapping[str, Tensor]) -> list[torch.cuda.Stream]:
     """A side stream for each CUDA device, which waits for what the current stream still has to compute."""
     devices = 1 + max((x.get_device() for x in tensors.values() if x.is_cuda), default=-1)
-    streams = [torch.cuda.Stream(device) for device in range(devices)]  # type: ignore[no-untyped-call]
+    streams = [torch.cuda.Stream(device) for device in range(devices)]
     for device, stream in enumerate(streams):
         stream.wait_stream(torch.cuda.current_stream(device))
     return streams

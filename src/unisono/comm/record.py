@@ -5,7 +5,8 @@ A record is what travels ahead of each payload::
     verb, sequence, numel, dtype, root, place | what I send to each rank | what I expect from each rank
 
 The first part must be equal on all workers. The two others are filled by `exchange` and `swap` only: what one
-worker sends another must be what that one expects. A pair's message is one number, ``numel * 256 + dtype + 1``,
+worker sends another must be what that one expects. A pair's message is one number, ``numel * 256 + dtype +
+1``,
 and 0 is no message. Every worker sees every record, so all workers find the same disagreement.
 """
 
@@ -23,7 +24,27 @@ VERBS = ("sum", "gather", "broadcast", "exchange", "swap", "allocate", "lane", "
 # The position in this table is the number on the wire.
 DTYPES = tuple(
     getattr(torch, name)
-    for name in ["float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "uint16", "uint32", "uint64"]
+    for name in [
+        "float32",
+        "float64",
+        "bfloat16",
+        "float16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "uint16",
+        "uint32",
+        "uint64",
+    ]
 )
 _VERB_CODES = {verb: code for code, verb in enumerate(VERBS)}
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}

@@ -33,7 +33,7 @@ def seed_compute(value: int) -> None:
         value: 0 to ``2**63 - 1``, from `stream`.
     """
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value)
     random.seed(value)
 

@@ -163,8 +163,8 @@ def _agreeing(identity: Identity, environ: Mapping[str, str]) -> Identity:
 def _numbers(environ: Mapping[str, str], names: tuple[str, ...], launcher: str) -> tuple[int, int, int, int]:
     missing = [name for name in names if not environ.get(name)]
     if missing:
-        given = ", ".join(f"{name} = {environ[name]}" for name in names if environ.get(name)) or "the others"
-        raise _unset(missing[0], f"set it too ({given} is set), or unset all variables of {launcher}")
+        given = next((f" ({name} = {environ[name]} is set)" for name in names if environ.get(name)), "")
+        raise _unset(missing[0], f"set it too{given}, or unset all variables of {launcher}")
     rank, size, local_rank, local_size = (_number(environ, name) for name in names)
     _check_order((rank, size, local_rank, local_size), names)
     return rank, size, local_rank, local_size

@@ -1,0 +1,169 @@
+"""Whole runs on real processes: what is computed does not depend on how many workers there are."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ChildFailed
+from tests.training import source, start, train
+from unisono.checkpoint import checkpoints
+
+TASKS = {
+    "digits": (source("digits"), {"steps": 6}),
+    "text": (
+        source("text", text=(__file__,), model={"layers": 2, "width": 32, "heads": 2, "context": 16, "dropout": 0.1}),
+        {"steps": 6},
+    ),
+    "regression": (source("regression", dropout=0.2, noise=0.1), {}),
+}
+EVERY = [(1, "auto", True), *((n, c, o) for n in (2, 3, 4) for c in ("shared_memory", "gloo") for o in (True, False))]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_exact_gives_the_same_bits_on_any_workers_wire_and_overlap(name, tmp_path) -> None:
+    task, settings = TASKS[name]
+    results = {
+        (n, wire, overlap): train(n, task, tmp_path / f"{n}-{wire}-{overlap}", **settings, compress="Exact()",
+                                  communicator=wire, overlap=overlap)
+        for n, wire, overlap in EVERY
+    }  # fmt: skip
+    assert len({r["weights_sha256"] for r in results.values()}) == 1, results
+    assert len({(r["loss"], *r["metrics"].items()) for r in results.values()}) == 1
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_exact_resumes_bitwise_on_another_number_of_workers(name, tmp_path) -> None:
+    task, settings = TASKS[name]
+    steps = settings.get("steps", 8)
+    whole = train(2, task, tmp_path / "whole", **settings, compress="Exact()")
+    path = tmp_path / "parts"
+    train(3, task, path, steps=2, compress="Exact()", schedule="Constant()")
+    for workers, until in ((1, 3), (4, 5), (2, steps)):
+        last = train(workers, task, path, steps=until, compress="Exact()", schedule="Constant()", run=str(path), resume=True)
+    if task.name == "digits":  # whose own schedule depends on the number of steps
+        whole = train(2, task, tmp_path / "again", **settings, compress="Exact()", schedule="Constant()")
+    if task.name == "text":
+        whole = train(2, task, tmp_path / "again", **settings, compress="Exact()", schedule="Constant()")
+    assert last["weights_sha256"] == whole["weights_sha256"]
+    assert last["steps"] == steps
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_without_exact_losses_stay_within_1e5_of_one_worker(optimizer, workers, tmp_path) -> None:
+    task = source("regression", optimizer=optimizer, dropout=0.1)
+    losses = {}
+    for n in (1, workers):
+        train(n, task, tmp_path / str(n), steps=20)
+        losses[n] = [e["loss"] for e in events(tmp_path / str(n), "step")]
+    assert losses[workers][0] == pytest.approx(losses[1][0], abs=1e-6)
+    assert losses[workers][-1] == pytest.approx(losses[1][-1], abs=1e-5)
+
+
+@pytest.mark.parametrize("wire", ["shared_memory", "gloo"])
+def test_resume_continues_bitwise_without_exact_too(wire, tmp_path) -> None:
+    """With the same number of workers, on a wire that adds in one order."""
+    task = source("regression", dropout=0.2, noise=0.1)
+    whole = train(2, task, tmp_path / "whole", communicator=wire)
+    train(2, task, tmp_path / "parts", steps=3, communicator=wire)
+    last = train(2, task, tmp_path / "parts", communicator=wire, run=str(tmp_path / "parts"), resume=True)
+    assert last["weights_sha256"] == whole["weights_sha256"]
+    assert last["loss"] == whole["loss"]
+
+
+def test_loading_in_processes_and_threads_changes_nothing(tmp_path) -> None:
+    task = source("regression", noise=0.1)
+    digests = {
+        load: train(2, task, tmp_path / load[:4], compress="Exact()", load=load)["weights_sha256"]
+        for load in ("Inline()", "Processes(count=2)")
+    }
+    quiet = source("regression")
+    digests2 = {
+        load: train(2, quiet, tmp_path / f"quiet{load[:4]}", compress="Exact()", load=load)["weights_sha256"]
+        for load in ("Inline()", "Threads(ahead=3)", "Processes()")
+    }
+    assert len(set(digests.values())) == 1 == len(set(digests2.values()))
+    assert set(digests.values()) != set(digests2.values())
+
+
+def test_checkpoints_are_taken_kept_and_listed(tmp_path) -> None:
+    train(2, source("regression"), tmp_path, checkpoint_every=2, keep=3)
+    assert [step for step, _ in checkpoints(tmp_path / "checkpoints")] == [4, 6, 8]
+    assert [e["step"] for e in events(tmp_path, "checkpoint")] == [2, 4, 6, 8]
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path) -> None:
+    task = source("regression")
+    whole = train(2, task, tmp_path, checkpoint_every=4)
+    part = tmp_path / "checkpoints" / "step-00000008" / "part-0.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    again = train(2, task, tmp_path, run=str(tmp_path), resume=True)
+    assert again["weights_sha256"] == whole["weights_sha256"]
+    assert "part-0.safetensors" in events(tmp_path, "checkpoint damaged")[0]["words"]
+    assert events(tmp_path, "resume")[0]["step"] == 4
+
+
+def test_a_resume_from_another_model_names_the_first_tensor(tmp_path) -> None:
+    train(2, source("regression"), tmp_path)
+    with pytest.raises(ChildFailed, match=r"resume = .*another model: .*model/0.bias"):
+        train(1, source("wider"), tmp_path, run=str(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize(("field", "value"), [("seed", 1), ("global_batch", 48), ("compress", "Exact()")])
+def test_a_resume_as_another_run_is_refused(tmp_path, field, value) -> None:
+    train(1, source("regression"), tmp_path)
+    with pytest.raises(ChildFailed, match=f"{field} = .*the run to resume was started with"):
+        train(1, source("regression"), tmp_path, run=str(tmp_path), resume=True, **{field: value})
+
+
+def test_a_nan_names_step_micro_batch_and_worker_and_all_workers_know(tmp_path) -> None:
+    with pytest.raises(ChildFailed, match=r"the loss is nan in step \d+, micro-batch \d, computed by worker \d"):
+        train(2, source("regression", hidden_nan_at=11), tmp_path)
+
+
+def test_evaluation_has_the_same_bits_on_any_number_of_workers(tmp_path) -> None:
+    task = source("regression")
+    metrics = [train(n, task, tmp_path / str(n), steps=1, compress="Exact()")["metrics"] for n in (1, 2, 3, 4)]
+    assert all(m == metrics[0] for m in metrics)
+    assert set(metrics[0]) == {"loss", "mae"}
+    assert all(math.isfinite(v) and v > 0 for v in metrics[0].values())
+
+
+def test_bf16_trains_and_differs_and_compile_computes_the_same(tmp_path) -> None:
+    task = source("regression", norm=False)
+    plain = train(2, task, tmp_path / "plain")
+    half = train(2, task, tmp_path / "half", precision="bf16")
+    assert half["loss"] == pytest.approx(plain["loss"], rel=0.1)
+    assert half["weights_sha256"] != plain["weights_sha256"]
+
+
+def test_synchronized_batchnorm_equals_one_worker_with_the_whole_batch(tmp_path) -> None:
+    task = source("regression", optimizer="sgd")
+    one = train(1, task, tmp_path / "one", steps=8, micro_batch=24)
+    two = train(2, task, tmp_path / "two", steps=8, micro_batch=12, sync_batchnorm=True)
+    other = train(2, task, tmp_path / "other", steps=8, micro_batch=12)
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    assert abs(other["loss"] - one["loss"]) > 1e-4  # without it the statistics are those of half the batch
+
+
+def test_every_worker_reports_and_the_result_is_complete(tmp_path) -> None:
+    results = start(3, source("regression"), tmp_path, {"communicator": "gloo"})
+    first = results[0]
+    assert len({r["weights_sha256"] for r in results}) == 1
+    assert first["samples"] == 8 * 24
+    assert first["bytes_sent_per_worker"] > 8 * 4 * (8 * 32 + 32) * 4 / 3
+    assert first["peak_rss_bytes"] > 50e6
+    assert set(first) == {
+        "steps", "samples", "loss", "metrics", "weights_sha256", "wall_seconds", "startup_seconds", "samples_per_second",
+        "bytes_sent_per_worker", "step_seconds_median", "peak_rss_bytes", "run"}  # fmt: skip
+
+
+def events(path: Path, kind: str) -> list[dict]:
+    lines = map(json.loads, (path / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == kind]

@@ -1,0 +1,105 @@
+"""Whole runs in real processes, without the second that a launcher of its own costs."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from tests import processes
+from unisono import Evaluation, Task
+from unisono.launch import Identity, StopRequest, Worker
+from unisono.run import Order
+from unisono.source import Source
+from unisono.work import work
+
+HERE = str(Path(__file__).resolve().parent.parent)
+
+
+def source(name: str, **arguments: Any) -> Source:
+    """A task of this module, or a built-in one."""
+    built_in = name in ("digits", "text")
+    return Source(name if built_in else f"tests.training:{name}", arguments, HERE)
+
+
+def train(size: int, task: Source, path: Path, **settings: Any) -> dict[str, Any]:
+    """Run `task` on `size` workers in directory `path`; what worker 0 returns."""
+    result: dict[str, Any] = start(size, task, path, settings)[0]
+    return result
+
+
+def start(size: int, task: Source, path: Path, settings: Mapping[str, Any]) -> list[Any]:
+    """What every worker returns."""
+    path.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as meeting:
+        return processes.run(size, _worker, task, dict(settings), path, meeting, timeout_seconds=120)
+
+
+def _worker(rank: int, size: int, task: Source, settings: dict[str, Any], path: Path, meeting: str) -> dict[str, Any]:
+    who = Identity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
+    worker = Worker(who, lambda message: None, StopRequest())  # type: ignore[arg-type]
+    return work(worker, Order(task, settings, path, time.time()))
+
+
+class Noisy(Dataset[Any]):
+    """Regression with dropout's worst friends: random augmentation, and a fetch per sample."""
+
+    def __init__(self, samples: int, noise: float) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.x, self.y = torch.randn(samples, 8, generator=random), torch.randn(samples, 1, generator=random)
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = self.noise * torch.randn(8) if self.noise else 0.0
+        return self.x[i] + noise, self.y[i]
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float, norm: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32) if norm else nn.Identity(), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def regression(
+    *, optimizer: str = "adamw", dropout: float = 0.0, noise: float = 0.0, norm: bool = True, hidden_nan_at: int = -1
+) -> Task:
+    """A small regression, every part of which can be switched."""
+    makers = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    }
+    data = Noisy(96, noise)
+    if hidden_nan_at >= 0:
+        data.y[hidden_nan_at] = float("nan")
+    return Task(
+        model=lambda: Net(dropout, norm),
+        data=data,
+        loss=lambda output, batch: ((output - batch[1]) ** 2).mean(),
+        optimizer=makers[optimizer],
+        evaluate=Evaluation(Noisy(50, 0.0), {"mae": lambda output, batch: (output - batch[1]).abs()}, batch=16),
+        defaults={"steps": 8, "global_batch": 24, "micro_batch": 4},
+        name="regression",
+    )
+
+
+def wider() -> Task:
+    """`regression` with a layer of another width: a model that its checkpoints do not fit."""
+    task = regression()
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 1)), data=task.data, loss=task.loss,
+        defaults=task.defaults)  # fmt: skip
