@@ -15,9 +15,7 @@ NOT_ONE = {"__main__", "harness", "peers"}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, help="interleaved repeats (as each benchmark has it)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FOLDER", help="write a record per benchmark into FOLDER"
-    )
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a record per benchmark into FOLDER")
     asked = parser.parse_args()
     failed = []
     for name in sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in NOT_ONE):

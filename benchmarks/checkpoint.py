@@ -35,9 +35,7 @@ class Training:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(
-            WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
-        )
+        layer = nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         body = nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=False)
         embed, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.model = nn.Sequential(embed, body, head)
@@ -133,9 +131,7 @@ class AsyncSave(Without):
     def begin(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         from torch.distributed.checkpoint import async_save
 
-        self.future = async_save(
-            {"state": dict(tensors)}, checkpoint_id=self.folder / str(step), **self.options()
-        )
+        self.future = async_save({"state": dict(tensors)}, checkpoint_id=self.folder / str(step), **self.options())
 
     def options(self) -> dict[str, Any]:
         return {}
@@ -259,9 +255,7 @@ def measure(training: Training, root: Path, asked: Any) -> int:
 def report(seconds: Mapping[str, Sequence[float]], gigabytes: float, asked: Any) -> int:
     """The claims; and, beside them, the time lost in every way."""
     without = seconds["without"]
-    lost = {
-        way: [a - b for a, b in zip(times, without)] for way, times in seconds.items() if way != "without"
-    }
+    lost = {way: [a - b for a, b in zip(times, without)] for way, times in seconds.items() if way != "without"}
     step = Spread.of([s / asked.steps for s in without])
     print(f"{gigabytes:.3f} GB; a step takes {step} s; seconds lost to one checkpoint:")
     for way, losses in lost.items():

@@ -220,9 +220,7 @@ def table(verdicts: Iterable[Verdict]) -> str:
 
 def parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--repeats", type=int, default=repeats, help=f"interleaved repeats ({repeats})")
     made.add_argument("--json", type=Path, metavar="FILE", help="write every figure and the machine to FILE")
     return made

@@ -25,8 +25,7 @@ def measure(model: str, repeats: int) -> Verdict:
     print(claim.text, end=" ", flush=True)
     script = [str(BIN / "python"), str(PEERS / "whole.py")]
     ways = {
-        way: functools.partial(harness.run, [*script, way, f"--model={model}", *sizes])
-        for way in ("unisono", "plain")
+        way: functools.partial(harness.run, [*script, way, f"--model={model}", *sizes]) for way in ("unisono", "plain")
     }
     ran = harness.interleave(ways, repeats)
     rates = [[1 / r.report["step_seconds_median"] for r in ran[way]] for way in ways]

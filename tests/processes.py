@@ -87,9 +87,7 @@ class Workers:
 
 
 @contextmanager
-def start(
-    size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0
-) -> Iterator[Workers]:
+def start(size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> Iterator[Workers]:
     """Start ``function(rank, size, *args)`` in `size` processes; they are killed on leaving the block.
 
     `function` is a top-level function of an importable module; arguments and results travel by pickle.
@@ -99,7 +97,7 @@ def start(
     try:
         for rank in range(size):
             outcome, inner = context().Pipe(duplex=False)
-            process = context().Process(target=_main, args=(message, rank, size, inner), daemon=True)
+            process = context().Process(target=_main, args=(message, rank, size, inner))
             process.start()
             inner.close()
             workers.processes.append(process)

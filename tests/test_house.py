@@ -28,7 +28,7 @@ PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 OWN_MEMORY = {  # what is unpickled here was written by this program itself, into memory: no file, no message
     "data/loader.py": "whether an error survives the way to the main process, tried in one line",
     "launch/worker.py": "arguments from the launcher, in anonymous memory",
-    "run.py": "a task that a Python program carries to the workers it starts",
+    "order.py": "a task that a Python program carries to the workers it starts",
 }
 
 
@@ -66,9 +66,7 @@ def required() -> set[str]:
 
 def files() -> list[Path]:
     """What is in the repository, or would be with ``git add``; everything where there is no git."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
@@ -108,9 +106,7 @@ def test_modules_are_named_by_what_they_do(path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in MODULES if p.name == "__init__.py" and p.parent != SOURCE], ids=str
-)
+@pytest.mark.parametrize("path", [p for p in MODULES if p.name == "__init__.py" and p.parent != SOURCE], ids=str)
 def test_a_package_only_hands_names_on(path: Path) -> None:
     handed_on = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Expr)
     assert [type(node).__name__ for node in tree(path).body if not isinstance(node, handed_on)] == []
@@ -160,9 +156,7 @@ def dangers(module: ast.Module) -> Iterator[str]:
         if package in PICKLES and verb in ("load", "loads", "Unpickler", "open"):
             yield name
         for keyword in node.keywords:
-            if keyword.arg == "shell" and not (
-                isinstance(keyword.value, ast.Constant) and not keyword.value.value
-            ):
+            if keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value):
                 yield "shell=True"
 
 
@@ -206,9 +200,7 @@ def test_every_dependency_is_pinned_and_torch_comes_first() -> None:
 
 def test_every_dependency_is_accounted_for() -> None:
     rows = (ROOT / "docs" / "dependencies.md").read_text()
-    assert {canonical(name) for name in re.findall(r"^\| ([\w-]+) \|", rows, re.M)} - {
-        "package"
-    } == required()
+    assert {canonical(name) for name in re.findall(r"^\| ([\w-]+) \|", rows, re.M)} - {"package"} == required()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -239,9 +231,7 @@ def shell_lines(page: str) -> Iterator[str]:
 
 @cache
 def options_of(command: str) -> str:
-    shown = subprocess.run(
-        [sys.executable, "-m", "unisono", command, "--help"], capture_output=True, text=True
-    )
+    shown = subprocess.run([sys.executable, "-m", "unisono", command, "--help"], capture_output=True, text=True)
     return shown.stdout
 
 

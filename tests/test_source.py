@@ -138,9 +138,7 @@ def test_an_absolute_name_means_the_same_everywhere(place: Path) -> None:
         ("text", {"text": True}, "--text = (nothing): not text; write --text TEXT."),
     ],
 )
-def test_what_cannot_be_found_is_one_sentence(
-    place: Path, name: str, arguments: Mapping[str, Any], says: str
-) -> None:
+def test_what_cannot_be_found_is_one_sentence(place: Path, name: str, arguments: Mapping[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         Source(name, arguments, str(place)).load()
     assert says in str(raised.value)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from tests import processes
 from unisono import Evaluation, Task
 from unisono.launch import Identity, StopRequest, Worker
-from unisono.run import Order
+from unisono.order import Order
 from unisono.source import Source
 from unisono.work import work
 
@@ -43,7 +43,7 @@ def start(size: int, task: Source, path: Path, settings: Mapping[str, Any]) -> l
 
 def _worker(rank: int, size: int, task: Source, settings: dict[str, Any], path: Path, meeting: str) -> dict[str, Any]:
     who = Identity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
-    worker = Worker(who, lambda message: None, StopRequest())  # type: ignore[arg-type]
+    worker = Worker(who, lambda message: None, StopRequest())
     return work(worker, Order(task, settings, path, time.time()))
 
 
@@ -67,7 +67,11 @@ class Net(nn.Module):
     def __init__(self, dropout: float, norm: bool) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(8, 32), nn.BatchNorm1d(32) if norm else nn.Identity(), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 1)
+            nn.Linear(8, 32),
+            nn.BatchNorm1d(32) if norm else nn.Identity(),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(32, 1),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from unisono.data import Processes as Processes
     from unisono.data import Threads as Threads
     from unisono.layout import Layout as Layout
-    from unisono.run import Result as Result
+    from unisono.order import Result as Result
     from unisono.run import train as train
     from unisono.schedule import Constant as Constant
     from unisono.schedule import Cosine as Cosine
@@ -32,7 +32,8 @@ _HOMES = {
     "config": ("Config",),
     "data": ("Inline", "Processes", "Threads"),
     "layout": ("Layout",),
-    "run": ("Result", "train"),
+    "order": ("Result",),
+    "run": ("train",),
     "schedule": ("Constant", "Cosine", "Linear"),
     "sync": ("AllReduce",),
     "task": ("Evaluation", "Task"),
@@ -40,7 +41,7 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,9 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.comm.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.comm)
+        output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, self.comm
+        )
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)

@@ -103,9 +103,7 @@ class Config:
     def mapping(self) -> dict[str, Any]:
         """Field names and plain values, as TOML can hold them; fields that are None are left out."""
         return {
-            name: notation.show(value) if name in NOTED else value
-            for name, value in _values(self)
-            if value is not None
+            name: notation.show(value) if name in NOTED else value for name, value in _values(self) if value is not None
         }
 
 

@@ -1,15 +1,15 @@
 """Every error that a caller may catch.
 
-    UnisonoError
-    ├── InvalidInput               what the user wrote cannot work: names the field, the value, the cure
-    ├── CommunicationError
-    │   ├── PeerLost               a peer is gone or silent beyond the deadline
-    │   └── MessageMismatch        two workers sent different messages where the same one was due
-    ├── CheckpointError
-    │   ├── CheckpointDamaged      what was read is not what was written
-    │   └── CheckpointMismatch     written by another model: names the first tensor that differs
-    ├── Diverged                   a loss or gradient is not finite: names step, micro-batch, worker
-    └── WorkerFailed               a worker process ended badly: carries its traceback
+UnisonoError
+├── InvalidInput               what the user wrote cannot work: names the field, the value, the cure
+├── CommunicationError
+│   ├── PeerLost               a peer is gone or silent beyond the deadline
+│   └── MessageMismatch        two workers sent different messages where the same one was due
+├── CheckpointError
+│   ├── CheckpointDamaged      what was read is not what was written
+│   └── CheckpointMismatch     written by another model: names the first tensor that differs
+├── Diverged                   a loss or gradient is not finite: names step, micro-batch, worker
+└── WorkerFailed               a worker process ended badly: carries its traceback
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class CheckpointMismatch(CheckpointError):
 
 
 class Diverged(UnisonoError):
-    """A loss or gradient is not finite; names the step, the micro-batch and the worker."""
+    """A loss or gradient is not finite; names the step, the micro-batch and the worker. The run stays as it is."""
+
+    exit_code = 2
 
 
 class WorkerFailed(UnisonoError):

@@ -18,7 +18,7 @@ class Evaluator:
     """Batches of fixed content are dealt out in turn; every worker folds everybody's sums in the batches' order, so
     that a metric has the same bits on any number of workers. `comm` is a lane of its own."""
 
-    def __init__(self, task: Task, comm: Communicator, forward: Callable[[nn.Module, Batch], Any], move: Any) -> None:
+    def __init__(self, task: Task, comm: Communicator, forward: Callable[[Any, Batch], Any], move: Any) -> None:
         given = task.evaluate
         self._evaluation = given if isinstance(given, Evaluation) else Evaluation(given)
         self._task, self._comm, self._forward, self._move = task, comm, forward, move
@@ -57,10 +57,10 @@ class Evaluator:
         return torch.stack([mean * weight for mean in means] + [torch.tensor(float(weight), dtype=torch.float64)]).cpu()
 
 
-def forward(task: Task, autocast: Callable[[], Any]) -> Callable[[nn.Module, Batch], Any]:
+def forward(task: Task, autocast: Callable[[], Any]) -> Callable[[Any, Batch], Any]:
     """``model -> batch -> output`` as `task` wants its model called."""
 
-    def run(model: nn.Module, batch: Batch) -> Any:
+    def run(model: Any, batch: Batch) -> Any:
         with autocast():
             return call(model, task.inputs(batch))
 

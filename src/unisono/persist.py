@@ -145,7 +145,9 @@ class Persistence:
         if self._writer is None or not self._pending:
             return 0.0
         progress = self._writer.state
-        return float(self._pending * (progress.written == self._pending) - self._pending * (progress.failed == self._pending))
+        return float(
+            self._pending * (progress.written == self._pending) - self._pending * (progress.failed == self._pending)
+        )
 
     def _hear(self, outcomes: Sequence[float]) -> None:
         if self._writer is None or not self._pending or not all(abs(o) == self._pending for o in outcomes):
@@ -162,5 +164,3 @@ def broadcast_text(comm: Communicator, text: str) -> str:
     length = comm.broadcast(torch.tensor([data.numel()])).wait()
     received = comm.broadcast(data if comm.rank == 0 else torch.empty(int(length), dtype=torch.uint8)).wait()
     return bytes(received.tolist()).decode()
-
-

@@ -12,6 +12,8 @@ from typing import Protocol
 
 
 class Schedule(Protocol):
+    """``schedule(step, steps)``: the factor on the learning rates."""
+
     def __call__(self, step: int, steps: int, /) -> float: ...
 
 

@@ -128,13 +128,9 @@ class Source:
 
     def _unknown(self) -> InvalidInput:
         if self.name.rstrip(":").endswith(".py"):
-            return InvalidInput(
-                "task", self.name, "names no function", f"write {self.name.rstrip(':')}:function"
-            )
+            return InvalidInput("task", self.name, "names no function", f"write {self.name.rstrip(':')}:function")
         forms = "otherwise path/to/file.py:function or package.module:function"
-        return InvalidInput(
-            "task", self.name, "there is no such task", f"{nearest(self.name, TASKS)}; {forms}"
-        )
+        return InvalidInput("task", self.name, "there is no such task", f"{nearest(self.name, TASKS)}; {forms}")
 
 
 class _Explained:
@@ -175,12 +171,7 @@ def _from_file(path: Path) -> ModuleType:
     if directory not in sys.path:  # as python script.py has it
         sys.path.insert(0, directory)
     spec = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
-    if (
-        spec is not None
-        and spec.origin is not None
-        and Path(spec.origin).exists()
-        and path.samefile(spec.origin)
-    ):
+    if spec is not None and spec.origin is not None and Path(spec.origin).exists() and path.samefile(spec.origin):
         return importlib.import_module(path.stem)
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
@@ -198,9 +189,7 @@ def _from_file(path: Path) -> ModuleType:
 
 def _made_here(module: ModuleType) -> list[str]:
     functions = inspect.getmembers(module, inspect.isfunction)
-    return [
-        name for name, made in functions if made.__module__ == module.__name__ and not name.startswith("_")
-    ]
+    return [name for name, made in functions if made.__module__ == module.__name__ and not name.startswith("_")]
 
 
 def _built_in(target: Callable[..., Any]) -> bool:

@@ -37,9 +37,7 @@ class Evaluation:
     """
 
     data: Data
-    metrics: Mapping[str, Callable[[Any, Batch], Tensor | float]] = field(
-        default_factory=dict
-    )
+    metrics: Mapping[str, Callable[[Any, Batch], Tensor | float]] = field(default_factory=dict)
     batch: int = 256
 
 

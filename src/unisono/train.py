@@ -10,7 +10,7 @@ Until `apply` nothing that is shared or lasts has changed.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from unisono.evaluate import Evaluator
 from unisono.observe import Recorder
 from unisono.optimizer import LearningRate
 from unisono.persist import Persistence
-from unisono.replica import Replica, Step
+from unisono.replica import Replica
 from unisono.task import Batch
 
 
@@ -98,7 +98,9 @@ class Trainer:
         self.replica.enter(m, self.weight(batch))
         loss = self.loss(self.forward(self.model, batch), batch)
         last = m == self.mine[-1]
-        self.replica.leave(float(loss.detach()), last=last, extra=self.persistence.says(self.stop_asked()) if last else [])
+        self.replica.leave(
+            float(loss.detach()), last=last, extra=self.persistence.says(self.stop_asked()) if last else []
+        )
         loss.backward()
 
     def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:

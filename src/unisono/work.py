@@ -21,14 +21,15 @@ from unisono.comm import Communicator, connect
 from unisono.compress import Exact
 from unisono.config import Config
 from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
+from unisono.directory import claimed
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in
 from unisono.launch import Identity, Worker
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
 from unisono.optimizer import LearningRate, prefer_fused
+from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text
 from unisono.replica import Replica, sparse_parameters, weights_of
-from unisono.run import Order, Result, claimed
 from unisono.schedule import Constant
 from unisono.settings import check_same_run, settle
 from unisono.task import Batch, Task, build_dataset
@@ -156,9 +157,7 @@ def _build(task: Task, config: Config, device: torch.device, comm: Communicator)
     return model, optimizer
 
 
-def _result(
-    order: Order, trainer: Trainer, outcome: Outcome, first_step: int, startup: float, path: Path
-) -> Result:
+def _result(order: Order, trainer: Trainer, outcome: Outcome, first_step: int, startup: float, path: Path) -> Result:
     peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
     sent = trainer.comm.gather(torch.tensor([trainer.comm.bytes_sent])).wait()
     trained = (outcome.steps - first_step) * trainer.global_batch
@@ -192,7 +191,9 @@ def _recorder(worker: Worker, path: Path) -> Recorder:
     return Telling(RunRecorder(path), worker.report)
 
 
-def _write_down(order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, first_step: int) -> None:
+def _write_down(
+    order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, first_step: int
+) -> None:
     """The configuration, once it is sure that the run begins."""
     if comm.rank == 0:
         write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)

@@ -162,9 +162,7 @@ class World:
     ) -> None:
         self.close()
 
-    def _micro_batches(
-        self, loader: Loader, t: int, mine: range, seed: int, bound: _Bound
-    ) -> Iterator[Batch]:
+    def _micro_batches(self, loader: Loader, t: int, mine: range, seed: int, bound: _Bound) -> Iterator[Batch]:
         for m, batch in loader.batches(t):
             bound.enter(m, float(samples_in(batch)), last=m == mine[-1])
             seed_compute(stream(seed, t, m, "compute"))
@@ -191,7 +189,9 @@ class _Bound:
     def plan(self, micro_batches: int, reference: float) -> None:
         """`World.steps` deals out the data from now on."""
         if self._replica is not None:
-            raise UnisonoError("world.steps came after the first forward pass: bind, then take all data from world.steps")
+            raise UnisonoError(
+                "world.steps came after the first forward pass: bind, then take all data from world.steps"
+            )
         self._planned = True
         self._start(micro_batches, reference)
 

@@ -27,9 +27,7 @@ def every_kind() -> dict[str, Tensor]:
         "stride/transposed": torch.arange(35.0).view(5, 7).t(),
         "stride/every third": torch.arange(30, dtype=torch.int16)[::3],
         "stride/expanded": torch.tensor([1.0, 2.0]).expand(4, 2),
-        "stride/channels last": torch.arange(2.0 * 3 * 4 * 5)
-        .view(2, 3, 4, 5)
-        .to(memory_format=torch.channels_last),
+        "stride/channels last": torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "lazy/conjugate": torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj(),
         "value/non-finite": torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0]),
         'имя/with ../dots and "quotes"': torch.arange(3),

@@ -211,12 +211,8 @@ HOSTILE = {
     "tensors as text": _set("tensors", to="x"),
     "one tensor less": _drop_tensor,
     "one tensor more": _set("tensors", "x", to={"dtype": "float32", "shape": [1], "sha256": "0", "part": 0}),
-    "surrogate in a name": _set(
-        "tensors", "\ud800", to={"dtype": "int8", "shape": [1], "sha256": "0", "part": 0}
-    ),
-    "reserved name": _set(
-        "tensors", "__metadata__", to={"dtype": "int8", "shape": [0], "sha256": "0", "part": 0}
-    ),
+    "surrogate in a name": _set("tensors", "\ud800", to={"dtype": "int8", "shape": [1], "sha256": "0", "part": 0}),
+    "reserved name": _set("tensors", "__metadata__", to={"dtype": "int8", "shape": [0], "sha256": "0", "part": 0}),
 }
 
 

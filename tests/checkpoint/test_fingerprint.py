@@ -24,10 +24,7 @@ def test_the_encoding_is_the_documented_one() -> None:
 
 def test_neither_order_nor_strides_matter() -> None:
     tensors = every_kind()
-    turned = {
-        name: tensors[name].detach().clone(memory_format=torch.contiguous_format)
-        for name in reversed(tensors)
-    }
+    turned = {name: tensors[name].detach().clone(memory_format=torch.contiguous_format) for name in reversed(tensors)}
     assert fingerprint(turned) == fingerprint(tensors)
 
 

@@ -17,9 +17,7 @@ from unisono.tasks import TASKS
 Unisono = Callable[..., Said]
 
 
-@pytest.mark.parametrize(
-    "line", ["--help", "-h", "", "train --help", "launch --help", "tasks --help", "train -h"]
-)
+@pytest.mark.parametrize("line", ["--help", "-h", "", "train --help", "launch --help", "tasks --help", "train -h"])
 def test_help_goes_to_stdout(unisono: Unisono, line: str) -> None:
     said = unisono(*line.split())
     assert (said.code, said.err) == (0, "")
@@ -59,15 +57,11 @@ def test_tasks_lists_every_built_in_with_its_options(unisono: Unisono) -> None:
 @pytest.mark.parametrize("line", ["--version", "--help", "train --help", "train digit", "launch --help"])
 def test_quick_answers_import_no_torch(line: str) -> None:
     code = f"import sys; from unisono.cli import main; main({line.split()!r}); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.endswith("False\n")
 
 
 def test_it_is_also_a_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "trian"], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-m", "unisono", "trian"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == "command = trian: there is no such command; did you mean train?\n"

@@ -86,9 +86,7 @@ def test_a_script_runs_as_main_with_its_arguments_and_neighbours(script: Path) -
 
 
 def test_a_failing_worker_is_shown_first_and_once(script: Path) -> None:
-    script.write_text(
-        "import os\nif os.environ['UNISONO_RANK'] == '1':\n    raise ValueError('of the script')\n"
-    )
+    script.write_text("import os\nif os.environ['UNISONO_RANK'] == '1':\n    raise ValueError('of the script')\n")
     done = launched(script)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1

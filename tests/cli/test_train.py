@@ -51,9 +51,7 @@ def test_options_reach_the_run(
     assert played.source == Source("text" if "text" in line else "digits", arguments, os.getcwd())
 
 
-def test_an_option_beats_the_file_and_set_beats_both(
-    unisono: Unisono, played: Played, tmp_path: Path
-) -> None:
+def test_an_option_beats_the_file_and_set_beats_both(unisono: Unisono, played: Played, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(
         'workers = 3\nsteps = 7\nlr = 0.5\ncompress = "Exact()"\n'
@@ -79,9 +77,7 @@ def test_an_option_beats_the_file_and_set_beats_both(
     assert played.source.arguments == {"text": ["a"], "model": {"layers": "4", "width": 8}}
 
 
-def test_the_task_on_the_command_line_beats_the_file(
-    unisono: Unisono, played: Played, tmp_path: Path
-) -> None:
+def test_the_task_on_the_command_line_beats_the_file(unisono: Unisono, played: Played, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('[task]\nname = "text"\n')
     assert unisono("train", "digits", "--config", str(file)).code == 0
@@ -92,9 +88,7 @@ def test_the_task_on_the_command_line_beats_the_file(
 def test_the_config_of_a_run_can_be_used_again(unisono: Unisono, played: Played, tmp_path: Path) -> None:
     from unisono.config import Config
 
-    config = Config.of(
-        {"workers": 2, "steps": 5, "clip": 1.0, "compress": "Exact()", "run": "runs/a", "resume": True}
-    )
+    config = Config.of({"workers": 2, "steps": 5, "clip": 1.0, "compress": "Exact()", "run": "runs/a", "resume": True})
     arguments = {"text": ["a b", "ö"], "model": {"layers": "4", "dropout": None}}
     write_config(tmp_path, config.mapping(), "text", arguments)
     assert unisono("train", "--config", str(tmp_path / "config.toml")).code == 0
@@ -174,9 +168,7 @@ def raising(error: BaseException) -> Callable[[Any], Result]:
 
 
 def test_invalid_input_of_the_run_is_printed_the_same_way(unisono: Unisono, played: Played) -> None:
-    played.act = raising(
-        InvalidInput("workers", 9, "more than the 4 micro-batches of a step", "use 4 or fewer")
-    )
+    played.act = raising(InvalidInput("workers", 9, "more than the 4 micro-batches of a step", "use 4 or fewer"))
     said = unisono("train", "digits")
     assert said.code == 2
     assert said.err.endswith("workers = 9: more than the 4 micro-batches of a step; use 4 or fewer.\n")

@@ -186,8 +186,7 @@ def sums_are_in_the_order_of_ranks(comm: Communicator) -> None:
     """Where the backend promises it: the same bits as adding rank after rank, in the tensor's own dtype."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         parts = [
-            torch.randn(5001, generator=torch.Generator().manual_seed(rank)).to(dtype)
-            for rank in range(comm.size)
+            torch.randn(5001, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(comm.size)
         ]
         allocated = comm.allocate(5001, dtype)
         allocated.copy_(parts[comm.rank])

@@ -113,9 +113,7 @@ def free_port() -> int:
 
 
 def over_tcp(rank: int, size: int, port: int, local_size: int) -> list[str]:
-    comm = connect(
-        rank, size, rendezvous=f"tcp://127.0.0.1:{port}", local_size=local_size, deadline_seconds=20
-    )
+    comm = connect(rank, size, rendezvous=f"tcp://127.0.0.1:{port}", local_size=local_size, deadline_seconds=20)
     work, good = start_sum(comm, torch.float32, (3,))
     assert good(work.wait())
     lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()

@@ -124,9 +124,7 @@ def survive(comm: Communicator, verb: str, blow: int, in_the_middle: bool) -> An
 @pytest.mark.parametrize("in_the_middle", [False, True], ids=["before", "in the middle"])
 @pytest.mark.parametrize("verb", laws.STARTS)
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
-def test_a_killed_peer_is_lost_at_every_verb(
-    kind: str, verb: str, in_the_middle: bool, tmp_path: Path
-) -> None:
+def test_a_killed_peer_is_lost_at_every_verb(kind: str, verb: str, in_the_middle: bool, tmp_path: Path) -> None:
     size = 3
     args = (kind, f"file://{tmp_path}", DEADLINE_SECONDS, survive, verb, signal.SIGKILL, in_the_middle)
     with start(size, connected, *args) as workers:
@@ -144,9 +142,7 @@ def test_a_killed_peer_is_lost_at_every_verb(
 
 @pytest.mark.parametrize("verb", laws.STARTS)
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
-def test_a_silent_peer_is_lost_at_every_verb_within_the_deadline(
-    kind: str, verb: str, tmp_path: Path
-) -> None:
+def test_a_silent_peer_is_lost_at_every_verb_within_the_deadline(kind: str, verb: str, tmp_path: Path) -> None:
     size, deadline_seconds = 3, 1.0
     args = (kind, f"file://{tmp_path}", deadline_seconds, survive, verb, signal.SIGSTOP, False)
     with start(size, connected, *args) as workers:

@@ -22,9 +22,7 @@ from unisono.errors import PeerLost
 
 
 def joined(rank: int, size: int, directory: str, deadline_seconds: float = 20.0) -> Any:
-    return connect(
-        rank, size, rendezvous=f"file://{directory}", local_size=size, deadline_seconds=deadline_seconds
-    )
+    return connect(rank, size, rendezvous=f"file://{directory}", local_size=size, deadline_seconds=deadline_seconds)
 
 
 def mappings() -> list[tuple[int, int]]:
@@ -139,9 +137,7 @@ def with_little_memory(rank: int, size: int, directory: str, limit_bytes: int) -
 def test_without_memory_all_fall_back_to_gloo_and_one_says_so(tmp_path: Path) -> None:
     spoken, silent = run(2, with_little_memory, str(tmp_path), 100_000)
     assert silent == []
-    assert spoken == [
-        "shared memory cannot be used (worker 0: [Errno 27] File too large): using gloo instead"
-    ]
+    assert spoken == ["shared memory cannot be used (worker 0: [Errno 27] File too large): using gloo instead"]
 
 
 def test_without_memory_for_one_tensor_its_sums_are_copied(tmp_path: Path) -> None:

@@ -39,9 +39,7 @@ EXPECTED = {
     "gather": lambda rank, n: torch.tensor([[r, 7] for r in range(n)]),
     "broadcast": lambda rank, n: torch.full((2, 2), n - 1.0),
     "exchange": lambda rank, n: [torch.full((rank + 1,), 10 * r + rank) for r in range(n)],
-    "swap": lambda rank, n: {
-        r: torch.tensor([10 * r + rank]) for r in {(rank - 1) % n, (rank + 1) % n} - {rank}
-    },
+    "swap": lambda rank, n: {r: torch.tensor([10 * r + rank]) for r in {(rank - 1) % n, (rank + 1) % n} - {rank}},
 }
 
 
@@ -282,9 +280,7 @@ MISMATCHES = {
     "pair": lambda comm: comm.exchange(
         [torch.ones(1)] * comm.size, [torch.ones(1 + (comm.rank == 1 and r == 0)) for r in range(comm.size)]
     ),
-    "neighbour": lambda comm: comm.swap(
-        *({r: torch.ones(1) for r in ([], [0], [0, 1])[comm.rank]} for _ in range(2))
-    ),
+    "neighbour": lambda comm: comm.swap(*({r: torch.ones(1) for r in ([], [0], [0, 1])[comm.rank]} for _ in range(2))),
 }
 
 

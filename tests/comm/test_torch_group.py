@@ -20,9 +20,7 @@ from unisono.errors import PeerLost
 
 def joined(rank: int, size: int, directory: str, deadline_seconds: float = 20.0) -> Any:
     url = f"file://{directory}"
-    return connect(
-        rank, size, rendezvous=url, local_size=size, kind="gloo", deadline_seconds=deadline_seconds
-    )
+    return connect(rank, size, rendezvous=url, local_size=size, kind="gloo", deadline_seconds=deadline_seconds)
 
 
 def stay_apart(rank: int, size: int, directory: str) -> None:

@@ -108,11 +108,11 @@ def test_adding_twice_adds(compress) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_never_hidden(compress, bad) -> None:
     x = torch.tensor([1.0, bad, 2.0])
-    try:
-        (got,) = simulate(1, mean, compress, [x])
-    except ValueError as error:
-        assert "range" in str(error)
+    if isinstance(compress, Exact):
+        with pytest.raises(ValueError, match="range"):
+            simulate(1, mean, compress, [x])
     else:
+        (got,) = simulate(1, mean, compress, [x])
         assert not torch.isfinite(got[1])
         assert torch.isfinite(got[[0, 2]]).all()
 

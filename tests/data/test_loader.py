@@ -212,9 +212,7 @@ def test_threads_refuse_a_dataset_that_draws():
     assert "Processes()" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "chosen"), [(TENSORS, Inline()), (Slow(), Threads()), (Augmented(), Inline())]
-)
+@pytest.mark.parametrize(("dataset", "chosen"), [(TENSORS, Inline()), (Slow(), Threads()), (Augmented(), Inline())])
 def test_the_choice_is_by_what_the_first_micro_batch_showed(dataset, chosen, caplog):
     with caplog.at_level(logging.WARNING):
         loader = Loader(dataset, PLAN, lambda step: range(4), last_step=1)

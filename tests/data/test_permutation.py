@@ -16,9 +16,7 @@ def order(size, seed=0, epoch=0):
     return Permutation(size, seed, epoch)(np.arange(size))
 
 
-@pytest.mark.parametrize(
-    "sizes", [range(1, 151), range(151, 301), (1000, 1797, 4096, 4097, 65536, 65537, 10**6)]
-)
+@pytest.mark.parametrize("sizes", [range(1, 151), range(151, 301), (1000, 1797, 4096, 4097, 65536, 65537, 10**6)])
 def test_every_size_is_a_bijection(sizes):
     for size in sizes:
         assert np.array_equal(np.sort(order(size, seed=size)), np.arange(size)), size
@@ -32,9 +30,7 @@ def test_any_seed_and_epoch_give_a_bijection(size, seed, epoch):
 
 @settings(max_examples=50, deadline=None)
 @given(size=st.integers(1, 2**62), start=st.floats(0, 1), count=st.integers(1, 100), seed=st.integers(0, 99))
-def test_huge_sizes_stay_in_range_without_repeats_and_do_not_depend_on_what_else_is_asked(
-    size, start, count, seed
-):
+def test_huge_sizes_stay_in_range_without_repeats_and_do_not_depend_on_what_else_is_asked(size, start, count, seed):
     count = min(count, size)
     first = min(int(start * (size - count)), size - count)
     permutation = Permutation(size, seed, 0)

@@ -109,9 +109,7 @@ class Campaign:
         return processes(self._mark)
 
 
-def conduct(
-    start: Sequence[str], resume: Sequence[str], moments: Sequence[Moment], exists: Path
-) -> list[str]:
+def conduct(start: Sequence[str], resume: Sequence[str], moments: Sequence[Moment], exists: Path) -> list[str]:
     """All that went wrong; `exists` is there once the run can be resumed."""
     campaign = Campaign(start, resume)
     wrong = []
@@ -128,9 +126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--start", required=True)
     parser.add_argument("--resume", required=True)
-    parser.add_argument(
-        "--exists", default="{directory}", help="path that is there once the run can be resumed"
-    )
+    parser.add_argument("--exists", default="{directory}", help="path that is there once the run can be resumed")
     parser.add_argument("--moments", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=15.0, help="length of the window of moments")
     parser.add_argument("--seed", type=int, default=0)

@@ -76,9 +76,7 @@ def _daemon(command: Sequence[str], environ: dict[str, str], at: Path) -> Iterat
 
 
 def _idle(environ: dict[str, str]) -> bool:
-    asked = subprocess.run(
-        ["sinfo", "-h", "-o", "%T %D"], env=environ, capture_output=True, text=True, check=False
-    )
+    asked = subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=environ, capture_output=True, text=True, check=False)
     return asked.stdout.strip() == "idle 2"
 
 

@@ -9,6 +9,4 @@ import sys
 
 from unisono.launch import identify
 
-sys.stdout.write(
-    json.dumps(dataclasses.asdict(identify(os.environ))) + "\n"
-)  # one write, so that lines stay whole
+sys.stdout.write(json.dumps(dataclasses.asdict(identify(os.environ))) + "\n")  # one write, so that lines stay whole

@@ -60,6 +60,4 @@ def test_it_sees_a_resume_that_fails() -> None:
 
 def test_moments_are_drawn_from_the_seed() -> None:
     assert draw(3, 5, 1.0) == draw(3, 5, 1.0) != draw(4, 5, 1.0)
-    assert (
-        subprocess.run([sys.executable, "-m", "tests.launch.campaign", "--help"], check=False).returncode == 0
-    )
+    assert subprocess.run([sys.executable, "-m", "tests.launch.campaign", "--help"], check=False).returncode == 0

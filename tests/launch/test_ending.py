@@ -46,9 +46,7 @@ def marker() -> str:
 
 def await_running(launcher: subprocess.Popen[str], workers: int = 3) -> None:
     assert launcher.stdout is not None
-    assert sorted(launcher.stdout.readline() for _ in range(workers)) == [
-        f"running {i}\n" for i in range(workers)
-    ]
+    assert sorted(launcher.stdout.readline() for _ in range(workers)) == [f"running {i}\n" for i in range(workers)]
 
 
 def code(number: signal.Signals) -> int:

@@ -71,7 +71,5 @@ def test_slurm(tmp_path: Path) -> None:
         batch = tmp_path / "batch.sh"
         output = tmp_path / "batch.out"
         batch.write_text(f"#!/bin/sh\n{' '.join(TELL)} >{output}\n")
-        subprocess.run(
-            ["sbatch", "-W", "-n2", "-o", "/dev/null", str(batch)], env=environ, timeout=60, check=True
-        )
+        subprocess.run(["sbatch", "-W", "-n2", "-o", "/dev/null", str(batch)], env=environ, timeout=60, check=True)
         assert json.loads(output.read_text())["launcher"] == "none"

@@ -138,9 +138,7 @@ def test_host_lists(text: str, hosts: list[str]) -> None:
     assert expand("list", text) == tuple(hosts)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a,,b", "n[1", "n]1[", "n[[1]]", "n[]", "n[a-b]", "n[3-1]", "n[1-99999999]"]
-)
+@pytest.mark.parametrize("text", ["", "a,,b", "n[1", "n]1[", "n[[1]]", "n[]", "n[a-b]", "n[3-1]", "n[1-99999999]"])
 def test_what_is_no_host_list(text: str) -> None:
     with pytest.raises(InvalidInput, match="Slurm's notation"):
         expand("list", text)

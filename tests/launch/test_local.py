@@ -22,9 +22,7 @@ def start(target: str, tmp_path: Path, *arguments: Any, workers: int = 3, **opti
 
 def test_results_come_in_the_order_of_ranks(tmp_path: Path) -> None:
     heard: list[tuple[int, Any]] = []
-    results = start(
-        "answer", tmp_path, "x", 2, on_message=lambda rank, message: heard.append((rank, message))
-    )
+    results = start("answer", tmp_path, "x", 2, on_message=lambda rank, message: heard.append((rank, message)))
     assert [result[:2] + result[3:] for result in results] == [[rank, 3, "x", 2] for rank in range(3)]
     assert len({result[2] for result in results}) == 1
     assert sorted(heard, key=lambda item: item[0]) == [(rank, {"rank": rank}) for rank in range(3)]

@@ -33,17 +33,14 @@ def test_three_workers_see_what_plain_python_shows(tmp_path: Path) -> None:
     shown = run(script, "--flag", "x")
     assert shown == f"['{script}', '--flag', 'x'] {tmp_path} __main__ script.py beside 0\n"
     for rank in (1, 2):
-        assert (tmp_path / "logs" / f"worker-{rank}.log").read_text() == shown.replace(
-            "beside 0", f"beside {rank}"
-        )
+        assert (tmp_path / "logs" / f"worker-{rank}.log").read_text() == shown.replace("beside 0", f"beside {rank}")
 
 
 def test_worker_0_is_shown_while_it_runs(tmp_path: Path) -> None:
     """The script waits for a file that appears only once its first words are seen."""
     seen, script = tmp_path / "seen", tmp_path / "script.py"
     script.write_text(
-        "import os, time\nprint('first')\n"
-        f"while not os.path.exists({str(seen)!r}): time.sleep(0.01)\nprint('second')"
+        f"import os, time\nprint('first')\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)\nprint('second')"
     )
 
     class Screen(io.BytesIO):

@@ -36,9 +36,7 @@ def progress(step: int, **more: Any) -> Mapping[str, Any]:
 
 
 def terminal(width: int = 100) -> Console:
-    return Console(
-        file=io.StringIO(), force_terminal=True, width=width, color_system=None, legacy_windows=False
-    )
+    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, legacy_windows=False)
 
 
 def seen(console: Console) -> str:
@@ -155,10 +153,7 @@ def test_the_summary_on_a_terminal_is_a_panel_that_loses_nothing(width: int) -> 
 
 
 def test_the_command_to_resume_survives_a_shell() -> None:
-    assert (
-        resume_command("runs/a b")
-        == "unisono train --config 'runs/a b'/config.toml --run 'runs/a b' --resume"
-    )
+    assert resume_command("runs/a b") == "unisono train --config 'runs/a b'/config.toml --run 'runs/a b' --resume"
     assert resume_command("r", 5).endswith("--resume --steps 5")
 
 

@@ -41,9 +41,7 @@ def events(directory: Path) -> list[dict[str, Any]]:
 
 def test_an_event_is_one_line_with_its_time(tmp_path: Path) -> None:
     recorder, before = RunRecorder(tmp_path, []), time.time()
-    recorder.event(
-        "start", workers=2, path=Path("a"), text="zwei\nZeilen", loss=float("nan"), more={"x": (1, None)}
-    )
+    recorder.event("start", workers=2, path=Path("a"), text="zwei\nZeilen", loss=float("nan"), more={"x": (1, None)})
     recorder.close()
     (event,) = events(tmp_path)
     assert before - 1 <= event.pop("time") <= time.time() + 1
@@ -183,9 +181,7 @@ def test_a_summary_is_json_even_of_a_loss_that_is_none(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(tmp_path, {"steps": 3}, "digits", {})
     before = (tmp_path / "config.toml").read_text()
 

@@ -131,7 +131,10 @@ def test_sparse_embeddings(size, sync) -> None:
 
 def test_weights_of_micro_batches_give_the_exact_mean_over_tokens() -> None:
     """Micro-batches that count 1, 2, 3 and 10: the step is that of the weighted mean, clipped or not."""
-    weights, gradients = [1.0, 2.0, 3.0, 10.0], [torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    weights, gradients = (
+        [1.0, 2.0, 3.0, 10.0],
+        [torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(4)],
+    )
     mean = sum(w * g for w, g in zip(weights, gradients)) / sum(weights)
 
     def run(comm, clip):

@@ -29,7 +29,10 @@ def test_with_one_replica_it_is_the_local_optimizer(sync, optimizer) -> None:
     ((losses, _, trained),) = simulate(1, train, sync, Cast(), optimizer)
     assert losses == pytest.approx(expected, abs=1e-6)
     for name, tensor in weights_of(model).items():
-        if name not in ("first.bias", "norm.running_mean"):  # the norm cancels it: its gradient is noise, which Adam enlarges
+        if name not in (
+            "first.bias",
+            "norm.running_mean",
+        ):  # the norm cancels it: its gradient is noise, which Adam enlarges
             torch.testing.assert_close(weights_of(trained)[name], tensor, rtol=1e-4, atol=1e-5)
 
 
@@ -104,7 +107,7 @@ def test_a_crash_at_any_verb_leaves_the_survivors_equal(sync, count) -> None:
         done[comm.rank] = []
 
         def note(model, step) -> None:
-            done[comm.rank].append(fingerprint({n: p for n, p in model.named_parameters()}))
+            done[comm.rank].append(fingerprint(dict(model.named_parameters())))
 
         train(Faulty(comm, [Appointment(rank=1, verb="*", count=count)]), sync, Exact(), on_step=note)
 

@@ -122,9 +122,7 @@ def test_unreadable_text_is_one_sentence_about_the_option(tmp_path: Path, make: 
     assert str(path) in str(raised.value)
 
 
-def test_a_file_that_may_not_be_read_names_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_may_not_be_read_names_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "secret"
     file.write_bytes(b"x" * 9000)
 
@@ -132,9 +130,7 @@ def test_a_file_that_may_not_be_read_names_the_reason(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(
-        InvalidInput, match=r"cannot be read \(Permission denied\); name files that you may read"
-    ):
+    with pytest.raises(InvalidInput, match=r"cannot be read \(Permission denied\); name files that you may read"):
         text(text=(str(file),))
 
 

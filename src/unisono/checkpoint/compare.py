@@ -25,7 +25,5 @@ def compare(expected: Mapping[str, tuple[dtype, tuple[int, ...]]], found: Mappin
         if theirs is None:
             raise CheckpointMismatch(f"tensor {name!r} ({mine}) is not in the checkpoint")
         if mine is None:
-            raise CheckpointMismatch(
-                f"the checkpoint has a tensor {name!r} ({theirs}), which is not known here"
-            )
+            raise CheckpointMismatch(f"the checkpoint has a tensor {name!r} ({theirs}), which is not known here")
         raise CheckpointMismatch(f"tensor {name!r} is {mine} here and {theirs} in the checkpoint")

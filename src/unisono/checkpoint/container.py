@@ -22,9 +22,7 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError
 
-PAGE = (
-    4096  # the data starts on a page boundary, so that it can go to the disk without a copy in the page cache
-)
+PAGE = 4096  # the data starts on a page boundary, so that it can go to the disk without a copy in the page cache
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors library reads no longer header
 
 CODES: dict[torch.dtype, str] = {
@@ -124,7 +122,5 @@ def container(specs: Mapping[str, Spec]) -> Container:
 def _padded(text: bytes) -> bytes:
     length = -(-(len(text) + 8) // PAGE) * PAGE - 8
     if length > HEADER_LIMIT:
-        raise CheckpointError(
-            f"a header of {length} bytes exceeds the {HEADER_LIMIT} that safetensors allows"
-        )
+        raise CheckpointError(f"a header of {length} bytes exceeds the {HEADER_LIMIT} that safetensors allows")
     return length.to_bytes(8, "little") + text.ljust(length)

@@ -29,6 +29,7 @@ JSON_LIMIT = 1 << 28  # bytes; a longer manifest is not read
 
 
 def step_name(step: int) -> str:
+    """The name of the directory of `step`'s checkpoint."""
     return f"step-{step:08d}"
 
 
@@ -39,6 +40,7 @@ def step_of(name: str) -> int | None:
 
 
 def temporary(directory: Path, step: int, attempt: str) -> Path:
+    """Where the parts of `step` are gathered before they are a checkpoint."""
     return directory / f".{step_name(step)}.{attempt}.tmp"
 
 
@@ -96,6 +98,7 @@ def read_latest(directory: Path) -> int | None:
 
 
 def write_latest(directory: Path, step: int) -> None:
+    """Point at the checkpoint of `step` as the newest."""
     write_durably(directory / LATEST, seal({"checkpoint": step_name(step)}))
 
 
@@ -169,9 +172,7 @@ def write_durably(path: Path, data: bytes) -> None:
     OSError."""
     partial = path.with_name(f".{path.name}.tmp")
     try:
-        with open(
-            os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb"
-        ) as file:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -50,6 +50,7 @@ class Manifest:
 
 
 def part_file(rank: int) -> str:
+    """The file that holds worker `rank`'s share of the tensors."""
     return f"part-{rank}.safetensors"
 
 
@@ -79,6 +80,7 @@ def unseal(sealed: bytes) -> dict[str, Any]:
 
 
 def encode_part(step: int, part: Part) -> bytes:
+    """What a worker says of its part, sealed."""
     tensors = {name: _encode_entry(entry) for name, entry in part.tensors.items()}
     return seal({"format": FORMAT, "step": step, "bytes": part.nbytes, "tensors": tensors})
 
@@ -91,6 +93,7 @@ def decode_part(sealed: bytes) -> tuple[int, Part]:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as a file, sealed."""
     parts = {part_file(r): {"bytes": p.nbytes} for r, p in enumerate(manifest.parts)}
     tensors = {
         name: _encode_entry(entry) | {"part": r}

@@ -22,6 +22,7 @@ class Stopped(Exception):
 
 
 def report_file(rank: int) -> str:
+    """The file by whose presence worker `rank` says that its part is complete."""
     return f"part-{rank}.json"
 
 

@@ -32,9 +32,7 @@ class Loaded:
     path: Path
 
 
-def load_newest(
-    directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]
-) -> Loaded | None:
+def load_newest(directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]) -> Loaded | None:
     """The newest sound checkpoint; None where there is none at all. What is damaged is told and passed over.
 
     Raises:
@@ -96,14 +94,10 @@ def _read_part(file: Path, part: Part) -> dict[str, Tensor]:
         length = os.fstat(stream.fileno()).st_size
         # All lengths must agree before memory is taken.
         if length != part.nbytes or length != expected.nbytes:
-            raise ValueError(
-                f"{length} bytes long, where {part.nbytes} were written for {expected.nbytes} to hold"
-            )
+            raise ValueError(f"{length} bytes long, where {part.nbytes} were written for {expected.nbytes} to hold")
         if stream.read(len(expected.header)) != expected.header:
             raise ValueError("its header is not what was written")
-        return {
-            slot.name: _read_tensor(stream.fileno(), slot, part.tensors[slot.name]) for slot in expected.slots
-        }
+        return {slot.name: _read_tensor(stream.fileno(), slot, part.tensors[slot.name]) for slot in expected.slots}
 
 
 def _read_tensor(descriptor: int, slot: Slot, entry: Entry) -> Tensor:

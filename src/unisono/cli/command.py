@@ -56,9 +56,7 @@ def _command(given: list[str]) -> int:
         print(f"unisono {_version()}")
         return 0
     if name not in COMMANDS:
-        raise InvalidInput(
-            "command", name, "there is no such command", nearest(name, [*COMMANDS, "--version"])
-        )
+        raise InvalidInput("command", name, "there is no such command", nearest(name, [*COMMANDS, "--version"]))
     return COMMANDS[name](rest)
 
 

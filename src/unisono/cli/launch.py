@@ -52,13 +52,14 @@ def launch(words: list[str]) -> int:
         return 0
     asked = read(words)
 
-    from unisono.launch import local
+    from unisono.launch import PRELOAD, launch_script
 
-    local.launch(
-        "unisono.cli.script:run",
-        (str(asked.script), list(asked.arguments)),
+    launch_script(
+        asked.script,
+        asked.arguments,
         asked.workers,
         logs=asked.logs,
+        preload=(*PRELOAD, "unisono.world"),
         threads=max(1, len(os.sched_getaffinity(0)) // asked.workers),
         echo=sys.stdout.buffer,
         stop_seconds=_STOP_SECONDS,

@@ -116,12 +116,8 @@ def parser(task_options: str = "") -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="any setting or task option; repeatable",
     )
-    command.add_argument(
-        "--json", dest="json_file", metavar="FILE", default=None, help="write the result there"
-    )
-    command.add_argument(
-        "-h", "--help", action="store_true", dest="help", default=argparse.SUPPRESS, help="print this"
-    )
+    command.add_argument("--json", dest="json_file", metavar="FILE", default=None, help="write the result there")
+    command.add_argument("-h", "--help", action="store_true", dest="help", default=argparse.SUPPRESS, help="print this")
     return made
 
 

@@ -74,16 +74,12 @@ def read_file(path: str, known: Mapping[str, Field]) -> tuple[str | None, dict[s
         raise InvalidInput("--config", path, f"not TOML ({error})", "correct it there") from None
     arguments = content.pop("task", {})
     if not isinstance(arguments, dict):
-        raise InvalidInput(
-            "task", arguments, f"in {path} it is not a table", '[task] with name = "…" below it'
-        )
+        raise InvalidInput("task", arguments, f"in {path} it is not a table", '[task] with name = "…" below it')
     name = arguments.pop("name", None)
     settings = {key.replace("-", "_"): value for key, value in content.items()}
     for key, value in settings.items():
         if key not in known:
-            raise InvalidInput(
-                key, value, f"{path} has a field that is not known", nearest(key, [*known, "task"])
-            )
+            raise InvalidInput(key, value, f"{path} has a field that is not known", nearest(key, [*known, "task"]))
     return name, settings, arguments
 
 
@@ -125,9 +121,7 @@ def _json(path: str | None) -> Path | None:
         return None
     file = Path(path).absolute()
     if not file.parent.is_dir():
-        raise InvalidInput(
-            "--json", path, f"there is no directory {file.parent}", "make it, or name another file"
-        )
+        raise InvalidInput("--json", path, f"there is no directory {file.parent}", "make it, or name another file")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise InvalidInput("--json", path, "not a file that can be written", "name another file")
     return file

@@ -174,9 +174,7 @@ class Conversation:
         """Other lanes with work to do that this thread may touch: two workers may wait for two lanes in any
         order."""
         me = threading.get_ident()
-        return [
-            lane for lane in self._family.lanes if lane is not self and lane._queue and lane._thread == me
-        ]
+        return [lane for lane in self._family.lanes if lane is not self and lane._queue and lane._thread == me]
 
     def _lost(self, now: float, operation: Operation[Any]) -> PeerLost | None:
         """The peer that `operation` waits for and that is known to be gone."""

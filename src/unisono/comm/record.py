@@ -94,9 +94,7 @@ def check_agreed(parts: Sequence[Sequence[int]]) -> None:
             raise MessageMismatch(f"worker 0: {_words(mine)}; worker {rank}: {_words(part)}")
 
 
-def check_pairs(
-    sequence: int, verb: str, sends: Sequence[Sequence[int]], expects: Sequence[Sequence[int]]
-) -> None:
+def check_pairs(sequence: int, verb: str, sends: Sequence[Sequence[int]], expects: Sequence[Sequence[int]]) -> None:
     """Raises `MessageMismatch` unless what each worker sends is what the other expects, for every pair."""
     for one in range(len(sends)):
         for other in range(len(sends)):
@@ -124,9 +122,7 @@ def check_neighbours(xs: Mapping[int, Tensor], like: Mapping[int, Tensor], rank:
     """Raises `ValueError` unless the same other ranks are sent to and received from."""
     strangers = [other for other in xs if other == rank or not 0 <= other < size]
     if strangers or set(xs) != set(like):
-        raise ValueError(
-            f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself"
-        )
+        raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself")
 
 
 def _words(part: Sequence[int]) -> str:

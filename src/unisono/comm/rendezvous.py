@@ -80,9 +80,7 @@ def _file_store(place: Rendezvous) -> c10d.Store:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidInput(
-            "rendezvous", place.directory, str(error), "write a directory that is yours"
-        ) from error
+        raise InvalidInput("rendezvous", place.directory, str(error), "write a directory that is yours") from error
     return c10d.FileStore(str(directory / "store"), -1)
 
 

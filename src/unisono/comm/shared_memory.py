@@ -100,9 +100,7 @@ class SharedMemory(Conversation):
         memory, reason = self._begin("allocate", self._map(head, stride * (self.size + 1))).wait()
         if memory is None:
             if self.rank == 0:
-                LOG.warning(
-                    "no shared memory for a tensor of %d bytes (%s): its sums are copied", nbytes, reason
-                )
+                LOG.warning("no shared memory for a tensor of %d bytes (%s): its sums are copied", nbytes, reason)
             return torch.zeros(numel, dtype=dtype)
         self._allocations.append(memory)
         return memory[self.rank * stride :][:nbytes].view(dtype)
@@ -124,9 +122,7 @@ class SharedMemory(Conversation):
 
     def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Operation[list[Tensor]]:
         def steps() -> Steps[list[Tensor]]:
-            arrived = yield from self._between_pairs(
-                "exchange", sequence, dict(enumerate(xs)), dict(enumerate(like))
-            )
+            arrived = yield from self._between_pairs("exchange", sequence, dict(enumerate(xs)), dict(enumerate(like)))
             return [arrived[rank] for rank in range(self.size)]
 
         record.check_everybody(xs, like, self.size)
@@ -202,9 +198,7 @@ class SharedMemory(Conversation):
         for rank in range(self.size):
             start = self._board.slot(rank, turn) * 8
             if self._bytes[start : start + len(head)] != head:
-                record.check_agreed(
-                    [self._record(other, turn)[: record.AGREED] for other in range(self.size)]
-                )
+                record.check_agreed([self._record(other, turn)[: record.AGREED] for other in range(self.size)])
 
     def _record(self, rank: int, turn: int) -> list[int]:
         start = self._board.slot(rank, turn)
@@ -378,10 +372,7 @@ class SharedMemory(Conversation):
         """Everybody's mailbox half of even and of odd rounds."""
         if dtype not in self._halves:
             even, odd = (
-                [
-                    self._memory[self._board.half(rank, parity) :][:HALF_BYTES].view(dtype)
-                    for rank in range(self.size)
-                ]
+                [self._memory[self._board.half(rank, parity) :][:HALF_BYTES].view(dtype) for rank in range(self.size)]
                 for parity in range(2)
             )
             self._halves[dtype] = even, odd
@@ -397,10 +388,7 @@ class SharedMemory(Conversation):
             stride = memory.numel() // (self.size + 1)
             offset = x.data_ptr() - memory.data_ptr() - self.rank * stride
             if 0 <= offset < stride and x.is_contiguous():
-                views = [
-                    memory[owner * stride + offset :][: x.nbytes].view(x.dtype)
-                    for owner in range(self.size + 1)
-                ]
+                views = [memory[owner * stride + offset :][: x.nbytes].view(x.dtype) for owner in range(self.size + 1)]
                 self._slices[key] = Slice(views[:-1], views[-1], self.rank, (index << 40) + offset)
                 return self._slices[key]
         return None
@@ -443,9 +431,7 @@ class SharedMemory(Conversation):
 
     def _abandon(self, error: CommunicationError) -> None:
         if isinstance(error, PeerLost):
-            self._host.words[Board.broken] |= (
-                sum(1 << rank for rank in error.ranks if rank < 62) | _UNKNOWN_RANKS
-            )
+            self._host.words[Board.broken] |= sum(1 << rank for rank in error.ranks if rank < 62) | _UNKNOWN_RANKS
 
     def _let_go(self) -> None:
         """The memory itself goes when the last tensor that lies in it does."""

@@ -165,9 +165,7 @@ class SimulatedWorld:
         for part in parts:
             if not part.settled and self._turns.now >= part.start + self.deadline_seconds:
                 silent = [rank for rank in part.peers if rank not in self._messages[part.key]]
-                self._fail(
-                    [part], PeerLost(silent, part.header.verb, f"silent for {self.deadline_seconds:g} s")
-                )
+                self._fail([part], PeerLost(silent, part.header.verb, f"silent for {self.deadline_seconds:g} s"))
 
     def unfinished(self, rank: int) -> list[_Part[Any]]:
         """What `rank` has started and what lies in its future, or in nobody knows when."""
@@ -181,11 +179,7 @@ class SimulatedWorld:
         """Settle what had to wait for `part`: everybody's message as one, or the swaps of its neighbours."""
         together = part.header.verb != "swap"
         for member in [part] if together else [message[r] for r in part.peers if r in message]:
-            if (
-                member.settled
-                or len(message) < len(member.peers)
-                or any(r not in message for r in member.peers)
-            ):
+            if member.settled or len(message) < len(member.peers) or any(r not in message for r in member.peers):
                 continue
             peers = [message[r] for r in member.peers]
             wrong = _wrong_size(peers)
@@ -276,9 +270,7 @@ class _Part(Generic[T]):
     @property
     def named(self) -> str:
         """The message as an error names it."""
-        return str(self.header) + (
-            f" on lane {'/'.join(name for _, name in self._lane)}" if self._lane else ""
-        )
+        return str(self.header) + (f" on lane {'/'.join(name for _, name in self._lane)}" if self._lane else "")
 
     @property
     def bytes_out(self) -> int:
@@ -350,17 +342,13 @@ class Simulated:
 
     def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> _Part[list[Tensor]]:
         if len(xs) != self.size or len(like) != self.size:
-            raise ValueError(
-                f"exchange of {len(xs)} for {len(like)} tensors: one for each of {self.size} workers"
-            )
+            raise ValueError(f"exchange of {len(xs)} for {len(like)} tensors: one for each of {self.size} workers")
         return self._start("exchange", xs=dict(enumerate(xs)), like=dict(enumerate(like)))
 
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> _Part[dict[int, Tensor]]:
         strangers = [rank for rank in xs if rank == self.rank or not 0 <= rank < self.size]
         if strangers or set(xs) != set(like):
-            raise ValueError(
-                f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself"
-            )
+            raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself")
         return self._start("swap", xs=dict(xs), like=dict(like))
 
     def lane(self, name: str) -> Simulated:

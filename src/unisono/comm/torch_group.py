@@ -70,9 +70,7 @@ class TorchGroup(Conversation):
         self._sequence = 0
         before = _sockets()
         with _peer_lost_for("connect"):
-            self._headers: Any = _gloo(
-                c10d.PrefixStore("headers", store), rank, size, address, deadline_seconds
-            )
+            self._headers: Any = _gloo(c10d.PrefixStore("headers", store), rank, size, address, deadline_seconds)
             self._payloads: Any = _payload_group(self, c10d.PrefixStore("payloads", store), deadline_seconds)
             _meet(self._headers, size, deadline_seconds)
         self._wires = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
@@ -89,9 +87,7 @@ class TorchGroup(Conversation):
                 options.timeout = _LONG
                 yield from self._carry("sum", lambda: self._payloads.allreduce([wide], options))
                 # A ring moves every byte twice, but for this worker's own share.
-                self._family.bytes_sent += (
-                    2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
-                )
+                self._family.bytes_sent += 2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
             return wide.to(x.dtype).view(x.shape)
 
         return self._start(payload, "sum", x.numel(), x.dtype)
@@ -103,9 +99,7 @@ class TorchGroup(Conversation):
                 mine, everybody = _as_bytes(x), _as_bytes(rows)
                 options = c10d.AllgatherOptions()
                 options.timeout = _LONG
-                yield from self._carry(
-                    "gather", lambda: self._payloads._allgather_base(everybody, mine, options)
-                )
+                yield from self._carry("gather", lambda: self._payloads._allgather_base(everybody, mine, options))
                 self._family.bytes_sent += (self.size - 1) * mine.numel()
             return rows
 
@@ -117,9 +111,7 @@ class TorchGroup(Conversation):
                 whole = x.detach().contiguous()
                 options = c10d.BroadcastOptions()
                 options.rootRank, options.timeout = root, _LONG
-                yield from self._carry(
-                    "broadcast", lambda: self._payloads.broadcast([_as_bytes(whole)], options)
-                )
+                yield from self._carry("broadcast", lambda: self._payloads.broadcast([_as_bytes(whole)], options))
                 self._family.bytes_sent += (self.size - 1) * whole.nbytes if self.rank == root else 0
                 if not x.is_contiguous():
                     x.detach().copy_(whole)
@@ -140,9 +132,7 @@ class TorchGroup(Conversation):
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Operation[dict[int, Tensor]]:
         record.check_neighbours(xs, like, self.rank, self.size)
         sends, expects = dict(xs), dict(like)
-        return self._start(
-            lambda: self._all_to_all("swap", sends, expects), "swap", sends=sends, expects=expects
-        )
+        return self._start(lambda: self._all_to_all("swap", sends, expects), "swap", sends=sends, expects=expects)
 
     def lane(self, name: str) -> TorchGroup:
         return TorchGroup(
@@ -215,9 +205,7 @@ class TorchGroup(Conversation):
         self._progress += 1
         yield from self._until(verb, handle, released=True)
 
-    def _all_to_all(
-        self, verb: str, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]
-    ) -> Steps[dict[int, Tensor]]:
+    def _all_to_all(self, verb: str, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Steps[dict[int, Tensor]]:
         """One piece for each peer, empty where there is nothing to say; what is for this worker stays
         here."""
         there = {rank: x for rank, x in xs.items() if rank != self.rank}
@@ -231,9 +219,7 @@ class TorchGroup(Conversation):
                 piece[: there[rank].nbytes].copy_(_as_bytes(there[rank]))
         options = c10d.AllToAllOptions()
         options.timeout = _LONG
-        yield from self._carry(
-            verb, lambda: self._payloads.alltoall_base(received, sent, incoming, outgoing, options)
-        )
+        yield from self._carry(verb, lambda: self._payloads.alltoall_base(received, sent, incoming, outgoing, options))
         self._family.bytes_sent += sum(x.nbytes for x in there.values())
         pieces = torch.split(received, incoming)
         return {

@@ -111,10 +111,7 @@ def _states() -> _States:
 
 
 def _equal(one: _States, other: _States) -> bool:
-    keys = [
-        (state["state"]["pos"], state["state"]["key"].tobytes(), state["gauss"])
-        for state in (one[2], other[2])
-    ]
+    keys = [(state["state"]["pos"], state["state"]["key"].tobytes(), state["gauss"]) for state in (one[2], other[2])]
     return torch.equal(one[0], other[0]) and one[1] == other[1] and keys[0] == keys[1]
 
 

@@ -95,19 +95,13 @@ class Loader:
         if key is None:
             return load or Inline()
         began = time.perf_counter()
-        self._probed[key], drew = (
-            (self._fetch(*key), False) if self._fetch.bulk else self._fetch.watched(*key)
-        )
+        self._probed[key], drew = (self._fetch(*key), False) if self._fetch.bulk else self._fetch.watched(*key)
         seconds = time.perf_counter() - began
         if drew and load:
-            problem = (
-                "the dataset draws random numbers, and a thread would share its generators with the training"
-            )
+            problem = "the dataset draws random numbers, and a thread would share its generators with the training"
             raise InvalidInput("load", load, problem, "use Processes() or Inline()")
         if drew:
-            _log.warning(
-                "the dataset draws random numbers: it is loaded inline; load=Processes() loads it ahead"
-            )
+            _log.warning("the dataset draws random numbers: it is loaded inline; load=Processes() loads it ahead")
         return load or (Inline() if drew or seconds < INLINE_BELOW_SECONDS else Threads())
 
 

@@ -35,9 +35,7 @@ class MicroBatchPlan:
     micro_batch: int
     seed: int
 
-    def __init__(
-        self, samples: int, global_batch: int, micro_batch: int | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, samples: int, global_batch: int, micro_batch: int | None = None, seed: int = 0) -> None:
         _check_batch(samples, global_batch)
         chosen = default_micro_batch(global_batch) if micro_batch is None else micro_batch
         _check_micro_batch(global_batch, chosen)
@@ -54,8 +52,7 @@ class MicroBatchPlan:
         """The positions, counted from the start of the run, of micro-batch `micro_batch` of step `step`."""
         if step < 0 or not 0 <= micro_batch < self.micro_batches:
             raise ValueError(
-                f"step {step}, micro-batch {micro_batch}: steps are from 0, micro-batches below "
-                f"{self.micro_batches}"
+                f"step {step}, micro-batch {micro_batch}: steps are from 0, micro-batches below {self.micro_batches}"
             )
         first = step * self.global_batch + micro_batch * self.micro_batch
         return range(first, first + self.micro_batch)
@@ -96,13 +93,9 @@ def _divisors_up_to(number: int, limit: int) -> list[int]:
 
 def _check_batch(samples: int, global_batch: int) -> None:
     if samples < 1:
-        raise InvalidInput(
-            "data", samples, "the dataset has no samples", "give it at least one global_batch of them"
-        )
+        raise InvalidInput("data", samples, "the dataset has no samples", "give it at least one global_batch of them")
     if global_batch < 1:
-        raise InvalidInput(
-            "global_batch", global_batch, "below 1", f"use 1 to {samples}, the size of the dataset"
-        )
+        raise InvalidInput("global_batch", global_batch, "below 1", f"use 1 to {samples}, the size of the dataset")
     if global_batch > samples:
         raise InvalidInput(
             "global_batch",

@@ -15,9 +15,7 @@ import torch
 
 def mix(*words: int) -> int:
     """64 well-mixed bits of any integers, the same on every machine and in every version of Python."""
-    packed = b"".join(
-        struct.pack("<Bq", 0, word) if -(2**63) <= word < 2**63 else _long(word) for word in words
-    )
+    packed = b"".join(struct.pack("<Bq", 0, word) if -(2**63) <= word < 2**63 else _long(word) for word in words)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.errors import InvalidInput, UnisonoError, WorkerFailed
+from unisono.errors import Diverged, InvalidInput, UnisonoError, WorkerFailed
+
+
+SAY_ALL: dict[str, type[UnisonoError]] = {"InvalidInput": InvalidInput, "Diverged": Diverged}
+"""Errors whose message says all that there is to say: the launcher raises them again as they were."""
 
 
 class ScriptExited(WorkerFailed):
@@ -32,7 +36,7 @@ class Failure:
         traceback: as text, empty where there is none.
         consequence: it says that another worker is gone, so that the other's end is likely to be the cause.
         exit_code: what ``sys.exit`` was called with, if it was.
-        invalid: the arguments of an `InvalidInput`, if it was one.
+        said: the class and the arguments of an error that says all by itself, if it was one.
     """
 
     rank: int
@@ -41,12 +45,13 @@ class Failure:
     traceback: str = ""
     consequence: bool = False
     exit_code: int | None = None
-    invalid: tuple[Any, ...] | None = None
+    said: tuple[str, Sequence[Any]] | None = None
 
     def error(self) -> UnisonoError:
         """What the launcher raises for it."""
-        if self.invalid is not None:
-            return InvalidInput(*self.invalid)
+        if self.said is not None:
+            name, arguments = self.said
+            return SAY_ALL[name](*arguments)
         if self.exit_code is not None:
             return ScriptExited(self.rank, self.exit_code)
         error = WorkerFailed(self.rank, self.reason, self.traceback)

@@ -108,9 +108,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Identity:
         return Identity(*numbers, launcher="openmpi")
     host = environ.get("MASTER_ADDR") or (LOOPBACK if local_size == size else "")
     if not host:
-        problem = (
-            f"only {local_size} of {size} workers are on this host; the others cannot tell where rank 0 is"
-        )
+        problem = f"only {local_size} of {size} workers are on this host; the others cannot tell where rank 0 is"
         raise InvalidInput("MASTER_ADDR", "unset", problem, "add `-x MASTER_ADDR=<host of rank 0>` to mpirun")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     if not job and "MASTER_PORT" not in environ:
@@ -176,13 +174,9 @@ def _check_order(numbers: tuple[int, int, int, int], names: tuple[str, ...]) -> 
     if rank >= size:
         raise InvalidInput(names[0], rank, f"ranks go from 0 to {names[1]} - 1 = {size - 1}", cure)
     if local_size > size:
-        raise InvalidInput(
-            names[3], local_size, f"more workers on this host than {names[1]} = {size} in all", cure
-        )
+        raise InvalidInput(names[3], local_size, f"more workers on this host than {names[1]} = {size} in all", cure)
     if local_rank >= local_size:
-        raise InvalidInput(
-            names[2], local_rank, f"local ranks go from 0 to {local_size - 1} on this host", cure
-        )
+        raise InvalidInput(names[2], local_rank, f"local ranks go from 0 to {local_size - 1} on this host", cure)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

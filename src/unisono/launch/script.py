@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from unisono.errors import InvalidInput
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.local import launch
+from unisono.launch.local import PRELOAD, launch
 from unisono.launch.worker import Worker
 
 
@@ -22,9 +22,11 @@ def launch_script(
     workers: int,
     *,
     logs: Path,
+    preload: Sequence[str] = PRELOAD,
     threads: int = 1,
     echo: BinaryIO | None = None,
     prepared: Forkserver | None = None,
+    stop_seconds: float = 30.0,
 ) -> None:
     """Run the script at `path` in `workers` processes; see `launch`, whose `echo` shows worker 0 live.
 
@@ -37,7 +39,17 @@ def launch_script(
         raise InvalidInput("script", str(path), "there is no such file", "give the path of a Python script")
     target = f"{__name__}:{run_script.__name__}"
     given = (str(path.absolute()), list(arguments), str(path))
-    launch(target, given, workers, logs=logs, threads=threads, echo=echo, prepared=prepared)
+    launch(
+        target,
+        given,
+        workers,
+        logs=logs,
+        preload=preload,
+        threads=threads,
+        echo=echo,
+        prepared=prepared,
+        stop_seconds=stop_seconds,
+    )
 
 
 def run_script(worker: Worker, path: str, arguments: Sequence[str], shown: str) -> None:

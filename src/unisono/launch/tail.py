@@ -27,9 +27,7 @@ class Tail:
         libc = ctypes.CDLL(None, use_errno=True)
         self._watch: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._watch < 0 or libc.inotify_add_watch(self._watch, os.fsencode(path), _IN_MODIFY) < 0:
-            raise OSError(
-                ctypes.get_errno(), "the kernel watches no more files (fs.inotify.max_user_watches)"
-            )
+            raise OSError(ctypes.get_errno(), "the kernel watches no more files (fs.inotify.max_user_watches)")
 
     def fileno(self) -> int:
         """Readable when the file has grown."""

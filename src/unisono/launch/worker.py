@@ -22,7 +22,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from unisono.errors import CommunicationError, InvalidInput
+from unisono.errors import CommunicationError, Diverged, InvalidInput
 from unisono.launch.identity import Identity
 from unisono.launch.stopping import StopRequest
 
@@ -77,7 +77,7 @@ class Worker:
     """
 
     identity: Identity
-    report: Report
+    report: Callable[[Mapping[str, Any]], None]
     stop: StopRequest
 
 
@@ -177,7 +177,9 @@ def _describe(error: BaseException) -> dict[str, Any]:
         return found | {"exit_code": code if isinstance(code, int) else int(code is not None)}
     if isinstance(error, InvalidInput):
         value = error.value if isinstance(error.value, str | int | float | None) else repr(error.value)
-        found["invalid"] = [error.field, value, error.problem, error.cure]
+        found["said"] = ["InvalidInput", [error.field, value, error.problem, error.cure]]
+    elif isinstance(error, Diverged):
+        found["said"] = ["Diverged", list(error.args)]
     consequence = isinstance(error, CommunicationError)
     return found | {"traceback": _traceback(error), "consequence": consequence}
 

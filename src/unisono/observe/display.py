@@ -157,7 +157,5 @@ def summary(name: str, result: Mapping[str, Any], stream: TextIO, *, console: Co
     grid.add_column(overflow="fold")
     for i, (label, text) in enumerate(rows(result)):
         grid.add_row(label, Text(text, style="bold" if i <= len(result["metrics"]) else ""))
-    console.print(
-        Panel(grid, title=Text(name, style="bold"), title_align="left", box=box.ROUNDED, expand=False)
-    )
+    console.print(Panel(grid, title=Text(name, style="bold"), title_align="left", box=box.ROUNDED, expand=False))
     console.print(Text.assemble(("train on with  ", "dim"), command), soft_wrap=True)

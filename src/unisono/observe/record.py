@@ -59,9 +59,7 @@ class RunRecorder:
         step_seconds: time between two steps that are written.
     """
 
-    def __init__(
-        self, directory: Path, more: Sequence[Sink] | None = None, step_seconds: float = STEP_SECONDS
-    ) -> None:
+    def __init__(self, directory: Path, more: Sequence[Sink] | None = None, step_seconds: float = STEP_SECONDS) -> None:
         self._events = Events(directory)
         self._sinks = sinks(directory) if more is None else list(more)
         self._pace = Pace(step_seconds)

@@ -33,9 +33,7 @@ class Telling:
         """See `Recorder`."""
         self._recorder.step(step, steps, fields)
         if self._pace.due() or step == steps:
-            self._tell(
-                {"kind": "progress", "step": step, "steps": steps, "metrics": self._metrics, **fields()}
-            )
+            self._tell({"kind": "progress", "step": step, "steps": steps, "metrics": self._metrics, **fields()})
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """See `Recorder`."""

@@ -16,9 +16,7 @@ CONFIG, SUMMARY = "config.toml", "summary.json"
 _NOT_AGAIN = ("run", "resume")  # of this run, not of one that is made like it
 
 
-def write_config(
-    directory: Path, settings: Mapping[str, Any], name: str, arguments: Mapping[str, Any]
-) -> None:
+def write_config(directory: Path, settings: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -> None:
     """Write ``config.toml``: Config fields on top, the task's name and arguments in the table ``task``.
 
     Args:

@@ -55,6 +55,8 @@ class BoundSynchronizer(Protocol):
 
 
 class Synchronizer(Protocol):
+    """How replicas agree, as a frozen value."""
+
     def bind(
         self,
         parameters: Mapping[str, nn.Parameter],

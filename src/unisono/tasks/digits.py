@@ -31,9 +31,7 @@ def digits(*, hidden: int = 32) -> Task:
     if hidden < 1:
         raise InvalidInput("--hidden", hidden, "below 1", "use 1 or more")
     if find_spec("sklearn") is None:
-        raise InvalidInput(
-            "task", "digits", "its images come with scikit-learn", "pip install 'unisono[digits]'"
-        )
+        raise InvalidInput("task", "digits", "its images come with scikit-learn", "pip install 'unisono[digits]'")
     return Task(
         name="digits",
         model=partial(network, hidden),

@@ -148,9 +148,7 @@ def text_files(path: str) -> list[Path]:
     except OSError as error:
         raise _unreadable(place, error) from error
     if not found:
-        raise InvalidInput(
-            "--text", path, "a directory without text files", "name files, or a directory that has some"
-        )
+        raise InvalidInput("--text", path, "a directory without text files", "name files, or a directory that has some")
     return found
 
 

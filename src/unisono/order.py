@@ -1,0 +1,101 @@
+"""What a run is told, and what it comes to, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import cloudpickle
+
+from unisono.task import Task
+
+
+class TaskSource(Protocol):
+    """Says where a task comes from."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arguments(self) -> Mapping[str, Any]: ...
+
+    def absolute(self) -> str:
+        """A name that means the same in every directory."""
+
+    def load(self) -> Task: ...
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A task that a Python program made, carried to its workers by value."""
+
+    name: str
+    pickled: bytes
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, task: Task) -> Carried:
+        """`task` as a value that travels."""
+        return cls(task.name, cloudpickle.dumps(task))
+
+    def absolute(self) -> str:
+        """See `TaskSource`."""
+        return self.name
+
+    def load(self) -> Task:
+        """See `TaskSource`."""
+        task = cloudpickle.loads(self.pickled)  # made by `of` in our own launcher
+        assert isinstance(task, Task)
+        return task
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every worker of a run is told.
+
+    Args:
+        source: the task.
+        settings: Config fields that were given.
+        path: the run's directory; None where worker 0 has to make it.
+        began: seconds since 1970 when the command was given.
+    """
+
+    source: TaskSource
+    settings: Mapping[str, Any]
+    path: Path | None
+    began: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Args:
+        steps: optimizer steps in all, earlier lives of a resumed run included.
+        samples: that these steps took.
+        loss: of the last step.
+        metrics: of the last evaluation.
+        weights_sha256: of every parameter and buffer by sorted global name (name, dtype, shape, bytes).
+        wall_seconds: from the command to the end.
+        startup_seconds: from the command to the first step.
+        samples_per_second: of the training steps of this life.
+        bytes_sent_per_worker: the most that one worker sent.
+        step_seconds_median: of this life.
+        peak_rss_bytes: the largest resident memory of a worker.
+        run: the run's directory.
+    """
+
+    steps: int
+    samples: int
+    loss: float
+    metrics: Mapping[str, float]
+    weights_sha256: str
+    wall_seconds: float
+    startup_seconds: float
+    samples_per_second: float
+    bytes_sent_per_worker: int
+    step_seconds_median: float
+    peak_rss_bytes: int
+    run: str
