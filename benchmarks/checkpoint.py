@@ -1,10 +1,10 @@
 """Training time lost to one checkpoint: ours against a synchronous ``torch.save`` and DCP's ``async_save``.
 
 One process with one compute thread trains a GPT of 42 million parameters with AdamW: 0.5 GB of parameters and
-optimizer state. A window is some twenty steps; the time lost is the wall time of a window with one
-checkpoint in it minus that of the window without one in the same repeat. A window must outlast the writing
-in the background, so that whatever that takes from training is counted. Every way takes one checkpoint
-before the clock starts; between windows the disk comes to rest.
+optimizer state. What a checkpoint costs is how much longer the steps from it on take than the median of those
+right before it, summed until nothing goes on in the background and three steps more, so that whatever the writing
+takes from training is counted. ``no checkpoint`` is the same arithmetic where there is none: the noise. Every way
+takes one checkpoint before the clock starts; between two measurements the disk comes to rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import statistics
 import tempfile
 import time
 import warnings
@@ -27,6 +28,7 @@ from benchmarks import harness
 from benchmarks.harness import Claim, Spread, Verdict
 from unisono.checkpoint import Writer, fingerprint, load
 
+AFTER_STEPS = 3
 WIDTH, DEPTH, VOCABULARY, BATCH, LENGTH = 512, 12, 8192, 1, 96
 
 
@@ -173,26 +175,34 @@ class AsyncStaging(AsyncSave):
             self.staging = None
 
 
-def window(training: Training, way: Without, steps: int) -> float:
-    """Seconds of `steps` steps, with a checkpoint after the first; then everything comes to rest, off the
-    clock."""
-    begin = time.perf_counter()
-    for step in range(steps):
-        training.compute()
-        way.before_change()
-        training.apply()
-        if step == 0:
-            way.begin(step, training.tensors())
-        way.after_step()
-    seconds = time.perf_counter() - begin
-    if not way.complete():
-        way.wait()
-        if steps > 2:
-            raise SystemExit(f"{type(way).__name__} was still writing after {steps} steps; use more --steps")
+def lost_seconds(training: Training, way: Without, before: int) -> float:
+    """Seconds that one checkpoint costs training: what the steps from it on take longer than the median of the
+    `before` steps right before it, summed until nothing goes on in the background and a few steps more.
+
+    Then everything comes to rest, off the clock.
+    """
     for path in way.folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     os.sync()
-    return seconds
+    usual = statistics.median(timed(training, way) for _ in range(before))
+    lost, after = timed(training, way, checkpoint=True) - usual, 0
+    while after < AFTER_STEPS:
+        after += way.complete()
+        lost += timed(training, way) - usual
+    way.wait()
+    return lost
+
+
+def timed(training: Training, way: Without, checkpoint: bool = False) -> float:
+    """Seconds of one step, with a checkpoint begun after it if so asked, which counts."""
+    begin = time.perf_counter()
+    training.compute()
+    way.before_change()
+    training.apply()
+    if checkpoint:
+        way.begin(0, training.tensors())
+    way.after_step()
+    return time.perf_counter() - begin
 
 
 def check(training: Training, folder: Path) -> float:
@@ -217,7 +227,9 @@ def join_alone() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, repeats=7)
-    parser.add_argument("--steps", type=int, default=20, help="of a window (20)")
+    parser.add_argument(
+        "--steps", type=int, default=9, help="before each checkpoint, from which the usual one is known (9)"
+    )
     parser.add_argument("--folder", type=Path, help="on the disk that is meant (the system's temporary one)")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -230,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(training: Training, root: Path, asked: Any) -> int:
     ways: dict[str, Without] = {}
     for name, kind in {
-        "without": Without,
+        "no checkpoint": Without,
         "unisono": Unisono,
         "torch.save": TorchSave,
         "DCP async_save": AsyncSave,
@@ -239,25 +251,22 @@ def measure(training: Training, root: Path, asked: Any) -> int:
         folder = root / name
         folder.mkdir()
         ways[name] = kind(folder)
-    window(training, ways["without"], 1)
+    timed(training, ways["no checkpoint"])
     (root / "check").mkdir()
     gigabytes = check(training, root / "check")
     for way in ways.values():
-        window(training, way, 2)
-    seconds = harness.interleave(
-        {name: lambda way=way: window(training, way, asked.steps) for name, way in ways.items()},
+        lost_seconds(training, way, 1)
+    lost = harness.interleave(
+        {name: lambda way=way: lost_seconds(training, way, asked.steps) for name, way in ways.items()},
         asked.repeats,
     )
     dist.destroy_process_group()
-    return report(seconds, gigabytes, asked)
+    return report(lost, gigabytes, asked)
 
 
-def report(seconds: Mapping[str, Sequence[float]], gigabytes: float, asked: Any) -> int:
+def report(lost: Mapping[str, Sequence[float]], gigabytes: float, asked: Any) -> int:
     """The claims; and, beside them, the time lost in every way."""
-    without = seconds["without"]
-    lost = {way: [a - b for a, b in zip(times, without)] for way, times in seconds.items() if way != "without"}
-    step = Spread.of([s / asked.steps for s in without])
-    print(f"{gigabytes:.3f} GB; a step takes {step} s; seconds lost to one checkpoint:")
+    print(f"{gigabytes:.3f} GB; seconds of training lost to one checkpoint:")
     for way, losses in lost.items():
         print(f"  {way:32}{Spread.of(losses)}")
     text = "training time lost to a checkpoint"
@@ -269,8 +278,7 @@ def report(seconds: Mapping[str, Sequence[float]], gigabytes: float, asked: Any)
         "checkpoint",
         verdicts,
         asked.json,
-        lost_seconds=lost,
-        window_seconds=dict(seconds),
+        lost_seconds=dict(lost),
         gigabytes=gigabytes,
     )
 

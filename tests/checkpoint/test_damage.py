@@ -206,13 +206,13 @@ HOSTILE = {
     "fraction": _set("tensors", "model/0", "shape", to=[1.5]),
     "unknown dtype": _set("tensors", "model/0", "dtype", to="__class__"),
     "part that is not there": _set("tensors", "model/0", "part", to=7),
-    "text for a checksum": _set("tensors", "model/0", "sha256", to="zz"),
+    "text for a checksum": _set("tensors", "model/0", "xxh3", to="zz"),
     "tensor as text": _set("tensors", "model/0", to="x"),
     "tensors as text": _set("tensors", to="x"),
     "one tensor less": _drop_tensor,
-    "one tensor more": _set("tensors", "x", to={"dtype": "float32", "shape": [1], "sha256": "0", "part": 0}),
-    "surrogate in a name": _set("tensors", "\ud800", to={"dtype": "int8", "shape": [1], "sha256": "0", "part": 0}),
-    "reserved name": _set("tensors", "__metadata__", to={"dtype": "int8", "shape": [0], "sha256": "0", "part": 0}),
+    "one tensor more": _set("tensors", "x", to={"dtype": "float32", "shape": [1], "xxh3": "0", "part": 0}),
+    "surrogate in a name": _set("tensors", "\ud800", to={"dtype": "int8", "shape": [1], "xxh3": "0", "part": 0}),
+    "reserved name": _set("tensors", "__metadata__", to={"dtype": "int8", "shape": [0], "xxh3": "0", "part": 0}),
 }
 
 
@@ -251,7 +251,7 @@ def test_a_file_of_an_absurd_length_takes_no_memory(directory: Path) -> None:
     fields = unseal(path.read_bytes())
     part, length = directory / NEW / "part-0.safetensors", 4096 + 4 * count
     fields["parts"] = {"part-0.safetensors": {"bytes": length}}
-    fields["tensors"] = {"x": {"dtype": "float32", "shape": [count], "sha256": "0", "part": 0}}
+    fields["tensors"] = {"x": {"dtype": "float32", "shape": [count], "xxh3": "0", "part": 0}}
     path.write_bytes(seal(fields))
     os.truncate(part, length)
     expect_previous(directory, "part-0.safetensors")

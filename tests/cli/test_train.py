@@ -186,7 +186,7 @@ def test_the_traceback_of_a_worker_comes_first_and_once(unisono: Unisono, played
 def test_other_errors_of_a_run_are_their_message(unisono: Unisono, played: Played) -> None:
     played.act = raising(Diverged("step 3, micro-batch 1, worker 0: the loss is nan"))
     said = unisono("train", "digits")
-    assert said.code == 1
+    assert said.code == 2
     assert said.err.splitlines()[-1] == "step 3, micro-batch 1, worker 0: the loss is nan"
 
 

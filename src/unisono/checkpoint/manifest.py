@@ -22,10 +22,14 @@ SEAL = ',"sha256":"{}"}}\n'
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, and the SHA-256 of its bytes, by which damage is pinned to it."""
+    """A tensor, and the 128-bit XXH3 of its bytes, by which damage is pinned to it.
+
+    It is a checksum against accidents: whoever may write the checkpoint may write its checksums too. A
+    cryptographic hash would cost training ten times as much.
+    """
 
     spec: Spec
-    sha256: str
+    xxh3: str
 
 
 @dataclass(frozen=True)
@@ -142,19 +146,19 @@ def _encode_entry(entry: Entry) -> dict[str, Any]:
     return {
         "dtype": dtype_name(entry.spec.dtype),
         "shape": list(entry.spec.shape),
-        "sha256": entry.sha256,
+        "xxh3": entry.xxh3,
     }
 
 
 def _decode_entry(name: str, fields: Any) -> Entry:
-    shape, sha256 = _field(fields, "shape", list), _field(fields, "sha256", str)
+    shape, xxh3 = _field(fields, "shape", list), _field(fields, "xxh3", str)
     dtype = DTYPES.get(_field(fields, "dtype", str))
     if dtype is None or not all(_is_whole(n) for n in shape):
         raise ValueError(f"tensor {name!r} has no possible dtype and shape")
     # Torch counts in 63 bits; an empty tensor may still claim absurd lengths elsewhere.
     if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**63:
         raise ValueError(f"tensor {name!r} claims more bytes than a machine can have")
-    return Entry(Spec(dtype, tuple(shape)), sha256)
+    return Entry(Spec(dtype, tuple(shape)), xxh3)
 
 
 def _versioned(sealed: bytes) -> dict[str, Any]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from unisono.checkpoint.container import Container, Slot
+from unisono.checkpoint.container import Container
 from unisono.checkpoint.directory import write_durably
 from unisono.checkpoint.manifest import Entry, Part, encode_part, part_file
 
@@ -32,10 +31,11 @@ def write_part(
     step: int,
     container: Container,
     image: memoryview,
+    digests: Mapping[str, str],
     stopped: Callable[[], bool],
 ) -> Part:
     """Write the file image durably into `directory`, then its report, whose presence says that the part is
-    complete.
+    complete. `digests`: each tensor's, taken when it was copied.
 
     Raises:
         OSError: the disk does not take it; what was written of it is removed.
@@ -45,19 +45,13 @@ def write_part(
     report.unlink(missing_ok=True)
     try:
         _stream(path, image, container.nbytes, stopped)
-        part = Part(container.nbytes, {slot.name: _entry(slot, image, stopped) for slot in container.slots})
+        part = Part(container.nbytes, {slot.name: Entry(slot.spec, digests[slot.name]) for slot in container.slots})
         write_durably(report, encode_part(step, part))
     except (OSError, Stopped):
         with contextlib.suppress(OSError):  # the first error is the one that tells
             path.unlink(missing_ok=True)
         raise
     return part
-
-
-def _entry(slot: Slot, image: memoryview, stopped: Callable[[], bool]) -> Entry:
-    if stopped():
-        raise Stopped
-    return Entry(slot.spec, hashlib.sha256(image[slot.begin : slot.end]).hexdigest())
 
 
 def _stream(path: Path, image: memoryview, nbytes: int, stopped: Callable[[], bool]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
 from unisono.checkpoint import directory as place
 from unisono.checkpoint.container import Slot, container
@@ -101,7 +101,7 @@ def _read_part(file: Path, part: Part) -> dict[str, Tensor]:
 
 
 def _read_tensor(descriptor: int, slot: Slot, entry: Entry) -> Tensor:
-    tensor, digest = torch.empty(slot.spec.shape, dtype=slot.spec.dtype), hashlib.sha256()
+    tensor, digest = torch.empty(slot.spec.shape, dtype=slot.spec.dtype), xxh3_128()
     memory = raw_bytes(tensor)
     for begin in range(0, len(memory), CHUNK):
         rest = memory[begin : begin + CHUNK]
@@ -111,6 +111,6 @@ def _read_tensor(descriptor: int, slot: Slot, entry: Entry) -> Tensor:
                 raise ValueError("it became shorter while it was read")
             digest.update(rest[:count])
             rest = rest[count:]
-    if digest.hexdigest() != entry.sha256:
+    if digest.hexdigest() != entry.xxh3:
         raise ValueError(f"the bytes of tensor {slot.name!r} are not what was written")
     return tensor

@@ -222,7 +222,7 @@ class Writer:
             self._update(phase=Phase.WRITING)
             path = place.temporary(self._directory, step, self._attempt)
             path.mkdir(mode=0o700, exist_ok=True)
-            write_part(path, self._rank, step, file, staging.image, lambda: self._unwanted(step))
+            write_part(path, self._rank, step, file, staging.image, staging.digests, lambda: self._unwanted(step))
             self._update(phase=Phase.WRITTEN, written=step)
         except Stopped:
             self._update(phase=Phase.FAILED, error="abandoned", failed=step)
