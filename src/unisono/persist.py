@@ -45,6 +45,7 @@ class Persistence:
         self._every, self._meta = every, meta
         self._pending = 0  # the step whose checkpoint is not yet committed or abandoned; 0: none
         self._last = 0
+        self._prepared = False
 
     def says(self, stop: bool) -> list[float]:
         """This worker's numbers for the control word, in the slots of its rank."""
@@ -63,6 +64,9 @@ class Persistence:
         Returns who asked to stop.
         """
         self._hear(words[1 :: self.WORDS])
+        if self._writer and self._every and not self._prepared:
+            self._writer.prepare(self._tensors())  # the optimizer's state is there from the first step on
+            self._prepared = True
         if self._every and done % self._every == 0:
             self._take(done)
         return [bool(word) for word in words[0 :: self.WORDS]]
@@ -122,13 +126,17 @@ class Persistence:
         if self._writer is None:
             return
         self._conclude()
-        state, numbers = state_of(self._optimizer, self._model)
+        _, numbers = state_of(self._optimizer, self._model)
+        self._writer.stage(done, self._tensors(), {**self._meta, "numbers": numbers})
+        self._pending = self._last = done
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint holds, by name."""
+        state, _ = state_of(self._optimizer, self._model)
         tensors = {f"model/{name}": t.detach() for name, t in self._model.named_parameters()}
         # The next forward pass writes into buffers before weights change, while the copy may still be under way.
         tensors |= {f"model/{name}": t.clone() for name, t in self._model.named_buffers()}
-        tensors |= {f"optimizer/{name}": t for name, t in state.items()}
-        self._writer.stage(done, tensors, {**self._meta, "numbers": numbers})
-        self._pending = self._last = done
+        return tensors | {f"optimizer/{name}": t for name, t in state.items()}
 
     def _conclude(self) -> None:
         """Wait until the pending checkpoint is committed or abandoned everywhere."""
@@ -160,7 +168,9 @@ class Persistence:
 
 def broadcast_text(comm: Communicator, text: str) -> str:
     """Worker 0's `text`, on all workers."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    length = comm.broadcast(torch.tensor([data.numel()])).wait()
-    received = comm.broadcast(data if comm.rank == 0 else torch.empty(int(length), dtype=torch.uint8)).wait()
-    return bytes(received.tolist()).decode()
+    data = text.encode()
+    length = comm.broadcast(torch.tensor([len(data)])).wait()
+    mine = (
+        torch.tensor(list(data), dtype=torch.uint8) if comm.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+    )
+    return bytes(comm.broadcast(mine).wait().tolist()).decode()

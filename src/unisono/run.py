@@ -84,10 +84,9 @@ def _be_worker(
         raise InvalidInput(
             "workers", said, f"{identity.launcher} started {identity.size}", "leave it out, or start as many"
         )
-    settings = with_earlier(settings)
-    path = Path(settings["run"]).absolute() if settings.get("run") else None
-    worker = Worker(identity, lambda message: on_message(identity.rank, message), StopRequest.listen())
-    result = work(worker, Order(source, {**settings, "workers": identity.size}, path, began))
+    settings = {**with_earlier(settings), "workers": identity.size}
+    worker = Worker(identity, lambda message: on_message(identity.rank, message), StopRequest())
+    result = work(worker, Order(source, settings, None, began))
     return conclude(result, Path(result["run"]), json) if identity.rank == 0 else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from unisono.compress import Exact
@@ -30,6 +31,8 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
         defaults.pop("micro_batch", None)
     chosen = {"global_batch": LIBRARY_GLOBAL_BATCH, **defaults}
     config = Config.of({**chosen, **given})
+    if isinstance(config.compress, Exact) and not config.threads:
+        config = replace(config, threads=1)  # the number of threads can change bits, so it must not follow the machine
     if config.sync_batchnorm and isinstance(config.compress, Exact):
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends on "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import resource
 import time
@@ -18,7 +19,6 @@ from torch.optim import Optimizer
 from unisono.batchnorm import synchronize_batchnorm
 from unisono.checkpoint import Event, Loaded, Writer, fingerprint, load_newest
 from unisono.comm import Communicator, connect
-from unisono.compress import Exact
 from unisono.config import Config
 from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
 from unisono.directory import claimed
@@ -45,16 +45,19 @@ def work(worker: Worker, order: Order) -> dict[str, Any]:
     who = worker.identity
     task = order.source.load()
     config = settle(task, order.settings)
-    torch.set_num_threads(config.threads or (1 if isinstance(config.compress, Exact) else fair_threads(who)))
+    torch.set_num_threads(config.threads or fair_threads(who))
     with contextlib.ExitStack() as stack:
-        feed = _Feed(task, config, who, stack)
         device = choose_device(config.device, who)
         comm = connect(
             who.rank, who.size, rendezvous=who.rendezvous, local_size=who.local_size, kind=config.communicator,
             device=device, deadline_seconds=config.deadline_seconds)  # fmt: skip
         stack.callback(comm.close)
+        # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
+        config = Config.of(json.loads(broadcast_text(comm, json.dumps(config.mapping()))))
+        feed = _Feed(task, config, who, stack)
         path = order.path or _claim_together(comm, config, order, stack)
         trainer, first_step = _set_up(worker, order, task, config, feed, device, comm, path, stack)
+        worker.stop.listen()
         startup = time.time() - order.began
         outcome = trainer.run(first_step)
         return dataclasses.asdict(_result(order, trainer, outcome, first_step, startup, path))
@@ -104,7 +107,7 @@ def _set_up(
     meta = {"config": config.mapping(), "samples": len(feed.dataset)}
     persistence = Persistence(writer, model, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta)
     persistence.agree()
-    loaded = _newest(config, path, worker, record) if config.resume and comm.rank == 0 else None
+    loaded = _newest(config, path, len(feed.dataset), record) if config.resume and comm.rank == 0 else None
     try:
         first_step = persistence.resume(loaded)
     except CheckpointMismatch as error:
@@ -211,7 +214,7 @@ def _teller(worker: Worker, record: Recorder) -> Callable[[Event], None]:
     return tell
 
 
-def _newest(config: Config, path: Path, worker: Worker, record: Recorder) -> Loaded | None:
+def _newest(config: Config, path: Path, samples: int, record: Recorder) -> Loaded | None:
     """The newest sound checkpoint of the run, if it belongs to it. What is damaged is named and passed over."""
 
     def damaged(error: CheckpointDamaged) -> None:
@@ -226,6 +229,10 @@ def _newest(config: Config, path: Path, worker: Worker, record: Recorder) -> Loa
         record.event("resume", words="there is no checkpoint yet: starting from the beginning")
         return None
     check_same_run(config, loaded.meta["config"])
+    if loaded.meta["samples"] != samples:
+        raise InvalidInput(
+            "data", samples, f"the run to resume was started with {loaded.meta['samples']} samples, so their order differs",
+            "give it the same data, or start a run of its own with another --run")  # fmt: skip
     record.event("resume", step=loaded.step, words=f"going on from the checkpoint of step {loaded.step}")
     return loaded
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class World:
             overlap: exchange gradients while backward still runs.
         """
         if self._bound is not None:
-            raise UnisonoError("world.bind was called already: one world trains one model; call unisono.join() again")
+            raise UnisonoError("world.bind was called already: one world trains one model")
         with torch.no_grad():
             for _, tensor in sorted(weights_of(model).items()):
                 tensor.copy_(self.comm.broadcast(tensor.detach().clone()).wait())
@@ -183,14 +183,21 @@ class _Bound:
         keeps = all(options["compress"].keeps(p.dtype) for p in model.parameters() if p.requires_grad)
         self._alone = world.size == 1 and keeps
         self._plain_step = optimizer.step
-        optimizer.step = self.step  # type: ignore[method-assign]
+
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(closure)
+
+        if hasattr(self._plain_step, "_wrapped_by_lr_sched"):  # else a scheduler made earlier warns that it was lost
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        # A bound method of the optimizer itself, since learning-rate schedulers wrap its function and bind it again.
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         self._first_forward = model.register_forward_pre_hook(lambda *_: self._ready())
 
     def plan(self, micro_batches: int, reference: float) -> None:
         """`World.steps` deals out the data from now on."""
         if self._replica is not None:
             raise UnisonoError(
-                "world.steps came after the first forward pass: bind, then take all data from world.steps"
+                "world.steps came too late: call it once, right after bind, with steps= or epochs= for all the training"
             )
         self._planned = True
         self._start(micro_batches, reference)

@@ -52,7 +52,7 @@ def test_more_workers_than_micro_batches_names_both_cures():
     for part in (
         "4 micro-batches",
         "at most 4 workers",
-        "micro_batch 2 times smaller",
+        "a smaller micro_batch",
         "global_batch 2 times larger",
     ):
         assert part in str(error.value)

@@ -60,7 +60,7 @@ def _copy_and_digest(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> st
     for begin in range(0, len(source), PIECE):
         piece = target[begin : begin + PIECE]
         np.copyto(piece, source[begin : begin + PIECE])
-        digest.update(memoryview(piece))
+        digest.update(piece.data)
     return digest.hexdigest()
 
 

@@ -40,8 +40,9 @@ def request(given: Given) -> Request:
         InvalidInput: no task or an unknown one, an unusable file, or a ``--set`` that is not KEY=VALUE.
     """
     known = fields()
-    name, settings, arguments = read_file(given.config, known) if given.config else (None, {}, {})
     set_settings, set_arguments = read_sets(given.sets, known)
+    file = given.config or _earlier(given, {**given.settings, **set_settings})
+    name, settings, arguments = read_file(file, known) if file else (None, {}, {})
     task = given.task or name
     if task is None:
         raise InvalidInput(
@@ -56,6 +57,14 @@ def request(given: Given) -> Request:
         {key: _plain(known[key], value) for key, value in chosen.items()},
         _json(given.json),
     )
+
+
+def _earlier(given: Given, settings: Mapping[str, Any]) -> str | None:
+    """The file of the run that is resumed, where no task is named: it knows what was trained."""
+    if given.task or not settings.get("resume") or not settings.get("run"):
+        return None
+    file = Path(settings["run"], "config.toml")
+    return str(file) if file.is_file() else None
 
 
 def read_file(path: str, known: Mapping[str, Field]) -> tuple[str | None, dict[str, Any], dict[str, Any]]:

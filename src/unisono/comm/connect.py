@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from unisono.comm.torch_group import TorchGroup
 from unisono.errors import InvalidInput, PeerLost
 
 LOG = logging.getLogger("unisono")
+_meetings: Counter[str] = Counter()
 KINDS = ("auto", "shared_memory", "gloo", "nccl")
 
 
@@ -59,7 +61,9 @@ def connect(
     if size == 1:
         return Alone(device)
     place = parse_rendezvous(rendezvous)
-    store = open_store(place, rank, deadline_seconds)
+    # Workers may meet at one place several times, one run after the other: each time has keys of its own.
+    _meetings[rendezvous] += 1
+    store = c10d.PrefixStore(f"meeting/{_meetings[rendezvous]}", open_store(place, rank, deadline_seconds))
     if chosen == "shared_memory":
         try:
             return share_memory(c10d.PrefixStore("memory", store), rank, size, deadline_seconds)

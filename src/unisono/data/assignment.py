@@ -41,11 +41,10 @@ def _largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
 
 
 def _too_many(workers: int, micro_batches: int) -> InvalidInput:
-    times = f"{math.ceil(workers / micro_batches)} times " if micro_batches else ""
     return InvalidInput(
         "workers",
         workers,
         f"a step has only {micro_batches} micro-batch{'es' * (micro_batches != 1)}, each worker needs one",
-        f"use at most {micro_batches} worker{'s' * (micro_batches != 1)}, or {workers} micro-batches: "
-        f"a micro_batch {times}smaller or a global_batch {times}larger",
+        f"use at most {micro_batches} worker{'s' * (micro_batches != 1)}, or at least {workers} micro-batches: "
+        "a smaller micro_batch or a larger global_batch",
     )

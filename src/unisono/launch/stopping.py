@@ -15,16 +15,14 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
 
-    @classmethod
-    def listen(cls) -> StopRequest:
-        """A request that SIGTERM to this process fulfils. Only the main thread may call it."""
-        request = cls()
+    def listen(self) -> StopRequest:
+        """From now on SIGTERM to this process is such a request. Only the main thread may call it."""
 
         def ask(number: int, frame: Any) -> None:
-            request.requested = True
+            self.requested = True
 
         signal.signal(signal.SIGTERM, ask)
-        return request
+        return self
 
 
 class Interrupted(UnisonoError):

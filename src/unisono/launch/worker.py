@@ -93,7 +93,7 @@ def main(order: Order, rendezvous: str, channel: int, payload: int) -> int:
     report = Report(socket.socket(fileno=channel))
     try:
         _settle_in(order, identity)
-        worker = Worker(identity, report, StopRequest.listen())
+        worker = Worker(identity, report, StopRequest().listen())
         report.send("result", _call(_resolve(order.target), worker, _arguments(payload)))
         status = 0
     except BaseException as error:  # whatever it is, the launcher has to know
