@@ -14,14 +14,14 @@ from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import Diverged
 from unisono.statistics import Statistics
-from unisono.sync import Change, Synchronizer
+from unisono.sync import BoundSynchronizer, Change, LocalGradients, Synchronizer
 
 
 class Replica:
     """A model and its optimizer, bound to the other replicas.
 
     Per step: `begin`; per micro-batch of this worker `enter`, the forward pass, `leave`, the backward pass; then
-    `settle` and `apply`. The control word that travels with the gradients is, for micro-batches ``0..n-1``: their
+    `settle` and `apply`. Backward is run by `backward`, or by the user's own loop. The control word that travels with the gradients is, for micro-batches ``0..n-1``: their
     losses, their weights, then `extra` numbers of the caller's.
 
     Args:
@@ -30,7 +30,8 @@ class Replica:
             summed, so that the sum usually is the mean already.
         clip: largest 2-norm of the mean gradient; None does not clip.
         extra: how many further numbers the control word has.
-        listener: told the name of each parameter whose gradient is complete, before it is handed on.
+        listener: told the name of each parameter whose gradient is complete, before it is handed on; given by whoever
+            leaves backward to the user's own loop.
     """
 
     def __init__(
@@ -51,18 +52,26 @@ class Replica:
         self.model, self.optimizer = model, optimizer
         self._count, self._reference, self._clip = micro_batches, reference, clip
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._sync = sync.bind(
-            parameters,
-            comm.lane("gradients"),
-            compress,
-            control=2 * micro_batches + extra,
-            overlap=overlap,
-            sparse=sparse_parameters(model),
-        )
+        self._sync: BoundSynchronizer
+        # With nobody to agree with and nothing to round, a weighted loss makes autograd's own sum the mean.
+        self._local = comm.size == 1 and listener is None and all(compress.keeps(p.dtype) for p in parameters.values())
+        if self._local:
+            self._sync = LocalGradients(parameters)
+        else:
+            self._sync = sync.bind(
+                parameters,
+                comm.lane("gradients"),
+                compress,
+                control=2 * micro_batches + extra,
+                overlap=overlap,
+                sparse=sparse_parameters(model),
+            )
         self._listener = listener
         self._statistics = Statistics(model, micro_batches, comm.lane("statistics"))
         self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._arrived, name)) for name, p in parameters.items()
+            p.register_post_accumulate_grad_hook(partial(self._arrived, name))
+            for name, p in parameters.items()
+            if not self._local
         ]
         self.begin()
 
@@ -89,6 +98,11 @@ class Replica:
                 self._statistics.send()
         if last:
             self._sync.close(self._control + (extra or []))
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of the micro-batch's mean `loss`, a scalar."""
+        share = self._weight / self._reference
+        (loss * share if self._local and share != 1.0 else loss).backward()
 
     def settle(self) -> Step:
         """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`."""

@@ -54,7 +54,7 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
     with prepare(PRELOAD) as server:  # imports torch while this process checks what was written
         settings = with_earlier(settings)
         config = settle(source.load(), settings)
-        with claimed(config, source.name) as path:
+        with claimed(config, source) as path:
             on_message(0, {"kind": "run", "path": str(path)})
             order = Order(source, settings, path, began)
             results = launch(

@@ -80,9 +80,9 @@ class Trainer:
             step.apply()
 
             loss, done = step.loss, t + 1
-            self.step_seconds.append(self.comm.now() - started)
-            self.record.step(done, self.steps, partial(self._told, loss, self.step_seconds[-1]))
+            self.record.step(done, self.steps, partial(self._told, loss, self.comm.now() - started))
             stopping = any(self.persistence.after_step(done, step.extra))
+            self.step_seconds.append(self.comm.now() - started)
             if self.evaluator and self.evaluate_every and done % self.evaluate_every == 0 and done < self.steps:
                 metrics = self.evaluate(done)
             if stopping:
@@ -101,7 +101,7 @@ class Trainer:
         self.replica.leave(
             float(loss.detach()), last=last, extra=self.persistence.says(self.stop_asked()) if last else []
         )
-        loss.backward()
+        self.replica.backward(loss)
 
     def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
         return {"loss": loss, "step_seconds": seconds, "samples_per_second": self.global_batch / seconds}

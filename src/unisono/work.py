@@ -183,7 +183,7 @@ def _result(order: Order, trainer: Trainer, outcome: Outcome, first_step: int, s
 
 def _claim_together(comm: Communicator, config: Config, order: Order, stack: contextlib.ExitStack) -> Path:
     """Worker 0 makes the run's directory and tells the others where it lies."""
-    mine = str(stack.enter_context(claimed(config, order.source.name))) if comm.rank == 0 else ""
+    mine = str(stack.enter_context(claimed(config, order.source))) if comm.rank == 0 else ""
     return Path(broadcast_text(comm, mine))
 
 

@@ -1,16 +1,15 @@
-"""The campaign itself, in its short form and on a toy."""
+"""The campaign itself, on a toy and in its short form."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.launch.campaign import Campaign, conduct, draw
-from tests.launch.observation import within
+from tests.launch import campaign
+from tests.launch.campaign import Campaign, Subject, conduct, draw, training
+from tests.launch.observation import session, within
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,44 +19,76 @@ def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_a_run_that_is_hit_leaves_nothing_and_resumes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.launch.counting", str(tmp_path / "run"), "200"]
-    assert conduct(command, command, draw(seed=1, moments=10, seconds=0.8), tmp_path / "run") == []
-    assert (tmp_path / "run" / "count-0").read_text() == "200"
+def toy(*command: str) -> Subject:
+    """Anything that is begun anew each time, and comes to nothing."""
+    return Subject(command, command, begun=lambda _: False, outcome=lambda _: None, phases=lambda _: (0.1,))
 
 
-def test_it_sees_a_process_that_stays_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.launch.campaign.GONE_SECONDS", 0.2)
+def counting() -> Subject:
+    """A run of two workers that count to 60, which takes most of a second."""
+    command = (sys.executable, "-m", "tests.launch.counting", "{directory}/run", "60")
+    return Subject(
+        command,
+        command,
+        begun=lambda at: (at / "run").exists(),
+        outcome=lambda at: (at / "run" / "count-0").read_text(),
+        phases=lambda _: (0.3, 1.0),
+    )
+
+
+def test_a_run_that_is_hit_leaves_nothing_and_comes_to_the_same_end(tmp_path: Path) -> None:
+    assert conduct(training(workers=3, steps=20), tmp_path, moments=4, seed=2) == []
+
+
+def test_a_toy_that_is_hit_leaves_nothing(tmp_path: Path) -> None:
+    assert conduct(counting(), tmp_path, moments=7, seed=1) == []
+
+
+def test_it_sees_a_process_that_stays_and_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(campaign, "GONE_SECONDS", 0.2)
     daemon = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    campaign = Campaign([], [sys.executable, "-c", daemon])
-    assert "processes stay" in campaign.finish()
-    assert campaign.left_over() == ""
+    hits = Campaign(toy(sys.executable, "-c", daemon), tmp_path)
+    assert "processes stay" in hits.complete(hits.fresh("run"))
 
 
 def test_it_sees_processes_that_name_themselves(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.launch.counting", str(tmp_path / "run"), "60"]
-    campaign = Campaign(command, command)
-    with ThreadPoolExecutor(1) as pool:
-        finished = pool.submit(campaign.finish)
+    hits = Campaign(counting(), tmp_path)
+    at = hits.fresh("run")
+    with hits.launched(counting().start, at) as run:
         names = {f"unisono {role}" for role in ("launcher", "forkserver", "worker 0", "worker 1")}
-        assert within(10, lambda: names <= set(campaign.processes().values()))
-        assert finished.result() == ""
+        assert within(10, lambda: names <= set(session(run.pid).values()))
+    assert run.returncode == 0
+    assert hits.left_over(run.pid, at) == ""
 
 
-def test_it_sees_shared_memory_that_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tests.launch.campaign.GONE_SECONDS", 0.2)
+def test_it_sees_shared_memory_that_stays(tmp_path: Path) -> None:
     file = Path("/dev/shm") / f"unisono-campaign-{tmp_path.name}"
-    campaign = Campaign([], ["touch", str(file)])
+    hits = Campaign(toy("touch", str(file)), tmp_path)
     try:
-        assert file.name in campaign.finish()
+        assert file.name in hits.complete(hits.fresh("run"))
     finally:
         file.unlink()
 
 
-def test_it_sees_a_resume_that_fails() -> None:
-    assert "ended with 1" in Campaign([], ["false"]).finish()
+def test_it_sees_temporary_files_that_stay(tmp_path: Path) -> None:
+    hits = Campaign(toy("mktemp", "-d"), tmp_path)
+    assert "temporary files stay" in hits.complete(hits.fresh("run"))
 
 
-def test_moments_are_drawn_from_the_seed() -> None:
-    assert draw(3, 5, 1.0) == draw(3, 5, 1.0) != draw(4, 5, 1.0)
-    assert subprocess.run([sys.executable, "-m", "tests.launch.campaign", "--help"], check=False).returncode == 0
+def test_it_sees_a_run_that_fails(tmp_path: Path) -> None:
+    hits = Campaign(toy("false"), tmp_path)
+    assert "false ended with 1" in hits.complete(hits.fresh("run"))
+
+
+def test_it_sees_another_outcome(tmp_path: Path) -> None:
+    came_to = iter(range(9))
+    subject = Subject(["true"], ["true"], lambda _: True, outcome=lambda _: next(came_to), phases=lambda _: (0.1,))
+    (wrong,) = conduct(subject, tmp_path, moments=1)
+    assert "came to" in wrong
+
+
+def test_moments_are_drawn_from_the_seed_and_from_every_phase() -> None:
+    assert draw(3, 5, (1.0,)) == draw(3, 5, (1.0,)) != draw(4, 5, (1.0,))
+    early, late = draw(0, 20, (1.0, 5.0))[::2], draw(0, 20, (1.0, 5.0))[1::2]
+    assert max(m.after_seconds for m in early) < 1.0 <= min(m.after_seconds for m in late)
+    assert {moment.role for moment in early} == {moment.role for moment in late}

@@ -89,7 +89,7 @@ def train(
             replica.enter(m, SAMPLES)
             loss = cross_entropy(model(xs[m]), ys[m])
             replica.leave(float(loss.detach()), last=m == mine[-1])
-            loss.backward()
+            replica.backward(loss)
         step = replica.settle()
         on_step(model, step)
         losses.append(step.loss)

@@ -147,7 +147,7 @@ def test_weights_of_micro_batches_give_the_exact_mean_over_tokens() -> None:
             replica.enter(m, weights[m])
             loss = model(gradients[m]).sum()
             replica.leave(float(m), last=m == mine[-1])
-            loss.backward()
+            replica.backward(loss)
         step = replica.settle()
         step.apply()
         return step.loss, -model.weight.detach()[0]
@@ -168,7 +168,7 @@ def test_a_loss_that_is_not_finite_names_step_micro_batch_and_worker() -> None:
         replica.enter(comm.rank, 1.0)
         loss = model(torch.ones(2)).sum()
         replica.leave(float("nan") if comm.rank == 1 else 1.0, last=True)
-        loss.backward()
+        replica.backward(loss)
         with pytest.raises(Diverged, match="step 7, micro-batch 1, computed by worker 1"):
             replica.settle().check_finite(7, lambda m: m)
         return True

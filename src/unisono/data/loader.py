@@ -24,6 +24,7 @@ from unisono.data.load import Inline, Load, Processes, Threads
 from unisono.data.plan import MicroBatchPlan
 from unisono.errors import InvalidInput
 
+INLINE_BELOW_BYTES = 1 << 20  # of what is in memory already: copied sooner than handed over
 INLINE_BELOW_SECONDS = 300e-6
 """A hand-over between threads costs about a tenth of this; what is quicker is fetched when it is due."""
 
@@ -102,7 +103,9 @@ class Loader:
             raise InvalidInput("load", load, problem, "use Processes() or Inline()")
         if drew:
             _log.warning("the dataset draws random numbers: it is loaded inline; load=Processes() loads it ahead")
-        return load or (Inline() if drew or seconds < INLINE_BELOW_SECONDS else Threads())
+        # The first fetch also pays for what is made once, so what it says of tensors in memory is too much.
+        small = self._fetch.bulk and sum(t.nbytes for t in self._probed[key]) < INLINE_BELOW_BYTES
+        return load or (Inline() if drew or small or seconds < INLINE_BELOW_SECONDS else Threads())
 
 
 class _Source(Protocol):

@@ -9,7 +9,6 @@ from typing import Any
 
 from unisono.errors import Diverged, InvalidInput, UnisonoError, WorkerFailed
 
-
 SAY_ALL: dict[str, type[UnisonoError]] = {"InvalidInput": InvalidInput, "Diverged": Diverged}
 """Errors whose message says all that there is to say: the launcher raises them again as they were."""
 

@@ -20,6 +20,7 @@ import gc
 import importlib
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -49,9 +50,11 @@ class Forkserver:
 
     def __init__(self, preload: Sequence[str], name: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A name that both know before the directory is made: whoever of them outlives the other removes it.
+        self._meeting = os.path.join(tempfile.gettempdir(), f"unisono-{secrets.token_hex(8)}")
         given = {"path": sys.path, "preload": list(preload), "name": name, "launcher": os.getpid()}
+        given["meeting"] = self._meeting
         self.ready = False
-        self._meeting = ""
         self._errors = os.memfd_create("forkserver-errors")
         self._control = ours
         with theirs:
@@ -81,7 +84,7 @@ class Forkserver:
             return None
         news: Mapping[str, Any] | None = json.loads(message) if message else None
         if news is not None and "ready" in news:
-            self.ready, self._meeting = True, news["meeting"]
+            self.ready = True
         return news
 
     def autopsy(self) -> tuple[int, str]:
@@ -102,8 +105,7 @@ class Forkserver:
             self._process.kill()
             self._process.wait()
         os.close(self._errors)
-        if self._meeting:  # the server has removed it, unless it was killed
-            shutil.rmtree(self._meeting, ignore_errors=True)
+        shutil.rmtree(self._meeting, ignore_errors=True)  # the server has removed it, unless it was killed
 
     def __enter__(self) -> Forkserver:
         return self
@@ -112,15 +114,16 @@ class Forkserver:
         self.close()
 
 
-def serve(preload: Sequence[str], name: str, launcher: int, descriptor: int) -> None:
+def serve(preload: Sequence[str], name: str, launcher: int, descriptor: int, meeting: str) -> None:
     """The life of the server process, until the launcher's end of the socket closes."""
     process.die_with(launcher)  # while imports run, nobody looks at the socket
     setproctitle(f"{name} forkserver")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the launcher decides; its end is told by the socket
     _import(preload)
-    control = socket.socket(fileno=descriptor)
-    _Server(control, tempfile.mkdtemp(prefix="unisono-")).run()
+    process.outlive_parent()  # from now on the socket tells, and what was made is taken away again
+    os.mkdir(meeting, mode=0o700)
+    _Server(socket.socket(fileno=descriptor), meeting).run()
     os._exit(0)  # taking torch down in order would cost most of a second
 
 
@@ -143,9 +146,8 @@ class _Server:
     def run(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        process.outlive_parent()
         try:
-            self._send(ready=True, meeting=self._meeting)
+            self._send(ready=True)
             while self._serve_one():
                 pass
         finally:

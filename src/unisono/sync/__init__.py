@@ -1,4 +1,5 @@
 from unisono.sync.all_reduce import AllReduce as AllReduce
+from unisono.sync.local import LocalGradients as LocalGradients
 from unisono.sync.synchronizer import BoundSynchronizer as BoundSynchronizer
 from unisono.sync.synchronizer import Change as Change
 from unisono.sync.synchronizer import Synchronizer as Synchronizer
