@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+MOMENTS ?= 50
 PYTEST_ARGS ?=
 
 SHELL := /bin/bash
@@ -68,6 +69,10 @@ format: $(DEVELOP) ## write the sources in the house's format
 .PHONY: bench
 bench: $(DEVELOP) ## run every benchmark, with its peers, and say which claims hold
 	$(BIN)/python -m benchmarks
+
+.PHONY: campaign
+campaign: $(DEVELOP) ## kill a training run at MOMENTS random moments, and see that it always resumes
+	$(BIN)/python -m tests.launch.campaign --moments $(MOMENTS)
 
 .PHONY: system
 system:

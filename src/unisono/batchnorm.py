@@ -15,10 +15,12 @@ class SyncBatchNorm(_BatchNorm):
     """Normalises ``[samples, features, ...]`` by the mean and variance over all workers' micro-batches.
 
     Ioffe & Szegedy 2015, algorithm 1, over the union of the batches; workers' means and sums of squares are merged in
-    the order of ranks (Chan et al. 1979, eq. 2.1), which does not cancel as the mean of squares would.
+    the order of ranks (Chan et al. 1979, eq. 2.1), which does not cancel as the mean of squares would. All workers then
+    hold the same running statistics. Each must call the layer equally often.
     """
 
     comm: Communicator
+    buffers_agree = True  # see `Statistics`
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -32,6 +34,8 @@ class SyncBatchNorm(_BatchNorm):
         output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.comm
         )
+        if count == 1:
+            raise ValueError(f"normalising over one value per feature gives nothing: input is {tuple(input.shape)}")
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
@@ -44,16 +48,20 @@ class SyncBatchNorm(_BatchNorm):
 
 def synchronize_batchnorm(model: nn.Module, comm: Communicator) -> nn.Module:
     """`model` with every BatchNorm layer in it replaced by a `SyncBatchNorm` that holds the same tensors."""
-    if isinstance(model, _BatchNorm) and not isinstance(model, SyncBatchNorm):
-        layer = SyncBatchNorm(
-            model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats, device="meta"
-        )
-        layer.comm, layer.training = comm, model.training
-        layer._parameters, layer._buffers = model._parameters, model._buffers
-        return layer
-    for name, child in model.named_children():
-        setattr(model, name, synchronize_batchnorm(child, comm))
-    return model
+    made = {id(m): _synchronized(m, comm) for m in model.modules() if isinstance(m, _BatchNorm)}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():  # a layer that is used twice is here twice
+            parent._modules[name] = made.get(id(child), child)
+    return made.get(id(model), model)
+
+
+def _synchronized(layer: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
+    new = SyncBatchNorm(
+        layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
+    )
+    new.comm, new.training = comm, layer.training
+    new._parameters, new._buffers = layer._parameters, layer._buffers
+    return new
 
 
 class _Normalise(torch.autograd.Function):
@@ -63,13 +71,17 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, float]:
         features, over = x.shape[1], [0, *range(2, x.dim())]
         shape = [1, features] + [1] * (x.dim() - 2)
-        local = x.float().mean(over)
-        squares = (x.float() - local.view(shape)).square_().sum(over)
-        mine = torch.cat([local, squares, local.new_tensor([float(x.numel() // features)])])
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        near, n = wide.mean(over), x.numel() // features
+        centred = wide - near.view(shape)
+        # What `near` was rounded by; beside a mean that is large for the deviations it would not be small.
+        rest = centred.mean(over).double()
+        squares = centred.square().sum(over).double() - n * rest.square()
+        mine = torch.cat([near + rest, squares, rest.new_tensor([float(n)])])
         mean, squares, count = _merge(comm.gather(mine).wait(), features)
         variance = squares / count
-        inverse = torch.rsqrt(variance + eps)
-        normal = (x.float() - mean.view(shape)).mul_(inverse.view(shape))
+        inverse = torch.rsqrt(variance + eps).to(wide.dtype)
+        normal = centred.sub_((mean - near).to(wide.dtype).view(shape)).mul_(inverse.view(shape))
         output = normal if weight is None else normal * weight.view(shape)
         output = output if bias is None else output + bias.view(shape)
         ctx.save_for_backward(normal, inverse, weight)
@@ -80,7 +92,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         normal, inverse, weight = ctx.saved_tensors
-        g = gradient.float()
+        g = gradient.to(normal.dtype)
         of_bias, of_weight = g.sum(ctx.over), (g * normal).sum(ctx.over)
         sums = ctx.comm.sum(torch.cat([of_bias, of_weight])).wait() / ctx.count
         of_mean, of_scale = (half.view(ctx.shape) for half in sums.chunk(2))

@@ -103,7 +103,9 @@ class Config:
     def mapping(self) -> dict[str, Any]:
         """Field names and plain values, as TOML can hold them; fields that are None are left out."""
         return {
-            name: notation.show(value) if name in NOTED else value for name, value in _values(self) if value is not None
+            name: notation.show(value) if name in NOTED else str(value) if isinstance(value, Path) else value
+            for name, value in _values(self)
+            if value is not None
         }
 
 
@@ -164,7 +166,12 @@ def _values(config: Config) -> list[tuple[str, Any]]:
 
 def _check_type(name: str, value: Any) -> None:
     kind, optional = FIELDS[name].split(" ")[0], "None" in FIELDS[name]
-    if (value is None and optional) or name in NOTED:
+    if value is None and optional:
+        return
+    if name in NOTED:
+        if type(value) not in NOTED[name].values():
+            raise InvalidInput(name, value, f"not one of {', '.join(NOTED[name])}", "write it as in "
+                               f"Config({name}={next(iter(NOTED[name]))}())")  # fmt: skip
         return
     fits = {
         "int": isinstance(value, int) and not isinstance(value, bool),

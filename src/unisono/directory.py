@@ -1,4 +1,4 @@
-"""Where a run lies: a directory with ``config.toml``, ``events.jsonl``, ``summary.json``, ``logs/``, ``checkpoints/``."""
+"""Where a run lies: ``config.toml``, ``events.jsonl``, ``summary.json``, ``logs/``, ``checkpoints/`` in one directory."""
 
 from __future__ import annotations
 

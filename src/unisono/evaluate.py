@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from unisono.comm import Communicator
+from unisono.errors import InvalidInput
 from unisono.task import Batch, Evaluation, Task, build_dataset, call
 
 
@@ -23,6 +24,8 @@ class Evaluator:
         self._evaluation = given if isinstance(given, Evaluation) else Evaluation(given)
         self._task, self._comm, self._forward, self._move = task, comm, forward, move
         self._data = build_dataset(self._evaluation.data)
+        if not len(self._data):
+            raise InvalidInput("evaluate", 0, "the evaluation data has no samples", "give it some, or leave it out")
         self._metrics = {"loss": task.loss, **self._evaluation.metrics}
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
@@ -30,7 +33,7 @@ class Evaluator:
         size = self._evaluation.batch
         starts = range(0, len(self._data), size)
         table = torch.zeros(len(starts), len(self._metrics) + 1, dtype=torch.float64)
-        training = model.training
+        training = [module for module in model.modules() if module.training]
         model.eval()
         try:
             with torch.inference_mode():
@@ -38,7 +41,8 @@ class Evaluator:
                     batch = self._fetch(starts[i], min(starts[i] + size, len(self._data)))
                     table[i] = self._measure(model, batch)
         finally:
-            model.train(training)
+            for module in training:  # some layers may have been in evaluation mode all along
+                module.training = True
         rows = self._comm.sum(table.view(-1)).wait().view(table.shape).tolist()
         total = math.fsum(row[-1] for row in rows)
         return {name: math.fsum(row[i] for row in rows) / total for i, name in enumerate(self._metrics)}
@@ -53,8 +57,8 @@ class Evaluator:
         """One row: weighted metrics, then the weight."""
         output = self._forward(model, batch)
         weight = self._task.weight(batch) if self._task.weight else samples_in(batch)
-        means = [torch.as_tensor(m(output, batch), dtype=torch.float64).mean() for m in self._metrics.values()]
-        return torch.stack([mean * weight for mean in means] + [torch.tensor(float(weight), dtype=torch.float64)]).cpu()
+        means = [float(torch.as_tensor(m(output, batch), dtype=torch.float64).mean()) for m in self._metrics.values()]
+        return torch.tensor([*(mean * float(weight) for mean in means), float(weight)], dtype=torch.float64)
 
 
 def forward(task: Task, autocast: Callable[[], Any]) -> Callable[[Any, Batch], Any]:

@@ -15,6 +15,9 @@ from typing import Any
 from unisono.errors import InvalidInput
 
 
+_LONGEST = 2000  # characters; deeper nesting than they allow is no value of ours
+
+
 def parse(field: str, text: str, names: Mapping[str, type]) -> Any:
     """The value that `text` writes down.
 
@@ -26,13 +29,18 @@ def parse(field: str, text: str, names: Mapping[str, type]) -> Any:
     Raises:
         InvalidInput: not a literal call, an unknown name, or arguments that the value refuses.
     """
+    if len(text) > _LONGEST:
+        raise InvalidInput(field, f"{text[:40]}…", f"{len(text)} characters, more than {_LONGEST}", _example(names))
     try:
         tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.Call | ast.Name):
+            raise InvalidInput(field, text, "not a literal call", _example(names))
+        return _value(field, text, tree, names)
     except SyntaxError as error:
         raise InvalidInput(field, text, f"not a literal call ({error.msg})", _example(names)) from None
-    if not isinstance(tree, ast.Call | ast.Name):
-        raise InvalidInput(field, text, "not a literal call", _example(names))
-    return _value(field, text, tree, names)
+    except (ValueError, RecursionError, MemoryError) as error:  # a zero byte; nested without end
+        problem = f"not a literal call ({type(error).__name__})"
+        raise InvalidInput(field, text, problem, _example(names)) from None
 
 
 def show(value: Any) -> str:
@@ -65,7 +73,7 @@ def _value(field: str, text: str, node: ast.expr, names: Mapping[str, type]) -> 
     if not isinstance(node, ast.Call):
         try:
             return ast.literal_eval(node)
-        except ValueError:
+        except (ValueError, TypeError):
             problem = f"{ast.unparse(node)} is neither a literal nor a listed name"
             raise InvalidInput(field, text, problem, _example(names)) from None
     if not isinstance(node.func, ast.Name) or node.func.id not in names:

@@ -21,7 +21,9 @@ def prefer_fused(optimizer: Optimizer, sparse: bool) -> None:
     for group in optimizer.param_groups:
         open_choice = group.get("fused") is None and group.get("foreach") is None
         plain = not group.get("differentiable") and not group.get("capturable")
-        if open_choice and plain and all(torch.is_floating_point(p) for p in group["params"]):
+        # Adagrad has made its state by now, on the CPU, where a CUDA kernel would not find it.
+        here = type(optimizer) is not torch.optim.Adagrad or all(p.device.type == "cpu" for p in group["params"])
+        if open_choice and plain and here and all(torch.is_floating_point(p) for p in group["params"]):
             group["fused"] = True
 
 

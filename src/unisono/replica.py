@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.comm import Communicator
 from unisono.compress import Compressor
-from unisono.errors import Diverged
+from unisono.errors import Diverged, InvalidInput
 from unisono.statistics import Statistics
 from unisono.sync import BoundSynchronizer, Change, LocalGradients, Synchronizer
 
@@ -49,6 +49,7 @@ class Replica:
         extra: int = 0,
         listener: Callable[[str], None] | None = None,
     ) -> None:
+        check_fit(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self._count, self._reference, self._clip = micro_batches, reference, clip
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -67,6 +68,7 @@ class Replica:
                 sparse=sparse_parameters(model),
             )
         self._listener = listener
+        self._names = {id(p): name for name, p in parameters.items()}
         self._statistics = Statistics(model, micro_batches, comm.lane("statistics"))
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
@@ -106,6 +108,8 @@ class Replica:
 
     def settle(self) -> Step:
         """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`."""
+        if not self._local:
+            self._take_what_lies_there()
         return Step(self, self._sync.settle())
 
     def unbind(self) -> None:
@@ -113,13 +117,23 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
 
+    def _take_what_lies_there(self) -> None:
+        """Gradients that came past the hooks: the user's own, or of parameters that nobody told us of."""
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                name = self._names.get(id(parameter))
+                if name is None:
+                    raise InvalidInput("optimizer", tuple(parameter.shape), "a parameter of this shape got a gradient, "
+                                       "but was not trainable when the model was bound", "unfreeze or add it before")  # fmt: skip
+                self._arrived(name, parameter)
+
     def _arrived(self, name: str, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None
         if self._listener:
             self._listener(name)
-        self._sync.offer(name, gradient, self._weight / self._reference)
+        self._sync.offer(name, gradient.detach(), self._weight / self._reference)
 
 
 class Step:
@@ -164,6 +178,30 @@ class Step:
             # The small number is torch.nn.utils.clip_grad_norm_'s.
             scale *= min(1.0, self._replica._clip / (norm + 1e-6))
         return scale
+
+
+def check_fit(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise `InvalidInput` if `optimizer` trains what `model` does not hold, or what cannot be averaged."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise InvalidInput("optimizer", tuple(parameter.shape), "a parameter of this shape is not one of the model's"
+                                   ", so no other worker would hear of its gradient", "make it part of the model")  # fmt: skip
+    check_trainable(model)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise `InvalidInput` if `model` has nothing to train, or something that cannot be."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InvalidInput("model", type(model).__name__, "no parameter requires a gradient", "unfreeze some of it")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise InvalidInput("model", name, "a lazy parameter that has no shape yet",
+                               "run one forward pass where the model is built")  # fmt: skip
+        if parameter.is_complex() and parameter.requires_grad:
+            raise InvalidInput("model", name, "complex numbers cannot be averaged yet",
+                               "hold it as real numbers and use torch.view_as_complex")  # fmt: skip
 
 
 def sparse_parameters(model: nn.Module) -> set[str]:

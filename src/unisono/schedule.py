@@ -23,6 +23,9 @@ class Constant:
 
     warmup: int = 0
 
+    def __post_init__(self) -> None:
+        _check(self.warmup)
+
     def __call__(self, step: int, steps: int) -> float:
         return _warm(step, self.warmup)
 
@@ -33,6 +36,9 @@ class Linear:
 
     warmup: int = 0
     floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.warmup, self.floor)
 
     def __call__(self, step: int, steps: int) -> float:
         return _warm(step, self.warmup) * (1 - (1 - self.floor) * _progress(step, steps, self.warmup))
@@ -45,12 +51,22 @@ class Cosine:
     warmup: int = 0
     floor: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check(self.warmup, self.floor)
+
     def __call__(self, step: int, steps: int) -> float:
         wave = (1 + math.cos(math.pi * _progress(step, steps, self.warmup))) / 2
         return _warm(step, self.warmup) * (self.floor + (1 - self.floor) * wave)
 
 
 SCHEDULES: dict[str, type] = {cls.__name__: cls for cls in (Constant, Linear, Cosine)}
+
+
+def _check(warmup: int, floor: float = 0.0) -> None:
+    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
+        raise ValueError(f"warmup={warmup!r} is not a whole number of steps from 0")
+    if not isinstance(floor, int | float) or not 0 <= floor <= 1:
+        raise ValueError(f"floor={floor!r} is not a factor from 0 to 1")
 
 
 def _warm(step: int, warmup: int) -> float:

@@ -4,15 +4,14 @@ A network's buffers (batch normalisation's running statistics before all) change
 depend on who computed what. Here every micro-batch of a step starts from the same buffers; what each wrote is shared,
 and all workers fold the same rows in the same order:
 
-- running statistics of normalisation layers: exponential moving average, one step per micro-batch, as one process
-  that computed all of them in turn would have it;
+- running statistics of normalisation layers: a moving average, one step per visit of the layer, as one process that
+  computed all micro-batches in turn would have it;
 - other whole numbers (counters): the increments add up;
 - other real numbers: their mean over the micro-batches; truth values: the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +33,7 @@ class Statistics:
         self._comm, self._count = comm, micro_batches
         layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         theirs = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
-        self._layers = [_Layer(layer) for layer in layers]
+        self._layers = [_Layer(layer) for layer in layers if not getattr(layer, "buffers_agree", False)]
         self._quiet = [
             _Place(f"{path}.{key}".lstrip("."), module, key)
             for path, module in model.named_modules()
@@ -47,8 +46,7 @@ class Statistics:
 
     def begin(self) -> None:
         """A new step: remember the buffers that it starts from."""
-        self._training = [layer for layer in self._layers if layer.module.training]
-        for layer in self._training:
+        for layer in self._layers:
             layer.remember()
         self._first = [place.tensor.clone() for place in self._written]
         self._marks = [place.mark for place in self._quiet]
@@ -56,23 +54,21 @@ class Statistics:
         self._work: Work[Tensor] | None = None
 
     def before(self) -> None:
-        """Before a micro-batch's forward pass."""
+        """Before a micro-batch's forward pass: put the step's first buffers back."""
         if self._probing:
             self._probe = [place.tensor.clone() for place in self._quiet]
-        for layer in self._training:
-            layer.listen()
-
-    def after(self, micro_batch: int) -> None:
-        """After it: collect what it wrote, and put the step's first buffers back."""
-        for layer in self._training:
-            layer.resume()
-        if self._probing:
-            self._learn_who_writes()
-        values = [b for layer in self._training for b in layer.running] + [p.tensor for p in self._written]
-        if values:
-            self._rows[micro_batch] = torch.cat([v.detach().reshape(-1).double() for v in values])
+        for layer in self._layers:
+            layer.put_back()
         for place, first in zip(self._written, self._first):
             place.tensor.copy_(first)
+
+    def after(self, micro_batch: int) -> None:
+        """After it: collect what it wrote."""
+        if self._probing:
+            self._learn_who_writes()
+        values = [b for layer in self._layers for b in layer.buffers] + [p.tensor for p in self._written]
+        if values:
+            self._rows[micro_batch] = _flat(values)
 
     def send(self) -> None:
         """After this worker's last forward pass: share what it collected; backward may run meanwhile."""
@@ -86,21 +82,21 @@ class Statistics:
 
     def fold(self) -> None:
         """Wait for everybody's rows and fold them. Raises `PeerLost`, `MessageMismatch`."""
-        late = [p.name for p, mark in zip(self._quiet, self._marks) if p.mark != mark]
+        late = [p.name for p, mark in zip(self._quiet, self._marks) if p.differs(mark)]
         if late:
             raise UnisonoError(f"buffer {late[0]} was not written by the first forward pass but by a later one; "
                                "write it in every training pass, or in none")  # fmt: skip
         if self._work is None:
             return
         table, at = self._work.wait().view(self._count, -1), 0
-        for layer in self._training:
+        for layer in self._layers:
             at = layer.fold(table, at)
         for place, first in zip(self._written, self._first):
             place.tensor.copy_(_folded(first, table[:, at : at + first.numel()]))
             at += first.numel()
 
     def _learn_who_writes(self) -> None:
-        changed = [place.mark != mark for place, mark in zip(self._quiet, self._marks)]
+        changed = [place.differs(mark) for place, mark in zip(self._quiet, self._marks)]
         self._written = [place for place, c in zip(self._quiet, changed) if c]
         self._first = [first for first, c in zip(self._probe, changed) if c]
         self._quiet = [place for place, c in zip(self._quiet, changed) if not c]
@@ -123,48 +119,61 @@ class _Place:
         return buffer
 
     @property
-    def mark(self) -> tuple[int, int]:
-        """Changes whenever the buffer is written or replaced."""
-        return id(self.tensor), self.tensor._version
+    def mark(self) -> tuple[Tensor, int]:
+        """See `differs`."""
+        return self.tensor, self.tensor._version
+
+    def differs(self, mark: tuple[Tensor, int]) -> bool:
+        """Whether the buffer was written or replaced since `mark` was taken."""
+        return self.tensor is not mark[0] or self.tensor._version != mark[1]
 
 
 class _Layer:
     """A normalisation layer with running statistics."""
 
     def __init__(self, module: _NormBase) -> None:
-        self.module = module
-        self._momentum = module.momentum
+        self._module = module
 
     @property
-    def running(self) -> Sequence[Tensor]:
-        mean, var = self.module.running_mean, self.module.running_var
-        assert mean is not None and var is not None
-        return mean, var
+    def buffers(self) -> list[Tensor]:
+        """Mean, variance, and the number of visits where the layer counts them."""
+        found = self._module.running_mean, self._module.running_var, self._module.num_batches_tracked
+        return [buffer for buffer in found if buffer is not None]
 
     def remember(self) -> None:
-        self._first = torch.cat([b.reshape(-1).double() for b in self.running])
-        tracked = self.module.num_batches_tracked
-        self._tracked = 0 if tracked is None else int(tracked)
+        self._first = [buffer.clone() for buffer in self.buffers]
 
-    def listen(self) -> None:
-        # With momentum 1 the layer leaves the batch's own statistics behind, which is what is folded.
-        self._momentum, self.module.momentum = self.module.momentum, 1.0
-
-    def resume(self) -> None:
-        self.module.momentum = self._momentum
+    def put_back(self) -> None:
+        for buffer, first in zip(self.buffers, self._first):
+            buffer.copy_(first)
 
     def fold(self, table: Tensor, at: int) -> int:
         """Fold columns from `at` on of ``table[micro_batch]``; returns where the next layer's begin."""
-        folded = self._first
-        for m, row in enumerate(table[:, at : at + folded.numel()]):
-            factor = self._momentum if self._momentum is not None else 1.0 / (self._tracked + m + 1)
-            folded = folded + factor * (row - folded)
-        features = folded.numel() // 2
-        for buffer, value in zip(self.running, folded.split(features)):
+        first = _flat(self._first)
+        features, folded = 2 * self._first[0].numel(), first
+        for row in table[:, at : at + first.numel()]:
+            folded = self._stepped(folded, row, first, features)
+        sizes = [buffer.numel() for buffer in self._first]
+        for buffer, value in zip(self.buffers, folded.split(sizes)):
             buffer.copy_(value.view_as(buffer))
-        if self.module.num_batches_tracked is not None:
-            self.module.num_batches_tracked.fill_(self._tracked + len(table))
-        return at + folded.numel()
+        return at + first.numel()
+
+    def _stepped(self, state: Tensor, row: Tensor, first: Tensor, features: int) -> Tensor:
+        """`state` after the visits that turned `first` into `row`. A moving average is affine in where it starts."""
+        if torch.equal(row, first):  # the layer was not visited, or does not learn at present
+            return state
+        visits = float((row - first)[features:].sum())  # 0 where the layer does not count (instance normalisation)
+        if self._module.momentum is None:
+            before, now = float(first[features]), float(state[features])
+            stepped = (row * (before + visits) - first * before + state * now) / (now + visits)
+        else:
+            stepped = row + (1 - self._module.momentum) ** (visits or 1.0) * (state - first)
+        stepped[features:] = state[features:] + visits
+        return stepped
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.detach().reshape(-1).double() for t in tensors])
 
 
 def _folded(first: Tensor, rows: Tensor) -> Tensor:

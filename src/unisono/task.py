@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
+from unisono.errors import InvalidInput
 from unisono.schedule import Schedule
 
 Batch = Any
@@ -75,8 +77,17 @@ class Task:
 
 
 def build_dataset(data: Data) -> Any:
-    """The dataset itself: `data`, or what it returns if it is a function rather than a dataset."""
-    return data if hasattr(data, "__getitem__") else data()
+    """The dataset itself: `data`, or what it returns if it is a function rather than a dataset.
+
+    Raises:
+        InvalidInput: it has no length, or no samples by number.
+    """
+    dataset = data() if callable(data) and not hasattr(data, "__getitem__") else data
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if missing or isinstance(dataset, IterableDataset):
+        raise InvalidInput("data", type(dataset).__name__, "not a map-style dataset: samples are dealt out by number",
+                           "give it __len__ and __getitem__(i)")  # fmt: skip
+    return dataset
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:

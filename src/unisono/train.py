@@ -37,7 +37,7 @@ class Trainer:
         loss: ``loss(output, batch)``, a scalar.
         weight: what a batch counts in the mean over the global batch.
         move: brings a batch to the model's device.
-        micro_batches: of one step; `mine` are those that this worker computes, `worker_of` says whose one is.
+        mine: the micro-batches of a step that this worker computes; `worker_of` says whose one is.
         factor: the learning rate's factor at a step.
         stop_asked: True once this worker was asked to stop; all workers then stop after the same step.
     """

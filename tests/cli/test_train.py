@@ -195,7 +195,7 @@ def test_an_interrupted_run_says_where_it_lies_and_how_to_go_on(unisono: Unisono
     said = unisono("train", "digits")
     assert said.code == 130
     assert "interrupted by SIGINT" in said.err
-    assert "unisono train --config 'runs/a b'/config.toml --run 'runs/a b' --resume\n" in said.err
+    assert "unisono train --run 'runs/a b' --resume\n" in said.err
     assert said.out == ""
 
 

@@ -124,16 +124,13 @@ class Display:
             return self._spinner
         line = Table.grid(padding=(0, 1))
         step, steps = self._progress["step"], self._progress["steps"]
-        for _ in range(3):
-            line.add_column(no_wrap=True)
+        count, figures = f"{step:,}/{steps:,}", self._figures(self._progress)
+        for text in (self._name, "", count):
+            line.add_column(no_wrap=True, min_width=min(len(text), 24))
         line.add_column(no_wrap=True, overflow="ellipsis")
-        bar = ProgressBar(total=steps, completed=step, width=max(8, min(30, self._console.width - 76)))
-        line.add_row(
-            Text(self._name, style="bold"),
-            bar,
-            f"{step:,}/{steps:,}",
-            Text(self._figures(self._progress), style="cyan"),
-        )
+        left = self._console.width - len(self._name) - len(count) - len(figures) - 4
+        bar = ProgressBar(total=steps, completed=step, width=max(8, min(30, left)))
+        line.add_row(Text(self._name, style="bold"), bar, count, Text(figures, style="cyan"))
         return line
 
 

@@ -70,7 +70,7 @@ class BoundAllReduce:
         sparse: frozenset[str],
     ) -> None:
         self._parameters, self._overlap, self._sparse = parameters, overlap, sparse
-        self._control = [0.0] * control
+        self._silence = [0.0] * control
         cuts = cut(parameters, value.bucket_bytes, value.first_bytes)
         tail = len(parameters) + 8 * control
         if not cuts or not compress.adds_up:  # the tail then travels by itself, as it is
@@ -85,6 +85,7 @@ class BoundAllReduce:
 
     def begin(self) -> None:
         self._closing = False
+        self._control = self._silence
         self._launched = 0
         for bucket in self._buckets:
             bucket.begin()
@@ -187,7 +188,7 @@ class _Bucket:
         self.seen[i] = True
 
     def write_tail(self, numbers: Tensor) -> None:
-        self.compress.add(self.total[self.cut.numel :], numbers.to(self.cut.dtype), 1.0, True)
+        self.compress.add(self.total[self.cut.numel :], numbers.to(self.cut.device, self.cut.dtype), 1.0, True)
 
     def launch(self) -> None:
         # Of what was in this memory nothing is left to rely on after the last exchange.

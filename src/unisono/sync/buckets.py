@@ -26,6 +26,7 @@ class Span:
 
     name: str
     shape: torch.Size
+    stride: tuple[int, ...]
     start: int
     stop: int
 
@@ -61,14 +62,16 @@ def cut(parameters: Mapping[str, nn.Parameter], bucket_bytes: int, first_bytes: 
 def _lay_out(group: Sequence[tuple[str, nn.Parameter]]) -> Cut:
     spans, start = [], 0
     for name, parameter in group:
-        spans.append(Span(name, parameter.shape, start, start + parameter.numel()))
+        # As autograd lays out a gradient: fused optimizers walk parameter and gradient by the same offsets.
+        stride = torch.empty_like(parameter, device="meta").stride()
+        spans.append(Span(name, parameter.shape, stride, start, start + parameter.numel()))
         start += -(-parameter.numel() // _ALIGN) * _ALIGN
     return Cut(tuple(spans), group[0][1].dtype, group[0][1].device, start)
 
 
 def views(flat: Tensor, spans: Sequence[Span]) -> list[Tensor]:
-    """One view of `flat` per span, in the parameter's shape."""
-    return [flat[span.start : span.stop].view(span.shape) for span in spans]
+    """One view of `flat` per span, in the parameter's shape and memory format."""
+    return [flat[span.start : span.stop].as_strided(span.shape, span.stride) for span in spans]
 
 
 def gaps(plan: Cut) -> list[tuple[int, int]]:
