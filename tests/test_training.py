@@ -152,6 +152,7 @@ def test_synchronized_batchnorm_equals_one_worker_with_the_whole_batch(tmp_path)
     two = train(2, task, tmp_path / "two", steps=8, micro_batch=12, sync_batchnorm=True)
     other = train(2, task, tmp_path / "other", steps=8, micro_batch=12)
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    assert two["metrics"] == pytest.approx(one["metrics"], abs=1e-4)  # and so are the running ones
     assert abs(other["loss"] - one["loss"]) > 1e-4  # without it the statistics are those of half the batch
 
 

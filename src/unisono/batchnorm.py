@@ -34,8 +34,6 @@ class SyncBatchNorm(_BatchNorm):
         output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.comm
         )
-        if count == 1:
-            raise ValueError(f"normalising over one value per feature gives nothing: input is {tuple(input.shape)}")
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)

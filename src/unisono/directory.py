@@ -1,9 +1,10 @@
-"""Where a run lies: ``config.toml``, ``events.jsonl``, ``summary.json``, ``logs/``, ``checkpoints/`` in one directory."""
+"""Where a run lies: ``config.toml``, ``events.jsonl``, ``summary.json``, ``logs/``, ``checkpoints/`` side by side."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -50,8 +51,12 @@ def _make(path: Path, config: Config, source: TaskSource, begun: bool) -> None:
         (path / "logs").mkdir(mode=0o700, exist_ok=True)
         if not begun:
             write_config(path, config.mapping(), source.absolute(), source.arguments)
+        with tempfile.TemporaryFile(dir=path):
+            pass  # whoever resumes may not be who may write here
     except OSError as error:
-        raise InvalidInput("run", str(path), f"cannot be made ({error.strerror})", "name another directory") from None
+        raise InvalidInput(
+            "run", str(path), f"cannot be written ({error.strerror})", "name another directory"
+        ) from None
 
 
 def _is_free(path: Path) -> bool:

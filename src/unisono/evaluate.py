@@ -64,9 +64,15 @@ class Evaluator:
 def forward(task: Task, autocast: Callable[[], Any]) -> Callable[[Any, Batch], Any]:
     """``model -> batch -> output`` as `task` wants its model called."""
 
-    def run(model: Any, batch: Batch) -> Any:
-        with autocast():
-            return call(model, task.inputs(batch))
+    return within(autocast, lambda model, batch: call(model, task.inputs(batch)))
+
+
+def within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, called inside ``context()``; in mixed precision torch wants the loss there too."""
+
+    def run(*arguments: Any) -> Any:
+        with context():
+            return function(*arguments)
 
     return run
 

@@ -24,7 +24,7 @@ class Persistence:
     """One worker's part in the run's checkpoints.
 
     Args:
-        writer: writes this worker's share; None takes no checkpoints.
+        writer: writes this worker's share; None on a host from where the run's directory is not seen.
         every: steps between checkpoints; 0 writes one at the end only.
         meta: JSON that goes into every checkpoint's manifest.
         comm: a lane of its own.
@@ -73,8 +73,6 @@ class Persistence:
 
     def finish(self, done: int) -> None:
         """After the last step: take the last checkpoint and wait until it lies on disk."""
-        if self._writer is None:
-            return
         if self._last != done:
             self._take(done)
         self._conclude()
@@ -123,11 +121,10 @@ class Persistence:
         return self._comm.broadcast(mine.contiguous()).wait()
 
     def _take(self, done: int) -> None:
-        if self._writer is None:
-            return
         self._conclude()
-        _, numbers = state_of(self._optimizer, self._model)
-        self._writer.stage(done, self._tensors(), {**self._meta, "numbers": numbers})
+        if self._writer:
+            _, numbers = state_of(self._optimizer, self._model)
+            self._writer.stage(done, self._tensors(), {**self._meta, "numbers": numbers})
         self._pending = self._last = done
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -140,29 +137,34 @@ class Persistence:
 
     def _conclude(self) -> None:
         """Wait until the pending checkpoint is committed or abandoned everywhere."""
-        if self._writer is None or not self._pending:
+        if not self._pending:
             return
-        self._writer.finish()
+        if self._writer:
+            self._writer.finish()
         mine = torch.tensor([self._outcome()], dtype=torch.float64)
         self._hear(self._comm.gather(mine).wait().view(-1).tolist())
-        self._writer.finish()
+        if self._writer:
+            self._writer.finish()
         self._comm.gather(mine).wait()  # nobody goes on before worker 0 has committed
 
     def _outcome(self) -> float:
         """0: under way or nothing; the step: this share is on disk; minus the step: it could not be written."""
         if self._writer is None or not self._pending:
-            return 0.0
+            return float(self._pending)
         progress = self._writer.state
         return float(
             self._pending * (progress.written == self._pending) - self._pending * (progress.failed == self._pending)
         )
 
     def _hear(self, outcomes: Sequence[float]) -> None:
-        if self._writer is None or not self._pending or not all(abs(o) == self._pending for o in outcomes):
+        if not self._pending or not all(abs(o) == self._pending for o in outcomes):
             return
-        if self._comm.rank == 0:
-            complete = all(outcome > 0 for outcome in outcomes)
-            (self._writer.commit if complete else self._writer.abandon)(self._pending)
+        failed = [rank for rank, outcome in enumerate(outcomes) if outcome < 0]
+        if self._writer and self._comm.rank == 0:
+            if failed:
+                self._writer.abandon(self._pending, failed)
+            else:
+                self._writer.commit(self._pending)
         self._pending = 0
 
 

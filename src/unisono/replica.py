@@ -123,8 +123,9 @@ class Replica:
             if parameter.grad is not None:
                 name = self._names.get(id(parameter))
                 if name is None:
-                    raise InvalidInput("optimizer", tuple(parameter.shape), "a parameter of this shape got a gradient, "
-                                       "but was not trainable when the model was bound", "unfreeze or add it before")  # fmt: skip
+                    raise InvalidInput(
+                        "optimizer", tuple(parameter.shape), "a parameter of this shape got a gradient, but was not "
+                        "trainable when the model was bound", "unfreeze or add it before")  # fmt: skip
                 self._arrived(name, parameter)
 
     def _arrived(self, name: str, parameter: nn.Parameter) -> None:
@@ -186,8 +187,9 @@ def check_fit(model: nn.Module, optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
-                raise InvalidInput("optimizer", tuple(parameter.shape), "a parameter of this shape is not one of the model's"
-                                   ", so no other worker would hear of its gradient", "make it part of the model")  # fmt: skip
+                raise InvalidInput(
+                    "optimizer", tuple(parameter.shape), "a parameter of this shape is not one of the model's, so other "
+                    "workers would not hear of its gradient", "make it part of the model")  # fmt: skip
     check_trainable(model)
 
 

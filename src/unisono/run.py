@@ -11,9 +11,10 @@ from typing import Any
 
 from unisono.config import Config
 from unisono.directory import claimed, with_earlier
-from unisono.errors import InvalidInput
+from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import Identity, StopRequest, Worker, identify, launch, prepare
 from unisono.observe import write_summary
+from unisono.observe.written import SUMMARY
 from unisono.order import Carried, Order, Result, TaskSource
 from unisono.settings import settle
 from unisono.task import Task
@@ -65,7 +66,7 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
                 prepared=server,
                 on_message=on_message,
             )
-    return conclude(results[0], path, json)
+    return conclude(results[0], path, json, on_message)
 
 
 def _be_worker(
@@ -87,14 +88,24 @@ def _be_worker(
     settings = {**with_earlier(settings), "workers": identity.size}
     worker = Worker(identity, lambda message: on_message(identity.rank, message), StopRequest())
     result = work(worker, Order(source, settings, None, began))
-    return conclude(result, Path(result["run"]), json) if identity.rank == 0 else None
+    return conclude(result, Path(result["run"]), json, on_message) if identity.rank == 0 else None
 
 
-def conclude(result: Mapping[str, Any], path: Path, json: Path | None) -> Result:
-    """Write what worker 0 returned to the run's directory and to `json`."""
-    for file in (path / "summary.json", json):
-        if file is not None:
-            write_summary(file, result)
+def conclude(result: Mapping[str, Any], path: Path, json: Path | None, on_message: Messages) -> Result:
+    """Write what worker 0 returned to the run's directory, as far as the disk takes it, and to `json`.
+
+    Raises:
+        UnisonoError: `json` cannot be written.
+    """
+    try:
+        write_summary(path / SUMMARY, result)
+    except OSError as error:
+        on_message(0, {"kind": "notice", "text": f"{SUMMARY} was not written: {error.strerror}"})
+    try:
+        if json is not None:
+            write_summary(json, result)
+    except OSError as error:
+        raise UnisonoError(f"the result was not written to {json}: {error.strerror}") from error
     return Result(**result)
 
 

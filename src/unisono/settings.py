@@ -22,12 +22,12 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
     Raises:
         InvalidInput: as `Config.of`; or what is asked for cannot be combined.
     """
-    defaults = dict(task.defaults)
-    if given.get("epochs") is not None:
+    defaults, given = dict(task.defaults), {name: value for name, value in given.items() if value is not None}
+    if "epochs" in given:
         defaults.pop("steps", None)
-    if given.get("steps") is not None:
+    if "steps" in given:
         defaults.pop("epochs", None)
-    if given.get("global_batch") is not None:
+    if "global_batch" in given:
         defaults.pop("micro_batch", None)
     chosen = {"global_batch": LIBRARY_GLOBAL_BATCH, **defaults}
     config = Config.of({**chosen, **given})

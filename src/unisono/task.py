@@ -82,7 +82,8 @@ def build_dataset(data: Data) -> Any:
     Raises:
         InvalidInput: it has no length, or no samples by number.
     """
-    dataset = data() if callable(data) and not hasattr(data, "__getitem__") else data
+    builder = isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__"))
+    dataset = data() if builder else data
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing or isinstance(dataset, IterableDataset):
         raise InvalidInput("data", type(dataset).__name__, "not a map-style dataset: samples are dealt out by number",

@@ -9,6 +9,7 @@ Until `apply` nothing that is shared or lasts has changed.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import nn
 
 from unisono.comm import Communicator
 from unisono.data import Loader, seed_compute, stream
+from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator
 from unisono.observe import Recorder
 from unisono.optimizer import LearningRate
@@ -95,8 +97,9 @@ class Trainer:
     def compute(self, t: int, m: int, batch: Batch) -> None:
         """Forward and backward of micro-batch `m` of step `t`; its gradients go to the synchronizer as they come."""
         seed_compute(stream(self.seed, t, m, "compute"))
-        self.replica.enter(m, self.weight(batch))
+        self.replica.enter(m, checked_weight(self.weight(batch)))
         loss = self.loss(self.forward(self.model, batch), batch)
+        check_loss(loss)
         last = m == self.mine[-1]
         self.replica.leave(
             float(loss.detach()), last=last, extra=self.persistence.says(self.stop_asked()) if last else []
@@ -112,6 +115,26 @@ class Trainer:
         metrics = self.evaluator(self.model)
         self.record.metrics(done, metrics)
         return metrics
+
+
+def checked_weight(weight: Any) -> float:
+    """`weight` as a number. Raises `InvalidInput` if no mean can be taken with it."""
+    number = float(weight)
+    if not 0 <= number < math.inf:
+        raise InvalidInput("weight", number, "a batch cannot count that much", "return a finite number from 0")
+    return number
+
+
+def check_loss(loss: Any) -> None:
+    """Raise `InvalidInput` if there is nothing that backward could start from."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = f"{type(loss).__name__}{list(loss.shape) if isinstance(loss, torch.Tensor) else ''}"
+        raise InvalidInput(
+            "loss", shape, "not a single number", "return the mean over the batch, a tensor of one element"
+        )
+    if not loss.requires_grad:
+        raise InvalidInput("loss", "a tensor without a gradient", "it does not depend on the model's parameters",
+                           "compute it from the output, without detach() or no_grad()")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import resource
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,13 +24,13 @@ from unisono.config import Config
 from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
 from unisono.directory import claimed
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
-from unisono.evaluate import Evaluator, forward, samples_in
+from unisono.evaluate import Evaluator, forward, samples_in, within
 from unisono.launch import Identity, Worker
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
 from unisono.optimizer import LearningRate, prefer_fused
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text
-from unisono.replica import Replica, sparse_parameters, weights_of
+from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters, weights_of
 from unisono.schedule import Constant
 from unisono.settings import check_same_run, settle
 from unisono.task import Batch, Task, build_dataset
@@ -45,7 +46,6 @@ def work(worker: Worker, order: Order) -> dict[str, Any]:
     who = worker.identity
     task = order.source.load()
     config = settle(task, order.settings)
-    torch.set_num_threads(config.threads or fair_threads(who))
     with contextlib.ExitStack() as stack:
         device = choose_device(config.device, who)
         comm = connect(
@@ -54,13 +54,14 @@ def work(worker: Worker, order: Order) -> dict[str, Any]:
         stack.callback(comm.close)
         # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
         config = Config.of(json.loads(broadcast_text(comm, json.dumps(config.mapping()))))
+        torch.set_num_threads(config.threads or fair_threads(who))
         feed = _Feed(task, config, who, stack)
-        path = order.path or _claim_together(comm, config, order, stack)
-        trainer, first_step = _set_up(worker, order, task, config, feed, device, comm, path, stack)
+        place = _place(comm, config, order, stack)
+        trainer, first_step = _set_up(worker, order, task, config, feed, device, comm, place, stack)
         worker.stop.listen()
         startup = time.time() - order.began
         outcome = trainer.run(first_step)
-        return dataclasses.asdict(_result(order, trainer, outcome, first_step, startup, path))
+        return dataclasses.asdict(_result(order, trainer, outcome, first_step, startup, place.path))
 
 
 class _Feed:
@@ -72,6 +73,7 @@ class _Feed:
         assert config.global_batch is not None
         self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
         ranges = assign(self.plan.micro_batches, [1.0] * who.size)
+        _check_concurrent(config, self.plan, who.size)
         self.mine = ranges[who.rank]
         self.worker_of = [rank for rank, r in enumerate(ranges) for _ in r].__getitem__
         self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
@@ -85,6 +87,13 @@ class _Feed:
         return loader
 
 
+def _check_concurrent(config: Config, plan: MicroBatchPlan, workers: int) -> None:
+    if config.sync_batchnorm and plan.micro_batches % workers:
+        raise InvalidInput(
+            "sync_batchnorm", True, f"{workers} workers cannot compute the {plan.micro_batches} micro-batches of a step "
+            "side by side", f"choose global_batch and micro_batch so that their number divides by {workers}")  # fmt: skip
+
+
 def _set_up(
     worker: Worker,
     order: Order,
@@ -93,17 +102,15 @@ def _set_up(
     feed: _Feed,
     device: torch.device,
     comm: Communicator,
-    path: Path,
+    place: _Place,
     stack: contextlib.ExitStack,
 ) -> tuple[Trainer, int]:
     """Build everything and bind it; returns the trainer and the steps done by earlier lives of the run."""
     model, optimizer = _build(task, config, device, comm)
+    path = place.path
     record = _recorder(worker, path)
     stack.callback(record.close)
-    writer = Writer(
-        path / "checkpoints", comm.rank, comm.size, config.keep, _teller(worker, record), attempt=f"{order.began:.0f}"
-    )
-    stack.callback(writer.close)
+    writer = _writer(comm, config, place, _teller(worker, record), stack)
     meta = {"config": config.mapping(), "samples": len(feed.dataset)}
     persistence = Persistence(writer, model, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta)
     persistence.agree()
@@ -121,6 +128,7 @@ def _set_up(
         extra=Persistence.WORDS * comm.size)  # fmt: skip
     schedule = config.schedule or task.schedule or Constant()
     autocast = _autocast(config, device)
+    task = dataclasses.replace(task, loss=within(autocast, task.loss))
     runs = forward(task, autocast)
     called = torch.compile(model) if config.compile else model
     move = _mover(device)
@@ -152,10 +160,16 @@ def _set_up(
 def _build(task: Task, config: Config, device: torch.device, comm: Communicator) -> tuple[nn.Module, Optimizer]:
     seed_compute(stream(config.seed, 0, 0, "init"))
     model = task.model()
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(
+            "model", type(model).__name__, "not a torch module", "give Task(model=a function that builds one)"
+        )
     if config.sync_batchnorm:
         model = synchronize_batchnorm(model, comm.lane("batchnorm"))
+    check_trainable(model)
     model = model.to(device)
     optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+    check_fit(model, optimizer)
     prefer_fused(optimizer, sparse=bool(sparse_parameters(model)))
     return model, optimizer
 
@@ -181,10 +195,47 @@ def _result(order: Order, trainer: Trainer, outcome: Outcome, first_step: int, s
     )
 
 
-def _claim_together(comm: Communicator, config: Config, order: Order, stack: contextlib.ExitStack) -> Path:
-    """Worker 0 makes the run's directory and tells the others where it lies."""
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the run lies.
+
+    Args:
+        path: its directory on worker 0's host.
+        life: a name for this life of the run, which no other has.
+        writers: the workers that can write there, in order; others may be on hosts without that directory.
+    """
+
+    path: Path
+    life: str
+    writers: tuple[int, ...]
+
+
+def _place(comm: Communicator, config: Config, order: Order, stack: contextlib.ExitStack) -> _Place:
+    """Where our launcher made the run's directory, or where worker 0 makes it now."""
+    life = broadcast_text(comm, secrets.token_hex(8))
+    if order.path is not None:
+        return _Place(order.path, life, tuple(range(comm.size)))
     mine = str(stack.enter_context(claimed(config, order.source))) if comm.rank == 0 else ""
-    return Path(broadcast_text(comm, mine))
+    with contextlib.suppress(OSError):  # then worker 0 writes alone
+        if comm.rank == 0:
+            Path(mine, f".{life}").touch(mode=0o600)
+    path = Path(broadcast_text(comm, mine))
+    seen = comm.gather(torch.tensor([(path / f".{life}").exists() or comm.rank == 0])).wait()
+    if comm.rank == 0:
+        (path / f".{life}").unlink(missing_ok=True)
+    return _Place(path, life, tuple(rank for rank, sees in enumerate(seen.view(-1).tolist()) if sees))
+
+
+def _writer(
+    comm: Communicator, config: Config, place: _Place, tell: Callable[[Event], None], stack: contextlib.ExitStack
+) -> Writer | None:
+    """This worker's hand in the checkpoints, if it can reach them."""
+    if comm.rank not in place.writers:
+        return None
+    rank, size = place.writers.index(comm.rank), len(place.writers)
+    writer = Writer(place.path / "checkpoints", rank, size, config.keep, tell, attempt=place.life)
+    stack.callback(writer.close)
+    return writer
 
 
 def _recorder(worker: Worker, path: Path) -> Recorder:
@@ -199,7 +250,10 @@ def _write_down(
 ) -> None:
     """The configuration, once it is sure that the run begins."""
     if comm.rank == 0:
-        write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)
+        try:
+            write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)
+        except OSError as error:
+            record.event("config failed", words=f"config.toml stays as it was: {error.strerror}")
         record.event("start", workers=comm.size, first_step=first_step, config=config.mapping())
 
 

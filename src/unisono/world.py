@@ -24,9 +24,9 @@ from unisono.data import Load, Loader, MicroBatchPlan, assign, seed_compute, str
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.evaluate import samples_in
 from unisono.launch import Identity, identify
-from unisono.replica import Replica, weights_of
+from unisono.replica import Replica, check_fit, weights_of
 from unisono.sync import AllReduce, Synchronizer
-from unisono.task import Batch
+from unisono.task import Batch, build_dataset
 
 
 def join(
@@ -96,6 +96,7 @@ class World:
         """
         if self._bound is not None:
             raise UnisonoError("world.bind was called already: one world trains one model")
+        check_fit(model, optimizer)
         with torch.no_grad():
             for _, tensor in sorted(weights_of(model).items()):
                 tensor.copy_(self.comm.broadcast(tensor.detach().clone()).wait())
@@ -130,6 +131,7 @@ class World:
         """
         if self._bound is None:
             raise UnisonoError("world.steps needs the model: call world.bind(model, optimizer) first")
+        dataset = build_dataset(dataset)
         plan = MicroBatchPlan(len(dataset), global_batch, micro_batch, seed)
         mine = assign(plan.micro_batches, [1.0] * self.size)[self.rank]
         count = plan.steps_in(epochs) if steps is None else steps
@@ -138,15 +140,20 @@ class World:
         bound.plan(plan.micro_batches, float(global_batch))
         try:
             for t in range(count):
+                bound.turn()
                 yield self._micro_batches(loader, t, mine, seed, bound)
         finally:
             loader.close()
 
     def mean(self, value: float, weight: float = 1.0) -> float:
-        """The weighted mean of everybody's `value`, the same bits on all workers. All workers call it alike."""
+        """The weighted mean of everybody's `value`, the same bits on all workers; NaN if all weights are 0.
+
+        All workers call it alike.
+        """
         mine = torch.tensor([value * weight, weight], dtype=torch.float64)
         sums = self._metrics.gather(mine).wait()
-        return math.fsum(sums[:, 0].tolist()) / math.fsum(sums[:, 1].tolist())
+        total = math.fsum(sums[:, 1].tolist())
+        return math.fsum(sums[:, 0].tolist()) / total if total else math.nan
 
     def close(self) -> None:
         """Leave; gives back what the operating system lent."""
@@ -178,11 +185,12 @@ class _Bound:
         self._world, self._model, self._optimizer = world, model, optimizer
         self._passes, self._options = passes, options
         self._replica: Replica | None = None
-        self._planned = False
+        self._planned = self._under_way = self._last = False
+        self._left = True
         # With nobody to agree with and nothing to round, autograd's own gradients are the mean.
         keeps = all(options["compress"].keeps(p.dtype) for p in model.parameters() if p.requires_grad)
         self._alone = world.size == 1 and keeps
-        self._plain_step = optimizer.step
+        self._plain_step, self._own = optimizer.step, optimizer.__dict__.get("step")
 
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self.step(closure)
@@ -191,7 +199,7 @@ class _Bound:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # A bound method of the optimizer itself, since learning-rate schedulers wrap its function and bind it again.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        self._first_forward = model.register_forward_pre_hook(lambda *_: self._ready())
+        self._first_forward = [m.register_forward_pre_hook(lambda *_: self._ready()) for m in model.modules()]
 
     def plan(self, micro_batches: int, reference: float) -> None:
         """`World.steps` deals out the data from now on."""
@@ -202,44 +210,67 @@ class _Bound:
         self._planned = True
         self._start(micro_batches, reference)
 
+    def turn(self) -> None:
+        """The next step's data is asked for."""
+        if self._under_way:
+            raise UnisonoError(
+                "the next step's batches were asked for before optimizer.step(): one step is one global batch"
+            )
+
     def enter(self, m: int, weight: float, last: bool) -> None:
         """A micro-batch begins; `last` of this worker in this step."""
         assert self._replica is not None
+        if not self._left:  # the one before had no backward pass
+            self._leave(self._last)
         self._replica.enter(m, weight)
-        self._last, self._left = last, False
+        self._last, self._left, self._under_way = last, False, True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """In place of the optimizer's own: wait for the mean, then step."""
         if closure is not None:
             raise InvalidInput("closure", closure, "the step of many workers cannot run it again", "call step()")
-        if self._replica is None:
-            if self._alone and self._options["clip"] is not None:
+        if self._replica is None and self._alone:
+            if self._options["clip"] is not None:
                 nn.utils.clip_grad_norm_(self._model.parameters(), self._options["clip"])
             return self._plain_step()
+        if self._replica is None:  # no forward pass here, but perhaps on other workers
+            self._start_unplanned()
+        assert self._replica is not None
         if not self._left:
-            self._leave(last=True)
+            self._leave(last=self._last or not self._planned)
+        if not self._last and self._planned:
+            raise UnisonoError("optimizer.step() came before all micro-batches of this worker and step were computed")
         result = self._replica.settle().apply(self._plain_step)
         self._next_step()
         return result
 
     def release(self) -> None:
         """Give the optimizer its own step back."""
-        self._first_forward.remove()
-        self._optimizer.step = self._plain_step  # type: ignore[method-assign]
+        self._forget_hooks()
+        if self._own is None:
+            self._optimizer.__dict__.pop("step", None)
+        else:
+            self._optimizer.step = self._own  # type: ignore[method-assign]
         if self._replica is not None:
             self._replica.unbind()
 
     def _ready(self) -> None:
         if not self._planned and not (self._model.training and torch.is_grad_enabled()):
             return
-        self._first_forward.remove()
+        self._forget_hooks()
         if not self._planned and not self._alone:
-            size = self._world.size
-            self._start(size, float(size))
-            self._next_step()
+            self._start_unplanned()
+
+    def _forget_hooks(self) -> None:
+        for hook in self._first_forward:
+            hook.remove()
+
+    def _start_unplanned(self) -> None:
+        self._forget_hooks()
+        self._start(self._world.size, float(self._world.size))
+        self._next_step()
 
     def _start(self, micro_batches: int, reference: float) -> None:
-        self._left, self._last = True, False
         self._replica = Replica(
             self._model,
             self._optimizer,
@@ -252,7 +283,10 @@ class _Bound:
 
     def _next_step(self) -> None:
         """Without a plan, all that happens between two steps is this worker's one micro-batch."""
-        if not self._planned:
+        self._under_way, self._left = False, True
+        if self._planned:
+            self._last = False
+        else:
             self.enter(self._world.rank, 1.0, last=self._passes == 1)
             self._pass, self._came = 0, set[str]()
 
@@ -261,7 +295,7 @@ class _Bound:
         if not self._planned:
             if name in self._came:
                 self._pass, self._came = self._pass + 1, set()
-                self._last = self._pass == self._passes - 1
+                self._last = self._pass >= self._passes - 1
             self._came.add(name)
         if not self._left and (self._last or self._planned):
             self._leave(self._last)
@@ -269,7 +303,7 @@ class _Bound:
     def _leave(self, last: bool) -> None:
         assert self._replica is not None
         self._replica.leave(last=last)
-        self._left = True
+        self._left, self._last = True, last
 
 
 def choose_device(wanted: str, who: Identity) -> torch.device:

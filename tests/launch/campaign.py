@@ -3,9 +3,9 @@
     python -m tests.launch.campaign --moments 50
 
 One run is left in peace: how long it takes, and what comes of it, is the measure. Then each moment has a run of its
-own: its launcher, a worker or the forkserver is killed (SIGKILL), in turn while it starts and while it trains. After
-that no process of it may exist, no shared memory and no temporary file; and the command that goes on with it (the
-one that starts it, where it had not yet begun) must bring it to what came of the run that was left in peace.
+own, whose launcher, worker or forkserver is killed (SIGKILL), by turns while it starts and after its first step.
+After that no process of it may exist, no shared memory and no temporary file; and the command that goes on with it
+(the one that starts it, where it had not yet begun) must bring it to what came of the run that was left in peace.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Subject:
         resume: goes on with it.
         begun: whether the run in a directory can be resumed.
         outcome: what came of the run in a directory: the same, whether it was hit or not.
-        phases: when, in seconds, each phase of the run in a directory ended.
+        seconds: how long the run in a directory took to start, and from its first step on.
+        stepping: whether the run in a directory has come to its first step.
         state: what the run in a directory was doing when it was hit, in words.
     """
 
@@ -54,23 +55,24 @@ class Subject:
     resume: Sequence[str]
     begun: Callable[[Path], bool]
     outcome: Callable[[Path], object]
-    phases: Callable[[Path], Sequence[float]]
+    seconds: Callable[[Path], tuple[float, float]]
+    stepping: Callable[[Path], bool] = lambda _: True
     state: Callable[[Path], str] = lambda _: "hit"
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a run is hit, in seconds after its start, and who of it is."""
+    """When a run is hit, in seconds after its start or after its first step, and who of it is."""
 
     after_seconds: float
+    stepping: bool
     role: str
 
 
-def draw(seed: int, moments: int, phases: Sequence[float]) -> list[Moment]:
-    """`moments` moments between 0 and the last of `phases`, which are seconds; by turns in each phase."""
+def draw(seed: int, moments: int, seconds: tuple[float, float]) -> list[Moment]:
+    """`moments` moments, by turns within the two `seconds`: of the start, and of what follows the first step."""
     stream = random.Random(seed)
-    spans = list(zip((0.0, *phases), phases))
-    return [Moment(stream.uniform(*spans[i % len(spans)]), _ROLES[i % len(_ROLES)]) for i in range(moments)]
+    return [Moment(stream.uniform(0, seconds[i % 2]), i % 2 == 1, _ROLES[i % len(_ROLES)]) for i in range(moments)]
 
 
 class Campaign:
@@ -89,6 +91,8 @@ class Campaign:
     def hit(self, at: Path, moment: Moment) -> tuple[str, str]:
         """Start a run and hit it: what it was doing, and what was wrong after that, empty if nothing was."""
         with self.launched(self._subject.start, at) as run:
+            if moment.stepping:
+                within(END_SECONDS, lambda: self._subject.stepping(at) or run.poll() is not None)
             try:
                 run.wait(moment.after_seconds)
             except subprocess.TimeoutExpired:
@@ -160,17 +164,18 @@ def conduct(subject: Subject, directory: Path, moments: int, seed: int = 0) -> l
     whole = campaign.fresh("undisturbed")
     if wrong := campaign.complete(whole):
         return [wrong]
-    expected, phases = subject.outcome(whole), subject.phases(whole)
+    expected, seconds = subject.outcome(whole), subject.seconds(whole)
     found: list[str] = []
     states: Counter[str] = Counter()
-    for number, moment in enumerate(draw(seed, moments, phases), 1):
+    for number, moment in enumerate(draw(seed, moments, seconds), 1):
         at = campaign.fresh(str(number))
         state, wrong = campaign.hit(at, moment)
         wrong = wrong or campaign.complete(at)
         if not wrong and subject.outcome(at) != expected:
             wrong = f"came to {subject.outcome(at)} and not to {expected}"
         states[state] += 1
-        told = f"{moment.role} at {moment.after_seconds:.2f} s ({state})"
+        since = "the first step" if moment.stepping else "the start"
+        told = f"{moment.role}, {moment.after_seconds:.2f} s after {since} ({state})"
         print(f"{number}/{moments} {told}: {wrong or 'nothing left, same end'}", flush=True)
         found += [f"{number}: {told}: {wrong}"] if wrong else []
         if not wrong:
@@ -194,9 +199,17 @@ def training(workers: int, steps: int) -> Subject:
         resume=[*command, "--resume"],
         begun=lambda at: (at / "run" / "config.toml").exists(),
         outcome=lambda at: summary(at)["weights_sha256"],
-        phases=lambda at: (summary(at)["startup_seconds"], summary(at)["wall_seconds"]),
+        seconds=lambda at: (
+            summary(at)["startup_seconds"],
+            summary(at)["wall_seconds"] - summary(at)["startup_seconds"],
+        ),
+        stepping=lambda at: _mentions(at / "run" / "events.jsonl", '"event": "step"'),
         state=lambda at: _state(at / "run"),
     )
+
+
+def _mentions(file: Path, text: str) -> bool:
+    return file.exists() and text in file.read_text()
 
 
 def _state(run: Path) -> str:
@@ -205,9 +218,9 @@ def _state(run: Path) -> str:
     if (run / "summary.json").exists():
         return "it was over"
     checkpoints = [path.name for path in (run / "checkpoints").glob("*")]
-    if not checkpoints:
-        return "the workers started"
-    return "a checkpoint was written" if any(name.startswith(".") for name in checkpoints) else "it trained"
+    if any(name.startswith(".") for name in checkpoints):
+        return "a checkpoint was written"
+    return "it trained" if _mentions(run / "events.jsonl", '"event": "step"') else "the workers started"
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def toy(*command: str) -> Subject:
     """Anything that is begun anew each time, and comes to nothing."""
-    return Subject(command, command, begun=lambda _: False, outcome=lambda _: None, phases=lambda _: (0.1,))
+    return Subject(command, command, begun=lambda _: False, outcome=lambda _: None, seconds=lambda _: (0.1, 0.1))
 
 
 def counting() -> Subject:
@@ -32,7 +32,8 @@ def counting() -> Subject:
         command,
         begun=lambda at: (at / "run").exists(),
         outcome=lambda at: (at / "run" / "count-0").read_text(),
-        phases=lambda _: (0.3, 1.0),
+        stepping=lambda at: (at / "run" / "count-0").exists(),
+        seconds=lambda _: (0.6, 0.5),
     )
 
 
@@ -82,13 +83,14 @@ def test_it_sees_a_run_that_fails(tmp_path: Path) -> None:
 
 def test_it_sees_another_outcome(tmp_path: Path) -> None:
     came_to = iter(range(9))
-    subject = Subject(["true"], ["true"], lambda _: True, outcome=lambda _: next(came_to), phases=lambda _: (0.1,))
+    subject = Subject(["true"], ["true"], lambda _: True, outcome=lambda _: next(came_to), seconds=lambda _: (0.1, 0.1))
     (wrong,) = conduct(subject, tmp_path, moments=1)
     assert "came to" in wrong
 
 
-def test_moments_are_drawn_from_the_seed_and_from_every_phase() -> None:
-    assert draw(3, 5, (1.0,)) == draw(3, 5, (1.0,)) != draw(4, 5, (1.0,))
+def test_moments_are_drawn_from_the_seed_and_from_both_phases() -> None:
+    assert draw(3, 5, (1.0, 2.0)) == draw(3, 5, (1.0, 2.0)) != draw(4, 5, (1.0, 2.0))
     early, late = draw(0, 20, (1.0, 5.0))[::2], draw(0, 20, (1.0, 5.0))[1::2]
-    assert max(m.after_seconds for m in early) < 1.0 <= min(m.after_seconds for m in late)
+    assert [moment.stepping for moment in early + late] == [False] * 10 + [True] * 10
+    assert max(moment.after_seconds for moment in early) < 1.0 < max(moment.after_seconds for moment in late)
     assert {moment.role for moment in early} == {moment.role for moment in late}

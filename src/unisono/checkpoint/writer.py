@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -164,13 +164,16 @@ class Writer:
         background."""
         self._jobs.append(self._scribe.submit(self._commit, step, self._meta.pop(step)))
 
-    def abandon(self, step: int) -> None:
-        """When a worker could not write its part of `step`: stop writing it here; worker 0 removes what
-        there is."""
+    def abandon(self, step: int, by: Sequence[int] = ()) -> None:
+        """When workers (`by`) could not write their part of `step`: stop writing it here; worker 0 removes
+        what there is, and tells of it unless its own part failed, which it has told."""
         self._abandoned.add(step)
         self._meta.pop(step, None)
         if self._rank == 0:
             self._jobs.append(self._scribe.submit(self._remove, step))
+            if by and self._state.failed != step:
+                who = f"worker {', '.join(map(str, by))} could not write its part, see its log"
+                self._jobs.append(self._scribe.submit(self._on_event, Event("failed", step, _not_written(step, who))))
 
     def finish(self) -> None:
         """Wait until the background has nothing left to do."""
@@ -253,7 +256,7 @@ class Writer:
         return self._closing.is_set() or step in self._abandoned
 
     def _fail(self, step: int, why: str) -> None:
-        words = f"checkpoint of step {step} was not written: {why}; training goes on"
+        words = _not_written(step, why)
         self._update(phase=Phase.FAILED, error=words, failed=step)
         self._on_event(Event("failed", step, words))
 
@@ -269,6 +272,10 @@ def _streams(tensors: Mapping[str, Tensor]) -> list[torch.cuda.Stream]:
     for device, stream in enumerate(streams):
         stream.wait_stream(torch.cuda.current_stream(device))
     return streams
+
+
+def _not_written(step: int, why: str) -> str:
+    return f"checkpoint of step {step} was not written: {why}; training goes on"
 
 
 def _lower_priority() -> None:

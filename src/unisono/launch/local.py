@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import cloudpickle
 from setproctitle import getproctitle, setproctitle
 
+from unisono.errors import InvalidInput
 from unisono.launch.crew import Crew, OnMessage
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.signals import Inbox
@@ -71,7 +72,7 @@ def launch(
             they are killed. A second signal kills them at once.
 
     Raises:
-        InvalidInput: the first failing worker raised it.
+        InvalidInput: the first failing worker raised it; or `logs` cannot be written.
         WorkerFailed: a worker raised something else, was killed, or left by ``sys.exit`` (`ScriptExited`).
         Interrupted: this process was asked to end.
     """
@@ -79,10 +80,9 @@ def launch(
         inbox = stack.enter_context(Inbox())
         server = stack.enter_context(prepared or prepare(preload, name))
         stack.enter_context(_titled(f"{name} launcher"))
-        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         orders = [
-            Order(rank, workers, target, _create(logs, rank), threads, name, sys.path, os.getcwd())
-            for rank in range(workers)
+            Order(rank, workers, target, log, threads, name, sys.path, os.getcwd())
+            for rank, log in enumerate(_logs(logs, workers))
         ]
         tail = stack.enter_context(Tail(Path(orders[0].log), echo)) if echo else None
         payload = stack.enter_context(_in_memory(cloudpickle.dumps(arguments)))
@@ -108,7 +108,15 @@ def _in_memory(data: bytes) -> Iterator[int]:
         yield file.fileno()
 
 
-def _create(logs: Path, rank: int) -> str:
-    path = (logs / f"worker-{rank}.log").absolute()
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-    return str(path)
+def _logs(directory: Path, workers: int) -> list[str]:
+    """The workers' logs, made if they are new."""
+    paths = [(directory / f"worker-{rank}.log").absolute() for rank in range(workers)]
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in paths:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    except OSError as error:
+        raise InvalidInput(
+            "logs", str(directory), f"cannot be written ({error.strerror})", "name another directory"
+        ) from None
+    return [str(path) for path in paths]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import faulthandler
 import importlib
+import io
 import json
 import mmap
 import os
@@ -126,8 +128,23 @@ def _redirect(log: str) -> None:
         os.dup2(source, stream)
     os.close(nothing)
     os.close(descriptor)
-    for text in (sys.stdout, sys.stderr):
-        text.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(_Log(stream, "wb", closefd=False)), "utf-8", "backslashreplace",
+                         line_buffering=True)
+        for stream in (1, 2)
+    )  # fmt: skip
+
+
+class _Log(io.FileIO):
+    """What a worker prints. What a full disk does not take of it is lost, and training goes on."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return len(data)
 
 
 def _resolve(target: str) -> Callable[..., Any]:

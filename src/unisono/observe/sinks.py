@@ -43,7 +43,10 @@ class TensorBoard:
     def close(self) -> None:
         """Write out what is held back."""
         if self._writer is not None and not self._failed:
-            self._writer.close()
+            try:
+                self._writer.close()
+            except Exception as error:  # as above
+                _log.warning("not everything was written for TensorBoard: %s", error)
 
 
 def sinks(directory: Path) -> list[Sink]:

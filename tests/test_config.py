@@ -1,0 +1,97 @@
+"""A config is the same value in Python, TOML, text and back."""
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.test_notation import VALUES
+from unisono import Config, Exact
+from unisono.compress import Cast
+from unisono.config import CHOICES, FIELDS, NOTED
+from unisono.errors import InvalidInput
+
+# fmt: off
+FACTOR = st.floats(1e-6, 1e6)
+FIELD_VALUES = VALUES | {name: st.sampled_from(choices) for name, choices in CHOICES.items()} | {
+    "workers": st.integers(1, 99), "steps": st.integers(1, 10**9), "epochs": FACTOR,
+    "global_batch": st.integers(1, 4096), "micro_batch": st.integers(1, 4096), "seed": st.integers(0, 2**63 - 1), "lr": FACTOR, "clip": FACTOR,
+    "checkpoint_every": st.integers(0, 999), "keep": st.integers(1, 9), "evaluate_every": st.integers(0, 999),
+    "run": st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), "resume": st.booleans(),
+    "overlap": st.booleans(), "threads": st.integers(0, 64), "compile": st.booleans(), "sync_batchnorm": st.booleans(),
+    "deadline_seconds": FACTOR,
+}
+# fmt: on
+
+
+def test_every_field_has_its_values() -> None:
+    assert FIELD_VALUES.keys() == FIELDS.keys() == {f.name for f in dataclasses.fields(Config)}
+
+
+@given(st.fixed_dictionaries({}, optional={n: v for n, v in FIELD_VALUES.items() if n != "epochs"}))
+def test_a_config_survives_toml_and_json(values) -> None:
+    config = Config(**values)
+    assert Config.of(tomllib.loads(tomli_w.dumps(config.mapping()))) == config
+    assert Config.of(json.loads(json.dumps(config.mapping()))) == config
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@given(st.data())
+def test_every_field_is_read_from_text(name, data) -> None:
+    config = Config(**{name: data.draw(FIELD_VALUES[name])})
+    plain = config.mapping().get(name)
+    if plain is not None:
+        assert Config.of({name: str(plain)}) == config
+
+
+def test_a_path_is_kept_as_text() -> None:
+    assert Config(run=Path("a/b")).mapping()["run"] == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("given_", "words"),
+    [
+        ({"worker": 2}, "worker = 2: there is no such field; did you mean workers?"),
+        ({"workers": 0}, "workers = 0: below 1; use 1 or more."),
+        ({"workers": 2.0}, "workers = 2.0: not a whole number; write a whole number."),
+        ({"workers": True}, "workers = True: not a whole number"),
+        ({"workers": "two"}, "workers = two: not a whole number"),
+        ({"workers": None}, "workers = None: not a whole number"),
+        ({"lr": float("nan")}, "lr = nan: not a positive number"),
+        ({"lr": "fast"}, "lr = fast: not a number"),
+        ({"clip": 0}, "clip = 0: not a positive number"),
+        ({"resume": "yes"}, "resume = yes: not true or false"),
+        ({"precision": "fp8"}, "precision = fp8: not one of the choices; choose fp32 or bf16."),
+        ({"steps": 3, "epochs": 1}, "epochs = 1: steps = 3 is given too; give one of the two."),
+        ({"layout": "Layout(shard=2)"}, "shard=2 is not built yet"),
+        ({"seed": -1}, "seed = -1: below 0"),
+        ({"run": 7}, "run = 7: not text"),
+        ({"schedule": "Cosine(warmup=-1)"}, "warmup=-1 is not a whole number of steps from 0"),
+    ],
+)
+def test_bad_values_are_named_with_their_cure(given_, words) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Config.of(given_)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values", [{"compress": Exact}, {"sync": "AllReduce()"}, {"compress": None}, {"layout": Cast()},
+               {"schedule": lambda step, steps: 1.0}], ids=str)  # fmt: skip
+def test_what_is_no_value_of_the_field_is_refused(values) -> None:
+    (name,) = values
+    with pytest.raises(InvalidInput, match=rf"{name} = .*: not one of .*; write it as in Config\({name}="):
+        Config(**values)
+
+
+def test_values_are_frozen_comparable_and_printable() -> None:
+    assert Config(compress=Exact(), workers=2) == Config.of({"compress": "Exact()", "workers": "2"})
+    assert hash(Config()) == hash(Config())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().workers = 2  # type: ignore[misc]
+    assert NOTED.keys() <= FIELDS.keys()

@@ -1,0 +1,99 @@
+"""A run has a directory of its own, which nothing half-written is left in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unisono import Config
+from unisono.directory import claimed, with_earlier
+from unisono.errors import InvalidInput
+from unisono.order import Carried
+
+SOURCE = Carried("some/where.py:my task", b"")
+
+
+def make(path: Path, **config) -> Path:
+    with claimed(Config(run=str(path), **config), SOURCE) as found:
+        return found
+
+
+def test_a_new_run_is_made_and_an_old_one_only_resumed(tmp_path) -> None:
+    path = tmp_path / "a" / "run"
+    assert make(path) == path
+    assert (path / "logs").is_dir()
+    with pytest.raises(InvalidInput, match=r"run = .*: the directory exists; add --resume"):
+        make(path)
+    assert make(path, resume=True) == path
+
+
+def test_an_empty_directory_is_free_and_a_foreign_one_stays_as_it_is(tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    make(tmp_path / "empty")
+    (tmp_path / "thesis").write_text("mine")
+    for taken in (tmp_path, tmp_path / "thesis"):
+        with pytest.raises(InvalidInput, match="the directory exists"):
+            make(taken)
+    assert (tmp_path / "thesis").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [(Config(resume=True), "which run is not said; add --run DIR"),
+     (Config(resume=True, run="nowhere"), "there is no such run to resume"),
+     (Config(run="/dev/null/run"), r"run = /dev/null/run: cannot be written \(Not a directory\); name another")],
+    ids=["no run", "no such run", "not a directory"],
+)  # fmt: skip
+def test_what_cannot_be_is_named(config, words, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match=words), claimed(config, SOURCE):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_name_it_gets_one_that_no_other_run_has(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for _ in range(3):
+        with claimed(Config(), SOURCE) as path:
+            found.append(path)
+    assert len(set(found)) == 3
+    assert all(path.parent == tmp_path / "runs" and path.name.startswith("where.py-my-task-") for path in found)
+
+
+def test_invalid_input_takes_a_new_run_away_and_leaves_an_old_one(tmp_path) -> None:
+    for resume in (False, True):
+        with (
+            pytest.raises(InvalidInput, match="x = 1"),
+            claimed(Config(run=str(tmp_path / "r"), resume=resume), SOURCE),
+        ):
+            raise InvalidInput("x", 1, "wrong", "right")
+        assert (tmp_path / "r").exists() == resume
+        make(tmp_path / "r", resume=resume)
+
+
+def test_another_failure_leaves_the_run_to_be_resumed(tmp_path) -> None:
+    with pytest.raises(RuntimeError), claimed(Config(run=str(tmp_path / "r")), SOURCE):
+        raise RuntimeError
+    make(tmp_path / "r", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({"lr": 0.5}, {"steps": 9, "lr": 0.5}), ({"epochs": 2.0}, {"epochs": 2.0, "lr": 0.1}),
+     ({"steps": 20}, {"steps": 20, "lr": 0.1}), ({"lr": None}, {"steps": 9, "lr": 0.1})],
+    ids=str,
+)  # fmt: skip
+def test_a_resumed_run_remembers_what_it_was_given(given, expected, tmp_path) -> None:
+    make(tmp_path / "r", steps=9, lr=0.1)
+    asked = {"run": str(tmp_path / "r"), "resume": True}
+    found = with_earlier({**asked, **given})
+    assert {name: found.get(name) for name in ("steps", "epochs", "lr") if name in found} == expected
+    assert with_earlier({**asked, **given, "resume": False}) == {**asked, **given, "resume": False}
+
+
+def test_a_damaged_configuration_is_named(tmp_path) -> None:
+    (make(tmp_path / "r") / "config.toml").write_text("steps = [")
+    with pytest.raises(InvalidInput, match=r"resume = .*config\.toml: cannot be read"):
+        with_earlier({"run": str(tmp_path / "r"), "resume": True})

@@ -1,0 +1,103 @@
+"""Values are written and read in one notation, and nothing that is read is ever run."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono import notation
+from unisono.compress import COMPRESSORS, Cast, Exact
+from unisono.config import NOTED
+from unisono.data import LOADERS, Inline, Processes, Threads
+from unisono.errors import InvalidInput
+from unisono.layout import LAYOUTS, Layout
+from unisono.schedule import SCHEDULES, Constant, Cosine, Linear
+from unisono.sync import SYNCHRONIZERS, AllReduce
+
+COUNT, FACTOR = st.integers(1, 10**12), st.floats(0, 1)
+VALUES = {
+    "sync": st.builds(AllReduce, bucket_bytes=COUNT, first_bytes=COUNT),
+    "compress": st.builds(Cast, st.sampled_from(["fp32", "bf16", "fp16"])) | st.builds(Exact, st.integers(8, 48)),
+    "layout": st.just(Layout()),
+    "schedule": st.builds(Constant, COUNT) | st.builds(Linear, COUNT, FACTOR) | st.builds(Cosine, COUNT, FACTOR),
+    "load": st.just(Inline()) | st.builds(Threads, COUNT) | st.builds(Processes, COUNT, COUNT),
+}
+NAMES = {**SYNCHRONIZERS, **COMPRESSORS, **LAYOUTS, **SCHEDULES, **LOADERS}
+
+
+def test_every_noted_field_has_its_strategy() -> None:
+    assert VALUES.keys() == NOTED.keys()
+
+
+@pytest.mark.parametrize("field", NOTED)
+@given(st.data())
+def test_what_is_shown_is_read_back(field, data) -> None:
+    value = data.draw(VALUES[field])
+    assert notation.parse(field, notation.show(value), NOTED[field]) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("Exact", Exact()), (" Exact( ) ", Exact()), ("Exact(32)", Exact(32)), ("Exact(fraction_bits=32)", Exact(32)),
+     ("Cast('bf16')", Cast("bf16")), ("Cosine(floor=1e-1, warmup=5)", Cosine(5, 0.1)), ("Cast()", Cast())],
+)  # fmt: skip
+def test_values_may_be_written_in_several_ways(text, value) -> None:
+    assert notation.parse("compress", text, NAMES) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(Exact(), "Exact()"), (Exact(40), "Exact()"), (Cast("bf16"), "Cast(to='bf16')"), (Cosine(3), "Cosine(warmup=3)")],
+)
+def test_what_equals_the_default_is_not_shown(value, text) -> None:
+    assert notation.show(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Exat()", "Exat is not a listed name; did you mean Exact?"),
+        ("Exact(9, 10)", r"; it is written Exact(fraction_bits=40)."),
+        ("Exact(fraction_bits=99)", "fraction_bits=99 is not a whole number from 8 to 48; it is written"),
+        ("Exact(bits=3)", "unexpected keyword argument 'bits'"),
+        ("Exact(40", "not a literal call ("),
+        ("", "not a literal call ("),
+        ("40", "not a literal call; write for instance"),
+        ("[Exact()]", "not a literal call"),
+        ("Exact(*[40])", "stars cannot be unpacked here"),
+        ("Exact(**{'fraction_bits': 40})", "stars cannot be unpacked here"),
+        ("Exact(open)", "open is not a listed name"),
+        ("Exact(open('x'))", "open is not a listed name"),
+        ("__import__('os').system('true')", "__import__('os').system is not a listed name"),
+        ("Exact.__class__()", "Exact.__class__ is not a listed name"),
+        ("Exact().bound", "not a literal call"),
+        ("Exact([x for x in ()])", "[x for x in ()] is neither a literal nor a listed name"),
+        ("Exact(lambda: 1)", "neither a literal nor a listed name"),
+        ("Exact(f'{1}')", "neither a literal nor a listed name"),
+        ("Exact(2 ** 9)", "2 ** 9 is neither a literal nor a listed name"),
+        ("Exact((y := 40))", "neither a literal nor a listed name"),
+        ("Exact({[]: 1})", "neither a literal nor a listed name"),
+        ("Exact(40); Exact()", "not a literal call ("),
+        ("Ex\0act()", "not a literal call ("),
+    ],
+)
+def test_everything_else_is_refused_in_one_sentence(text, words) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        notation.parse("compress", text, COMPRESSORS)
+    assert str(caught.value).startswith("compress = ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value).replace(text, "")
+
+
+@pytest.mark.parametrize("count", [150, 900, 100_000])
+@pytest.mark.parametrize(("opening", "closing"), [("(", ")"), ("[", "]"), ("Exact(", ")"), ("-", ""), ("{1:", "}")])
+def test_nesting_without_end_is_refused(opening, closing, count) -> None:
+    with pytest.raises(InvalidInput, match="compress = "):
+        notation.parse("compress", f"Exact({opening * count}1{closing * count})", COMPRESSORS)
+
+
+@given(st.text(alphabet="Exact()[]{}=,.*-0123456789'\"\\ \n:#\0lmbdo_", max_size=60))
+def test_any_text_is_a_value_or_invalid_input(text) -> None:
+    with contextlib.suppress(InvalidInput):
+        assert type(notation.parse("compress", text, COMPRESSORS)) in COMPRESSORS.values()

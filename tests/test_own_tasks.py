@@ -1,0 +1,150 @@
+"""Tasks as users write them: any batch, any collate, any weight; and what a task cannot be, said in one sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from tests.processes import ChildFailed
+from tests.training import regression, source, start, train
+from unisono import Evaluation
+from unisono.comm import Alone
+from unisono.errors import InvalidInput
+from unisono.evaluate import Evaluator
+from unisono.launch import Identity, StopRequest, Worker
+from unisono.order import Carried, Order
+from unisono.work import work
+
+# A script without a main guard: everything in it is carried to the workers by value.
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+import unisono
+
+random = torch.Generator().manual_seed(0)
+sentences = [torch.randint(1, 9, (2 + i % 5,), generator=random) for i in range(24)]
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+    def forward(self, tokens, mask):
+        return {"scores": self.head(self.embed(tokens) * mask[..., None])}
+
+def collate(samples):
+    tokens = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return {"tokens": tokens, "mask": tokens > 0}
+
+def loss(output, batch):
+    scores = output["scores"].flatten(0, 1)
+    return nn.functional.cross_entropy(scores, batch["tokens"].flatten(), ignore_index=0)
+
+task = unisono.Task(
+    model=Model, data=sentences, loss=loss, collate=collate,
+    inputs=lambda batch: (batch["tokens"], batch["mask"]), weight=lambda batch: batch["mask"].sum(),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5), evaluate=lambda: sentences[:7],
+)
+found = []
+for workers in (1, 2):
+    config = unisono.Config(workers=workers, steps=4, global_batch=24, micro_batch=2, run=f"{sys.argv[1]}/{workers}")
+    result = unisono.train(task, config)
+    found.append([result.loss, result.metrics["loss"], result.samples])
+
+from unisono.data import seed_compute, stream
+seed_compute(stream(0, 0, 0, "init"))
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 0.5)
+batch = collate(sentences)
+for _ in range(4):
+    optimizer.zero_grad()
+    last = loss(model(batch["tokens"], batch["mask"]), batch)
+    last.backward()
+    optimizer.step()
+held = collate(sentences[:7])
+found.append([float(last.detach()), float(loss(model(held["tokens"], held["mask"]), held).detach()), 96])
+print(json.dumps(found))
+"""
+
+
+def test_dict_batches_tuple_inputs_and_token_weights_from_a_script_without_a_main_guard(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ran = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+    )
+    assert ran.returncode == 0, ran.stderr
+    *workers, plain = json.loads(ran.stdout.splitlines()[-1])
+    for found in workers:
+        assert found == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_compiled_model_computes_the_same(size, tmp_path) -> None:
+    task = source("regression", optimizer="sgd")  # Adam would enlarge the rounding of gradients that are zero
+    eager = train(size, task, tmp_path / "eager", steps=4)
+    compiled = train(size, task, tmp_path / "compiled", steps=4, compile=True)
+    assert compiled["loss"] == pytest.approx(eager["loss"], abs=1e-5)
+    assert compiled["metrics"] == pytest.approx(eager["metrics"], abs=1e-5)
+
+
+# --- what a task cannot be
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def foreign_parameter(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(7))], 0.1)
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(8, 1).requires_grad_(False)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "vector": ({"loss": lambda output, batch: (output - batch[1])[:, 0]}, r"loss = Tensor\[4\]: not a single number"),
+    "number": ({"loss": lambda output, batch: 3.0}, "loss = float: not a single number"),
+    "detached": ({"loss": lambda output, batch: output.detach().mean()}, "loss = .*: it does not depend on the model"),
+    "weight": ({"weight": lambda batch: -1}, "weight = -1.0: a batch cannot count that much"),
+    "endless": ({"data": Endless}, "data = Endless: not a map-style dataset"),
+    "no data": ({"data": TensorDataset(torch.zeros(0, 8))}, "data = 0: the dataset has no samples"),
+    "no evaluation data": ({"evaluate": Evaluation([])}, "evaluate = 0: the evaluation data has no samples"),
+    "optimizer": ({"optimizer": foreign_parameter}, r"optimizer = \(7,\): .* not one of the model's"),
+    "frozen": ({"model": frozen}, "model = Linear: no parameter requires a gradient"),
+    "lazy": ({"model": lambda: nn.LazyLinear(1)}, "model = weight: a lazy parameter"),
+    "no module": ({"model": lambda: 3}, "model = int: not a torch module"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_task_that_cannot_be_trained_is_named_with_its_cure(name, tmp_path) -> None:
+    change, words = BAD[name]
+    order = Order(Carried.of(replace(regression(norm=False), **change)), {"steps": 1}, tmp_path, time.time())
+    with pytest.raises(InvalidInput, match=words):
+        work(Worker(Identity(), lambda message: None, StopRequest()), order)
+
+
+def test_synchronized_batchnorm_wants_as_many_micro_batches_on_every_worker(tmp_path) -> None:
+    with pytest.raises(ChildFailed, match="sync_batchnorm = True: 2 workers cannot compute the 3 micro-batches"):
+        start(2, source("regression"), tmp_path, {"sync_batchnorm": True, "global_batch": 24, "micro_batch": 8})
+
+
+def test_evaluation_leaves_every_layer_in_the_mode_it_was_in() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8).eval(), nn.Dropout(), nn.Linear(8, 1))
+    task = regression()
+    Evaluator(task, Alone(), lambda model, batch: model(batch[0]), lambda batch: batch)(model)
+    assert [module.training for module in model] == [False, True, True]
+    assert model.training

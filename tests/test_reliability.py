@@ -1,0 +1,283 @@
+"""Whole runs of the command: however they end, in one clear way, and what can be gone on with is."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.observation import session, within
+from unisono.checkpoint import checkpoints
+
+TASK = """
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unisono
+
+
+def task(*, fails: str = "", samples: int = 96, width: int = 32) -> unisono.Task:
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(samples, 8, generator=random), torch.randn(samples, 1, generator=random)
+    if fails == "nan":
+        y[11] = float("nan")
+    calls = iter(range(10**9))
+
+    def loss(output, batch):
+        if fails == "talk":
+            print("of a full disk nobody dies " * 100)
+        if fails == "raise" and os.environ["UNISONO_RANK"] == "1" and next(calls) == 50:
+            raise ValueError("spilled milk")  # the user's line
+        return (output - batch[1]).square().mean()
+
+    return unisono.Task(
+        model=lambda: nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1)),
+        data=TensorDataset(x, y),
+        loss=loss,
+        defaults={"steps": 600, "global_batch": 24, "micro_batch": 4},
+    )
+
+
+def nothing():
+    return 3
+"""
+EXACT = ("--workers", "2", "--compress", "Exact()")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a user with a task of their own, and with one run of it that nobody disturbed."""
+    at = tmp_path_factory.mktemp("home")
+    (at / "own.py").write_text(TASK)
+    done = unisono(at, "train", "own.py:task", *EXACT, "--run", "whole")
+    assert done.returncode == 0, done.stderr
+    return at
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "unisono", *map(str, words)]
+
+
+def unisono(at: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command with `words`, in directory `at`, to its end."""
+    return subprocess.run(command(*words), cwd=at, capture_output=True, text=True, timeout=60, check=False)
+
+
+@contextmanager
+def under_way(at: Path, run: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A training of `own.py` that has come to its tenth step; of which nothing may be left after the block."""
+    line = command("train", "own.py:task", "--run", run, *words)
+    with subprocess.Popen(line, cwd=at, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert within(30, lambda: last_step(at / run) >= 10), process.stderr
+            yield process
+            process.wait(30)
+            assert within(5, lambda: not session(process.pid)), session(process.pid)
+        finally:
+            for pid in session(process.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """What a process that ends has written to stderr."""
+    assert process.stderr is not None
+    return process.stderr.read()
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    if not (run / "events.jsonl").exists():
+        return []
+    lines = [line for line in (run / "events.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def last_step(run: Path) -> int:
+    return max((event["step"] for event in events(run, "step")), default=0)
+
+
+def weights(run: Path) -> str:
+    digest: str = json.loads((run / "summary.json").read_text())["weights_sha256"]
+    return digest
+
+
+# Being asked to end, and being killed.
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_and_says_how_to_go_on(
+    number: signal.Signals, code: int, home: Path
+) -> None:
+    run = home / number.name
+    with under_way(home, number.name, *EXACT, "--checkpoint-every", "0") as process:
+        os.kill(process.pid, number)
+        words = said(process)
+    assert process.returncode == code, words
+    assert "Traceback" not in words
+    ((step, _),) = checkpoints(run / "checkpoints")
+    assert step == last_step(run) < 600
+    assert f"interrupted by {number.name}\nthe run lies in {run}; go on with  unisono train" in words
+    again = re.findall(r"go on with  unisono (.*)\n", words)
+    done = unisono(home, *shlex.split(again[0]))
+    assert done.returncode == 0, done.stderr
+    assert f"going on from the checkpoint of step {step}" in done.stderr
+    assert weights(run) == weights(home / "whole")
+
+
+def test_processes_have_names_and_a_killed_worker_is_named_and_ends_the_run(home: Path) -> None:
+    run = home / "killed"
+    with under_way(home, "killed", *EXACT, "--checkpoint-every", "5") as process:
+        by_name = {name: pid for pid, name in session(process.pid).items()}
+        assert set(by_name) == {f"unisono {role}" for role in ("launcher", "forkserver", "worker 0", "worker 1")}
+        os.kill(by_name["unisono worker 1"], signal.SIGKILL)
+        words = said(process)
+    assert process.returncode == 1
+    assert words.endswith("worker 1 failed: killed by SIGKILL (out of memory?)\n")
+    assert "Traceback" not in words
+    done = unisono(home, "train", "own.py:task", "--run", "killed", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert weights(run) == weights(home / "whole")
+
+
+# Errors of the user's own.
+
+
+def test_an_error_in_one_worker_is_shown_once_and_first(home: Path) -> None:
+    done = unisono(home, "train", "own.py:task", "--fails", "raise", "--workers", "3", "--run", "raise")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    trace = done.stderr[done.stderr.index("Traceback") :]
+    assert 'raise ValueError("spilled milk")  # the user\'s line' in trace
+    assert trace.endswith("\nValueError: spilled milk\n\nworker 1 failed: ValueError: spilled milk\n")
+    assert "worker 0" not in trace
+
+
+def test_a_loss_that_is_not_a_number_is_one_sentence(home: Path) -> None:
+    done = unisono(home, "train", "own.py:task", "--fails", "nan", "--workers", "2", "--run", "nan")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"the loss is nan in step \d+, micro-batch \d, computed by worker \d: ", last), done.stderr
+
+
+# Disks.
+
+
+@contextmanager
+def disk(at: Path, options: str) -> Iterator[Path]:
+    """A file system of its own, in memory."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    at.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", str(at).encode(), b"tmpfs", 0, options.encode()):
+        pytest.skip(f"no file system can be mounted here: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield at
+    finally:
+        libc.umount2(str(at).encode(), 2)
+
+
+def remount(at: Path, flags: int) -> None:
+    assert ctypes.CDLL(None).mount(b"tmpfs", str(at).encode(), b"tmpfs", 32 | flags, None) == 0
+
+
+NO_SPACE = r"no space left on device \(\S+, .* needed, .* free\)"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("size", "why"), [("256k", NO_SPACE), ("1800k", f"({NO_SPACE}|worker 1 could not .*)")], ids=["either", "both"]
+)
+def test_a_disk_too_small_for_a_checkpoint_does_not_end_the_run(
+    size: str, why: str, home: Path, tmp_path: Path
+) -> None:
+    """Too small for either worker's part, or for both parts together."""
+    words = ("own.py:task", *EXACT, "--steps", "20", "--checkpoint-every", "5", "--width", "20000")
+    with disk(tmp_path / "disk", f"size={size}") as at:
+        done = unisono(home, "train", *words, "--run", at / "run")
+        assert done.returncode == 0, done.stderr
+        told = [event["words"] for event in events(at / "run", "checkpoint failed")]
+        assert all(done.stderr.count(f"note {words}\n") == 1 for words in told)
+        assert re.fullmatch(rf"checkpoint of step 20 was not written: {why}; training goes on", told[-1])
+        assert json.loads((at / "run" / "summary.json").read_text())["steps"] == 20
+        assert not checkpoints(at / "run" / "checkpoints")
+
+
+def fill(file: Path) -> None:
+    with suppress(OSError), file.open("wb", buffering=0) as stream:
+        while True:
+            stream.write(bytes(4096))
+
+
+@pytest.mark.root
+def test_a_disk_that_fills_up_to_the_last_byte_does_not_end_the_run(home: Path, tmp_path: Path) -> None:
+    with disk(tmp_path / "disk", "size=4m") as at:
+        options = (*EXACT, "--checkpoint-every", "50", "--fails", "talk")
+        with under_way(home, str(at / "run"), *options) as process:
+            fill(at / "large")
+            words = said(process)
+        assert process.returncode == 0, words
+        assert "no space left on device" in words
+        assert "summary.json was not written" in words
+
+
+@pytest.mark.root
+def test_a_place_that_cannot_be_written_is_named(home: Path, tmp_path: Path) -> None:
+    with disk(tmp_path / "disk", "size=4m") as at:
+        assert unisono(home, "train", "own.py:task", "--steps", "5", "--run", at / "old").returncode == 0
+        remount(at, 1)
+        for words in (("--run", at / "new"), ("--run", at / "old", "--resume", "--steps", "10")):
+            done = unisono(home, "train", "own.py:task", *words)
+            assert done.returncode == 2
+            assert done.stderr.count("\n") == 1, done.stderr
+            assert done.stderr.startswith(f"run = {words[1]}: cannot be written (Read-only file system); ")
+
+
+# Bad input, from the command to its exit code.
+
+WRONG = {
+    "digit": "task = digit: there is no such task; did you mean digits?",
+    "own.py:tsk": "own.py has no function tsk; did you mean task?",
+    "own.py:nothing": "task = own.py:nothing: it gave an int, not a Task",
+    "own.py:task --workers 7": "workers = 7: a step has only 6 micro-batches",
+    "own.py:task --micro-batch 5": "micro_batch = 5: does not divide global_batch = 24; use micro_batch=4 or 6",
+    "own.py:task --samples 20": "global_batch = 24: larger than the dataset, which has 20 samples",
+    "own.py:task --layout Foo(": "layout = Foo(: not a literal call",
+    "own.py:task --layout Layout(tensor=2)": "not built yet",
+    "own.py:task --compress Zip()": "compress = Zip(): Zip is not a listed name; known: Cast, Exact.",
+    "own.py:task --run whole": "whole: the directory exists; add --resume to go on with it",
+    "own.py:task --run nowhere --resume": "there is no such run to resume; leave out --resume to start it",
+    "own.py:task --run whole --resume --width 16": "tensor 'model/0.bias' is float32 [16] here and float32 [32] in",
+    "own.py:task --run whole --resume --seed 5": "seed = 5: the run to resume was started with 0",
+    "text --text nowhere.txt": "nowhere.txt",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_bad_input_is_one_sentence_and_leaves_nothing(line: str, home: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in home.rglob("*.toml")}
+    entries = sorted(os.listdir(home))
+    done = unisono(home, "train", *line.split(" "))
+    assert done.returncode == 2, done.stderr
+    assert WRONG[line] in done.stderr
+    assert "Traceback" not in done.stderr
+    *notes, sentence = done.stderr.splitlines()
+    assert all(note.startswith("note ") for note in notes)
+    assert re.match(r"\S+ = .*: .*; .*[.?]$", sentence), done.stderr
+    assert done.stdout == ""
+    assert sorted(os.listdir(home)) == entries
+    assert before == {path: path.stat().st_mtime_ns for path in home.rglob("*.toml")}

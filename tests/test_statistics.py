@@ -1,0 +1,203 @@
+"""What forward passes leave in buffers is what one process would have left, whoever computed what."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from unisono.checkpoint import fingerprint
+from unisono.comm import simulate
+from unisono.data import assign
+from unisono.errors import UnisonoError
+from unisono.replica import weights_of
+from unisono.statistics import Statistics
+
+MICRO_BATCHES, STEPS = 6, 3
+
+
+class Counters(nn.Module):
+    """Buffers of every kind: added to in place, replaced by assignment, truth values, constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.full((3,), 0.5))
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("positive", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("constant", torch.tensor([0.1, float("nan")]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        self.replaced = self.replaced * 0.5 + x.mean(0)
+        self.positive = x.mean(0) > 0
+        return x
+
+
+class Twice(nn.Module):
+    """One layer that is visited twice in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.norm(x) * 2 + 1)
+
+
+class Sometimes(nn.Module):
+    """A layer that only some micro-batches visit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) if x[0, 0] > 0 else x
+
+
+def double() -> nn.Module:
+    return nn.BatchNorm1d(3).double()
+
+
+def flat(step: int, m: int) -> torch.Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * step + m)) * (m + 1) + m
+
+
+def images(step: int, m: int) -> torch.Tensor:
+    return flat(step, m).T.reshape(1, 3, 5, 1).repeat(2, 1, 1, 1) + m
+
+
+Model = Callable[[], nn.Module]
+AS_IN_TURN: dict[str, tuple[Model, Callable[[int, int], torch.Tensor]]] = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(3), flat),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(3, momentum=0.3), images),
+    "cumulative": (lambda: nn.BatchNorm2d(3, momentum=None), images),
+    "InstanceNorm": (lambda: nn.InstanceNorm2d(3, track_running_stats=True), images),
+    "float64": (double, lambda step, m: flat(step, m).double()),
+    "twice": (Twice, flat),
+    "sometimes": (Sometimes, flat),
+    "frozen": (lambda: nn.BatchNorm1d(3).eval(), flat),
+    "not tracked": (lambda: nn.BatchNorm1d(3, track_running_stats=False), flat),
+}
+TABLE = AS_IN_TURN | {
+    "counters": (Counters, flat),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), flat),
+}
+
+
+def step_of(statistics: Statistics, model: nn.Module, mine: range, step: int, make) -> None:
+    statistics.begin()
+    for m in mine:
+        statistics.before()
+        model(make(step, m))
+        statistics.after(m)
+    statistics.send()
+    statistics.fold()
+
+
+def train(comm, name: str) -> tuple[str, nn.Module]:
+    build, make = TABLE[name]
+    torch.manual_seed(0)
+    model = build()
+    statistics = Statistics(model, MICRO_BATCHES, comm)
+    mine = assign(MICRO_BATCHES, [1.0] * comm.size)[comm.rank]
+    for step in range(STEPS):
+        if statistics.active:
+            step_of(statistics, model, mine, step, make)
+    return fingerprint(weights_of(model)), model
+
+
+def in_turn(name: str) -> nn.Module:
+    build, make = TABLE[name]
+    torch.manual_seed(0)
+    model = build()
+    for step in range(STEPS):
+        for m in range(MICRO_BATCHES):
+            model(make(step, m))
+    return model
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_bits_do_not_depend_on_who_computed_what(name) -> None:
+    assert len({digest for size in (1, 2, 4, 6) for digest, _ in simulate(size, train, name)}) == 1
+
+
+@pytest.mark.parametrize("name", AS_IN_TURN)
+def test_layers_end_as_if_one_process_had_computed_all_in_turn(name) -> None:
+    expected = dict(in_turn(name).named_buffers())
+    found = dict(simulate(2, train, name)[0][1].named_buffers())
+    assert found.keys() == expected.keys()
+    for key, buffer in expected.items():
+        torch.testing.assert_close(found[key], buffer, rtol=2e-6, atol=1e-6)
+
+
+def test_counters_add_up_real_numbers_are_averaged_and_constants_stay() -> None:
+    means = torch.stack([flat(STEPS - 1, m).mean(0) for m in range(MICRO_BATCHES)])
+    _, model = simulate(3, train, "counters")[0]
+    assert int(model.seen) == STEPS * MICRO_BATCHES * 5
+    assert torch.equal(model.positive, means[-1] > 0)
+    assert torch.equal(model.constant.nan_to_num(7.0), torch.tensor([0.1, 7.0]))
+    average, replaced = torch.full((3,), 0.5), torch.zeros(3)
+    for step in range(STEPS):
+        mean = torch.stack([flat(step, m).mean(0) for m in range(MICRO_BATCHES)]).mean(0)
+        average, replaced = 0.9 * average + 0.1 * mean, 0.5 * replaced + mean
+    torch.testing.assert_close(model.average, average)
+    torch.testing.assert_close(model.replaced, replaced)
+
+
+def test_one_micro_batch_is_left_alone() -> None:
+    assert not Statistics(Counters(), 1, None).active  # type: ignore[arg-type]
+    assert not Statistics(nn.Linear(2, 2), 4, None).active  # type: ignore[arg-type]
+
+
+def test_a_buffer_that_is_written_for_the_first_time_later_is_an_error() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("late", torch.zeros(1))
+            self.passes = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            if self.passes > MICRO_BATCHES:
+                self.late += 1
+            return x
+
+    def run(comm) -> None:
+        model = Late()
+        statistics = Statistics(model, MICRO_BATCHES, comm)
+        for step in range(2):
+            step_of(statistics, model, range(MICRO_BATCHES), step, flat)
+
+    with pytest.raises(UnisonoError, match="buffer late was not written by the first forward pass"):
+        simulate(1, run)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_may_be_frozen_and_thawed_between_steps(size) -> None:
+    modes = [True, False, True]
+
+    def run(comm) -> nn.Module:
+        model = nn.BatchNorm1d(3)
+        statistics = Statistics(model, MICRO_BATCHES, comm)
+        for step, mode in enumerate(modes):
+            statistics.begin()
+            model.train(mode)
+            for m in assign(MICRO_BATCHES, [1.0] * comm.size)[comm.rank]:
+                statistics.before()
+                model(flat(step, m))
+                statistics.after(m)
+            statistics.send()
+            statistics.fold()
+        return model
+
+    expected = nn.BatchNorm1d(3)
+    for step, mode in enumerate(modes):
+        expected.train(mode)
+        for m in range(MICRO_BATCHES):
+            expected(flat(step, m))
+    for model in simulate(size, run):
+        for found, buffer in zip(model.buffers(), expected.buffers()):
+            torch.testing.assert_close(found, buffer, rtol=2e-6, atol=1e-6)
