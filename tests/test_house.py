@@ -188,6 +188,13 @@ def test_the_top_package_is_light() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_no_public_name_is_also_a_modules() -> None:
+    """Importing the module would put it in the place of the name, at any time and from anywhere."""
+    import unisono
+
+    assert not {path.stem for path in SOURCE.iterdir()} & set(unisono.__all__)
+
+
 # --- what is installed
 
 

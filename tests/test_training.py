@@ -125,6 +125,12 @@ def test_a_resume_as_another_run_is_refused(tmp_path, field, value) -> None:
         train(1, source("regression"), tmp_path, run=str(tmp_path), resume=True, **{field: value})
 
 
+def test_a_resume_with_another_optimizer_is_refused(tmp_path) -> None:
+    train(1, source("regression", optimizer="sgd"), tmp_path)
+    with pytest.raises(ChildFailed, match="optimizer = AdamW: the run to resume was started with SGD, whose state"):
+        train(1, source("regression"), tmp_path, run=str(tmp_path), resume=True)
+
+
 def test_a_nan_names_step_micro_batch_and_worker_and_all_workers_know(tmp_path) -> None:
     with pytest.raises(ChildFailed, match=r"the loss is nan in step \d+, micro-batch \d, computed by worker \d"):
         train(2, source("regression", hidden_nan_at=11), tmp_path)

@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     value = getattr(import_module(f"unisono.{_HOME[name]}"), name)
-    globals()[name] = value  # `unisono.train` is the function, although a module of that name exists
+    globals()[name] = value
     return value
 
 

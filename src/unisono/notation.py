@@ -14,7 +14,6 @@ from typing import Any
 
 from unisono.errors import InvalidInput
 
-
 _LONGEST = 2000  # characters; deeper nesting than they allow is no value of ours
 
 

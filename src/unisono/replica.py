@@ -21,8 +21,8 @@ class Replica:
     """A model and its optimizer, bound to the other replicas.
 
     Per step: `begin`; per micro-batch of this worker `enter`, the forward pass, `leave`, the backward pass; then
-    `settle` and `apply`. Backward is run by `backward`, or by the user's own loop. The control word that travels with the gradients is, for micro-batches ``0..n-1``: their
-    losses, their weights, then `extra` numbers of the caller's.
+    `settle` and `apply`. Backward is run by `backward`, or by the user's own loop. The control word that travels with
+    the gradients is, for micro-batches ``0..n-1``: their losses, their weights, then `extra` numbers of the caller's.
 
     Args:
         micro_batches: of one step, over all workers.
@@ -134,7 +134,9 @@ class Replica:
         parameter.grad = None
         if self._listener:
             self._listener(name)
-        self._sync.offer(name, gradient.detach(), self._weight / self._reference)
+        self._sync.offer(
+            name, gradient.detach() if gradient.requires_grad else gradient, self._weight / self._reference
+        )
 
 
 class Step:
@@ -188,8 +190,8 @@ def check_fit(model: nn.Module, optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise InvalidInput(
-                    "optimizer", tuple(parameter.shape), "a parameter of this shape is not one of the model's, so other "
-                    "workers would not hear of its gradient", "make it part of the model")  # fmt: skip
+                    "optimizer", tuple(parameter.shape), "a parameter of this shape is not one of the model's, so "
+                    "other workers would not hear of its gradient", "make it part of the model")  # fmt: skip
     check_trainable(model)
 
 

@@ -88,11 +88,12 @@ class Statistics:
                                "write it in every training pass, or in none")  # fmt: skip
         if self._work is None:
             return
-        table, at = self._work.wait().view(self._count, -1), 0
+        # Many small steps: on a GPU each would cost a launch and a wait.
+        table, at = self._work.wait().view(self._count, -1).cpu(), 0
         for layer in self._layers:
             at = layer.fold(table, at)
         for place, first in zip(self._written, self._first):
-            place.tensor.copy_(_folded(first, table[:, at : at + first.numel()]))
+            place.tensor.copy_(_folded(first.cpu(), table[:, at : at + first.numel()]))
             at += first.numel()
 
     def _learn_who_writes(self) -> None:
@@ -149,7 +150,7 @@ class _Layer:
 
     def fold(self, table: Tensor, at: int) -> int:
         """Fold columns from `at` on of ``table[micro_batch]``; returns where the next layer's begin."""
-        first = _flat(self._first)
+        first = _flat(self._first).cpu()
         features, folded = 2 * self._first[0].numel(), first
         for row in table[:, at : at + first.numel()]:
             folded = self._stepped(folded, row, first, features)

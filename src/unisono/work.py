@@ -34,7 +34,7 @@ from unisono.replica import Replica, check_fit, check_trainable, sparse_paramete
 from unisono.schedule import Constant
 from unisono.settings import check_same_run, settle
 from unisono.task import Batch, Task, build_dataset
-from unisono.train import Outcome, Trainer
+from unisono.trainer import Outcome, Trainer
 from unisono.world import choose_device, fair_threads
 
 log = logging.getLogger("unisono")
@@ -90,8 +90,9 @@ class _Feed:
 def _check_concurrent(config: Config, plan: MicroBatchPlan, workers: int) -> None:
     if config.sync_batchnorm and plan.micro_batches % workers:
         raise InvalidInput(
-            "sync_batchnorm", True, f"{workers} workers cannot compute the {plan.micro_batches} micro-batches of a step "
-            "side by side", f"choose global_batch and micro_batch so that their number divides by {workers}")  # fmt: skip
+            "sync_batchnorm", True, f"{workers} workers cannot compute the {plan.micro_batches} micro-batches of a "
+            "step side by side",
+            f"choose global_batch and micro_batch so that their number divides by {workers}")  # fmt: skip
 
 
 def _set_up(
@@ -111,10 +112,10 @@ def _set_up(
     record = _recorder(worker, path)
     stack.callback(record.close)
     writer = _writer(comm, config, place, _teller(worker, record), stack)
-    meta = {"config": config.mapping(), "samples": len(feed.dataset)}
+    meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
     persistence = Persistence(writer, model, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta)
     persistence.agree()
-    loaded = _newest(config, path, len(feed.dataset), record) if config.resume and comm.rank == 0 else None
+    loaded = _newest(config, path, meta, record) if config.resume and comm.rank == 0 else None
     try:
         first_step = persistence.resume(loaded)
     except CheckpointMismatch as error:
@@ -268,8 +269,11 @@ def _teller(worker: Worker, record: Recorder) -> Callable[[Event], None]:
     return tell
 
 
-def _newest(config: Config, path: Path, samples: int, record: Recorder) -> Loaded | None:
-    """The newest sound checkpoint of the run, if it belongs to it. What is damaged is named and passed over."""
+def _newest(config: Config, path: Path, meta: Mapping[str, Any], record: Recorder) -> Loaded | None:
+    """The newest sound checkpoint of the run, if it belongs to it. What is damaged is named and passed over.
+
+    `meta` is what this life of the run would write into its own.
+    """
 
     def damaged(error: CheckpointDamaged) -> None:
         log.warning(error)
@@ -283,10 +287,12 @@ def _newest(config: Config, path: Path, samples: int, record: Recorder) -> Loade
         record.event("resume", words="there is no checkpoint yet: starting from the beginning")
         return None
     check_same_run(config, loaded.meta["config"])
-    if loaded.meta["samples"] != samples:
-        raise InvalidInput(
-            "data", samples, f"the run to resume was started with {loaded.meta['samples']} samples, so their order differs",
-            "give it the same data, or start a run of its own with another --run")  # fmt: skip
+    reasons = {"samples": "whose order differs", "optimizer": "whose state is another"}
+    for name, reason in reasons.items():
+        if loaded.meta[name] != meta[name]:
+            raise InvalidInput(
+                name, meta[name], f"the run to resume was started with {loaded.meta[name]}, {reason}",
+                "give the task as it was, or start a run of its own with another --run")  # fmt: skip
     record.event("resume", step=loaded.step, words=f"going on from the checkpoint of step {loaded.step}")
     return loaded
 

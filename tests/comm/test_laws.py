@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.comm import laws
+from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Alone, Communicator, connect, simulate
 from unisono.errors import CommunicationError, MessageMismatch, PeerLost
@@ -97,11 +98,15 @@ def mismatch_and_go_on(comm: Communicator) -> list[CommunicationError]:
 # A peer that is lost. The victim is the last rank; what it does, it does to itself.
 
 
-def survive(comm: Communicator, verb: str, blow: int, in_the_middle: bool) -> Any:
+def survive(comm: Communicator, verb: str, blow: int, in_the_middle: bool, directory: Path) -> Any:
     """The error that a survivor saw at `verb`, after how many seconds, and those of all verbs after it."""
     large = comm.allocate(5_000_000, torch.float32)
     warm, good = laws.start_sum(comm, torch.float32, (3,))
     assert good(warm.wait())
+    # What the victim has sent may be lost with it: it waits until nobody needs that any more.
+    (directory / f"warm-{comm.rank}").touch()
+    if comm.rank == comm.size - 1:
+        assert within(DEADLINE_SECONDS, lambda: len(list(directory.glob("warm-*"))) == comm.size)
 
     def begin() -> Any:
         if verb == "allocated_sum":
@@ -126,7 +131,7 @@ def survive(comm: Communicator, verb: str, blow: int, in_the_middle: bool) -> An
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
 def test_a_killed_peer_is_lost_at_every_verb(kind: str, verb: str, in_the_middle: bool, tmp_path: Path) -> None:
     size = 3
-    args = (kind, f"file://{tmp_path}", DEADLINE_SECONDS, survive, verb, signal.SIGKILL, in_the_middle)
+    args = (kind, f"file://{tmp_path}", DEADLINE_SECONDS, survive, verb, signal.SIGKILL, in_the_middle, tmp_path)
     with start(size, connected, *args) as workers:
         results = workers.results(lost={size - 1})
     for error, seconds, later in results[: size - 1]:
@@ -144,7 +149,7 @@ def test_a_killed_peer_is_lost_at_every_verb(kind: str, verb: str, in_the_middle
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
 def test_a_silent_peer_is_lost_at_every_verb_within_the_deadline(kind: str, verb: str, tmp_path: Path) -> None:
     size, deadline_seconds = 3, 1.0
-    args = (kind, f"file://{tmp_path}", deadline_seconds, survive, verb, signal.SIGSTOP, False)
+    args = (kind, f"file://{tmp_path}", deadline_seconds, survive, verb, signal.SIGSTOP, False, tmp_path)
     with start(size, connected, *args) as workers:
         results = workers.results(lost={size - 1})
     for error, seconds, later in results[: size - 1]:

@@ -10,10 +10,10 @@ from unisono.comm import simulate
 from unisono.compress import COMPRESSORS, Cast, Compressor, Exact
 from unisono.sync.flow import Flow
 
-TABLE: list[Compressor] = [Cast(), Cast("bf16"), Cast("fp16"), Exact(), Exact(fraction_bits=30)]
+TABLE: list[Compressor] = [Cast(), Cast("fp32"), Cast("bf16"), Cast("fp16"), Exact(), Exact(fraction_bits=30)]
 SHAPES = [(), (1,), (0,), (17,), (3, 5), (1000,)]
 # Relative error of one rounding, and absolute error near zero.
-ERROR = {Cast(): (0, 0), Cast("bf16"): (2**-8, 0), Cast("fp16"): (2**-10, 2**-24),
+ERROR = {Cast(): (0, 0), Cast("fp32"): (2**-24, 0), Cast("bf16"): (2**-8, 0), Cast("fp16"): (2**-10, 2**-24),
          Exact(): (2**-23, 2**-40), Exact(30): (2**-23, 2**-30)}  # fmt: skip
 law = pytest.mark.parametrize("compress", TABLE, ids=notation.show)
 

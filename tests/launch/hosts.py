@@ -35,9 +35,11 @@ class Hosts:
     def start(self, host: int, command: Sequence[str | Path], **environ: str) -> subprocess.Popen[str]:
         """`command` on `host`, in its directory, without a sight of the other's."""
         words = ["ip", "netns", "exec", self.names[host], "sh", "-c", _HIDE, self.homes[1 - host], *command]
+        errors = (self.homes[host] / "stderr").open("w")
         process = subprocess.Popen(
             list(map(str, words)), cwd=self.homes[host], env=os.environ | environ, start_new_session=True, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=(self.homes[host] / "stderr").open("w"))  # fmt: skip
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
+        errors.close()
         self.started.append(process)
         return process
 

@@ -9,21 +9,21 @@ from torch import Tensor
 
 from unisono.compress.compressor import Mean, Memory, Wire
 
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TYPES = {"own": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Cast:
     """Gradients travel as `to`, are summed in a worker in their own type, and come back in it.
 
-    ``Cast("fp32")``, the default, sends single precision as it is and halves double precision; ``bf16`` and
-    ``fp16`` send half of single precision's bytes and round to 8 and 11 significant bits, at each hop of the sum.
+    ``Cast()``, that is ``own``, sends them as they are. A smaller type halves or quarters the bytes and rounds at each
+    hop of the sum: ``fp32`` to 24 significant bits, ``fp16`` to 11, ``bf16`` to 8.
 
     Raises:
-        ValueError: `to` is none of fp32, bf16, fp16.
+        ValueError: `to` is none of own, fp32, bf16, fp16.
     """
 
-    to: str = "fp32"
+    to: str = "own"
 
     def __post_init__(self) -> None:
         if self.to not in _TYPES:

@@ -1,0 +1,97 @@
+"""`unisono train` and a custom loop under the launchers of others, for real: the same weights as under our own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.launch import slurm
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+UNISONO = [sys.executable, "-m", "unisono"]
+DIGITS = [*UNISONO, "train", "digits", "--steps", "5", "--checkpoint-every", "2", "--compress", "Exact()"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--"]
+MPIRUN = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+
+
+def printed(command: list[str], at: Path, environ: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, cwd=at, env=environ, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def weights(run: Path) -> str:
+    digest: str = json.loads((run / "summary.json").read_text())["weights_sha256"]
+    return digest
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What our launcher comes to: the weights of `DIGITS`, and the last line of the custom loop."""
+    at = tmp_path_factory.mktemp("ours")
+    printed([*DIGITS, "--workers", "2", "--run", "run"], at)
+    lines = printed([*UNISONO, "launch", "--workers", "2", str(EXAMPLES / "custom_loop.py")], at)
+    return weights(at / "run"), lines.splitlines()[-1]
+
+
+@contextmanager
+def launcher(name: str, at: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """The words that start two workers, and the environment for them."""
+    needed = {"torchrun": (), "mpirun": ("mpirun",), "srun": slurm.PROGRAMS}[name]
+    if missing := [program for program in needed if shutil.which(program) is None]:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    if name != "srun":
+        yield {"torchrun": TORCHRUN, "mpirun": MPIRUN}[name], dict(os.environ)
+        return
+    if os.geteuid() != 0:
+        pytest.skip("the toy cluster's daemons want to be root")
+    with slurm.cluster(at) as environ:
+        yield ["srun", "-N1", "-n2", "--kill-on-bad-exit=1"], environ
+
+
+@pytest.mark.parametrize("name", ["torchrun", "mpirun", "srun"])
+def test_under_launchers_of_others_the_weights_are_the_same(name: str, ours: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    with launcher(name, tmp_path / "cluster") as (start, environ):
+        printed([*start, *DIGITS, "--run", "run"], tmp_path, environ)
+        loop = printed([*start, sys.executable, str(EXAMPLES / "custom_loop.py")], tmp_path, environ)
+    assert weights(tmp_path / "run") == ours[0]
+    assert loop.splitlines()[-1] == ours[1]
+    written = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in written if event["event"] == "checkpoint"] == [2, 4, 5]
+
+
+TWICE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unisono
+
+x = torch.linspace(-1, 1, 64)[:, None]
+task = unisono.Task(
+    model=lambda: nn.Linear(1, 1),
+    data=TensorDataset(x, 2 * x),
+    loss=lambda output, batch: (output - batch[1]).square().mean(),
+)
+for steps in (3, 6):
+    result = unisono.train(task, unisono.Config(steps=steps, global_batch=16, micro_batch=4, compress=unisono.Exact()))
+    if result is not None:
+        print(result.steps, result.weights_sha256)
+"""
+
+
+def test_a_script_may_train_twice_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE)
+    alone = printed([sys.executable, str(script)], tmp_path).splitlines()
+    assert [line.split()[0] for line in alone] == ["3", "6"]
+    assert printed([*TORCHRUN, sys.executable, str(script)], tmp_path).splitlines() == alone
