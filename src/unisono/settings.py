@@ -8,6 +8,7 @@ from typing import Any
 
 from unisono.compress import Exact
 from unisono.config import Config
+from unisono.data import default_micro_batch
 from unisono.errors import InvalidInput
 from unisono.task import Task
 
@@ -31,12 +32,14 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
         defaults.pop("micro_batch", None)
     chosen = {"global_batch": LIBRARY_GLOBAL_BATCH, **defaults}
     config = Config.of({**chosen, **given})
+    if config.micro_batch is None and config.global_batch is not None:
+        config = replace(config, micro_batch=default_micro_batch(config.global_batch))
     if isinstance(config.compress, Exact) and not config.threads:
         config = replace(config, threads=1)  # the number of threads can change bits, so it must not follow the machine
     if config.sync_batchnorm and isinstance(config.compress, Exact):
         raise InvalidInput(
-            "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends on "
-            "the number of workers, which Exact() promises that it does not", "leave out one of the two")  # fmt: skip
+            "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
+            "on the number of workers, which Exact() promises that it does not", "leave out one of the two")  # fmt: skip
     return config
 
 
@@ -50,5 +53,5 @@ def check_same_run(config: Config, before: Mapping[str, Any]) -> None:
                 "leave it out, or start a run of its own with another --run")  # fmt: skip
     if isinstance(config.compress, Exact) and config.threads != before.get("threads", 0):
         raise InvalidInput(
-            "threads", config.threads, f"the run to resume was started with {before.get('threads', 0)}, and in exact mode "
-            "the number of threads can change bits", "leave it out")  # fmt: skip
+            "threads", config.threads, f"the run to resume was started with {before.get('threads', 0)}, and in exact "
+            "mode the number of threads can change bits", "leave it out")  # fmt: skip

@@ -14,7 +14,6 @@ from xxhash import xxh3_128
 from unisono.checkpoint.container import PAGE, Container
 from unisono.checkpoint.fingerprint import raw_bytes
 
-
 PIECE = 512 << 10  # bytes: half of a small second-level cache, and enough to let go of the interpreter's lock
 
 

@@ -43,7 +43,7 @@ class Work(Protocol[T_co]):
     """An operation under way."""
 
     def poll(self) -> bool:
-        """Go on as far as possible without waiting; True when the result is there (or an error is: `wait` raises it)."""
+        """Go on as far as possible without waiting; True when it is over (`wait` gives the result or the error)."""
 
     def wait(self) -> T_co:
         """The result. May be called again. Raises `PeerLost` or `MessageMismatch`, within the deadline."""
@@ -81,7 +81,7 @@ class Communicator(Protocol):
         """`x` of rank `root`, written into everybody's `x`, which is the result."""
 
     def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Work[list[Tensor]]:
-        """Send ``xs[r]`` to rank *r*; result *r* is what rank *r* sent here, and has the shape and dtype of ``like[r]``."""
+        """Send ``xs[r]`` to rank *r*; result *r* is what rank *r* sent here, in the shape and dtype of ``like[r]``."""
 
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Work[dict[int, Tensor]]:
         """Send ``xs[r]`` to neighbour *r*, receive ``like[r]`` from neighbour *r*; only neighbours take part."""

@@ -31,7 +31,7 @@ def simulate(
     size: int,
     function: Callable[..., T],
     *arguments: Any,
-    link: Link | Sequence[Link] = Link(),  # noqa: B008
+    link: Link | Sequence[Link] = Link(),
     seed: int = 0,
     deadline_seconds: float = 300.0,
 ) -> list[T]:
@@ -59,7 +59,7 @@ def outcomes(
     size: int,
     function: Callable[..., T],
     *arguments: Any,
-    link: Link | Sequence[Link] = Link(),  # noqa: B008
+    link: Link | Sequence[Link] = Link(),
     seed: int = 0,
     deadline_seconds: float = 300.0,
 ) -> list[T | BaseException]:

@@ -23,7 +23,7 @@ EVALUATED_WINDOWS = 256
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-def text(*, text: tuple[str, ...] = (), model: GPT = GPT()) -> Task:  # noqa: B008  (a frozen value)
+def text(*, text: tuple[str, ...] = (), model: GPT = GPT()) -> Task:
     """A byte-level GPT on text; the last twentieth of the bytes is held out and measured in bits per byte.
 
     Args:
