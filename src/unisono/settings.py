@@ -23,23 +23,24 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
     Raises:
         InvalidInput: as `Config.of`; or what is asked for cannot be combined.
     """
-    defaults, given = dict(task.defaults), {name: value for name, value in given.items() if value is not None}
-    if "epochs" in given:
+    defaults, said = dict(task.defaults), {name for name, value in given.items() if value is not None}
+    if "epochs" in said:
         defaults.pop("steps", None)
-    if "steps" in given:
+    if "steps" in said:
         defaults.pop("epochs", None)
-    if "global_batch" in given:
+    if "global_batch" in said:
         defaults.pop("micro_batch", None)
-    chosen = {"global_batch": LIBRARY_GLOBAL_BATCH, **defaults}
-    config = Config.of({**chosen, **given})
-    if config.micro_batch is None and config.global_batch is not None:
-        config = replace(config, micro_batch=default_micro_batch(config.global_batch))
+    config = Config.of({**defaults, **given})  # a given None says that there shall be none: --clip none
+    if config.global_batch is None:
+        config = replace(config, global_batch=LIBRARY_GLOBAL_BATCH)
+    if config.micro_batch is None:
+        config = replace(config, micro_batch=default_micro_batch(config.global_batch or LIBRARY_GLOBAL_BATCH))
     if isinstance(config.compress, Exact) and not config.threads:
         config = replace(config, threads=1)  # the number of threads can change bits, so it must not follow the machine
     if config.sync_batchnorm and isinstance(config.compress, Exact):
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
-            "on the number of workers, which Exact() promises that it does not", "leave out one of the two")  # fmt: skip
+            "on the number of workers, which Exact() promises that it does not", "leave one out")  # fmt: skip
     return config
 
 
