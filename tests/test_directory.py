@@ -81,8 +81,8 @@ def test_another_failure_leaves_the_run_to_be_resumed(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({"lr": 0.5}, {"steps": 9, "lr": 0.5}), ({"epochs": 2.0}, {"epochs": 2.0, "lr": 0.1}),
-     ({"steps": 20}, {"steps": 20, "lr": 0.1}), ({"lr": None}, {"steps": 9, "lr": 0.1})],
+    [({"lr": 0.5}, {"steps": 9, "epochs": "none", "lr": 0.5}), ({"epochs": 2.0}, {"epochs": 2.0, "lr": 0.1}),
+     ({"steps": 20}, {"steps": 20, "lr": 0.1}), ({"lr": None}, {"steps": 9, "epochs": "none", "lr": None})],
     ids=str,
 )  # fmt: skip
 def test_a_resumed_run_remembers_what_it_was_given(given, expected, tmp_path) -> None:

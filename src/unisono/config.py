@@ -101,14 +101,11 @@ class Config:
         return dataclasses.replace(self, **{name: read(name, value) for name, value in mapping.items()})
 
     def mapping(self) -> dict[str, Any]:
-        """Field names and plain values, as TOML can hold them; fields that are None are left out."""
-        return {
-            name: notation.show(value) if name in NOTED else str(value) if isinstance(value, Path) else value
-            for name, value in _values(self)
-            if value is not None
-        }
+        """All field names and plain values, as TOML can hold them; None is written ``none``."""
+        return {name: _plain(name, value) for name, value in _values(self)}
 
 
+NONE = "none"  # how text says that there is none: TOML has no word for it
 FIELDS: dict[str, str] = {f.name: str(f.type) for f in dataclasses.fields(Config)}
 NOTED: dict[str, dict[str, type]] = {
     "sync": SYNCHRONIZERS,
@@ -144,6 +141,8 @@ def read(name: str, value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
+    if value.lower() == NONE and "None" in FIELDS[name]:
+        return None
     if name in NOTED:
         return notation.parse(name, value, NOTED[name])
     kind = FIELDS[name].split(" ")[0]
@@ -155,6 +154,14 @@ def read(name: str, value: Any) -> Any:
         except ValueError:
             raise InvalidInput(name, value, f"not {_KINDS[kind]}", f"write {_KINDS[kind]}") from None
     return value
+
+
+def _plain(name: str, value: Any) -> Any:
+    if value is None:
+        return NONE
+    if name in NOTED:
+        return notation.show(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}

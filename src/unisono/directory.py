@@ -99,7 +99,7 @@ def with_earlier(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if settings.get(one) is not None:
             earlier.pop(other, None)
-    return {**earlier, **{name: value for name, value in settings.items() if value is not None}}
+    return {**earlier, **settings}
 
 
 def _fresh(name: str) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.compress import Exact
-from unisono.config import Config
+from unisono.config import NONE, Config
 from unisono.data import default_micro_batch
 from unisono.errors import InvalidInput
 from unisono.task import Task
@@ -23,7 +23,7 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
     Raises:
         InvalidInput: as `Config.of`; or what is asked for cannot be combined.
     """
-    defaults, said = dict(task.defaults), {name for name, value in given.items() if value is not None}
+    defaults, said = dict(task.defaults), {name for name, value in given.items() if value not in (None, NONE)}
     if "epochs" in said:
         defaults.pop("steps", None)
     if "steps" in said:
