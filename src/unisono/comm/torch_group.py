@@ -9,9 +9,11 @@ a size that would abort the process.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -33,6 +35,9 @@ _GLOO_ADDS = {
 # The deadline is ours; gloo's own must only never come first.
 _LONG = timedelta(days=1)
 _ALIGNMENT_BYTES = 16
+_LOOK_SECONDS = 0.1  # between two looks at the sockets while nothing arrives
+_LONGEST_TORN_SECONDS = 5.0
+_UNWIND_SECONDS = 1.0
 
 
 class TorchGroup(Conversation):
@@ -68,12 +73,15 @@ class TorchGroup(Conversation):
         self._store, self._backend, self._address = store, backend, address
         self._device = device or torch.device("cpu")
         self._sequence = 0
+        self._issued: deque[Any] = deque()
+        self._looked_at, self._torn_since = 0.0, 0.0
         before = _sockets()
         with _peer_lost_for("connect"):
             self._headers: Any = _gloo(c10d.PrefixStore("headers", store), rank, size, address, deadline_seconds)
             self._payloads: Any = _payload_group(self, c10d.PrefixStore("payloads", store), deadline_seconds)
             _meet(self._headers, size, deadline_seconds)
         self._wires = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
+        self._connected = {fd: name for fd, name in self._wires.items() if _is_connected(fd)}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)
@@ -173,7 +181,7 @@ class TorchGroup(Conversation):
         try:
             if self._failure is None:
                 with _peer_lost_for(verb):
-                    arrival = self._headers._allgather_base(everybody, mine, options)
+                    arrival = self._under_way(self._headers._allgather_base(everybody, mine, options))
         except PeerLost as error:
             self._fail(error)
         return self._begin(verb, self._steps(verb, sequence, arrival, everybody.view(self.size, -1), payload))
@@ -201,9 +209,15 @@ class TorchGroup(Conversation):
 
     def _carry(self, verb: str, issue: Callable[[], Any]) -> Steps[None]:
         with _peer_lost_for(verb):
-            handle = issue()
+            handle = self._under_way(issue())
         self._progress += 1
         yield from self._until(verb, handle, released=True)
+
+    def _under_way(self, handle: Any) -> Any:
+        while self._issued and self._issued[0].is_completed():
+            self._issued.popleft()
+        self._issued.append(handle)
+        return handle
 
     def _all_to_all(self, verb: str, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Steps[dict[int, Tensor]]:
         """One piece for each peer, empty where there is nothing to say; what is for this worker stays
@@ -244,7 +258,23 @@ class TorchGroup(Conversation):
             time.sleep(min(20e-6 * 1.1**attempt, 500e-6))
             return
         with suppress(RuntimeError):  # the next poll sees it, be it a timeout or an error
-            handle.wait(timedelta(seconds=self._deadline_seconds))
+            handle.wait(timedelta(seconds=min(_LOOK_SECONDS, self._deadline_seconds)))
+
+    def _lost(self, now: float, operation: Operation[Any]) -> PeerLost | None:
+        """Backends close a broken connection, but do not always wake what waits for it.
+
+        A peer that has done its part may close its end too, and what others still bring is then waited for a while.
+        """
+        if now - self._looked_at < _LOOK_SECONDS:
+            return None
+        self._looked_at = now
+        if all(_is_open(fd, name) for fd, name in self._connected.items()):
+            return None
+        self._torn_since = self._torn_since or now
+        since = max(self._torn_since, self._fruitless_since or now)
+        if now - since < min(_LONGEST_TORN_SECONDS, self._deadline_seconds / 8):
+            return None
+        return PeerLost((), operation.verb, "a connection was closed")
 
     def _abandon(self, error: CommunicationError) -> None:
         if isinstance(error, PeerLost):
@@ -258,7 +288,20 @@ class TorchGroup(Conversation):
         self._wires = {}
         if self._backend == "nccl" and self._payloads is not None:
             self._payloads.abort()
+        if not self._unwound():
+            # To be taken down, a group waits for what is under way in it, which would be for ever.
+            for group in (self._headers, self._payloads):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._headers = self._payloads = None
+
+    def _unwound(self) -> bool:
+        """Whether all that is under way has ended, now that nothing carries it any more."""
+        end = time.monotonic() + _UNWIND_SECONDS
+        while not all(handle.is_completed() for handle in self._issued):
+            if time.monotonic() > end:
+                return False
+            time.sleep(1e-3)
+        return True
 
 
 def _gloo(store: c10d.Store, rank: int, size: int, address: str, deadline_seconds: float) -> Any:
@@ -326,6 +369,24 @@ def _sockets() -> dict[int, str]:
         if name.startswith("socket:"):
             found[int(number)] = name
     return found
+
+
+def _is_open(fd: int, name: str) -> bool:
+    """Whether `fd` is still the socket called `name`."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == name
+    except OSError:
+        return False
+
+
+def _is_connected(fd: int) -> bool:
+    """Whether the socket `fd` has another end, as one that listens has not."""
+    try:
+        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
+            wire.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def _shut(fd: int, name: str) -> None:
