@@ -320,6 +320,7 @@ def test_odd_parameters_and_branches_that_only_some_workers_take(size, options, 
         optimizer = kind(model.parameters(), 1e-2, fused=fused)
         world.bind(model, optimizer, **options)
         for step in range(3):
+            optimizer.zero_grad()
             model(batch(step, comm.rank)).square().mean().backward()
             optimizer.step()
         return weights(model)

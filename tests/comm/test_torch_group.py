@@ -121,3 +121,33 @@ def close_in_the_middle(rank: int, size: int, directory: str) -> float:
 
 def test_close_does_not_wait_for_anybody(tmp_path: Path) -> None:
     assert max(run(2, close_in_the_middle, str(tmp_path))) < 5.0
+
+
+class Stuck:
+    """An operation of a backend that was not woken when its connection broke, and never will be."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: Any = None) -> None:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+
+def not_woken(rank: int, size: int, directory: str) -> tuple[str, float]:
+    comm = joined(rank, size, directory, deadline_seconds=8.0)
+    comm._connected = {0: "socket:[of a peer that is gone]"}
+    began = time.monotonic()
+    try:
+        comm._begin("sum", comm._until("sum", comm._under_way(Stuck()), released=False)).wait()
+    except PeerLost as error:
+        comm.close()
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_a_backend_that_does_not_wake_its_operations_holds_nobody(tmp_path: Path) -> None:
+    """Neither until the deadline, nor at the end, when torch would wait for them."""
+    for text, seconds in run(2, not_woken, str(tmp_path)):
+        assert text == "a worker lost during sum: a connection was closed"
+        assert 1.0 < seconds < 4.0

@@ -53,7 +53,7 @@ def test_more_workers_than_micro_batches_names_both_cures():
         "4 micro-batches",
         "at most 4 workers",
         "a smaller micro_batch",
-        "global_batch 2 times larger",
+        "a larger global_batch",
     ):
         assert part in str(error.value)
 

@@ -47,7 +47,7 @@ def test_the_traceback_is_shown_with_the_error() -> None:
 
 
 def test_invalid_input_and_exit_codes_become_themselves() -> None:
-    assert isinstance(Failure(0, 0.0, "…", invalid=("a", 1, "b", "c")).error(), InvalidInput)
+    assert isinstance(Failure(0, 0.0, "…", said=("InvalidInput", ["a", 1, "b", "c"])).error(), InvalidInput)
     assert isinstance(Failure(0, 0.0, "…", exit_code=3).error(), ScriptExited)
 
 

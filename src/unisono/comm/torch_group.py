@@ -293,6 +293,7 @@ class TorchGroup(Conversation):
             for group in (self._headers, self._payloads):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._headers = self._payloads = None
+        self._issued.clear()
 
     def _unwound(self) -> bool:
         """Whether all that is under way has ended, now that nothing carries it any more."""
