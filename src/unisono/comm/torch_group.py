@@ -79,6 +79,10 @@ class TorchGroup(Conversation):
         with _peer_lost_for("connect"):
             self._headers: Any = _gloo(c10d.PrefixStore("headers", store), rank, size, address, deadline_seconds)
             self._payloads: Any = _payload_group(self, c10d.PrefixStore("payloads", store), deadline_seconds)
+            # NCCL carries only what lies on its device; what lies here goes beside it.
+            self._near: Any = self._payloads
+            if backend == "nccl":
+                self._near = _gloo(c10d.PrefixStore("near", store), rank, size, address, deadline_seconds)
             _meet(self._headers, size, deadline_seconds)
         self._wires = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
         self._connected = {fd: name for fd, name in self._wires.items() if _is_connected(fd)}
@@ -89,11 +93,11 @@ class TorchGroup(Conversation):
     def sum(self, x: Tensor) -> Operation[Tensor]:
         def payload() -> Steps[Tensor]:
             flat = x.detach().reshape(-1)
-            wide = flat if self._adds(x.dtype) else flat.to(_wider(x.dtype))
+            wide = flat if self._adds(x) else flat.to(_wider(x.dtype))
             if flat.numel():
                 options = c10d.AllreduceOptions()
                 options.timeout = _LONG
-                yield from self._carry("sum", lambda: self._payloads.allreduce([wide], options))
+                yield from self._carry("sum", lambda: self._group_of(wide).allreduce([wide], options))
                 # A ring moves every byte twice, but for this worker's own share.
                 self._family.bytes_sent += 2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
             return wide.to(x.dtype).view(x.shape)
@@ -107,7 +111,7 @@ class TorchGroup(Conversation):
                 mine, everybody = _as_bytes(x), _as_bytes(rows)
                 options = c10d.AllgatherOptions()
                 options.timeout = _LONG
-                yield from self._carry("gather", lambda: self._payloads._allgather_base(everybody, mine, options))
+                yield from self._carry("gather", lambda: self._group_of(x)._allgather_base(everybody, mine, options))
                 self._family.bytes_sent += (self.size - 1) * mine.numel()
             return rows
 
@@ -119,7 +123,9 @@ class TorchGroup(Conversation):
                 whole = x.detach().contiguous()
                 options = c10d.BroadcastOptions()
                 options.rootRank, options.timeout = root, _LONG
-                yield from self._carry("broadcast", lambda: self._payloads.broadcast([_as_bytes(whole)], options))
+                yield from self._carry(
+                    "broadcast", lambda: self._group_of(whole).broadcast([_as_bytes(whole)], options)
+                )
                 self._family.bytes_sent += (self.size - 1) * whole.nbytes if self.rank == root else 0
                 if not x.is_contiguous():
                     x.detach().copy_(whole)
@@ -226,14 +232,17 @@ class TorchGroup(Conversation):
         back = {rank: x for rank, x in like.items() if rank != self.rank}
         outgoing = [_padded(there[rank].nbytes) if rank in there else 0 for rank in range(self.size)]
         incoming = [_padded(back[rank].nbytes) if rank in back else 0 for rank in range(self.size)]
-        sent = torch.empty(sum(outgoing), dtype=torch.uint8, device=self._device)
-        received = torch.empty(sum(incoming), dtype=torch.uint8, device=self._device)
+        device = next((x.device for x in (*there.values(), *back.values())), torch.device("cpu"))
+        sent = torch.empty(sum(outgoing), dtype=torch.uint8, device=device)
+        received = torch.empty(sum(incoming), dtype=torch.uint8, device=device)
         for rank, piece in enumerate(torch.split(sent, outgoing)):
             if rank in there:
                 piece[: there[rank].nbytes].copy_(_as_bytes(there[rank]))
         options = c10d.AllToAllOptions()
         options.timeout = _LONG
-        yield from self._carry(verb, lambda: self._payloads.alltoall_base(received, sent, incoming, outgoing, options))
+        yield from self._carry(
+            verb, lambda: self._group_of(sent).alltoall_base(received, sent, incoming, outgoing, options)
+        )
         self._family.bytes_sent += sum(x.nbytes for x in there.values())
         pieces = torch.split(received, incoming)
         return {
@@ -243,8 +252,11 @@ class TorchGroup(Conversation):
             for rank, x in like.items()
         }
 
-    def _adds(self, dtype: torch.dtype) -> bool:
-        return self._backend != "gloo" or dtype in _GLOO_ADDS
+    def _group_of(self, x: Tensor) -> Any:
+        return self._near if x.device.type == "cpu" else self._payloads
+
+    def _adds(self, x: Tensor) -> bool:
+        return (self._backend != "gloo" and x.device.type != "cpu") or x.dtype in _GLOO_ADDS
 
     def _pause(self, attempt: int, operation: Operation[Any]) -> None:
         """Sleep until what the oldest operation waits for is there; in slices where other lanes need this
@@ -290,9 +302,9 @@ class TorchGroup(Conversation):
             self._payloads.abort()
         if not self._unwound():
             # To be taken down, a group waits for what is under way in it, which would be for ever.
-            for group in (self._headers, self._payloads):
+            for group in (self._headers, self._payloads, self._near):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        self._headers = self._payloads = None
+        self._headers = self._payloads = self._near = None
         self._issued.clear()
 
     def _unwound(self) -> bool:
