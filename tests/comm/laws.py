@@ -201,13 +201,14 @@ def any_sequence_of_verbs_works(comm: Communicator, rounds: int, longest_pause_s
     for seed in range(rounds):
         verb = verbs.choice([verb for verb in STARTS if verb != "allocated_sum"])
         shape = (verbs.choice([0, 1, 3, 100, 5000]),)
-        under_way.append(STARTS[verb](verbs.choice(lanes), verbs.choice(DTYPES), shape, seed))
+        lane, dtype = verbs.choice(lanes), verbs.choice(DTYPES)
+        under_way.append(((verb, dtype, shape), STARTS[verb](lane, dtype, shape, seed)))
         if longest_pause_seconds and pauses.random() < 0.05:
             time.sleep(pauses.random() * longest_pause_seconds)
         while len(under_way) > verbs.randrange(8):
-            work, good = under_way.pop(0)
-            assert good(work.wait()), verb
-    assert all(good(work.wait()) for work, good in under_way)
+            (name, dtype, n), (work, good) = under_way.pop(0)
+            assert good(work.wait()), (seed, name, dtype, n, work.wait())
+    assert all(good(work.wait()) for _, (work, good) in under_way)
 
 
 def wrong_arguments_are_refused(comm: Communicator) -> None:

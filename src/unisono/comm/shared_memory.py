@@ -177,6 +177,17 @@ class SharedMemory(Conversation):
                 yield blocked
         self._progress += 1
 
+    def _until_posted(self, turn: int, released: bool) -> Steps[None]:
+        """Blocks until all have posted round `turn`, and this worker is done with all rounds before it.
+
+        The second matters: the last peer may post two rounds between a look at the first and a look at the second. To
+        go into the second one then would say ``done`` for both, and peers would take the first for read.
+        """
+        mine = self._done[self.rank]
+        while not (self._words[mine] == turn - 1 and self._reached(self._posted, turn)):
+            yield Blocked(released, (self._posted, turn))
+        self._progress += 1
+
     def _post(self, turn: int, head: bytes = b"", more: Sequence[int] = ()) -> None:
         """Show what this worker gives to round `turn`: first the header, then the number that says that it
         is there."""
@@ -210,7 +221,7 @@ class SharedMemory(Conversation):
         turn = self._turn + 1
         yield from self._until(self._done, turn - RING, released=False)
         self._post(turn, head)
-        yield from self._until(self._posted, turn, released=True)
+        yield from self._until_posted(turn, released=True)
         self._check(turn, head)
         part.add_up()
         self._finish(turn)
@@ -232,7 +243,7 @@ class SharedMemory(Conversation):
             yield from self._until(self._done, turn - 2, released=False)
             fill(i, turn)
             self._post(turn, head if i == 0 else b"")
-            yield from self._until(self._posted, turn, released=i == rounds - 1)
+            yield from self._until_posted(turn, released=i == rounds - 1)
             if i == 0:
                 self._check(turn, head)
             drain(i, turn)
@@ -315,7 +326,7 @@ class SharedMemory(Conversation):
                     halves[turn % 2][me][rank * segment :][: chunks[i].numel()].copy_(chunks[i])
             self._post(turn, *((head, sends + expects) if i == 0 else ()))
             # Nobody knows how many rounds there are before the headers of the first are there.
-            yield from self._until(self._posted, turn, released=0 < i == rounds - 1)
+            yield from self._until_posted(turn, released=0 < i == rounds - 1)
             if i == 0:
                 self._check(turn, head)
                 records = [self._record(rank, turn) for rank in range(size)]
@@ -345,7 +356,7 @@ class SharedMemory(Conversation):
             first, second = self._turn + 1, self._turn + 2
             yield from self._until(self._done, second - RING, released=False)
             self._post(first, head, [number])
-            yield from self._until(self._posted, first, released=False)
+            yield from self._until_posted(first, released=False)
             self._check(first, head)
             number_there = self._record(0, first)[record.AGREED]
             if number_there:
@@ -355,7 +366,7 @@ class SharedMemory(Conversation):
                     failure = error.errno or -1
             self._finish(first)
             self._post(second, b"", [failure])
-            yield from self._until(self._posted, second, released=False)
+            yield from self._until_posted(second, released=False)
             failures = [self._record(rank, second)[record.AGREED] for rank in range(self.size)]
             self._finish(second)
         finally:
