@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,32 @@ def test_peers_know_who_is_dead_zombies_included(descriptors: bool, monkeypatch:
         os.waitpid(child, 0)
         assert peers.lost() == {3}
         peers.close()
+
+
+def look_too_early(rank: int, size: int, directory: str) -> list[int]:
+    """Worker 0 looks for the first of two rounds just before its peer posts both, and for the second just after."""
+    comm = joined(rank, size, directory)
+    if rank == 0:
+        honest, looks = comm._reached, Counter[int]()
+
+        def early(places: tuple[int, ...], turn: int) -> bool:
+            if places is comm._posted and turn == first:
+                while comm._words[comm._posted[1]] < first + 1:
+                    time.sleep(0)
+                looks[turn] += 1
+                return looks[turn] > 2  # what the first two looks saw is what was there before
+            return honest(places, turn)
+
+        first = comm._turn + 1
+        comm._reached = early
+    order = []
+    finish = comm._finish
+    comm._finish = lambda turn: (order.append(turn), finish(turn))
+    works = [comm.gather(torch.tensor([rank, i])) for i in range(2)]
+    assert [work.wait().tolist() for work in works] == [[[0, i], [1, i]] for i in range(2)]
+    return order
+
+
+def test_rounds_are_done_in_their_order(tmp_path: Path) -> None:
+    for order in run(2, look_too_early, str(tmp_path)):
+        assert order == sorted(order)
