@@ -49,7 +49,7 @@ def label(metric: str) -> str:
 
 
 def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A run's result as label and text; see `unisono.run.Result` for its fields."""
+    """A run's result as label and text; see `unisono.Result` for its fields."""
     median = result["step_seconds_median"]
     typical = f" · {duration(median)} a step" if median else ""
     found = [("training loss", number(result["loss"]))]
