@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from unisono.checkpoint import Loaded, Writer, compare
 from unisono.comm import Communicator
 from unisono.optimizer import load_state, state_of
-from unisono.replica import weights_of
+from unisono.replica import Replica, weights_of
 
 
 class Persistence:
@@ -42,7 +42,9 @@ class Persistence:
         meta: Mapping[str, Any],
     ) -> None:
         self._writer, self._model, self._optimizer, self._comm = writer, model, optimizer, comm
-        self._every, self._meta = every, meta
+        self.every, self._meta = every, meta
+        self._shared: dict[str, Tensor] = {}
+        self._replica: Replica | None = None
         self._pending = 0  # the step whose checkpoint is not yet committed or abandoned; 0: none
         self._last = 0
         self._prepared = False
@@ -64,12 +66,23 @@ class Persistence:
         Returns who asked to stop.
         """
         self._hear(words[1 :: self.WORDS])
-        if self._writer and self._every and not self._prepared:
+        if self._writer and self.every and not self._prepared:
             self._writer.prepare(self._tensors())  # the optimizer's state is there from the first step on
             self._prepared = True
-        if self._every and done % self._every == 0:
+        if self.due(done):
             self._take(done)
         return [bool(word) for word in words[0 :: self.WORDS]]
+
+    def due(self, done: int) -> bool:
+        """Whether a checkpoint is to be taken after `done` steps in all, if all workers are together there."""
+        return bool(self.every) and done // self.every > self._last // self.every
+
+    def attach(self, replica: Replica) -> None:
+        """From now on, what `replica` shares with the others is part of the checkpoints; it takes up what was found
+        by `resume`."""
+        self._replica = replica
+        if self._shared:
+            replica.load_state_dict(self._shared)
 
     def finish(self, done: int) -> None:
         """After the last step: take the last checkpoint and wait until it lies on disk."""
@@ -95,6 +108,10 @@ class Persistence:
             for name, (kind, shape) in plan["tensors"].items()
         }
         load_state(self._optimizer, self._model, state, plan["numbers"])
+        self._shared = {
+            name: self._receive(loaded, f"sync/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
+            for name, (kind, shape) in plan["shared"].items()
+        }
         self._last = int(plan["step"])
         return self._last
 
@@ -109,11 +126,14 @@ class Persistence:
             return {}
         found = {name: t for name, t in loaded.tensors.items() if name.startswith("model/")}
         compare({f"model/{name}": (t.dtype, t.shape) for name, t in weights_of(self._model).items()}, found)
-        state = {n.removeprefix("optimizer/"): t for n, t in loaded.tensors.items() if n.startswith("optimizer/")}
+        same = (
+            loaded.meta["config"]["sync"] == self._meta["config"]["sync"]
+        )  # else it would not know what to do with it
         return {
             "step": loaded.step,
             "numbers": loaded.meta["numbers"],
-            "tensors": {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in state.items()},
+            "tensors": _kinds(loaded, "optimizer/"),
+            "shared": _kinds(loaded, "sync/") if same else {},
         }
 
     def _receive(self, loaded: Loaded | None, name: str, like: Tensor) -> Tensor:
@@ -133,7 +153,9 @@ class Persistence:
         tensors = {f"model/{name}": t.detach() for name, t in self._model.named_parameters()}
         # The next forward pass writes into buffers before weights change, while the copy may still be under way.
         tensors |= {f"model/{name}": t.clone() for name, t in self._model.named_buffers()}
-        return tensors | {f"optimizer/{name}": t for name, t in state.items()}
+        tensors |= {f"optimizer/{name}": t for name, t in state.items()}
+        shared = self._replica.state_dict() if self._replica else {}
+        return tensors | {f"sync/{name}": t for name, t in shared.items()}
 
     def _conclude(self) -> None:
         """Wait until the pending checkpoint is committed or abandoned everywhere."""
@@ -166,6 +188,12 @@ class Persistence:
             else:
                 self._writer.commit(self._pending)
         self._pending = 0
+
+
+def _kinds(loaded: Loaded, prefix: str) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and shape of the tensors under `prefix`."""
+    found = {name.removeprefix(prefix): t for name, t in loaded.tensors.items() if name.startswith(prefix)}
+    return {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in found.items()}
 
 
 def broadcast_text(comm: Communicator, text: str) -> str:

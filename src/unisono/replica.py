@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import Diverged, InvalidInput
+from unisono.optimizer import state_of
 from unisono.statistics import Statistics
-from unisono.sync import BoundSynchronizer, Change, LocalGradients, Synchronizer
+from unisono.sync import BoundSynchronizer, Change, LocalGradients, Share, Synchronizer
 
 
 class Replica:
@@ -54,28 +57,66 @@ class Replica:
         self._count, self._reference, self._clip = micro_batches, reference, clip
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sync: BoundSynchronizer
-        # With nobody to agree with and nothing to round, a weighted loss makes autograd's own sum the mean.
-        self._local = comm.size == 1 and listener is None and all(compress.keeps(p.dtype) for p in parameters.values())
-        if self._local:
-            self._sync = LocalGradients(parameters)
+        if comm.size == 1 and all(compress.keeps(p.dtype) for p in parameters.values()):
+            self._sync = LocalGradients(parameters)  # with nobody to agree with and nothing to round
         else:
             self._sync = sync.bind(
                 parameters,
                 comm.lane("gradients"),
                 compress,
+                optimizer=optimizer,
+                micro_batches=micro_batches,
                 control=2 * micro_batches + extra,
                 overlap=overlap,
                 sparse=sparse_parameters(model),
             )
+        # Weighted losses make autograd's own sum the mean, where it is this worker's alone.
+        self._local = self._sync.local and listener is None
+        self._comm = comm.lane("meeting")
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
-        self._statistics = Statistics(model, micro_batches, comm.lane("statistics"))
+        self._statistics = Statistics(model, micro_batches, comm.lane("statistics") if self.lockstep else None)
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
             for name, p in parameters.items()
             if not self._local
         ]
         self.begin()
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every step is all workers' together, and replicas are equal after it."""
+        return self._sync.lockstep
+
+    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+        """See `BoundSynchronizer.shares`."""
+        return self._sync.shares(first, until, stop)
+
+    @property
+    def dealt(self) -> int:
+        """See `BoundSynchronizer.dealt`."""
+        return self._sync.dealt
+
+    def meet(self) -> None:
+        """All workers call it alike, between two steps: afterwards all replicas and optimizers are equal, and go on
+        from there."""
+        self._sync.meet()
+        if not self.lockstep:
+            state, _ = state_of(self.optimizer, self.model)
+            kept = {} if self._sync.keeps_optimizer else state
+            average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm)
+
+    def shared(self) -> AbstractContextManager[None]:
+        """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on."""
+        return self._sync.shared()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the replicas share beyond parameters and optimizer, after `meet`."""
+        return self._sync.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what another life of the same run shared."""
+        self._sync.load_state_dict(state)
 
     def begin(self) -> None:
         """A new step; what was computed for one that was not applied is forgotten."""
@@ -140,13 +181,16 @@ class Replica:
 
 
 class Step:
-    """One step's mean, agreed on by all workers and not yet applied."""
+    """One step's mean, not yet applied: of all workers in lockstep, else this worker's own.
+
+    Attributes:
+        losses, weights: of the step's micro-batches; 0 for those that this worker does not know of.
+    """
 
     def __init__(self, replica: Replica, change: Change) -> None:
         self._replica, self._change = replica, change
         n = replica._count
         self.losses, self.weights = change.control[:n], change.control[n : 2 * n]
-        self.extra = change.control[2 * n :]
 
     @property
     def loss(self) -> float:
@@ -170,8 +214,16 @@ class Step:
             replica._statistics.fold()
         scale = self._scale()
         result = self._change.apply(step or replica.optimizer.step, scale)
+        n = replica._count
+        if self._change.agreed:  # perhaps only now
+            self.losses, self.weights = self._change.control[:n], self._change.control[n : 2 * n]
         replica.begin()
         return result
+
+    @property
+    def extra(self) -> list[float] | None:
+        """The further numbers of all workers' control words, once they are agreed on."""
+        return self._change.control[2 * self._replica._count :] if self._change.agreed else None
 
     def _scale(self) -> float:
         total = math.fsum(self.weights)
@@ -181,6 +233,23 @@ class Step:
             # The small number is torch.nn.utils.clip_grad_norm_'s.
             scale *= min(1.0, self._replica._clip / (norm + 1e-6))
         return scale
+
+
+def average(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    """Every real tensor of `tensors` becomes the mean over all workers; the others, worker 0's. All workers call it
+    alike."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for (dtype, _), group in kinds.items():
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            work = comm.sum(flat) if dtype.is_floating_point else comm.broadcast(flat)
+            parts = work.wait().split([tensor.numel() for tensor in group])
+            for tensor, part in zip(group, parts):
+                tensor.copy_(
+                    part.view(tensor.shape) / comm.size if dtype.is_floating_point else part.view(tensor.shape)
+                )
 
 
 def check_fit(model: nn.Module, optimizer: Optimizer) -> None:

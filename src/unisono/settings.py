@@ -13,7 +13,7 @@ from unisono.errors import InvalidInput
 from unisono.task import Task
 
 # What makes a run this run: with other values it would compute something else.
-IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "sync", "precision", "sync_batchnorm")
+IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "precision", "sync_batchnorm")
 LIBRARY_GLOBAL_BATCH = 64
 
 

@@ -19,17 +19,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from unisono.comm import Communicator, Work
+from unisono.comm.alone import Finished
 from unisono.errors import UnisonoError
 
 
 class Statistics:
-    """The buffers of one replica over steps of `micro_batches`; `comm` is a lane of their own.
+    """The buffers of one replica over steps of `micro_batches`; `comm` is a lane of their own, or None where a replica
+    folds what it wrote itself.
 
     Per step: `begin`, `before` and `after` around each forward pass of this worker, `send`, `fold`. With a single
     micro-batch there is nothing to fold, and nothing is touched.
     """
 
-    def __init__(self, model: nn.Module, micro_batches: int, comm: Communicator) -> None:
+    def __init__(self, model: nn.Module, micro_batches: int, comm: Communicator | None) -> None:
         self._comm, self._count = comm, micro_batches
         layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         theirs = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
@@ -72,7 +74,10 @@ class Statistics:
 
     def send(self) -> None:
         """After this worker's last forward pass: share what it collected; backward may run meanwhile."""
-        if self._rows:
+        if self._comm is None:
+            rows = [self._rows[m] for m in sorted(self._rows)]
+            self._work = Finished(torch.stack(rows).view(-1)) if rows else None
+        elif self._rows:
             width = next(iter(self._rows.values()))
             table = width.new_zeros(self._count, width.numel())
             for micro_batch, row in self._rows.items():
@@ -89,7 +94,8 @@ class Statistics:
         if self._work is None:
             return
         # Many small steps: on a GPU each would cost a launch and a wait.
-        table, at = self._work.wait().view(self._count, -1).cpu(), 0
+        count = self._count if self._comm is not None else len(self._rows)
+        table, at = self._work.wait().view(count, -1).cpu(), 0
         for layer in self._layers:
             at = layer.fold(table, at)
         for place, first in zip(self._written, self._first):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from unisono.comm import Communicator
-from unisono.data import Loader, seed_compute, stream
+from unisono.data import Loader, Turn, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator
 from unisono.observe import Recorder
@@ -65,42 +65,89 @@ class Trainer:
     evaluate_every: int
     stop_asked: Callable[[], bool]
     step_seconds: list[float] = field(default_factory=list)
+    last_loss: float = math.nan
+    last_metrics: Mapping[str, float] = field(default_factory=dict)
+    done: int = 0
+    evaluated: int = 0
+    seconds: float = 0.0
+    stopping: bool = False
 
     def run(self, first_step: int) -> Outcome:
         """Train steps ``first_step .. steps - 1``. Raises `Diverged`, `PeerLost`, and what user code raises."""
         self.model.train()
-        loss, done, metrics = float("nan"), first_step, {}
-        for t in range(first_step, self.steps):
-            started = self.comm.now()
+        self.done = self.evaluated = first_step
+        began = self.comm.now()
+        while not self.over():
+            dealt, turns = self.turns()
+            for t, mine, batches in turns:
+                started = self.comm.now()
 
-            self.learning_rate.set(self.factor(t))
-            for m, batch in self.loader.batches(t):
-                self.compute(t, m, self.move(batch))
-            step = self.replica.settle()
-            step.check_finite(t, self.worker_of)
-            self.persistence.before_change()
-            step.apply()
+                self.learning_rate.set(self.factor(t))
+                for m, batch in batches:
+                    self.compute(t, m, self.move(batch), last=m == mine[-1])
+                step = self.replica.settle()
+                step.check_finite(t, self.worker_of)
+                self.persistence.before_change()
+                step.apply()
 
-            loss, done = step.loss, t + 1
-            self.record.step(done, self.steps, partial(self._told, loss, self.comm.now() - started))
-            stopping = any(self.persistence.after_step(done, step.extra))
-            self.step_seconds.append(self.comm.now() - started)
-            if self.evaluator and self.evaluate_every and done % self.evaluate_every == 0 and done < self.steps:
-                metrics = self.evaluate(done)
-            if stopping:
-                break
-        self.persistence.finish(done)
-        if self.evaluator and done == self.steps:
-            metrics = self.evaluate(done)
-        return Outcome(done, loss, metrics, statistics.median(self.step_seconds or [0.0]))
+                self.last_loss, self.done = step.loss, max(self.done, t + 1)
+                self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
+                words = step.extra
+                if words is not None:
+                    self.meet(words)
+                self.step_seconds.append(self.comm.now() - started)
+                if words is not None:
+                    self.evaluate_if_due()
+                if self.stopping:
+                    break
+            if dealt:
+                self.meet_after(self.replica.dealt)
+        self.seconds = self.comm.now() - began
+        self.replica.meet()
+        self.persistence.finish(self.done)
+        if self.evaluator and self.done == self.steps:
+            self.evaluate()
+        return Outcome(self.done, self.last_loss, self.last_metrics, statistics.median(self.step_seconds or [0.0]))
 
-    def compute(self, t: int, m: int, batch: Batch) -> None:
-        """Forward and backward of micro-batch `m` of step `t`; its gradients go to the synchronizer as they come."""
+    def over(self) -> bool:
+        """Whether all steps are taken, or all workers have heard that one was asked to stop."""
+        return self.stopping or self.done >= self.steps
+
+    def turns(self) -> tuple[bool, Iterator[Turn]]:
+        """This worker's work: steps, and its own micro-batches of each. Where work is dealt out as it is asked for,
+        only as far as the step after which everybody has to meet; else all the rest."""
+        due = [n * (self.done // n + 1) for n in (self.persistence.every, self.evaluate_every) if n]
+        shares = self.replica.shares(self.done, min([self.steps, *due]), self.stop_asked)
+        if shares is None:
+            return False, ((t, self.mine, self.loader.batches(t)) for t in range(self.done, self.steps))
+        return True, self.loader.turns(shares)
+
+    def meet_after(self, dealt: int) -> None:
+        """All that was dealt out, to before step `dealt`, is computed, here; wait for the others."""
+        mine = torch.tensor(self.persistence.says(self.stop_asked()), dtype=torch.float64)
+        self.done = dealt
+        self.meet(self.comm.gather(mine).wait().sum(0).tolist())
+        self.evaluate_if_due()
+
+    def meet(self, words: Sequence[float]) -> None:
+        """All workers are between the same two steps, and have said `words`."""
+        if self.persistence.due(self.done):
+            self.replica.meet()
+        self.stopping = any(self.persistence.after_step(self.done, words))
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate if it was due since the last time; what is due after the last step comes at the end."""
+        every = self.evaluate_every
+        if self.evaluator and every and self.done < self.steps and self.done // every > self.evaluated // every:
+            self.evaluate()
+
+    def compute(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
+        """Forward and backward of micro-batch `m` of step `t`; its gradients go to the synchronizer as they come.
+        `last` of this worker in this step."""
         seed_compute(stream(self.seed, t, m, "compute"))
         self.replica.enter(m, checked_weight(self.weight(batch)))
         loss = self.loss(self.forward(self.model, batch), batch)
         check_loss(loss)
-        last = m == self.mine[-1]
         self.replica.leave(
             float(loss.detach()), last=last, extra=self.persistence.says(self.stop_asked()) if last else []
         )
@@ -109,12 +156,13 @@ class Trainer:
     def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
         return {"loss": loss, "step_seconds": seconds, "samples_per_second": self.global_batch / seconds}
 
-    def evaluate(self, done: int) -> dict[str, float]:
-        """Metrics on held-out data after `done` steps."""
+    def evaluate(self) -> None:
+        """Metrics on held-out data of what the replicas agree on."""
         assert self.evaluator is not None
-        metrics = self.evaluator(self.model)
-        self.record.metrics(done, metrics)
-        return metrics
+        with self.replica.shared():
+            self.last_metrics = self.evaluator(self.model)
+        self.evaluated = self.done
+        self.record.metrics(self.done, self.last_metrics)
 
 
 def checked_weight(weight: Any) -> float:

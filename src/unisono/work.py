@@ -26,6 +26,7 @@ from unisono.directory import claimed
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
 from unisono.launch import Identity, Worker
+from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
 from unisono.optimizer import LearningRate, prefer_fused
 from unisono.order import Order, Result
@@ -73,7 +74,6 @@ class _Feed:
         assert config.global_batch is not None
         self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
         ranges = assign(self.plan.micro_batches, [1.0] * who.size)
-        _check_concurrent(config, self.plan, who.size)
         self.mine = ranges[who.rank]
         self.worker_of = [rank for rank, r in enumerate(ranges) for _ in r].__getitem__
         self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
@@ -87,7 +87,11 @@ class _Feed:
         return loader
 
 
-def _check_concurrent(config: Config, plan: MicroBatchPlan, workers: int) -> None:
+def _check_concurrent(config: Config, plan: MicroBatchPlan, workers: int, replica: Replica) -> None:
+    if config.sync_batchnorm and not replica.lockstep:
+        raise InvalidInput(
+            "sync_batchnorm", True, f"with {show(config.sync)} workers do not compute side by side",
+            "leave it out, or use AllReduce()")  # fmt: skip
     if config.sync_batchnorm and plan.micro_batches % workers:
         raise InvalidInput(
             "sync_batchnorm", True, f"{workers} workers cannot compute the {plan.micro_batches} micro-batches of a "
@@ -127,6 +131,8 @@ def _set_up(
         model, optimizer, comm, sync=config.sync, compress=config.compress, micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=Persistence.WORDS * comm.size)  # fmt: skip
+    persistence.attach(replica)
+    _check_concurrent(config, feed.plan, comm.size, replica)
     schedule = config.schedule or task.schedule or Constant()
     autocast = _autocast(config, device)
     task = dataclasses.replace(task, loss=within(autocast, task.loss))
@@ -179,7 +185,7 @@ def _result(order: Order, trainer: Trainer, outcome: Outcome, first_step: int, s
     peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
     sent = trainer.comm.gather(torch.tensor([trainer.comm.bytes_sent])).wait()
     trained = (outcome.steps - first_step) * trainer.global_batch
-    seconds = sum(trainer.step_seconds)
+    seconds = sum(trainer.step_seconds) if trainer.replica.lockstep else trainer.seconds
     return Result(
         steps=outcome.steps,
         samples=outcome.steps * trainer.global_batch,

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from unisono.comm import Communicator, connect
 from unisono.compress import Cast, Compressor
-from unisono.data import Load, Loader, MicroBatchPlan, assign, seed_compute, stream
+from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.evaluate import samples_in
 from unisono.launch import Identity, identify
@@ -139,11 +139,20 @@ class World:
         bound = self._bound
         bound.plan(plan.micro_batches, float(global_batch))
         try:
-            for t in range(count):
+            for t, share, batches in bound.turns(loader, mine, count):
                 bound.turn()
-                yield self._micro_batches(loader, t, mine, seed, bound)
+                yield self._micro_batches(t, share, batches, seed, bound)
+            self.meet()
         finally:
             loader.close()
+
+    def meet(self) -> None:
+        """All workers call it alike, between two steps: afterwards all have the same weights and optimizer state.
+
+        Under ``AllReduce()`` they always have; `steps` does it at its end.
+        """
+        if self._bound is not None:
+            self._bound.meet()
 
     def mean(self, value: float, weight: float = 1.0) -> float:
         """The weighted mean of everybody's `value`, the same bits on all workers; NaN if all weights are 0.
@@ -169,8 +178,10 @@ class World:
     ) -> None:
         self.close()
 
-    def _micro_batches(self, loader: Loader, t: int, mine: range, seed: int, bound: _Bound) -> Iterator[Batch]:
-        for m, batch in loader.batches(t):
+    def _micro_batches(
+        self, t: int, mine: range, batches: Iterator[tuple[int, Batch]], seed: int, bound: _Bound
+    ) -> Iterator[Batch]:
+        for m, batch in batches:
             bound.enter(m, float(samples_in(batch)), last=m == mine[-1])
             seed_compute(stream(seed, t, m, "compute"))
             yield batch
@@ -209,6 +220,17 @@ class _Bound:
             )
         self._planned = True
         self._start(micro_batches, reference)
+
+    def turns(self, loader: Loader, mine: range, count: int) -> Iterator[Turn]:
+        """The work of this worker: what is dealt out to it, else `mine` of each of `count` steps."""
+        assert self._replica is not None
+        shares = self._replica.shares(0, count, lambda: False)
+        return ((t, mine, loader.batches(t)) for t in range(count)) if shares is None else loader.turns(shares)
+
+    def meet(self) -> None:
+        """See `World.meet`."""
+        if self._replica is not None:
+            self._replica.meet()
 
     def turn(self) -> None:
         """The next step's data is asked for."""

@@ -24,7 +24,7 @@ def parameters(*sizes: int) -> dict[str, nn.Parameter]:
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.integers(1, 2000), st.integers(1, 500))
 def test_every_parameter_has_its_own_place_in_reverse_order(sizes, bucket_bytes, first_bytes) -> None:
     given = parameters(*sizes)
-    cuts = cut(given, bucket_bytes, first_bytes)
+    cuts = cut(given, Cast(), bucket_bytes, first_bytes)
     assert [s.name for c in cuts for s in c.spans] == list(reversed(given))
     for c in cuts:
         covered = [i for s in c.spans for i in range(s.start, s.stop)] + [i for a, b in gaps(c) for i in range(a, b)]
@@ -35,7 +35,7 @@ def test_every_parameter_has_its_own_place_in_reverse_order(sizes, bucket_bytes,
 def test_buckets_hold_one_dtype_each() -> None:
     mixed = parameters(4, 4, 4)
     mixed["p1"] = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    assert [c.dtype for c in cut(mixed, 10**6, 10**6)] == [torch.float32, torch.float64, torch.float32]
+    assert [c.dtype for c in cut(mixed, Cast(), 10**6, 10**6)] == [torch.float32, torch.float64]
 
 
 @given(st.lists(st.floats(allow_nan=False), max_size=20))
@@ -53,7 +53,7 @@ def test_a_nan_in_a_control_word_stays_a_nan() -> None:
 def test_control_words_of_all_workers_arrive(compress) -> None:
     def run(comm):
         p = parameters(40)
-        bound = SMALL.bind(p, comm, compress, control=3)
+        bound = SMALL.bind(p, comm, compress, optimizer=sgd(p.values()), control=3)
         bound.close([comm.rank + 0.1 if i == comm.rank else 0.0 for i in range(3)])
         bound.offer("p0", torch.ones(40), 1.0)
         return bound.settle().control
@@ -74,7 +74,7 @@ def test_buckets_are_launched_while_backward_runs_and_in_order() -> None:
                 return comm.sum(x)
 
         given = parameters(100, 200, 300, 400)
-        bound = AllReduce(bucket_bytes=1, first_bytes=1).bind(given, Watched(), Cast())
+        bound = AllReduce(bucket_bytes=1, first_bytes=1).bind(given, Watched(), Cast(), optimizer=sgd(given.values()))
         bound.close([])
         for name in ("p2", "p3"):  # the second bucket fills first, and has to wait for the first
             before = len(starts)
@@ -90,7 +90,8 @@ def test_buckets_are_launched_while_backward_runs_and_in_order() -> None:
 
 def test_a_gradient_after_its_exchange_is_refused_with_the_cure() -> None:
     def run(comm):
-        bound = AllReduce(bucket_bytes=1, first_bytes=1).bind(parameters(3, 3), comm, Cast())
+        ps = parameters(3, 3)
+        bound = AllReduce(bucket_bytes=1, first_bytes=1).bind(ps, comm, Cast(), optimizer=sgd(ps.values()))
         bound.close([])
         bound.offer("p1", torch.ones(3), 1.0)
         with pytest.raises(UnisonoError, match=r"p1 came once more .* overlap=False"):

@@ -121,7 +121,8 @@ def test_a_crash_at_any_verb_leaves_the_survivors_equal(sync, count) -> None:
 @law
 def test_state_comes_back(sync) -> None:
     def run(comm):
-        bound = sync.bind({"w": torch.nn.Parameter(torch.zeros(3))}, comm, Cast())
+        w = torch.nn.Parameter(torch.zeros(3))
+        bound = sync.bind({"w": w}, comm, Cast(), optimizer=sgd([w]))
         bound.load_state_dict(bound.state_dict())
         return True
 

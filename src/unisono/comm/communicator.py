@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor, dtype
 
-T_co = TypeVar("T_co", covariant=True)
+from unisono.comm.service import Services
+from unisono.comm.work import Work as Work
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,7 @@ class Header:
         return f"message {self.sequence}: {self.verb}{size}{root}"
 
 
-class Work(Protocol[T_co]):
-    """An operation under way."""
-
-    def poll(self) -> bool:
-        """Go on as far as possible without waiting; True when it is over (`wait` gives the result or the error)."""
-
-    def wait(self) -> T_co:
-        """The result. May be called again. Raises `PeerLost` or `MessageMismatch`, within the deadline."""
-
-
-class Communicator(Protocol):
+class Communicator(Services, Protocol):
     """The wire between the same part of all replicas. Ranks are ``0 .. size-1``.
 
     A tensor handed in belongs to the communicator until `wait` returns; after that it may hold anything, unless

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from unisono.compress.compressor import Mean, Memory, Wire
+from unisono.compress.compressor import Codec, Mean, Wire
+from unisono.compress.memory import Memory
+from unisono.compress.span import Span
 
 _TYPES = {"own": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(Codec):
     """Gradients travel as `to`, are summed in a worker in their own type, and come back in it.
 
     ``Cast()``, that is ``own``, sends them as they are. A smaller type halves or quarters the bytes and rounds at each
-    hop of the sum: ``fp32`` to 24 significant bits, ``fp16`` to 11, ``bf16`` to 8.
+    hop of the sum: ``fp32`` to 24 significant bits, ``fp16`` to 11, ``bf16`` to 8. Rounding errors have no sign, so
+    nothing is owed.
 
     Raises:
         ValueError: `to` is none of own, fp32, bf16, fp16.
@@ -33,30 +37,24 @@ class Cast:
     def adds_up(self) -> bool:
         return True
 
-    def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return min(dtype, _TYPES[self.to], key=lambda d: d.itemsize)
-
     def keeps(self, dtype: torch.dtype) -> bool:
-        return self.wire_dtype(dtype) == dtype
+        return self._travels(dtype) == dtype
 
-    def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
-        if first:
-            torch.mul(gradient, weight, out=total)
-        else:
-            total.add_(gradient, alpha=weight)
+    def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=self._travels(dtype), device=device)
 
-    def encode(self, total: Tensor) -> Tensor:
-        return total.to(self.wire_dtype(total.dtype))
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+        return total.to(self._travels(total.dtype))
 
-    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        return wire.to(dtype)
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+        return self.encode(total, spans, memory)
 
-    def mean(self, total: Tensor, comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
-        summed = yield comm.sum(self.encode(total))
-        return self.decode(summed, dtype)
+    def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
+        return message.to(dtype)
 
-    def bits(self, x: Tensor) -> float:
-        return x.numel() * self.wire_dtype(x.dtype).itemsize * 8
+    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+        summed = yield comm.sum(self.encode(total, spans, memory))
+        return self.decode(summed, spans, total.numel(), dtype)
+
+    def _travels(self, dtype: torch.dtype) -> torch.dtype:
+        return min(dtype, _TYPES[self.to], key=lambda d: d.itemsize)

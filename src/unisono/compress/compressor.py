@@ -1,14 +1,20 @@
-"""What travels in place of a tensor, and how a mean is taken with it."""
+"""What travels in place of a tensor, and how a mean is taken with it.
+
+A compressor turns a flat *total* (what one worker has summed of its micro-batches) into a flat *message* and back.
+Most also leave something out. What adds up at the far end (gradients, walks) is sent by `owe`, which adds what earlier
+messages left out; what replaces (weights) is sent by `encode`, as the difference to what the other side already holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-Memory = dict[str, Any]  # what one tensor owes to later steps; handed in, kept by the synchronizer
+from unisono.compress.memory import Memory
+from unisono.compress.span import Span
 
 
 class Wire(Protocol):
@@ -20,6 +26,7 @@ class Wire(Protocol):
     def sum(self, x: Tensor) -> Any: ...
     def gather(self, x: Tensor) -> Any: ...
     def exchange(self, xs: Any, like: Any) -> Any: ...
+    def now(self) -> float: ...
 
 
 Mean = Generator[Any, Any, Tensor]
@@ -30,20 +37,21 @@ the return value is the mean. Whoever drives it (a synchronizer) may poll in bet
 class Compressor(Protocol):
     """A frozen value that keeps nothing.
 
-    Inside a worker, micro-batches are summed in a *total*, a flat tensor of dtype `total_dtype`, by `add`; between
-    workers, `mean` takes the weighted sum of all totals (weights already add up to 1, so that the sum is the mean).
-    What a total's last elements carry besides gradients (the control word) survives only where `adds_up` is true.
+    Totals are flat, of dtype `total_dtype`; `spans` say which parameters lie where in one (empty where it is a piece
+    without structure). Inside a worker, micro-batches are summed by `add`; between workers, `mean` takes the weighted
+    sum of all totals (weights already add up to 1, so that the sum is the mean). What a total's last elements carry
+    besides gradients (the control word) survives only where `adds_up` is true.
     """
 
     @property
     def adds_up(self) -> bool:
-        """True where encoded messages can be added, so that `mean` is one `sum`."""
+        """True where messages can be added like totals, so that `mean` is one `sum`."""
+
+    def choose(self, name: str, shape: torch.Size) -> Compressor:
+        """The compressor for parameter `name`; itself, unless it treats parameters differently."""
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of `dtype` are summed inside a worker."""
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that travels for gradients of `dtype`."""
 
     def keeps(self, dtype: torch.dtype) -> bool:
         """Whether gradients of `dtype` come out of `mean` over one peer as they went in, bit for bit."""
@@ -55,14 +63,97 @@ class Compressor(Protocol):
             ValueError: `gradient` holds values that this compressor cannot represent (names the largest).
         """
 
-    def encode(self, total: Tensor) -> Tensor:
-        """What travels for `total` (itself, where nothing changes)."""
+    def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient of `dtype` that `total` stands for (`total` itself, where nothing changes)."""
 
-    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of `dtype` that `wire` stands for (`wire` itself, where nothing changes)."""
+    def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the message of a total of `numel` elements for gradients of `dtype`: its length and dtype depend
+        on nothing else."""
 
-    def mean(self, total: Tensor, comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
-        """The sum of all workers' totals, as gradients of `dtype`."""
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+        """The message for `total`, which is left as it is (the message may be `total` itself)."""
 
-    def bits(self, x: Tensor) -> float:
-        """Bits on the wire for a gradient `x`, one way."""
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+        """The message for `total` and what earlier messages of `memory` left out; `total` may be written into."""
+
+    def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
+        """The total that `message` stands for, ``[numel]`` (`message` itself, where nothing changes).
+
+        Raises:
+            ValueError: a message that `encode` cannot have made.
+        """
+
+    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+        """The sum of all workers' totals, as gradients of `dtype`, the same bits on all. `total` may be written
+        into."""
+
+
+def bits(compress: Compressor, spans: Sequence[Span], numel: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bits of the message for `numel` gradients of `dtype`, one way."""
+    message = compress.blank(spans, numel, dtype, torch.device("meta"))
+    return message.numel() * message.element_size() * 8
+
+
+class Codec:
+    """What most compressors share: totals are plain sums, what is left out is owed, a mean takes two hops.
+
+    A subclass gives `blank`, `encode` and `decode`.
+    """
+
+    @property
+    def adds_up(self) -> bool:
+        return False
+
+    def choose(self, name: str, shape: torch.Size) -> Compressor:
+        return self
+
+    def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def keeps(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
+        if first:
+            torch.mul(gradient, weight, out=total)
+        else:
+            total.add_(gradient, alpha=weight)
+
+    def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        return total.to(dtype)
+
+    def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        raise NotImplementedError
+
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+        raise NotImplementedError
+
+    def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+        """Error feedback (Seide et al. 2014; Karimireddy et al. 2019, algorithm 1): the residual of this message
+        is added to the next total."""
+        owed = memory.get("owed")
+        if owed is not None:
+            total.add_(owed)
+        message = self.encode(total, spans, memory)
+        arrives = self.decode(message, spans, total.numel(), total.dtype)
+        memory.put("owed", torch.sub(total, arrives, out=memory.spare("owed")))
+        return message
+
+    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+        """Two hops: each worker sums one piece of everybody's total, then sends the sum round. Both hops owe what
+        they leave out (Tang et al. 2019, "DoubleSqueeze", algorithm 1)."""
+        pieces = list(total.tensor_split(comm.size))
+        messages = [self.owe(piece, (), memory.part(f"to {peer}")) for peer, piece in enumerate(pieces)]
+        mine = pieces[comm.rank].numel()
+        arrived = yield comm.exchange(messages, [self.blank((), mine, dtype, total.device)] * comm.size)
+        summed = self.decode(arrived[0], (), mine, dtype).clone()
+        for message in arrived[1:]:
+            summed.add_(self.decode(message, (), mine, dtype))
+        longest = pieces[0].numel()  # all messages of a gather are of one length
+        padded = torch.cat([summed, summed.new_zeros(longest - mine)]) if mine < longest else summed
+        rows = yield comm.gather(self.owe(padded, (), memory.part("round")))
+        whole = [self.decode(row, (), longest, dtype)[: piece.numel()] for row, piece in zip(rows, pieces)]
+        return self.value(torch.cat(whole), dtype)

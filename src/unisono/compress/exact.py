@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from unisono.compress.compressor import Mean, Memory, Wire
+from unisono.compress.compressor import Codec, Mean, Wire
+from unisono.compress.memory import Memory
+from unisono.compress.span import Span
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(Codec):
     """Each micro-batch's gradient becomes 64-bit fixed point before anything is added, inside a worker too.
 
     Integer addition is associative and commutative, so the mean does not depend on how many workers there are, who
@@ -41,12 +44,6 @@ class Exact:
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.int64
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.int64
-
-    def keeps(self, dtype: torch.dtype) -> bool:
-        return False
-
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
         fixed = gradient.to(torch.float64, copy=True).mul_(weight * 2.0**self.fraction_bits).round_()
         # NaN compares false, so the negated comparison catches it together with what is too large.
@@ -58,15 +55,21 @@ class Exact:
         else:
             total.add_(fixed.to(torch.int64))
 
-    def encode(self, total: Tensor) -> Tensor:
+    def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        return total.to(torch.float64).mul_(2.0**-self.fraction_bits).to(dtype)
+
+    def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=torch.int64, device=device)
+
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
         return total
 
-    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        return wire.to(torch.float64).mul_(2.0**-self.fraction_bits).to(dtype)
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+        return total
 
-    def mean(self, total: Tensor, comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
+        return message
+
+    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
         summed = yield comm.sum(total)
-        return self.decode(summed, dtype)
-
-    def bits(self, x: Tensor) -> float:
-        return x.numel() * 64
+        return self.value(summed, dtype)

@@ -5,6 +5,7 @@ from unisono.data.load import Load as Load
 from unisono.data.load import Processes as Processes
 from unisono.data.load import Threads as Threads
 from unisono.data.loader import Loader as Loader
+from unisono.data.loader import Turn as Turn
 from unisono.data.permutation import Permutation as Permutation
 from unisono.data.plan import MicroBatchPlan as MicroBatchPlan
 from unisono.data.plan import default_micro_batch as default_micro_batch

@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Protocol
@@ -27,6 +27,9 @@ from unisono.errors import InvalidInput
 INLINE_BELOW_BYTES = 1 << 20  # of what is in memory already: copied sooner than handed over
 INLINE_BELOW_SECONDS = 300e-6
 """A hand-over between threads costs about a tenth of this; what is quicker is fetched when it is due."""
+
+Turn = tuple[int, range, Iterator[tuple[int, Batch]]]
+"""A step, one worker's own micro-batches of it, and their batches with their numbers."""
 
 _Key = tuple[int, int]
 _log = logging.getLogger(__name__)
@@ -76,12 +79,38 @@ class Loader:
         Raises:
             Exception: what the dataset raised, with a note that names sample and micro-batch.
         """
-        for micro_batch in self._mine(step):
-            yield micro_batch, self._batch(step, micro_batch)
+        return self._all(step, self._mine(step))
+
+    def turns(self, shares: Iterable[tuple[int, range]]) -> Iterator[Turn]:
+        """What `shares` deal out, steps and micro-batches of each, one after the other, each with its batches and
+        their numbers. `shares` is asked ahead of need, as far as batches are fetched ahead.
+
+        Raises:
+            Exception: what the dataset raised, with a note that names sample and micro-batch.
+        """
+        dealt: deque[tuple[int, range]] = deque()
+
+        def keys() -> Iterator[_Key]:
+            for step, micro_batches in shares:
+                dealt.append((step, micro_batches))
+                yield from ((step, m) for m in micro_batches)
+
+        self._source.close()
+        if isinstance(self.load, Inline):
+            dealing: Iterator[tuple[int, range]] = iter(shares)
+        else:
+            self._source = _source(self.load, self._fetch, keys())
+            dealing = iter(lambda: dealt.popleft() if dealt else None, None)
+        for step, micro_batches in dealing:
+            yield step, micro_batches, self._all(step, micro_batches)
 
     def close(self) -> None:
         """End threads and processes. May be called twice."""
         self._source.close()
+
+    def _all(self, step: int, micro_batches: range) -> Iterator[tuple[int, Batch]]:
+        for micro_batch in micro_batches:
+            yield micro_batch, self._batch(step, micro_batch)
 
     def _batch(self, step: int, micro_batch: int) -> Batch:
         key = step, micro_batch
@@ -121,7 +150,7 @@ def _source(load: Load, fetch: Fetch, keys: Iterator[_Key]) -> _Source:
     if isinstance(load, Threads):
         return _Thread(fetch, keys, load.ahead)
     if isinstance(load, Processes):
-        return _Processes(fetch, list(keys), load)
+        return _Processes(fetch, keys, load)
     return _Nothing()
 
 
@@ -168,11 +197,11 @@ class _Thread:
 class _Processes:
     """Background processes of torch's `DataLoader`, which passes tensors through shared memory."""
 
-    def __init__(self, fetch: Fetch, keys: list[_Key], load: Processes) -> None:
-        self._keys = deque(keys)
+    def __init__(self, fetch: Fetch, keys: Iterator[_Key], load: Processes) -> None:
+        self._keys: deque[_Key] = deque()
         loader: DataLoader[Any] = DataLoader(
             _Remote(fetch),  # type: ignore[arg-type]  # as far as DataLoader uses it, it is a dataset
-            batch_sampler=[[key] for key in keys],
+            batch_sampler=_Noted(keys, self._keys),
             collate_fn=_same,
             num_workers=load.count,
             prefetch_factor=load.ahead,
@@ -196,6 +225,18 @@ class _Processes:
 
     def close(self) -> None:
         self._batches = None  # the iterator ends its processes when it is let go
+
+
+class _Noted:
+    """The keys as DataLoader asks for them, one batch each, noted in `asked`."""
+
+    def __init__(self, keys: Iterator[_Key], asked: deque[_Key]) -> None:
+        self._keys, self._asked = keys, asked
+
+    def __iter__(self) -> Iterator[list[_Key]]:
+        for key in self._keys:
+            self._asked.append(key)
+            yield [key]
 
 
 class _Remote:

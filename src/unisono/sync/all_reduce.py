@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unisono.comm import Communicator
-from unisono.compress import Cast, Compressor, Memory
+from unisono.compress import Compressor
 from unisono.errors import UnisonoError
-from unisono.sync.buckets import Cut, cut, gaps, pack, unpack, views
-from unisono.sync.flow import Flow
+from unisono.sync.reduction import Agreed, Reduction
+from unisono.sync.synchronizer import Lockstep
 
 
 @dataclass(frozen=True)
@@ -48,169 +47,68 @@ class AllReduce:
         comm: Communicator,
         compress: Compressor,
         *,
+        optimizer: Optimizer,
+        micro_batches: int = 1,
         control: int = 0,
         overlap: bool = True,
         sparse: Collection[str] = (),
     ) -> BoundAllReduce:
         """See `Synchronizer.bind`."""
-        return BoundAllReduce(self, parameters, comm, compress, control, overlap, frozenset(sparse))
+        reduction = Reduction(parameters, comm, compress, bucket_bytes=self.bucket_bytes, first_bytes=self.first_bytes,
+                              control=control, overlap=overlap)  # fmt: skip
+        return BoundAllReduce(parameters, reduction, frozenset(sparse))
 
 
-class BoundAllReduce:
+class BoundAllReduce(Lockstep):
     """`AllReduce` in its world; see `BoundSynchronizer` for the order of calls."""
 
     def __init__(
-        self,
-        value: AllReduce,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Communicator,
-        compress: Compressor,
-        control: int,
-        overlap: bool,
-        sparse: frozenset[str],
+        self, parameters: Mapping[str, nn.Parameter], reduction: Reduction, sparse: frozenset[str] = frozenset()
     ) -> None:
-        self._parameters, self._overlap, self._sparse = parameters, overlap, sparse
-        self._silence = [0.0] * control
-        cuts = cut(parameters, value.bucket_bytes, value.first_bytes)
-        tail = len(parameters) + 8 * control
-        if not cuts or not compress.adds_up:  # the tail then travels by itself, as it is
-            kind = cuts[-1] if cuts else Cut((), torch.float32, torch.device("cpu"), 0)
-            cuts.append(Cut((), kind.dtype, kind.device, 0))
-        last = len(cuts) - 1
-        self._buckets = [
-            _Bucket(c, compress if c.spans else Cast(), comm, tail if i == last else 0) for i, c in enumerate(cuts)
-        ]
-        self._place = {span.name: (bucket, i) for bucket in self._buckets for i, span in enumerate(bucket.cut.spans)}
-        self.begin()
+        self._parameters, self._reduction, self._sparse = parameters, reduction, sparse
 
     def begin(self) -> None:
-        self._closing = False
-        self._control = self._silence
-        self._launched = 0
-        for bucket in self._buckets:
-            bucket.begin()
+        self._reduction.begin()
 
     def close(self, control: list[float]) -> None:
-        self._closing = True
-        self._control = control
+        self._reduction.close(control)
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
-        bucket, i = self._place[name]
-        if bucket.flow is not None:
+        if self._reduction.under_way(name):
             raise UnisonoError(
                 f"the gradient of {name} came once more after its exchange had started: backward ran again before "
                 "the step was taken, or visits this parameter more than once (set overlap=False, or tell "
                 "world.bind how many backward passes make a step)"
             )
-        bucket.take(i, gradient.to_dense() if gradient.is_sparse else gradient, weight)
-        if self._closing and self._overlap:
-            bucket.missing.discard(i)
-            self._launch_filled()
+        self._reduction.add(name, gradient.to_dense() if gradient.is_sparse else gradient, weight)
 
     def settle(self) -> MeanGradient:
-        while self._launched < len(self._buckets):
-            self._launch()
-        means = [bucket.wait() for bucket in self._buckets]
-        tail = means[-1][self._buckets[-1].cut.numel :]
-        used = tail[: len(self._parameters)]
-        return MeanGradient(self, means, used, unpack(tail[len(self._parameters) :]))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        pass
-
-    def _launch_filled(self) -> None:
-        """Start what is complete, in the one order that all workers share; the last bucket waits for `settle`, where
-        it is known who was used."""
-        while self._launched < len(self._buckets) - 1 and not self._buckets[self._launched].missing:
-            self._launch()
-        if self._launched:
-            self._buckets[self._launched - 1].poll()
-
-    def _launch(self) -> None:
-        bucket = self._buckets[self._launched]
-        if bucket.tail:
-            used = [float(seen) for b in self._buckets for seen in b.seen]
-            bucket.write_tail(torch.cat([torch.tensor(used), pack(self._control).float()]))
-        bucket.launch()
-        self._launched += 1
+        return MeanGradient(self._parameters, self._reduction, self._sparse)
 
 
 class MeanGradient:
     """What an all-reduce step is about to do; see `Change`."""
 
-    def __init__(self, bound: BoundAllReduce, means: list[Tensor], used: Tensor, control: list[float]) -> None:
-        self._bound, self._means, self.control = bound, means, control
-        self._used = repeat(True) if not used.numel() or used.min() > 0 else iter((used > 0).tolist())
+    agreed = True
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], reduction: Reduction, sparse: frozenset[str]) -> None:
+        self._parameters, self._reduction, self._sparse = parameters, reduction, sparse
+        self._mean: Agreed = reduction.wait()
+        self.control = self._mean.control
 
     def norm(self) -> float:
         """The 2-norm of the mean gradient over all parameters."""
-        buckets = self._bound._buckets
-        norms = [float(mean[: b.cut.numel].norm()) for b, mean in zip(buckets, self._means) if b.cut.spans]
-        return math.sqrt(math.fsum(n * n for n in norms))
+        return math.sqrt(math.fsum(n * n for n in self._mean.norms()))
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Put ``scale * mean`` into every ``grad`` (None where no worker used the parameter), step, take it out."""
-        parameters, sparse = self._bound._parameters, self._bound._sparse
-        for bucket, mean in zip(self._bound._buckets, self._means):
-            for span, gradient in zip(bucket.cut.spans, bucket.results(mean, scale)):
-                kept = gradient.to_sparse(1) if span.name in sparse else gradient
-                parameters[span.name].grad = kept if next(self._used) else None
+        for name, gradient in self._mean.results(scale).items():
+            kept = gradient.to_sparse(1) if gradient is not None and name in self._sparse else gradient
+            self._parameters[name].grad = kept
         try:
-            return step()
+            result = step()
         finally:
-            for parameter in parameters.values():
+            for parameter in self._parameters.values():
                 parameter.grad = None
-
-
-class _Bucket:
-    """One bucket in memory, and its exchange."""
-
-    def __init__(self, plan: Cut, compress: Compressor, comm: Communicator, tail: int) -> None:
-        self.cut, self.compress, self.comm, self.tail = plan, compress, comm, tail
-        self.memory: Memory = {}
-        self.total = comm.allocate(plan.numel + tail, compress.total_dtype(plan.dtype))
-        self.parts = views(self.total, plan.spans)
-        self.gaps = [self.total[start:stop] for start, stop in gaps(plan)]
-        self._views: dict[int, list[Tensor]] = {}
-        self._scaled: Tensor | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        self.seen = [False] * len(self.cut.spans)
-        self.missing = set(range(len(self.cut.spans)))
-        self.flow: Flow | None = None
-
-    def take(self, i: int, gradient: Tensor, weight: float) -> None:
-        self.compress.add(self.parts[i], gradient, weight, not self.seen[i])
-        self.seen[i] = True
-
-    def write_tail(self, numbers: Tensor) -> None:
-        self.compress.add(self.total[self.cut.numel :], numbers.to(self.cut.device, self.cut.dtype), 1.0, True)
-
-    def launch(self) -> None:
-        # Of what was in this memory nothing is left to rely on after the last exchange.
-        for silent in [part for part, seen in zip(self.parts, self.seen) if not seen] + self.gaps:
-            silent.zero_()
-        self.flow = Flow(self.compress.mean(self.total, self.comm, self.memory, self.cut.dtype))
-
-    def poll(self) -> None:
-        if self.flow is not None:
-            self.flow.poll()
-
-    def wait(self) -> Tensor:
-        assert self.flow is not None
-        return self.flow.wait()
-
-    def results(self, mean: Tensor, scale: float) -> list[Tensor]:
-        """One gradient per span. The mean may be memory that peers read too, so scaling goes to memory of our own."""
-        if scale != 1.0:
-            if self._scaled is None:
-                self._scaled = torch.empty_like(mean)
-            mean = torch.mul(mean, scale, out=self._scaled)
-        pointer = mean.data_ptr()
-        if pointer not in self._views:
-            self._views = {pointer: views(mean, self.cut.spans)}
-        return self._views[pointer]
+        self._reduction.commit()
+        return result

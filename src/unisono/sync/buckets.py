@@ -17,61 +17,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from unisono.compress import Compressor, Span
+
 _ALIGN = 16  # elements: a cache line of fp32, so that no two parameters share one
 
 
 @dataclass(frozen=True)
-class Span:
-    """Where one parameter lies in its bucket."""
-
-    name: str
-    shape: torch.Size
-    stride: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class Cut:
-    """One bucket's plan: spans of parameters of one dtype on one device."""
+    """One bucket's plan: spans of parameters of one dtype on one device, which one compressor sends."""
 
     spans: tuple[Span, ...]
     dtype: torch.dtype
     device: torch.device
     numel: int
+    compress: Compressor
 
 
-def cut(parameters: Mapping[str, nn.Parameter], bucket_bytes: int, first_bytes: int) -> list[Cut]:
+def cut(parameters: Mapping[str, nn.Parameter], compress: Compressor, bucket_bytes: int, first_bytes: int) -> list[Cut]:
     """The buckets for `parameters` (name to parameter, in the model's order): at least `bucket_bytes` each, but for
-    the first, which takes `first_bytes`, and the last of each kind of tensor."""
+    the first, which takes `first_bytes`, and the last of each kind of tensor and choice of `compress`."""
+    kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
+    sizes: dict[_Kind, int] = {}
     cuts: list[Cut] = []
-    group: list[tuple[str, nn.Parameter]] = []
-    size = 0
     for name, parameter in reversed(list(parameters.items())):
-        if group and (parameter.dtype, parameter.device) != (group[0][1].dtype, group[0][1].device):
-            cuts.append(_lay_out(group))
-            group, size = [], 0
+        kind = compress.choose(name, parameter.shape), parameter.dtype, parameter.device
+        group = kinds.setdefault(kind, [])
         group.append((name, parameter))
-        size += parameter.numel() * parameter.element_size()
-        if size >= (bucket_bytes if cuts else first_bytes):
-            cuts.append(_lay_out(group))
-            group, size = [], 0
-    return [*cuts, _lay_out(group)] if group else cuts
+        sizes[kind] = sizes.get(kind, 0) + parameter.numel() * parameter.element_size()
+        if sizes[kind] >= (bucket_bytes if cuts else first_bytes):
+            cuts.append(_lay_out(kind, kinds.pop(kind)))
+            del sizes[kind]
+    return cuts + [_lay_out(kind, group) for kind, group in kinds.items()]
 
 
-def _lay_out(group: Sequence[tuple[str, nn.Parameter]]) -> Cut:
+_Kind = tuple[Compressor, torch.dtype, torch.device]
+
+
+def _lay_out(kind: _Kind, group: Sequence[tuple[str, nn.Parameter]]) -> Cut:
     spans, start = [], 0
     for name, parameter in group:
         # As autograd lays out a gradient: fused optimizers walk parameter and gradient by the same offsets.
         stride = torch.empty_like(parameter, device="meta").stride()
         spans.append(Span(name, parameter.shape, stride, start, start + parameter.numel()))
         start += -(-parameter.numel() // _ALIGN) * _ALIGN
-    return Cut(tuple(spans), group[0][1].dtype, group[0][1].device, start)
-
-
-def views(flat: Tensor, spans: Sequence[Span]) -> list[Tensor]:
-    """One view of `flat` per span, in the parameter's shape and memory format."""
-    return [flat[span.start : span.stop].as_strided(span.shape, span.stride) for span in spans]
+    compress, dtype, device = kind
+    return Cut(tuple(spans), dtype, device, start, compress)
 
 
 def gaps(plan: Cut) -> list[tuple[int, int]]:

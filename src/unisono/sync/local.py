@@ -1,26 +1,36 @@
-"""One replica with nobody to agree with: the gradients stay where autograd puts them.
+"""This worker's own mean gradient: of a replica with nobody to agree with, or between two agreements.
 
-A bound synchronizer as any other, for a compressor that keeps what it is given; it saves a pass over all gradients.
+The gradients stay where autograd adds them up, where whoever runs backward lets them; it saves a pass over all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unisono.sync.synchronizer import Share
+
 
 class LocalGradients:
-    """`BoundSynchronizer` of a lone replica whose losses are weighted before their backward pass, so that what
-    autograd adds up is the mean; nothing is offered."""
+    """`BoundSynchronizer` of a replica that takes its own steps. Losses are weighted before their backward pass, so
+    that what autograd adds up is the mean; what is offered instead is added up here."""
+
+    lockstep = True  # with itself
+    local = True
+    keeps_optimizer = False
+    dealt = 0
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
-        self._control: list[float] = []
+        self.begin()
 
     def begin(self) -> None:
+        self._control: list[float] = []
+        self._offered: dict[str, Tensor] = {}
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -28,11 +38,24 @@ class LocalGradients:
         self._control = control
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
-        raise AssertionError(f"{name}: gradients of a lone replica stay with autograd")
+        if name in self._offered:
+            self._offered[name] = self._offered[name] + gradient * weight  # either may be sparse
+        else:
+            self._offered[name] = gradient * weight
 
     def settle(self) -> LocalMean:
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        return LocalMean(gradients, self._control)
+        for name, gradient in self._offered.items():
+            self._parameters[name].grad = gradient
+        return LocalMean(self._parameters, self._control)
+
+    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+        return None
+
+    def meet(self) -> None:
+        pass
+
+    def shared(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}
@@ -42,10 +65,13 @@ class LocalGradients:
 
 
 class LocalMean:
-    """The mean gradient of a lone replica; see `Change`."""
+    """The mean gradient of one replica; see `Change`."""
 
-    def __init__(self, gradients: list[Tensor], control: list[float]) -> None:
-        self._gradients, self.control = gradients, control
+    agreed = True
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], control: list[float]) -> None:
+        self._parameters, self.control = parameters, control
+        self._gradients = [p.grad for p in parameters.values() if p.grad is not None]
 
     def norm(self) -> float:
         """The 2-norm over all parameters."""

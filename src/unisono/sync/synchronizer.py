@@ -2,17 +2,25 @@
 
 What a user writes is a frozen value; `bind` gives it a replica's parameters, a communicator and a compressor. A
 synchronizer sees plain local tensors under global names, and knows of no layout, loop or dataset.
+
+Some synchronizers keep all replicas in lockstep: every step is all workers' together. Others let each walk by itself
+for a while, and meet now and then; the asynchronous ones also deal out the work as it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unisono.comm import Communicator
 from unisono.compress import Compressor
+
+Share = tuple[int, range]
+"""What one worker computes between two `settle`s: a step, and some of its micro-batches."""
 
 
 class Change(Protocol):
@@ -20,17 +28,34 @@ class Change(Protocol):
 
     @property
     def control(self) -> list[float]:
-        """The control words of all workers, added up element by element."""
+        """The control words of all workers, added up element by element, if `agreed`; else this worker's own."""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all workers have heard the same `control`. Where walks end in `apply`, it becomes true there."""
 
     def norm(self) -> float:
-        """The 2-norm of the mean gradient over all parameters, the same bits on every worker."""
+        """The 2-norm of the mean gradient over all parameters: the same bits on every worker in lockstep, else of
+        this worker's own mean."""
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        """Put ``scale * mean gradient`` into the parameters' ``grad``, call `step`, and take the gradients back out."""
+        """Take the step of ``scale * mean gradient``: put it into the parameters' ``grad``, call `step` and take the
+        gradients back out, or have the step taken where the optimizer is."""
 
 
 class BoundSynchronizer(Protocol):
-    """One step is: `begin`, then per micro-batch `offer` for each gradient, then `settle`, then ``change.apply``."""
+    """One step is: `begin`, then per micro-batch `offer` for each gradient, then `settle`, then ``change.apply``.
+
+    Attributes:
+        lockstep: whether replicas are equal after every `apply` and every `Change` is agreed from the start.
+        local: whether the mean gradient is this worker's own. It may then stay where autograd adds it up: whoever
+            weights the losses need not `offer`.
+        keeps_optimizer: whether the optimizer's state lives elsewhere, and comes here in `meet`.
+    """
+
+    lockstep: bool
+    local: bool
+    keeps_optimizer: bool
 
     def begin(self) -> None:
         """A new step; what was offered before and not applied is forgotten."""
@@ -38,8 +63,8 @@ class BoundSynchronizer(Protocol):
     def close(self, control: list[float]) -> None:
         """The micro-batch whose gradients are offered next is this worker's last of the step.
 
-        `control` travels with the gradients: every worker's is as long (fixed at `bind`), and they are added up.
-        Each number arrives exactly where all other workers say 0.
+        `control` travels with what is exchanged next: every worker's is as long (fixed at `bind`), and they are added
+        up. Each number arrives exactly where all other workers say 0.
         """
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
@@ -49,9 +74,28 @@ class BoundSynchronizer(Protocol):
     def settle(self) -> Change:
         """Wait for the mean. Raises `PeerLost`, `MessageMismatch`."""
 
-    def state_dict(self) -> dict[str, Tensor]: ...
+    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+        """The work of steps ``first .. until - 1`` as it is dealt out to this worker, each micro-batch to one worker;
+        None: every worker computes the same part of every step. May be asked ahead of what is computed; ends when
+        all is dealt out, or when the step is that was begun when one worker's `stop` became true."""
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+    @property
+    def dealt(self) -> int:
+        """After `shares` has ended: the step before which everything is dealt out, the same on all workers."""
+
+    def meet(self) -> None:
+        """All workers call it alike, between two steps: afterwards all have the same parameters (and optimizer
+        state, if `keeps_optimizer`), and walk on from there. Nothing to do in lockstep."""
+
+    def shared(self) -> AbstractContextManager[None]:
+        """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on, for
+        evaluation; outside they are as before."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What all replicas share beyond parameters and optimizer, after `meet`: the same on all workers."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up the `state` of another life of the same value. The parameters are already that life's."""
 
 
 class Synchronizer(Protocol):
@@ -63,10 +107,43 @@ class Synchronizer(Protocol):
         comm: Communicator,
         compress: Compressor,
         *,
+        optimizer: Optimizer,
+        micro_batches: int = 1,
         control: int = 0,
         overlap: bool = True,
         sparse: Collection[str] = (),
     ) -> BoundSynchronizer:
-        """Give the value its world. `parameters`: global name to trainable parameter, each tensor once, in an order
-        that all workers share; `control`: length of the control word in numbers; `sparse`: names of parameters whose
-        optimizer wants sparse gradients."""
+        """Give the value its world; all workers have the same weights and optimizer state now.
+
+        Args:
+            parameters: global name to trainable parameter, each tensor once, in an order that all workers share.
+            optimizer: of these parameters; its groups' numbers (learning rate) may change before every step.
+            micro_batches: of one step, over all workers.
+            control: length of the control word in numbers.
+            sparse: names of parameters whose optimizer wants sparse gradients.
+        """
+
+
+class Lockstep:
+    """What all lockstep synchronizers say of themselves."""
+
+    lockstep = True
+    local = False
+    keeps_optimizer = False
+
+    dealt = 0
+
+    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+        return None
+
+    def meet(self) -> None:
+        pass
+
+    def shared(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        pass

@@ -1,0 +1,137 @@
+"""How a message of a service lies on the wire; arithmetic without I/O::
+
+    head      magic, bytes of text, number of tensors, number of the call, bytes of payload
+    table     for each tensor its dtype and number of elements
+    text      JSON: the kind and the fields
+    payload   the tensors as they lie in memory, each padded to 8 bytes
+
+Whoever reads knows after 32 bytes how much is to come, and refuses it before taking memory for it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.comm.service import Message
+
+_MAGIC = b"uni1"
+_HEAD = struct.Struct("<4sIIxxxxQQ")
+_ROW = struct.Struct("<B7xQ")
+_PADDING = bytes(8)
+HEAD_BYTES = _HEAD.size
+LARGEST_TEXT_BYTES = 1 << 20
+MOST_TENSORS = 1 << 14
+LARGEST_BYTES = 1 << 30
+"""The payload that an actor takes unless its attribute `largest_bytes` says otherwise."""
+
+# The place in this list is what travels: new ones go to the end.
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+class BrokenMessage(ValueError):
+    """What arrived is not a message, or larger than it may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first bytes of a message."""
+
+    call: int
+    text_bytes: int
+    tensors: int
+    payload_bytes: int
+
+    @property
+    def table_bytes(self) -> int:
+        return self.tensors * _ROW.size
+
+    @staticmethod
+    def parse(data: memoryview, largest_bytes: int) -> Head:
+        """Raises `BrokenMessage` where what is announced may not come."""
+        magic, text_bytes, tensors, call, payload_bytes = _HEAD.unpack(data)
+        if magic != _MAGIC:
+            raise BrokenMessage(f"it begins with {bytes(magic)!r}")
+        if text_bytes > LARGEST_TEXT_BYTES or tensors > MOST_TENSORS or payload_bytes > largest_bytes:
+            raise BrokenMessage(
+                f"it announces {text_bytes} bytes of text, {tensors} tensors and {payload_bytes} bytes of payload; "
+                f"at most {LARGEST_TEXT_BYTES}, {MOST_TENSORS} and {largest_bytes} are taken"
+            )
+        return Head(call, text_bytes, tensors, payload_bytes)
+
+
+def parse_table(head: Head, data: memoryview) -> list[tuple[torch.dtype, int]]:
+    """Dtype and number of elements of each tensor. Raises `BrokenMessage` where they do not make up the payload."""
+    table, total = [], 0
+    for code, numel in _ROW.iter_unpack(data):
+        if code >= len(DTYPES):
+            raise BrokenMessage(f"there is no dtype {code}")
+        table.append((DTYPES[code], numel))
+        total += _padded(numel * DTYPES[code].itemsize)
+    if total != head.payload_bytes:
+        raise BrokenMessage(f"its tensors have {total} bytes, its payload {head.payload_bytes}")
+    return table
+
+
+def parse_text(data: memoryview) -> tuple[str, dict[str, Any]]:
+    """Kind and fields. Raises `BrokenMessage`."""
+    try:
+        text = json.loads(str(data, "utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BrokenMessage(f"its text is not JSON ({type(error).__name__})") from error
+    match text:
+        case [str(kind), dict(fields)]:
+            return kind, fields
+    raise BrokenMessage("its text is not a kind with fields")
+
+
+def cut(payload: Tensor, table: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
+    """The tensors that lie in the bytes `payload`; they share its memory."""
+    tensors, start = [], 0
+    for dtype, numel in table:
+        nbytes = numel * dtype.itemsize
+        tensors.append(payload[start : start + nbytes].view(dtype) if numel else torch.empty(0, dtype=dtype))
+        start += _padded(nbytes)
+    return tensors
+
+
+def encode(message: Message, call: int = 0) -> list[memoryview]:
+    """The bytes of `message`, in pieces, of which those of the tensors are not copied.
+
+    Raises:
+        TypeError: a field that JSON does not know.
+        KeyError: a dtype that is not in `DTYPES`.
+    """
+    text = json.dumps([message.kind, dict(message.fields)], separators=(",", ":")).encode()
+    flat = [x.detach().reshape(-1) for x in message.tensors]
+    payload_bytes = sum(_padded(x.nbytes) for x in flat)
+    rows = b"".join([_ROW.pack(_CODES[x.dtype], x.numel()) for x in flat])
+    head = _HEAD.pack(_MAGIC, len(text), len(flat), call, payload_bytes)
+    pieces = [memoryview(head + rows + text)]
+    for x in flat:
+        if x.numel():
+            pieces.append(memoryview(x.view(torch.uint8).numpy()))
+            if padding := _padded(x.nbytes) - x.nbytes:
+                pieces.append(memoryview(_PADDING)[:padding])
+    return pieces
+
+
+def nbytes(pieces: Sequence[memoryview]) -> int:
+    """How many bytes travel."""
+    return sum(piece.nbytes for piece in pieces)
+
+
+def _padded(nbytes: int) -> int:
+    """Every dtype may begin where a tensor begins."""
+    return -(-nbytes // 8) * 8

@@ -1,0 +1,229 @@
+"""Messages over a connected socket: blocking calls of the kernel on memory that is there already.
+
+One system call carries a whole payload, so a thread that sends or receives does not hold up those that
+compute. Small messages leave in the thread that sends them, large ones in a thread of their own.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.comm import frames
+from unisono.comm.frames import BrokenMessage, Head
+from unisono.comm.service import Message
+
+_SCRATCH_BYTES = 1 << 16
+_SMALL_BYTES = 1 << 16
+_KEPT_BUFFERS = 2
+_MOST_PIECES = 512  # the kernel takes 1024
+
+
+class Buffers:
+    """Memory for payloads, used again and again; `largest_bytes` bounds what is in use at one time."""
+
+    def __init__(self, largest_bytes: int) -> None:
+        self._largest_bytes = largest_bytes
+        self._used_bytes = 0
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Tensor:
+        """A buffer of `nbytes` or more. Raises `BrokenMessage` where that is too much."""
+        with self._lock:
+            if self._used_bytes + nbytes > self._largest_bytes:
+                raise BrokenMessage(f"{self._used_bytes} + {nbytes} bytes await answers; {self._largest_bytes} may")
+            buffer = self._fitting(nbytes)
+            self._used_bytes += buffer.nbytes
+            return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """`buffer` may be written again."""
+        with self._lock:
+            self._used_bytes -= buffer.nbytes
+            if buffer.nbytes:
+                self._free = sorted([*self._free, buffer], key=lambda each: each.nbytes)[-_KEPT_BUFFERS:]
+
+    def _fitting(self, nbytes: int) -> Tensor:
+        if nbytes:
+            for place, buffer in enumerate(self._free):
+                if nbytes <= buffer.nbytes <= self._largest_bytes - self._used_bytes:
+                    return self._free.pop(place)
+            del self._free[-1:]
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message, the number of its call, and the buffer in which its tensors lie."""
+
+    call: int
+    message: Message
+    buffer: Tensor
+
+
+class Inbox:
+    """Reads messages from a blocking socket; one thread at a time.
+
+    Small reads go through a scratch buffer, so that a small message costs one system call.
+    """
+
+    def __init__(self, wire: socket.socket, largest_bytes: int) -> None:
+        self.buffers = Buffers(largest_bytes)
+        self._wire, self._largest_bytes = wire, largest_bytes
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._start = self._end = 0
+
+    def read(self) -> Arrival:
+        """The next message; its tensors are valid until its buffer is given back.
+
+        Raises:
+            BrokenMessage: what came is not one; nothing after it can be read.
+            OSError: the connection is gone (`BlockingIOError`: silent for as long as the socket allows).
+        """
+        head = Head.parse(self._exactly(frames.HEAD_BYTES), self._largest_bytes)
+        rest = self._exactly(head.table_bytes + head.text_bytes)
+        table = frames.parse_table(head, rest[: head.table_bytes])
+        kind, fields = frames.parse_text(rest[head.table_bytes :])
+        buffer = self.buffers.take(head.payload_bytes)
+        if head.payload_bytes:
+            self._into(memoryview(buffer.numpy())[: head.payload_bytes])
+        return Arrival(head.call, Message(kind, fields, frames.cut(buffer, table)), buffer)
+
+    def _exactly(self, nbytes: int) -> memoryview:
+        """The next `nbytes`, valid until the next read."""
+        if nbytes > _SCRATCH_BYTES:
+            whole = memoryview(bytearray(nbytes))
+            self._into(whole)
+            return whole
+        if self._start + nbytes > _SCRATCH_BYTES:
+            left = self._end - self._start
+            self._scratch[:left] = bytes(self._scratch[self._start : self._end])
+            self._start, self._end = 0, left
+        while self._end - self._start < nbytes:
+            self._end += self._receive(self._scratch[self._end :], 0)
+        found = self._scratch[self._start : self._start + nbytes]
+        self._start += nbytes
+        if self._start == self._end:
+            self._start = self._end = 0
+        return found
+
+    def _into(self, target: memoryview) -> None:
+        known = min(self._end - self._start, target.nbytes)
+        target[:known] = self._scratch[self._start : self._start + known]
+        self._start += known
+        while known < target.nbytes:
+            known += self._receive(target[known:], socket.MSG_WAITALL)
+
+    def _receive(self, target: memoryview, flags: int) -> int:
+        count = self._wire.recv_into(target, 0, flags)
+        if not count:
+            raise ConnectionResetError("the other end has closed the connection")
+        return count
+
+
+@dataclass(slots=True)
+class _Leaving:
+    pieces: list[memoryview]
+    sent: Callable[[], None]
+
+
+class Outbox:
+    """Sends messages over a blocking socket, in the order in which they come, from any thread.
+
+    An error while sending is no news: whoever reads from the same socket sees that it has ended.
+    """
+
+    def __init__(self, wire: socket.socket, name: str) -> None:
+        self._wire, self._name = wire, name
+        self._changed = threading.Condition()
+        self._queue: deque[_Leaving] = deque()
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def send(self, pieces: list[memoryview], sent: Callable[[], None] = lambda: None) -> bool:
+        """Never waits. True: it has left; else a thread sends it. ``sent()`` follows when its memory is not
+        needed any more."""
+        with self._changed:
+            if self._over:
+                pieces = []
+            elif not self._queue and frames.nbytes(pieces) <= _SMALL_BYTES:
+                pieces = self._send_now(pieces)
+            if pieces:
+                self._queue.append(_Leaving(pieces, sent))
+                self._hand_over()
+                return False
+        sent()
+        return True
+
+    def drained(self) -> None:
+        """Returns when nothing is left to be sent."""
+        with self._changed:
+            while self._queue and not self._over:
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Nothing more is sent; the socket is shut down, which ends whoever reads from it or writes to it."""
+        with self._changed:
+            self._break()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _break(self) -> None:
+        self._over = True
+        self._changed.notify_all()
+        try:
+            self._wire.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it was not connected any more
+
+    def _send_now(self, pieces: list[memoryview]) -> list[memoryview]:
+        """What is left of `pieces`."""
+        try:
+            return _without(pieces, self._wire.sendmsg(pieces[:_MOST_PIECES], (), socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return pieces
+        except OSError:
+            self._over = True
+            return []
+
+    def _hand_over(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"{self._name} sends", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._over:
+                    self._changed.wait()
+                if self._over:
+                    self._queue.clear()
+                    return
+                leaving = self._queue[0]
+            try:
+                while leaving.pieces:
+                    leaving.pieces = _without(leaving.pieces, self._wire.sendmsg(leaving.pieces[:_MOST_PIECES]))
+            except OSError:  # gone, or nothing taken for as long as the socket allows
+                with self._changed:
+                    self._break()
+            leaving.sent()
+            with self._changed:
+                self._queue.popleft()
+                self._changed.notify_all()
+
+
+def _without(pieces: list[memoryview], sent: int) -> list[memoryview]:
+    """`pieces` less the first `sent` bytes."""
+    for place, piece in enumerate(pieces):
+        if sent < piece.nbytes:
+            return [piece[sent:], *pieces[place + 1 :]] if sent else pieces[place:]
+        sent -= piece.nbytes
+    return []

@@ -1,0 +1,52 @@
+"""What a compressor is handed to remember from step to step; a step that is dropped leaves it as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Memory:
+    """What one sender keeps for one flat tensor: residuals, warm starts, counters.
+
+    What is put counts from `commit` on, so that a step is a transaction. Kept by whoever drives the compressor; void
+    when the number of peers changes.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Any] = {}
+        self._coming: dict[str, Any] = {}
+        self._spare: dict[str, Any] = {}
+        self._parts: dict[str, Memory] = {}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """What was put under `key` before the last commit; not to be written into."""
+        return self._held.get(key, default)
+
+    def put(self, key: str, value: Any) -> None:
+        """`get` gives `value` after the next commit."""
+        self._coming[key] = value
+
+    def spare(self, key: str) -> Any:
+        """What `get` gave before it gave what it gives now, or None: memory that may be written into and put again.
+        Given once."""
+        return self._spare.pop(key, None)
+
+    def part(self, key: str) -> Memory:
+        """A memory of its own, committed and discarded with this one."""
+        return self._parts.setdefault(key, Memory())
+
+    def commit(self) -> None:
+        """The step is taken."""
+        for key, value in self._coming.items():
+            if key in self._held:
+                self._spare[key] = self._held[key]
+            self._held[key] = value
+        self._coming.clear()
+        for part in self._parts.values():
+            part.commit()
+
+    def discard(self) -> None:
+        """The step is dropped."""
+        self._coming.clear()
+        for part in self._parts.values():
+            part.discard()

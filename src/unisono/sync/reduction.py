@@ -1,0 +1,223 @@
+"""The mean of many tensors over all workers: bucket by bucket, in one order, with a control word.
+
+All-reduce takes it of gradients while backward still runs, local SGD and its kin of walks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm import Communicator
+from unisono.compress import Cast, Compressor, Mean, Memory, Span, Wire, views
+from unisono.sync.buckets import Cut, cut, gaps, pack, unpack
+from unisono.sync.flow import Flow
+
+How = Callable[[Compressor, Tensor, Sequence[Span], Wire, Memory, torch.dtype], Mean]
+
+
+def mean(
+    compress: Compressor, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype
+) -> Mean:
+    """The mean as the compressor takes it."""
+    return compress.mean(total, spans, comm, memory, dtype)
+
+
+class Reduction:
+    """Per round: `begin`, `add` for what this worker has, `close` before its last, `launch`, `wait`, `commit`.
+
+    Args:
+        parameters: name to a tensor of the shape, dtype and device of what is averaged.
+        control: length of the control word in numbers.
+        overlap: start a bucket as soon as it is full.
+        how: takes the mean of one bucket.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        comm: Communicator,
+        compress: Compressor,
+        *,
+        bucket_bytes: int,
+        first_bytes: int,
+        control: int = 0,
+        overlap: bool = True,
+        how: How = mean,
+    ) -> None:
+        self.names = tuple(parameters)
+        self._overlap, self._silence = overlap, [0.0] * control
+        cuts = cut(parameters, compress, bucket_bytes, first_bytes)
+        tail = len(parameters) + 8 * control
+        if not cuts or not cuts[-1].compress.adds_up or how is not mean:  # the tail then travels by itself, as it is
+            device = cuts[-1].device if cuts else torch.device("cpu")
+            cuts.append(Cut((), torch.float32, device, 0, Cast()))
+        last = len(cuts) - 1
+        # What takes more than one message starts the later ones when polled, which no two workers do at the same
+        # moment: such buckets have a conversation of their own, in which one is over before the next begins.
+        hops = comm.lane("hops") if any(not c.compress.adds_up or how is not mean for c in cuts[:last]) else comm
+        self._buckets = [
+            Bucket(c, comm, how=mean, tail=tail if i == last else 0, hops=False)
+            if c.compress.adds_up and (how is mean or i == last)
+            else Bucket(c, hops, how=how, tail=0, hops=True)
+            for i, c in enumerate(cuts)
+        ]
+        self._place = {span.name: (bucket, i) for bucket in self._buckets for i, span in enumerate(bucket.cut.spans)}
+        self.begin()
+
+    def begin(self) -> None:
+        """A new round; what was added to one that was not committed is forgotten."""
+        self._closing = False
+        self._control = self._silence
+        self._launched = 0
+        self._queue: deque[Bucket] = deque()
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def close(self, control: list[float]) -> None:
+        """What is added from now on is this worker's last of the round."""
+        self._closing = True
+        self._control = control
+
+    def under_way(self, name: str) -> bool:
+        """Whether the bucket of `name` has been launched."""
+        return self._place[name][0].launched
+
+    def add(self, name: str, tensor: Tensor, weight: float) -> None:
+        """``weight * tensor`` goes into the mean of `name`; buckets that are full by that start."""
+        bucket, i = self._place[name]
+        bucket.add(i, tensor, weight)
+        if self._closing and self._overlap:
+            bucket.missing.discard(i)
+            while self._launched < len(self._buckets) - 1 and not self._buckets[self._launched].missing:
+                self._launch_next()
+            self.poll()
+
+    def launch(self) -> None:
+        """Start whatever has not been started."""
+        while self._launched < len(self._buckets):
+            self._launch_next()
+
+    def poll(self) -> bool:
+        """Go on without waiting; True when all means are there (`wait` then returns at once)."""
+        while self._queue and self._queue[0].poll():
+            self._queue.popleft()
+            self._start_queued()
+        over = [bucket.poll() for bucket in self._buckets[: self._launched]]
+        return len(over) == len(self._buckets) and all(over)
+
+    def wait(self) -> Agreed:
+        """Wait for all means. Raises `PeerLost`, `MessageMismatch`."""
+        self.launch()
+        while self._queue:
+            self._queue.popleft().wait()
+            self._start_queued()
+        means = [bucket.wait() for bucket in self._buckets]
+        tail = means[-1][self._buckets[-1].cut.numel :]
+        used = tail[: len(self.names)]
+        return Agreed(self._buckets, means, used, unpack(tail[len(self.names) :]))
+
+    def commit(self) -> None:
+        """The means are used: what was left out of them is owed from now on."""
+        for bucket in self._buckets:
+            bucket.memory.commit()
+
+    def _launch_next(self) -> None:
+        """In the one order that all workers share. The last bucket waits for `launch`, where it is known who was
+        used."""
+        bucket = self._buckets[self._launched]
+        if bucket.tail:
+            used = [float(seen) for b in self._buckets for seen in b.seen]
+            bucket.write_tail(torch.cat([torch.tensor(used), pack(self._control).float()]))
+        bucket.seal()
+        if bucket.hops:
+            self._queue.append(bucket)
+            if len(self._queue) == 1:
+                self._start_queued()
+        else:
+            bucket.start()
+        self._launched += 1
+
+    def _start_queued(self) -> None:
+        if self._queue:
+            self._queue[0].start()
+
+
+class Agreed:
+    """The means of one round."""
+
+    def __init__(self, buckets: list[Bucket], means: list[Tensor], used: Tensor, control: list[float]) -> None:
+        self._buckets, self.means, self.control = buckets, means, control
+        self._used = [True] * used.numel() if not used.numel() or used.min() > 0 else (used > 0).tolist()
+
+    def norms(self) -> list[float]:
+        """The 2-norm of each bucket."""
+        return [float(m[: b.cut.numel].norm()) for b, m in zip(self._buckets, self.means) if b.cut.spans]
+
+    def results(self, scale: float = 1.0) -> dict[str, Tensor | None]:
+        """``scale * mean`` by name, to be read only and until the next round; None for what no worker added to."""
+        used = iter(self._used)
+        return {
+            span.name: result if next(used) else None
+            for bucket, mean in zip(self._buckets, self.means)
+            for span, result in zip(bucket.cut.spans, bucket.results(mean, scale))
+        }
+
+
+class Bucket:
+    """One bucket in memory, and its exchange, which `hops` if it takes more than one message."""
+
+    def __init__(self, plan: Cut, comm: Communicator, *, how: How, tail: int, hops: bool) -> None:
+        self.cut, self.comm, self.how, self.tail, self.hops = plan, comm, how, tail, hops
+        self.memory = Memory()
+        self.total = comm.allocate(plan.numel + tail, plan.compress.total_dtype(plan.dtype))
+        self.parts = views(self.total, plan.spans)
+        self.gaps = [self.total[start:stop] for start, stop in gaps(plan)]
+        self._views: dict[int, list[Tensor]] = {}
+        self._scaled: Tensor | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.seen = [False] * len(self.cut.spans)
+        self.missing = set(range(len(self.cut.spans)))
+        self.launched = False
+        self._flow: Flow | None = None
+        self.memory.discard()
+
+    def add(self, i: int, tensor: Tensor, weight: float) -> None:
+        self.cut.compress.add(self.parts[i], tensor, weight, not self.seen[i])
+        self.seen[i] = True
+
+    def write_tail(self, numbers: Tensor) -> None:
+        self.cut.compress.add(self.total[self.cut.numel :], numbers.to(self.cut.device, self.cut.dtype), 1.0, True)
+
+    def seal(self) -> None:
+        """Nothing more is added. Of what was in this memory nothing is left to rely on after the last exchange."""
+        self.launched = True
+        for silent in [part for part, seen in zip(self.parts, self.seen) if not seen] + self.gaps:
+            silent.zero_()
+
+    def start(self) -> None:
+        plan = self.cut
+        self._flow = Flow(self.how(plan.compress, self.total, plan.spans, self.comm, self.memory, plan.dtype))
+
+    def poll(self) -> bool:
+        return self._flow is not None and self._flow.poll()
+
+    def wait(self) -> Tensor:
+        assert self._flow is not None
+        return self._flow.wait()
+
+    def results(self, mean: Tensor, scale: float) -> list[Tensor]:
+        """One view per span. The mean may be memory that peers read too, so scaling goes to memory of our own."""
+        if scale != 1.0:
+            if self._scaled is None:
+                self._scaled = torch.empty_like(mean)
+            mean = torch.mul(mean, scale, out=self._scaled)
+        pointer = mean.data_ptr()
+        if pointer not in self._views:
+            self._views = {pointer: views(mean, self.cut.spans)}
+        return self._views[pointer]
