@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +68,8 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _value(field: str, text: str, node: ast.expr, names: Mapping[str, type]) -> Any:
+    if isinstance(node, ast.Name) and node.id == "inf":
+        return math.inf
     if isinstance(node, ast.Name):
         node = ast.Call(func=node, args=[], keywords=[])
     if not isinstance(node, ast.Call):

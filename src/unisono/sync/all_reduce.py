@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import UnisonoError
-from unisono.sync.reduction import Agreed, Reduction
+from unisono.sync.adasum import adasum
+from unisono.sync.reduction import Agreed, How, Reduction, mean
 from unisono.sync.synchronizer import Lockstep
 
 
@@ -28,15 +29,19 @@ class AllReduce:
     Args:
         bucket_bytes: size of a bucket; a larger one has less overhead, a smaller one more overlap.
         first_bytes: size of the first bucket, which travels first.
+        reduce: ``mean``, or ``adasum`` (see `unisono.sync.adasum`), which adds up what workers disagree on.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1, or another `reduce`.
     """
 
     bucket_bytes: int = 8 << 20
     first_bytes: int = 1 << 20
+    reduce: str = "mean"
 
     def __post_init__(self) -> None:
+        if self.reduce not in _HOW:
+            raise ValueError(f"reduce={self.reduce!r} is none of {', '.join(_HOW)}")
         for name in ("bucket_bytes", "first_bytes"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a whole number from 1")
@@ -55,8 +60,11 @@ class AllReduce:
     ) -> BoundAllReduce:
         """See `Synchronizer.bind`."""
         reduction = Reduction(parameters, comm, compress, bucket_bytes=self.bucket_bytes, first_bytes=self.first_bytes,
-                              control=control, overlap=overlap)  # fmt: skip
+                              control=control, overlap=overlap, how=_HOW[self.reduce])  # fmt: skip
         return BoundAllReduce(parameters, reduction, frozenset(sparse))
+
+
+_HOW: dict[str, How] = {"mean": mean, "adasum": adasum}
 
 
 class BoundAllReduce(Lockstep):
