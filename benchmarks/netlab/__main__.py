@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness import BIN
-from benchmarks.netlab.network import Rate, Unavailable, netlab
-from benchmarks.netlab.workers import Failed, run_workers
+from benchmarks.netlab.errors import Failed, Unavailable
+from benchmarks.netlab.network import Rate, netlab
+from benchmarks.netlab.workers import run_workers
 
 
 def main(arguments: list[str] | None = None) -> int:

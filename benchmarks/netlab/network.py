@@ -25,11 +25,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.netlab.quota import cpu_quota
+from benchmarks.netlab.errors import Unavailable
+from benchmarks.netlab.quota import controller, cpu_quota, remove
 
 RELAY = Path(__file__).with_name("relay.py")
 _PREFIX = "netlab"
@@ -37,15 +38,11 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _QUEUE_SECONDS = 0.05  # how long a frame may wait for its turn before the link drops it
 _BURST_SECONDS = 0.001  # of sending at the rate that may leave at once: the error of a small message's time
 _BURST_BYTES = (3_200, 131_072)  # two frames at least; above, one segment as the kernel hands it over
+_JOIN = 'echo $$ > "$0" && exec "$@"'  # the control group, before `ip netns exec` lays a new /sys over it
 _HOST = """\
-if [ -n "$1" ]; then echo $$ > "$1" || exit 125; fi; shift
 while [ "$1" != -- ]; do mount -t tmpfs tmpfs "$1" || exit 125; shift; done; shift
 exec "$@"
 """  # run in the mount namespace that `ip netns exec` makes: what is mounted there, nobody else sees
-
-
-class Unavailable(Exception):
-    """This machine cannot play several hosts; says why."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,8 @@ class Host:
 
     def start(self, command: Sequence[str | Path], **environ: str) -> subprocess.Popen[bytes]:
         """`command` on this host, in its directory; its output goes to the files ``stdout`` and ``stderr`` there."""
-        quota = str(self.quota / "cgroup.procs") if self.quota else ""
-        words = ["ip", "netns", "exec", self.name, "sh", "-c", _HOST, "sh", quota, *self.hidden, "--", *command]
+        join = ["sh", "-c", _JOIN, self.quota / "cgroup.procs"] if self.quota else []
+        words = [*join, "ip", "netns", "exec", self.name, "sh", "-c", _HOST, "sh", *self.hidden, "--", *command]
         with (self.home / "stdout").open("ab") as out, (self.home / "stderr").open("ab") as err:
             process = subprocess.Popen(
                 list(map(str, words)), cwd=self.home, env={**os.environ, **environ}, stdin=subprocess.DEVNULL,
@@ -110,7 +107,10 @@ class Host:
         return process
 
     def end(self) -> None:
-        """Kill every process of this host, by its number."""
+        """Kill every process of this host, by its number; those that have not got there yet, by their session."""
+        for process in self.started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         _end(self.name)
         for process in self.started:
             process.wait()
@@ -199,7 +199,7 @@ def netlab(
     _remove_leftovers()
     with ExitStack() as stack:
         stack.enter_context(_terminable())
-        place = at or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="netlab-")))
+        place = at or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{_PREFIX}-{os.getpid()}-")))
         names = [f"{_PREFIX}-{os.getpid()}-{k}" for k in range(hosts)]
         bridge = f"{_PREFIX}-{os.getpid()}-bridge"
         stack.enter_context(_namespace(bridge))
@@ -271,19 +271,34 @@ def _end(name: str) -> None:
     """Kill what runs in a namespace until nothing does: what is being started while we look is found the next time."""
     while pids := [int(pid) for pid in _run("ip", "netns", "pids", name).split()]:
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.01)
 
 
 def _remove_leftovers() -> None:
-    """Namespaces whose maker is dead."""
+    """Of those whose maker is dead: namespaces with all that runs in them, control groups, directories."""
     for line in _run("ip", "netns", "list").splitlines():
-        found = re.match(rf"({_PREFIX}-(\d+)-\w+)", line)
-        if found and not Path("/proc", found[2]).exists():
-            _remove(found[1])
+        if _orphaned(line):
+            _remove(line.split()[0])
+    for group in _groups():
+        if _orphaned(group.name):
+            remove(group)
+    for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-*"):
+        if _orphaned(place.name):
+            shutil.rmtree(place)
+
+
+def _orphaned(name: str) -> bool:
+    found = re.match(rf"{_PREFIX}-(\d+)-", name)
+    return found is not None and not Path("/proc", found[1]).exists()
+
+
+def _groups() -> list[Path]:
+    try:
+        return list(controller().glob(f"{_PREFIX}-*"))
+    except Unavailable:
+        return []  # and none was ever made
 
 
 @contextmanager

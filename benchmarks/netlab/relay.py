@@ -45,8 +45,8 @@ class Way:
         for _ in range(_AT_A_TIME):
             try:
                 frame, about = self.source.recvfrom(_FRAME_BYTES)
-            except BlockingIOError:
-                return
+            except OSError:
+                return  # there is nothing more; or the cable is out, which is told once
             if about[2] == _OUTGOING or (self.loss and self.chance.random() < self.loss):
                 continue
             if self.delay_seconds:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import BIN, PEERS
 from benchmarks.netlab.network import Host, Netlab
-from benchmarks.netlab.trace import Trace, of_peer, of_run
-from benchmarks.netlab.workers import Finished, run_workers
+from benchmarks.netlab.trace import Mark, Trace, of_peer, of_run
+from benchmarks.netlab.workers import run_workers
 
 _numbers = itertools.count()
 
@@ -55,15 +56,46 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of one way."""
+    """One run of one way.
+
+    Args:
+        bytes_per_step: that the busiest host sent by its cable, headers included, start-up left out.
+        summary: what our run came to (``summary.json``); empty for a peer, and where it was stopped.
+        said: worker 0's log.
+    """
 
     trace: Trace
-    finished: Finished
+    bytes_per_step: float
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    said: str = ""
 
-    @property
-    def bytes_per_step(self) -> float:
-        """That the busiest host sent, start-up and evaluations included."""
-        return max(self.finished.sent_bytes) / max((mark.step for mark in self.trace.marks), default=1)
+
+@dataclass
+class Watch:
+    """What host 0 has written so far decides when enough is trained, and from where on bytes are counted.
+
+    Args:
+        progress: what is known of the run; a trace without marks before training has begun.
+    """
+
+    lab: Netlab
+    progress: Callable[[], Trace]
+    target: float
+    last_step: float
+    first: tuple[int, list[int]] | None = None
+
+    def enough(self, host: Host) -> bool:
+        """For `run_workers`."""
+        trace = self.progress()
+        if trace.marks and self.first is None:
+            self.first = trace.marks[-1].step, self.lab.sent_bytes
+        done = trace.marks[-1].step if trace.marks else 0
+        return trace.reached(self.target) is not None or done >= self.last_step
+
+    def bytes_per_step(self, steps: int) -> float:
+        """On the mean of the steps since the first look."""
+        step, before = self.first or (0, [0] * len(self.lab.hosts))
+        return max(now - then for now, then in zip(self.lab.sent_bytes, before)) / max(1, steps - step)
 
 
 def train(
@@ -81,31 +113,30 @@ def train(
     Raises:
         Failed: a worker ended badly.
     """
-    if not way.ours:
-        return _peer(lab, way, run, target, stop_after, timeout_seconds, torchft)
-    at = f"run{next(_numbers)}"
-    home = lab.hosts[0].home / at
+    at = lab.hosts[0].home / f"run{next(_numbers)}"
+    words: list[str | Path]
+    if way.ours:
+        words = ["train", "text", *_options(run, "--model."), *shlex.split(way.words), "--threads", "1", "--run", at]
+        watch = Watch(lab, lambda: of_run(at), target, stop_after or float("inf"))
+        run_workers(lab, [BIN / "unisono", *words], timeout_seconds=timeout_seconds, until=watch.enough)
+        summary, trace = at / "summary.json", of_run(at)
+        result = json.loads(summary.read_text()) if summary.exists() else {}
+    else:
+        words = [*shlex.split(way.words), *_options(run, "--"), "--target", str(target), "--report", at]
+        words += ["--stop-after", str(stop_after)] if stop_after else []
+        words += ["--torchft", torchft] if torchft else []
+        watch = Watch(lab, lambda: _begun(at), -1.0, float("inf"))
+        words = [BIN / "python", PEERS / "text.py", *words]
+        run_workers(lab, words, timeout_seconds=timeout_seconds, until=watch.enough)
+        trace, result = of_peer(json.loads(at.read_text())), {}
+    steps = trace.marks[-1].step if trace.marks else 0
+    said = (lab.hosts[0].home / "stderr").read_text(errors="replace")
+    return Measured(trace, watch.bytes_per_step(steps), result, said)
 
-    def enough(host: Host) -> bool:
-        trace = of_run(home)
-        done = trace.marks[-1].step if trace.marks else 0
-        return trace.reached(target) is not None or done >= (stop_after or run.steps + 1)
 
-    words = ["train", "text", *_options(run, "--model."), *shlex.split(way.words), "--threads", "1", "--run", at]
-    finished = run_workers(lab, [BIN / "unisono", *words], timeout_seconds=timeout_seconds, until=enough)
-    return Measured(of_run(home), finished)
-
-
-def _peer(
-    lab: Netlab, way: Way, run: Run, target: float, stop_after: int | None, timeout_seconds: float, torchft: str
-) -> Measured:
-    report = lab.hosts[0].home / f"report{next(_numbers)}.json"
-    words = [*shlex.split(way.words), *_options(run, "--"), "--target", str(target), "--report", report]
-    words += ["--stop-after", str(stop_after)] if stop_after else []
-    words += ["--torchft", torchft] if torchft else []
-    command: Sequence[str | Path] = [BIN / "python", PEERS / "text.py", *words]
-    finished = run_workers(lab, command, timeout_seconds=timeout_seconds)
-    return Measured(of_peer(json.loads(report.read_text())), finished)
+def _begun(report: Path) -> Trace:
+    """A peer tells only that it begins to train, by an empty report; all the rest at its end."""
+    return Trace((Mark(0, 0.0, 0.0),) if report.exists() else (), ())
 
 
 def _options(run: Run, shape: str) -> list[str]:

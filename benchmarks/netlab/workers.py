@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.netlab.errors import Failed
 from benchmarks.netlab.network import Host, Netlab
 
 PORT = 29500  # every host has ports of its own
@@ -34,10 +35,6 @@ class Finished:
     def well(self) -> bool:
         """Whether it came to its end everywhere, or was stopped."""
         return self.stopped or not any(self.codes)
-
-
-class Failed(Exception):
-    """A worker ended badly, or all of them hung."""
 
 
 def environment(rank: int, size: int, master: str) -> dict[str, str]:

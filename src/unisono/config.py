@@ -14,7 +14,7 @@ from unisono.data import LOADERS, Load
 from unisono.errors import InvalidInput
 from unisono.layout import LAYOUTS, Layout
 from unisono.schedule import SCHEDULES, Schedule
-from unisono.sync import SYNCHRONIZERS, AllReduce, Synchronizer
+from unisono.sync import PARTS, SYNCHRONIZERS, AllReduce, Synchronizer
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ NOTED: dict[str, dict[str, type]] = {
     "schedule": SCHEDULES,
     "load": LOADERS,
 }
+INSIDE: dict[str, dict[str, type]] = {"sync": PARTS}  # what else may be written inside a field's value
 CHOICES = {
     "precision": ("fp32", "bf16"),
     "device": ("auto", "cpu", "cuda"),
@@ -144,7 +145,7 @@ def read(name: str, value: Any) -> Any:
     if value.lower() == NONE and "None" in FIELDS[name]:
         return None
     if name in NOTED:
-        return notation.parse(name, value, NOTED[name])
+        return notation.parse(name, value, NOTED[name] | INSIDE.get(name, {}))
     kind = FIELDS[name].split(" ")[0]
     if kind == "bool" and value.lower() in ("true", "false"):
         return value.lower() == "true"

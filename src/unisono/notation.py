@@ -1,7 +1,7 @@
 """One notation for values everywhere: Python, command line, TOML, log, checkpoint.
 
 A value is written as the call that makes it, ``AllReduce()`` or ``Exact(fraction_bits=40)``. It is parsed, never
-evaluated: a call of a listed name, whose arguments are literals or further calls. ``show`` writes it back.
+evaluated: a call of a listed name, whose arguments are literals, further calls or tuples of either. ``show`` writes it back.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def parse(field: str, text: str, names: Mapping[str, type]) -> Any:
 
 def show(value: Any) -> str:
     """`value` in the notation; arguments that equal their defaults are left out. ``parse(show(v)) == v``."""
+    if type(value) is tuple:
+        return f"({', '.join(map(show, value))}{',' * (len(value) == 1)})"
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     parts = [
@@ -72,6 +74,8 @@ def _value(field: str, text: str, node: ast.expr, names: Mapping[str, type]) -> 
         return math.inf
     if isinstance(node, ast.Name):
         node = ast.Call(func=node, args=[], keywords=[])
+    if isinstance(node, ast.Tuple):
+        return tuple(_value(field, text, element, names) for element in node.elts)
     if not isinstance(node, ast.Call):
         try:
             return ast.literal_eval(node)

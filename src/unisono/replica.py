@@ -105,6 +105,8 @@ class Replica:
             state, _ = state_of(self.optimizer, self.model)
             kept = {} if self._sync.keeps_optimizer else state
             average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm)
+            if self._statistics.active:
+                self._statistics.begin()  # the next step starts from these buffers
 
     def shared(self) -> AbstractContextManager[None]:
         """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on."""

@@ -14,27 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from unisono.batchnorm import synchronize_batchnorm
+from unisono.assemble import Feed, bind, build
 from unisono.checkpoint import Event, Loaded, Writer, fingerprint, load_newest
 from unisono.comm import Communicator, connect
 from unisono.config import Config
-from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
 from unisono.directory import claimed
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
-from unisono.evaluate import Evaluator, forward, samples_in, within
-from unisono.launch import Identity, Worker
-from unisono.notation import show
+from unisono.launch import Worker
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
-from unisono.optimizer import LearningRate, prefer_fused
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text
-from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters, weights_of
-from unisono.schedule import Constant
+from unisono.replica import weights_of
 from unisono.settings import check_same_run, settle
-from unisono.task import Batch, Task, build_dataset
+from unisono.task import Task
 from unisono.trainer import Outcome, Trainer
 from unisono.world import choose_device, fair_threads
 
@@ -56,7 +49,7 @@ def work(worker: Worker, order: Order) -> dict[str, Any]:
         # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
         config = Config.of(json.loads(broadcast_text(comm, json.dumps(config.mapping()))))
         torch.set_num_threads(config.threads or fair_threads(who))
-        feed = _Feed(task, config, who, stack)
+        feed = Feed(task, config, who.rank, who.size, stack)
         place = _place(comm, config, order, stack)
         trainer, first_step = _set_up(worker, order, task, config, feed, device, comm, place, stack)
         worker.stop.listen()
@@ -65,53 +58,19 @@ def work(worker: Worker, order: Order) -> dict[str, Any]:
         return dataclasses.asdict(_result(order, trainer, outcome, first_step, startup, place.path))
 
 
-class _Feed:
-    """The plan of micro-batches and this worker's loader."""
-
-    def __init__(self, task: Task, config: Config, who: Identity, stack: contextlib.ExitStack) -> None:
-        self.task, self.config, self._stack = task, config, stack
-        self.dataset = build_dataset(task.data)
-        assert config.global_batch is not None
-        self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
-        ranges = assign(self.plan.micro_batches, [1.0] * who.size)
-        self.mine = ranges[who.rank]
-        self.worker_of = [rank for rank, r in enumerate(ranges) for _ in r].__getitem__
-        self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
-
-    def loader(self, first_step: int) -> Loader:
-        """Loads this worker's micro-batches from `first_step` on."""
-        loader = Loader(
-            self.dataset, self.plan, lambda _: self.mine, self.task.collate, self.config.load, self.config.seed,
-            first_step, self.steps)  # fmt: skip
-        self._stack.callback(loader.close)
-        return loader
-
-
-def _check_concurrent(config: Config, plan: MicroBatchPlan, workers: int, replica: Replica) -> None:
-    if config.sync_batchnorm and not replica.lockstep:
-        raise InvalidInput(
-            "sync_batchnorm", True, f"with {show(config.sync)} workers do not compute side by side",
-            "leave it out, or use AllReduce()")  # fmt: skip
-    if config.sync_batchnorm and plan.micro_batches % workers:
-        raise InvalidInput(
-            "sync_batchnorm", True, f"{workers} workers cannot compute the {plan.micro_batches} micro-batches of a "
-            "step side by side",
-            f"choose global_batch and micro_batch so that their number divides by {workers}")  # fmt: skip
-
-
 def _set_up(
     worker: Worker,
     order: Order,
     task: Task,
     config: Config,
-    feed: _Feed,
+    feed: Feed,
     device: torch.device,
     comm: Communicator,
     place: _Place,
     stack: contextlib.ExitStack,
 ) -> tuple[Trainer, int]:
     """Build everything and bind it; returns the trainer and the steps done by earlier lives of the run."""
-    model, optimizer = _build(task, config, device, comm)
+    model, optimizer = build(task, config, device, comm)
     path = place.path
     record = _recorder(worker, path)
     stack.callback(record.close)
@@ -127,58 +86,10 @@ def _set_up(
             "resume", str(path), f"the checkpoint belongs to another model: {error}", "give the task and the arguments "
             "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
     _write_down(order, config, comm, path, record, first_step)
-    replica = Replica(
-        model, optimizer, comm, sync=config.sync, compress=config.compress, micro_batches=feed.plan.micro_batches,
-        reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
-        extra=Persistence.WORDS * comm.size)  # fmt: skip
-    persistence.attach(replica)
-    _check_concurrent(config, feed.plan, comm.size, replica)
-    schedule = config.schedule or task.schedule or Constant()
-    autocast = _autocast(config, device)
-    task = dataclasses.replace(task, loss=within(autocast, task.loss))
-    runs = forward(task, autocast)
-    called = torch.compile(model) if config.compile else model
-    move = _mover(device)
-    trainer = Trainer(
-        model=model,
-        replica=replica,
-        loader=feed.loader(first_step),
-        comm=comm,
-        record=record,
-        persistence=persistence,
-        learning_rate=LearningRate(optimizer, config.lr),
-        evaluator=Evaluator(task, comm.lane("evaluation"), runs, move) if task.evaluate is not None else None,
-        forward=lambda _, batch: runs(called, batch),
-        loss=task.loss,
-        weight=task.weight or samples_in,
-        move=move,
-        seed=config.seed,
-        mine=feed.mine,
-        worker_of=feed.worker_of,
-        factor=lambda t: schedule(t, feed.steps),
-        steps=feed.steps,
-        global_batch=feed.plan.global_batch,
-        evaluate_every=config.evaluate_every,
-        stop_asked=lambda: worker.stop.requested,
-    )
+    trainer = bind(
+        task, config, feed, model, optimizer, comm, persistence=persistence, record=record, device=device,
+        first_step=first_step, stop_asked=lambda: worker.stop.requested)  # fmt: skip
     return trainer, first_step
-
-
-def _build(task: Task, config: Config, device: torch.device, comm: Communicator) -> tuple[nn.Module, Optimizer]:
-    seed_compute(stream(config.seed, 0, 0, "init"))
-    model = task.model()
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(
-            "model", type(model).__name__, "not a torch module", "give Task(model=a function that builds one)"
-        )
-    if config.sync_batchnorm:
-        model = synchronize_batchnorm(model, comm.lane("batchnorm"))
-    check_trainable(model)
-    model = model.to(device)
-    optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
-    check_fit(model, optimizer)
-    prefer_fused(optimizer, sparse=bool(sparse_parameters(model)))
-    return model, optimizer
 
 
 def _result(order: Order, trainer: Trainer, outcome: Outcome, first_step: int, startup: float, path: Path) -> Result:
@@ -301,26 +212,3 @@ def _newest(config: Config, path: Path, meta: Mapping[str, Any], record: Recorde
                 "give the task as it was, or start a run of its own with another --run")  # fmt: skip
     record.event("resume", step=loaded.step, words=f"going on from the checkpoint of step {loaded.step}")
     return loaded
-
-
-def _autocast(config: Config, device: torch.device) -> Callable[[], Any]:
-    if config.precision == "bf16":
-        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext
-
-
-def _mover(device: torch.device) -> Callable[[Batch], Batch]:
-    """Brings a batch (tensors in lists, tuples and mappings) to `device`."""
-    if device.type == "cpu":
-        return lambda batch: batch
-
-    def move(batch: Batch) -> Batch:
-        if isinstance(batch, Tensor):
-            return batch.to(device, non_blocking=True)
-        if isinstance(batch, Mapping):
-            return {key: move(value) for key, value in batch.items()}
-        if isinstance(batch, list | tuple):
-            return type(batch)(move(value) for value in batch)
-        return batch
-
-    return move

@@ -2,7 +2,21 @@
 
 from dataclasses import dataclass
 
-from unisono.compress import Cast, Compressor, Exact
+from unisono.compress import (
+    Auto,
+    ByName,
+    BySize,
+    Cast,
+    Compressor,
+    Exact,
+    OneBit,
+    PowerSGD,
+    Quantize,
+    RandomK,
+    TopK,
+    TwoBit,
+    WithErrorFeedback,
+)
 
 
 @dataclass(frozen=True)
@@ -31,4 +45,28 @@ TABLE = [
     Row(Cast("fp16"), 2**-10, 2**-24),
     Row(Exact(), 2**-23, 2**-40, debt=1e-6),
     Row(Exact(fraction_bits=30), 2**-23, 2**-30, debt=1e-6),
+    Row(Quantize(), 0.01, debt=0.01),
+    Row(Quantize(bits=4), 0.15, debt=0.15),
+    Row(Quantize(bits=4, block=8), 0.11, debt=0.11),
+    Row(Quantize(stochastic=True), 0.02),
+    Row(Quantize(bits=4, stochastic=True, block=64), 0.3),
+    Row(OneBit(), 1.0, debt=26.0),
+    Row(OneBit(block=64), 1.0, debt=11.0),
+    Row(TwoBit(4.5), 1.0, debt=4.5),
+    Row(TopK(0.1), 1.0, debt=12.0),
+    Row(TopK(1.0, values="fp32"), 2**-24, debt=1e-6),
+    Row(TopK(0.05, values="bf16"), 1.0, debt=24.0),
+    Row(RandomK(0.1), 1.0, debt=12.0),
+    Row(RandomK(1.0), 2**-24, debt=1e-6),
+    Row(PowerSGD(), 1.0, debt=3.0),
+    Row(PowerSGD(rank=4), 1.0, debt=2.0),
+    Row(WithErrorFeedback(Cast("bf16")), 2**-8, debt=2**-8),
+    Row(WithErrorFeedback(Quantize(bits=4, stochastic=True)), 0.3, debt=0.3),
+    Row(WithErrorFeedback(OneBit(block=64)), 1.0, debt=11.0),
+    Row(BySize(), 0.01, debt=0.01),
+    Row(BySize(below=100, small=Quantize(bits=4), large=WithErrorFeedback(Cast("fp16"))), 2**-10, 2**-24, debt=2**-10),
+    Row(ByName(), 0.0, debt=0.0),
+    Row(ByName((("a.*", Cast()), ("b?", BySize(5))), otherwise=Quantize(bits=4)), 0.15, debt=0.15),
+    Row(Auto(), 1.0, debt=0.01),
+    Row(Auto((Cast(), TopK(0.1)), fixed=OneBit(block=64), gain=0.5, again=0), 1.0, debt=11.0),
 ]

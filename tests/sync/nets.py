@@ -77,21 +77,48 @@ def train(
     **options,
 ) -> tuple[list[float], str, nn.Module]:
     """The same on `comm`: losses, the weights' fingerprint, the model."""
+    replica = bound(comm, sync, compress, optimizer, sparse=sparse, **options)
+    losses = advance(replica, comm, 0, steps, shares=shares, on_step=on_step)
+    return losses, fingerprint(weights_of(replica.model)), replica.model
+
+
+def bound(
+    comm: Communicator,
+    sync: Synchronizer,
+    compress: Compressor,
+    optimizer: Callable = sgd,
+    *,
+    sparse: bool = False,
+    **options,
+) -> Replica:
+    """A new net on `comm`."""
     torch.manual_seed(0)
     model = Net(sparse)
     stepper = optimizer(p for p in model.parameters() if p.requires_grad)
-    replica = Replica(model, stepper, comm, sync=sync, compress=compress, micro_batches=MICRO_BATCHES,
-                      reference=MICRO_BATCHES * SAMPLES, **options)  # fmt: skip
+    return Replica(model, stepper, comm, sync=sync, compress=compress, micro_batches=MICRO_BATCHES,
+                   reference=MICRO_BATCHES * SAMPLES, **options)  # fmt: skip
+
+
+def advance(
+    replica: Replica,
+    comm: Communicator,
+    first: int,
+    until: int,
+    *,
+    shares: Sequence[float] | None = None,
+    on_step: Callable[[nn.Module, Step], None] = lambda model, step: None,
+) -> list[float]:
+    """Take steps ``first .. until - 1``; their losses."""
     mine = assign(MICRO_BATCHES, shares or [1.0] * comm.size)[comm.rank]
     losses = []
-    for xs, ys in zip(*batches(steps)):
+    for xs, ys in list(zip(*batches(until)))[first:]:
         for m in mine:
             replica.enter(m, SAMPLES)
-            loss = cross_entropy(model(xs[m]), ys[m])
+            loss = cross_entropy(replica.model(xs[m]), ys[m])
             replica.leave(float(loss.detach()), last=m == mine[-1])
             replica.backward(loss)
         step = replica.settle()
-        on_step(model, step)
+        on_step(replica.model, step)
         losses.append(step.loss)
         step.apply()
-    return losses, fingerprint(weights_of(model)), model
+    return losses

@@ -1,21 +1,43 @@
 """Laws that every synchronizer keeps, on the simulated communicator. Whoever adds one adds a row."""
 
 from functools import partial
+from math import inf
 
 import pytest
 import torch
 
-from tests.sync.nets import MICRO_BATCHES, Net, adamw, plain, sgd, train
+from tests.sync.nets import MICRO_BATCHES, Net, adamw, advance, bound, plain, sgd, train
 from unisono import notation
 from unisono.checkpoint import fingerprint
 from unisono.comm import Appointment, Faulty, outcomes, simulate
 from unisono.compress import Cast, Exact
 from unisono.errors import PeerLost
-from unisono.replica import weights_of
-from unisono.sync import SYNCHRONIZERS, AllReduce, Synchronizer
+from unisono.optimizer import load_state, state_of
+from unisono.replica import Replica, weights_of
+from unisono.sync import SYNCHRONIZERS, AllReduce, BlockMomentum, DiLoCo, Gossip, LocalSGD, OnePeerExponential, ParameterServer, Synchronizer
 
-TABLE: list[Synchronizer] = [AllReduce(), AllReduce(bucket_bytes=600, first_bytes=100)]
+LOCKSTEP: list[Synchronizer] = [
+    AllReduce(),
+    AllReduce(bucket_bytes=600, first_bytes=100),
+    ParameterServer(),
+    ParameterServer(servers=2, slice_bytes=200),
+]
+WALKING: list[Synchronizer] = [
+    LocalSGD(2),
+    LocalSGD(2, start=2),
+    BlockMomentum(3),
+    DiLoCo(3),
+    DiLoCo(4, fragments=3, delay=2),
+    Gossip(meet_every=2),
+    Gossip(OnePeerExponential()),
+    Gossip(asynchronous=True),
+    ParameterServer(staleness=1),
+    ParameterServer(servers=2, staleness=inf, slice_bytes=200),
+]
+TABLE = LOCKSTEP + WALKING
 law = pytest.mark.parametrize("sync", TABLE, ids=notation.show)
+in_lockstep = pytest.mark.parametrize("sync", LOCKSTEP, ids=notation.show)
+walking = pytest.mark.parametrize("sync", WALKING, ids=notation.show)
 
 
 def test_every_synchronizer_is_in_the_table() -> None:
@@ -36,7 +58,7 @@ def test_with_one_replica_it_is_the_local_optimizer(sync, optimizer) -> None:
             torch.testing.assert_close(weights_of(trained)[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@law
+@in_lockstep
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_many_replicas_compute_what_one_does(sync, size, optimizer) -> None:
@@ -52,7 +74,7 @@ def test_many_replicas_compute_what_one_does(sync, size, optimizer) -> None:
     torch.testing.assert_close(trained.norm.running_var, model.norm.running_var, rtol=1e-4, atol=1e-5)
 
 
-@law
+@in_lockstep
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_exact_has_the_same_bits_on_any_number_of_workers(sync, clip) -> None:
     digests = {
@@ -64,7 +86,7 @@ def test_exact_has_the_same_bits_on_any_number_of_workers(sync, clip) -> None:
     assert len(digests) == 1
 
 
-@law
+@in_lockstep
 def test_uneven_shares_give_the_same_bits_too(sync) -> None:
     def run(comm, shares):
         return train(comm, sync, Exact(), shares=shares)[1]
@@ -95,10 +117,11 @@ def test_nothing_moves_before_apply(sync) -> None:
     start = fingerprint(dict(Net().named_parameters()))
     for seen, end in simulate(2, run):
         assert seen[0] == start  # forward, backward and the exchange of the first step left the weights alone
-        assert len({*seen, end}) == 4
+        # Who does not wait for others may find no news after a step.
+        assert len({*seen, end}) == 4 or (sync in WALKING and end != start)
 
 
-@law
+@in_lockstep
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 9, 10])
 def test_a_crash_at_any_verb_leaves_the_survivors_equal(sync, count) -> None:
     done: dict[int, list[str]] = {}
@@ -121,9 +144,65 @@ def test_a_crash_at_any_verb_leaves_the_survivors_equal(sync, count) -> None:
 @law
 def test_state_comes_back(sync) -> None:
     def run(comm):
-        w = torch.nn.Parameter(torch.zeros(3))
-        bound = sync.bind({"w": w}, comm, Cast(), optimizer=sgd([w]))
-        bound.load_state_dict(bound.state_dict())
+        replica = bound(comm, sync, Cast())
+        replica.load_state_dict(replica.state_dict())
         return True
 
     assert simulate(2, run) == [True, True]
+
+
+def all_of(replica: Replica) -> dict[str, torch.Tensor]:
+    """Weights, buffers, optimizer state and what the synchronizer shares."""
+    state, _ = state_of(replica.optimizer, replica.model)
+    return {**weights_of(replica.model), **state, **replica.state_dict()}
+
+
+@walking
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
+def test_after_a_meeting_all_replicas_are_equal(sync, steps) -> None:
+    def run(comm):
+        replica = bound(comm, sync, Cast())
+        advance(replica, comm, 0, steps)
+        replica.meet()
+        return fingerprint(all_of(replica))
+
+    assert len(set(simulate(3, run))) == 1
+
+
+@walking
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_what_is_shared_is_the_same_on_all_and_leaves_the_parameters_as_they_were(sync, steps) -> None:
+    def run(comm):
+        replica = bound(comm, sync, Cast())
+        parameters = dict(replica.model.named_parameters())
+        advance(replica, comm, 0, steps)
+        before = fingerprint(parameters)
+        with replica.shared():
+            inside = fingerprint(parameters)
+        assert fingerprint(parameters) == before
+        return inside
+
+    assert len(set(simulate(3, run))) == 1
+
+
+@walking
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_a_resumed_run_goes_on_as_the_undisturbed_one(sync, optimizer) -> None:
+    def run(comm):
+        one = bound(comm, sync, Cast(), optimizer)
+        advance(one, comm, 0, 5)
+        one.meet()
+        another = comm.lane("another life")
+        two = bound(another, sync, Cast(), optimizer)
+        state, numbers = state_of(one.optimizer, one.model)
+        load_state(two.optimizer, two.model, {name: x.clone() for name, x in state.items()}, numbers)
+        with torch.no_grad():
+            for name, tensor in weights_of(two.model).items():
+                tensor.copy_(weights_of(one.model)[name])
+        two.load_state_dict({name: x.clone() for name, x in one.state_dict().items()})
+        two.begin()
+        advance(one, comm, 5, 12)
+        advance(two, another, 5, 12)
+        assert fingerprint(all_of(one)) == fingerprint(all_of(two))
+
+    simulate(3, run)

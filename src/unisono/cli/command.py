@@ -15,6 +15,7 @@ Train one neural network on many devices as if they were one.
 
 commands:
   train TASK     train a built-in task, path/to/file.py:function or package.module:function
+  simulate TASK  forecast what training is like on other networks, with learning that is real
   launch SCRIPT  run a script with its own training loop on several workers
   tasks          list the built-in tasks and their options
 
@@ -66,6 +67,12 @@ def _train(given: list[str]) -> int:
     return train(given)
 
 
+def _simulate(given: list[str]) -> int:
+    from unisono.cli.simulate import simulate
+
+    return simulate(given)
+
+
 def _launch(given: list[str]) -> int:
     from unisono.cli.launch import launch
 
@@ -78,7 +85,12 @@ def _tasks(given: list[str]) -> int:
     return tasks(given)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "launch": _launch, "tasks": _tasks}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "simulate": _simulate,
+    "launch": _launch,
+    "tasks": _tasks,
+}
 
 
 def _version() -> str:

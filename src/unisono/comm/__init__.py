@@ -7,6 +7,11 @@ from unisono.comm.faulty import Appointment as Appointment
 from unisono.comm.faulty import Delay as Delay
 from unisono.comm.faulty import Faulty as Faulty
 from unisono.comm.link import Link as Link
+from unisono.comm.service import Actor as Actor
+from unisono.comm.service import Answer as Answer
+from unisono.comm.service import Line as Line
+from unisono.comm.service import Message as Message
+from unisono.comm.service import Services as Services
 from unisono.comm.shared_memory import SharedMemory as SharedMemory
 from unisono.comm.simulated import Lost as Lost
 from unisono.comm.simulated import Simulated as Simulated

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from unisono.comm import record
+from unisono.comm.in_process import introduce
+from unisono.comm.server import load
+from unisono.comm.service import Actor, Line
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -61,6 +65,14 @@ class Alone:
 
     def lane(self, name: str) -> Alone:
         return self
+
+    def host(self, actor: Actor) -> list[Line]:
+        """As the contract; `actor` receives within `Line.call`."""
+        return introduce([actor])
+
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+        """As the contract, but that the actors live in this process, and receive within `Line.call`."""
+        return introduce([load(service, number, json.loads(json.dumps(dict(config)))) for number in range(count)])
 
     def now(self) -> float:
         return time.monotonic()

@@ -19,7 +19,7 @@ from unisono.comm.board import Board
 from unisono.comm.communicator import Communicator
 from unisono.comm.memory import MemoryUnavailable, check_platform, create, open_of
 from unisono.comm.peers import Peers
-from unisono.comm.rendezvous import Rendezvous, open_store, own_address, parse_rendezvous
+from unisono.comm.rendezvous import open_store, own_address, parse_rendezvous
 from unisono.comm.shared_memory import Host, SharedMemory
 from unisono.comm.torch_group import TorchGroup
 from unisono.errors import InvalidInput, PeerLost
@@ -71,7 +71,17 @@ def connect(
             chosen = "gloo"
             if rank == 0:
                 LOG.warning("shared memory cannot be used (%s): using gloo instead", reason)
-    return _torch_group(store, rank, size, chosen, device, place, deadline_seconds)
+    service_address = "127.0.0.1" if local_size == size else own_address(place)
+    return TorchGroup(
+        c10d.PrefixStore(chosen, store),
+        rank,
+        size,
+        backend=chosen,
+        device=device,
+        address=own_address(place),
+        deadline_seconds=deadline_seconds,
+        service_address=service_address,
+    )
 
 
 def share_memory(store: c10d.Store, rank: int, size: int, deadline_seconds: float) -> SharedMemory:
@@ -148,23 +158,3 @@ def _choose(kind: str, size: int, local_size: int, device: torch.device) -> str:
     if kind == "nccl" and size > 1 and device.type != "cuda":
         raise InvalidInput("kind", kind, f"carries nothing that lies on {device.type}", "write auto or gloo")
     return kind
-
-
-def _torch_group(
-    store: c10d.Store,
-    rank: int,
-    size: int,
-    backend: str,
-    device: torch.device,
-    place: Rendezvous,
-    deadline_seconds: float,
-) -> TorchGroup:
-    return TorchGroup(
-        c10d.PrefixStore(backend, store),
-        rank,
-        size,
-        backend=backend,
-        device=device,
-        address=own_address(place),
-        deadline_seconds=deadline_seconds,
-    )

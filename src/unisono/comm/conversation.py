@@ -12,10 +12,12 @@ import copy
 import threading
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from unisono.comm.hosting import Hosting, Verbs
+from unisono.comm.service import Actor, Line
 from unisono.errors import CommunicationError, PeerLost
 
 T = TypeVar("T")
@@ -79,6 +81,7 @@ class Family:
 
     lanes: list[Conversation] = field(default_factory=list)
     bytes_sent: int = 0
+    hosting: Hosting = field(default_factory=Hosting)
 
 
 class Conversation:
@@ -100,7 +103,15 @@ class Conversation:
 
     @property
     def bytes_sent(self) -> int:
-        return self._family.bytes_sent
+        return self._family.bytes_sent + self._family.hosting.bytes_sent
+
+    def host(self, actor: Actor) -> list[Line]:
+        """As the contract; the actor has threads of its own."""
+        return self._family.hosting.host(self._verbs(), actor)
+
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+        """As the contract; ``config["compute_threads"]``, 1 where it is not there, is how many each process has."""
+        return self._family.hosting.serve(self._verbs(), count, service, config)
 
     def now(self) -> float:
         return time.monotonic()
@@ -182,6 +193,10 @@ class Conversation:
 
     def _overdue(self, operation: Operation[Any]) -> PeerLost:
         return PeerLost((), operation.verb, f"no answer within the deadline of {self._deadline_seconds:g} s")
+
+    def _verbs(self) -> Verbs:
+        """This lane, for the few words that services need."""
+        raise NotImplementedError
 
     def _pause(self, attempt: int, operation: Operation[Any]) -> None:
         raise NotImplementedError

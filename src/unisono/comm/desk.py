@@ -17,10 +17,13 @@ LOG = logging.getLogger("unisono")
 
 
 class Desk:
-    """An actor behind sockets: a thread per connection, of which one at a time has the actor's attention."""
+    """An actor behind sockets: a thread per connection, of which one at a time has the actor's attention.
 
-    def __init__(self, actor: Actor, number: int) -> None:
-        self.number = number
+    ``count(sender, nbytes)`` is called with each answer.
+    """
+
+    def __init__(self, actor: Actor, number: int, count: Callable[[int, int], None]) -> None:
+        self.number, self.count = number, count
         self.largest_bytes = largest_bytes_of(actor)
         self._actor = actor
         self._attention = threading.Lock()
@@ -38,6 +41,10 @@ class Desk:
         """``step(actor)``, while nothing else reaches the actor."""
         with self._attention:
             step(self._actor)
+
+    def call_back(self, then: Callable[[], None]) -> None:
+        """``then()``, while nothing else reaches the actor."""
+        self.run(lambda actor: then())
 
     def welcome(self, wire: socket.socket, sender: int) -> None:
         """A trusted connection of `sender`, of whom there can be one."""
@@ -59,6 +66,7 @@ class Desk:
             LOG.exception("actor %d failed when it lost %s", self.number, name_of(sender))
 
     def wait_until_open(self) -> None:
+        """Returns when the actor has met its colleagues."""
         self._open.wait()
 
     def close(self) -> None:
@@ -100,9 +108,9 @@ class _Connection:
 
     def _run(self) -> None:
         try:
+            self._desk.wait_until_open()
             while True:
                 arrival = self._inbox.read()
-                self._desk.wait_until_open()
                 # An earlier answer may be memory of the actor, which it may write into from here on.
                 self._outbox.drained()
                 self._desk.run(partial(self._hand_in, arrival))
@@ -125,7 +133,9 @@ class _Connection:
             if answered:
                 raise RuntimeError(f"actor {self._desk.number} answered a {arrival.message.kind!r} twice")
             answered = True
-            self._outbox.send(frames.encode(message, arrival.call), lambda: self._inbox.buffers.give(arrival.buffer))
+            pieces = frames.encode(message, arrival.call)
+            self._desk.count(self._sender, frames.nbytes(pieces))
+            self._outbox.send(pieces, lambda: self._inbox.buffers.give(arrival.buffer))
 
         actor.receive(self._sender, arrival.message, answer)
 

@@ -8,11 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.comm.communicator import Communicator, Work
+from unisono.comm.service import Actor, Line
 from unisono.comm.simulated import Lost, Simulated
 
 
@@ -92,6 +94,12 @@ class Faulty:
         lane = Faulty(self.comm.lane(name), self._appointments)
         lane._starts = self._starts
         return lane
+
+    def host(self, actor: Actor) -> list[Line]:
+        return self.comm.host(actor)
+
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+        return self.comm.serve(count, service, config)
 
     def now(self) -> float:
         return self.comm.now()

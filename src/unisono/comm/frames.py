@@ -25,6 +25,7 @@ _MAGIC = b"uni1"
 _HEAD = struct.Struct("<4sIIxxxxQQ")
 _ROW = struct.Struct("<B7xQ")
 _PADDING = bytes(8)
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 HEAD_BYTES = _HEAD.size
 LARGEST_TEXT_BYTES = 1 << 20
 MOST_TENSORS = 1 << 14
@@ -71,9 +72,13 @@ class Head:
         return Head(call, text_bytes, tensors, payload_bytes)
 
 
-def parse_table(head: Head, data: memoryview) -> list[tuple[torch.dtype, int]]:
+Table = tuple[tuple[torch.dtype, int], ...]
+
+
+def parse_table(head: Head, data: memoryview) -> Table:
     """Dtype and number of elements of each tensor. Raises `BrokenMessage` where they do not make up the payload."""
-    table, total = [], 0
+    table: list[tuple[torch.dtype, int]] = []
+    total = 0
     for code, numel in _ROW.iter_unpack(data):
         if code >= len(DTYPES):
             raise BrokenMessage(f"there is no dtype {code}")
@@ -81,7 +86,7 @@ def parse_table(head: Head, data: memoryview) -> list[tuple[torch.dtype, int]]:
         total += _padded(numel * DTYPES[code].itemsize)
     if total != head.payload_bytes:
         raise BrokenMessage(f"its tensors have {total} bytes, its payload {head.payload_bytes}")
-    return table
+    return tuple(table)
 
 
 def parse_text(data: memoryview) -> tuple[str, dict[str, Any]]:
@@ -96,14 +101,31 @@ def parse_text(data: memoryview) -> tuple[str, dict[str, Any]]:
     raise BrokenMessage("its text is not a kind with fields")
 
 
-def cut(payload: Tensor, table: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
-    """The tensors that lie in the bytes `payload`; they share its memory."""
-    tensors, start = [], 0
-    for dtype, numel in table:
-        nbytes = numel * dtype.itemsize
-        tensors.append(payload[start : start + nbytes].view(dtype) if numel else torch.empty(0, dtype=dtype))
-        start += _padded(nbytes)
-    return tensors
+class Buffer:
+    """Memory for a payload, and the tensors that were last cut out of it."""
+
+    __slots__ = ("_table", "_tensors", "bytes", "memory", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.bytes: memoryview = self.memory.numpy().data if nbytes else memoryview(b"")
+        self._table: Table = ()
+        self._tensors: list[Tensor] = []
+
+    def cut(self, table: Table) -> list[Tensor]:
+        """The tensors of `table` that lie here, one after the other; the same ones for the same table."""
+        if table != self._table:
+            self._table, self._tensors = table, self._cut(table)
+        return list(self._tensors)
+
+    def _cut(self, table: Table) -> list[Tensor]:
+        tensors, start = [], 0
+        for dtype, numel in table:
+            nbytes = numel * dtype.itemsize
+            tensors.append(self.memory[start : start + nbytes].view(dtype) if numel else torch.empty(0, dtype=dtype))
+            start += _padded(nbytes)
+        return tensors
 
 
 def encode(message: Message, call: int = 0) -> list[memoryview]:
@@ -113,23 +135,27 @@ def encode(message: Message, call: int = 0) -> list[memoryview]:
         TypeError: a field that JSON does not know.
         KeyError: a dtype that is not in `DTYPES`.
     """
-    text = json.dumps([message.kind, dict(message.fields)], separators=(",", ":")).encode()
-    flat = [x.detach().reshape(-1) for x in message.tensors]
+    text = _to_json([message.kind, dict(message.fields)]).encode()
+    flat = [_flat(x) for x in message.tensors]
     payload_bytes = sum(_padded(x.nbytes) for x in flat)
     rows = b"".join([_ROW.pack(_CODES[x.dtype], x.numel()) for x in flat])
     head = _HEAD.pack(_MAGIC, len(text), len(flat), call, payload_bytes)
     pieces = [memoryview(head + rows + text)]
     for x in flat:
-        if x.numel():
-            pieces.append(memoryview(x.view(torch.uint8).numpy()))
-            if padding := _padded(x.nbytes) - x.nbytes:
-                pieces.append(memoryview(_PADDING)[:padding])
+        if x.nbytes:
+            pieces.append(x.view(torch.uint8).numpy().data)
+            if x.nbytes % 8:
+                pieces.append(memoryview(_PADDING)[x.nbytes % 8 :])
     return pieces
 
 
 def nbytes(pieces: Sequence[memoryview]) -> int:
     """How many bytes travel."""
-    return sum(piece.nbytes for piece in pieces)
+    return sum(map(len, pieces))
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 and x.is_contiguous() and not x.requires_grad else x.detach().reshape(-1)
 
 
 def _padded(nbytes: int) -> int:

@@ -17,10 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from unisono.comm import frames, trust
-from unisono.comm.frames import BrokenMessage
+from unisono.comm.frames import BrokenMessage, Buffer
 from unisono.comm.service import Message
 from unisono.comm.stream import Arrival, Inbox, Outbox
 from unisono.comm.trust import Untrusted
@@ -28,7 +26,17 @@ from unisono.errors import PeerLost
 
 LOG = logging.getLogger("unisono")
 _RETRY_SECONDS = 0.02
+Count = Callable[[int], None]
 Run = Callable[[Callable[[], None]], None]
+
+
+def not_counted(nbytes: int) -> None:
+    """What need not be counted."""
+
+
+def directly(then: Callable[[], None]) -> None:
+    """Call ``then()``."""
+    then()
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,6 @@ class Place:
     address: str
     port: int
     pid: int
-    largest_bytes: int
 
 
 class Call:
@@ -53,7 +60,7 @@ class Call:
         self._line, self.number, self.kind, self.then = line, number, kind, then
         self.over = False
         self._message: Message | None = None
-        self._buffer: Tensor | None = None
+        self._buffer: Buffer | None = None
         self._error: PeerLost | None = None
 
     def poll(self) -> bool:
@@ -88,21 +95,22 @@ class SocketLine:
     Args:
         wire: blocking, with the deadline as its timeouts in the kernel.
         place: what is at the other end.
+        largest_bytes: the largest payload of a message.
         count: called with the bytes of each message that leaves.
         run: how a callback of `tell` is to be called, for instance with the actor's attention.
     """
 
-    def __init__(self, wire: socket.socket, place: Place, count: Callable[[int], None], run: Run) -> None:
+    def __init__(self, wire: socket.socket, place: Place, largest_bytes: int, count: Count, run: Run) -> None:
         self.pid = place.pid
         self._wire, self._place, self._count, self._run = wire, place, count, run
-        self._inbox, self._outbox = Inbox(wire, place.largest_bytes), Outbox(wire, f"line to {place.name}")
+        self._inbox, self._outbox = Inbox(wire, largest_bytes), Outbox(wire, f"line to {place.name}")
         self._lock = threading.Lock()
         self._arrived, self._work_to_do = threading.Condition(self._lock), threading.Condition(self._lock)
         self._pending: dict[int, Call] = {}
         self._started = 0
         self._reading = self._in_background = self._closed = False
         self._failure = ""
-        self._kept: Tensor | None = None
+        self._kept: Buffer | None = None
         self._thread: threading.Thread | None = None
 
     def call(self, message: Message) -> Call:
@@ -155,7 +163,7 @@ class SocketLine:
         with self._lock:
             self._begin_reading()
 
-    def keep(self, buffer: Tensor) -> None:
+    def keep(self, buffer: Buffer) -> None:
         """The answer in `buffer` is valid from now on, that of the call before no more."""
         kept, self._kept = self._kept, buffer
         if kept is not None:
@@ -185,6 +193,7 @@ class SocketLine:
                 LOG.exception("an actor failed at an answer of %s", self._place.name)
                 with self._lock:
                     self._fail("an answer could not be handled")
+                self._outbox.close()
 
     def _read(self) -> None:
         arrival, failure = None, "its reader was interrupted"
@@ -230,7 +239,12 @@ class SocketLine:
 
 
 def connect_line(
-    place: Place, token: bytes, sender: int, deadline_seconds: float, count: Callable[[int], None], run: Run
+    place: Place,
+    token: bytes,
+    sender: int,
+    deadline_seconds: float,
+    count: Count = not_counted,
+    run: Run = directly,
 ) -> SocketLine:
     """A line to the actor at `place`, which answers when it is ready.
 
@@ -249,9 +263,9 @@ def connect_line(
             time.sleep(_RETRY_SECONDS)
             continue
         try:
-            trust.introduce(wire, token, sender, place.number)
+            largest_bytes = trust.introduce(wire, token, sender, place.number)
             _set_options(wire, deadline_seconds)
-            return SocketLine(wire, place, count, run)
+            return SocketLine(wire, place, largest_bytes, count, run)
         except OSError as error:
             wire.close()
             if isinstance(error, Untrusted) or left <= 0:

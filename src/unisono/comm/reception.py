@@ -53,13 +53,20 @@ class Reception:
         listening: a socket that listens; it belongs to the reception.
         token: what a client must know.
         actor: the number of the actor that answers here.
+        largest_bytes: the largest payload that the actor takes, to be told to clients.
         welcome: called with each connection that is trusted (blocking by now) and the number of who is there.
     """
 
     def __init__(
-        self, listening: socket.socket, token: bytes, actor: int, welcome: Callable[[socket.socket, int], None]
+        self,
+        listening: socket.socket,
+        token: bytes,
+        actor: int,
+        largest_bytes: int,
+        welcome: Callable[[socket.socket, int], None],
     ) -> None:
-        self._listening, self._token, self._actor, self._welcome = listening, token, actor, welcome
+        self._listening, self._welcome = listening, welcome
+        self._token, self._actor, self._largest_bytes = token, actor, largest_bytes
         self._visitors: dict[socket.socket, _Visitor] = {}  # in the order in which they came
         self._turned_away = 0
         listening.setblocking(False)
@@ -99,7 +106,7 @@ class Reception:
             if key.fileobj is self._listening:
                 self._accept()
             elif key.fileobj in self._visitors:  # else it had to make room
-                self._hear(self._visitors[key.fileobj])  # type: ignore[index]
+                self._hear(self._visitors[key.fileobj])
         now = time.monotonic()
         for visitor in [each for each in self._visitors.values() if each.until <= now]:
             self._turn_away(visitor, "it said nothing")
@@ -131,7 +138,9 @@ class Reception:
             piece = visitor.wire.recv(trust.CLAIM_BYTES - len(visitor.said))
             visitor.said += piece
             if len(visitor.said) == trust.CLAIM_BYTES:
-                sender, proof = trust.judge(self._token, visitor.challenged, visitor.said, self._actor)
+                sender, proof = trust.judge(
+                    self._token, visitor.challenged, visitor.said, self._actor, self._largest_bytes
+                )
                 self._let_in(visitor, sender, proof)
             elif not piece:
                 self._turn_away(visitor, "it said too little")

@@ -36,6 +36,7 @@ from torch._C import _distributed_c10d as c10d
 from unisono.comm import record
 from unisono.comm.board import HALF_BYTES, RING, Board, Slice
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
+from unisono.comm.hosting import Hosting
 from unisono.comm.memory import MemoryUnavailable, create, open_of, pages
 from unisono.comm.peers import Peers
 from unisono.errors import CommunicationError, PeerLost
@@ -78,7 +79,8 @@ class SharedMemory(Conversation):
         deadline_seconds: float,
         family: Family | None = None,
     ) -> None:
-        super().__init__(family or Family(), deadline_seconds)
+        hosting = Hosting(deadline_seconds=deadline_seconds)
+        super().__init__(family or Family(hosting=hosting), deadline_seconds)
         self.rank, self.size = rank, size
         self._board, self._host, self._memory = Board(size), host, memory
         self._words = self._board.words(memory)
@@ -143,12 +145,17 @@ class SharedMemory(Conversation):
 
     def close(self) -> None:
         first = self._family.lanes[0] is self
+        if first:
+            self._family.hosting.close()
         for lane in list(self._family.lanes) if first else [self]:
             assert isinstance(lane, SharedMemory)
             lane._let_go()
         if first:
             self._host.peers.close()
             self._host.store, self._host.words = None, memoryview(b"")
+
+    def _verbs(self) -> SharedMemory:
+        return self
 
     # Rounds: the only code that touches flags.
 

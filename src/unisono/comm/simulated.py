@@ -6,7 +6,8 @@ travel, links cost what `unisono.comm.link` says, and `SimulatedWorld.lose` take
 
 from __future__ import annotations
 
-import copy
+import functools
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
@@ -17,7 +18,12 @@ from torch import Tensor
 from unisono.comm import link as costs
 from unisono.comm.communicator import Header
 from unisono.comm.link import Link
+from unisono.comm.server import load
+from unisono.comm.service import Actor, Line
+from unisono.comm.simulated_service import Service
+from unisono.comm.station import Station
 from unisono.comm.virtual_time import Turns
+from unisono.comm.virtual_work import VirtualWork
 from unisono.errors import CommunicationError, MessageMismatch, PeerLost
 
 T = TypeVar("T")
@@ -77,16 +83,17 @@ class SimulatedWorld:
             raise ValueError(f"size={size} with {len(self.links)} links: one worker or more, one link each")
         self.failures: list[BaseException] = []
         self.bytes_sent = [0] * size
-        self._link_free_at = [0.0] * size
+        self.stations = [Station(each, rank) for rank, each in enumerate(self.links)]
+        self._services: dict[tuple[_Lane, int], Service] = {}
         self._gone: dict[int, str] = {}  # starts nothing more, and why
         self._lost: set[int] = set()  # those of them whose messages under way are lost too
         self._messages: dict[tuple[_Lane, int], _Message] = {}
-        self._under_way: list[list[_Part[Any]]] = [[] for _ in range(size)]
-        self._waits: dict[int, list[_Part[Any]]] = {}
+        self._under_way: list[list[VirtualWork]] = [[] for _ in range(size)]
+        self._waits: dict[int, Sequence[VirtualWork]] = {}
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any], seed: int) -> list[Any]:
         """What `outcomes` promises; `failures` are the exceptions in the order of virtual time."""
-        self._turns = Turns(self.size, seed, self._break_deadlock)
+        self.turns = Turns(self.size, seed, self._break_deadlock)
         results: list[Any] = [None] * self.size
 
         def live(rank: int) -> None:
@@ -98,7 +105,7 @@ class SimulatedWorld:
                 self.failures.append(error)
                 self.lose(rank, f"it failed with {type(error).__name__}: {error}")
 
-        self._turns.run(live)
+        self.turns.run(live)
         return results
 
     def lose(self, rank: int, detail: str = "lost by appointment") -> None:
@@ -107,22 +114,42 @@ class SimulatedWorld:
             return
         self._gone[rank] = detail
         self._lost.add(rank)
-        self._turns.wake(rank, self._turns.now)
+        self.turns.wake(rank, self.turns.now)
         self._fail_peers(rank, lambda part: True)
+        self._end_services(rank)
 
     def leave(self, rank: int, detail: str) -> None:
         """Worker `rank` starts nothing more; what it has started is still delivered."""
-        self._gone.setdefault(rank, detail)
+        if rank in self._gone:
+            return
+        self._gone[rank] = detail
         self._fail_peers(rank, lambda part: rank not in self._messages[part.key])
+        self._end_services(rank)
+
+    def lose_server(self, number: int, detail: str = "lost by appointment") -> None:
+        """Server `number` of every `Services.serve` so far is gone from now on."""
+        for service in list(self._services.values()):
+            actor = service.actors[number] if service.served and number < len(service.actors) else None
+            if actor:
+                actor.end(detail)
+
+    def service(self, path: _Lane, sequence: int, count: int, served: bool) -> Service:
+        """The `sequence`-th `host` or `serve` of a lane; all workers meet in it."""
+        name = "server" if served else "actor of worker"
+        return self._services.setdefault((path, sequence), Service(self, count, self.size, name, served))
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether even what worker `rank` has sent is lost."""
+        return rank in self._lost
 
     def now(self, rank: int) -> float:
         """Seconds on the clock of `rank`."""
-        return self._turns.clock[rank]
+        return self.turns.clock[rank]
 
     def advance(self, rank: int, seconds: float) -> None:
         """Move the clock of `rank`; those who are earlier go first."""
         self.check(rank)
-        self._turns.advance(rank, seconds)
+        self.turns.advance(rank, seconds)
         self.check(rank)
 
     def check(self, rank: int) -> None:
@@ -132,10 +159,8 @@ class SimulatedWorld:
 
     def start(self, part: _Part[T]) -> _Part[T]:
         """Worker ``part.rank`` has come to its message; what is complete with it is delivered."""
-        self.check(part.rank)
-        part.start = self._turns.now
+        self.enter(part)
         self.bytes_sent[part.rank] += part.bytes_out
-        self._under_way[part.rank] = [*self.unfinished(part.rank), part]
         message = self._messages.setdefault(part.key, _Message())
         message[part.rank] = part
         gone = self._missing(part, message)
@@ -150,26 +175,35 @@ class SimulatedWorld:
             del self._messages[part.key]
         return part
 
-    def wait(self, rank: int, parts: list[_Part[Any]]) -> None:
-        """Until the first of `parts` is there, or the deadline of one has passed, which fails it."""
+    def enter(self, work: VirtualWork) -> None:
+        """Worker ``work.rank`` starts `work` now."""
+        self.check(work.rank)
+        work.start = self.turns.now
+        self._under_way[work.rank] = [*self.unfinished(work.rank), work]
+
+    def wait(self, rank: int, works: Sequence[VirtualWork]) -> None:
+        """Until the first of `works` is there, or the deadline of one has passed, which fails it."""
         self.check(rank)
-        self._waits[rank] = parts
-        deadline = min(part.start for part in parts) + self.deadline_seconds
-        self._turns.wait(rank, min(part.finish for part in parts), deadline)
+        self._waits[rank] = works
+        deadline = min(work.start for work in works) + self.deadline_seconds
+        self.turns.wait(rank, min(work.finish for work in works), deadline)
         del self._waits[rank]
         self.check(rank)
-        self.expire(parts)
+        self.expire(works)
 
-    def expire(self, parts: Iterable[_Part[Any]]) -> None:
-        """Fail those of `parts` that are not settled within the deadline."""
-        for part in parts:
-            if not part.settled and self._turns.now >= part.start + self.deadline_seconds:
-                silent = [rank for rank in part.peers if rank not in self._messages[part.key]]
-                self._fail([part], PeerLost(silent, part.header.verb, f"silent for {self.deadline_seconds:g} s"))
+    def expire(self, works: Iterable[VirtualWork]) -> None:
+        """Fail those of `works` that are not settled within the deadline."""
+        for work in works:
+            if not work.settled and self.turns.now >= work.start + self.deadline_seconds:
+                self._fail([work], work.overdue(self.deadline_seconds))
 
-    def unfinished(self, rank: int) -> list[_Part[Any]]:
+    def silent(self, part: _Part[Any]) -> list[int]:
+        """Peers that have not come to the message of `part`."""
+        return [rank for rank in part.peers if rank not in self._messages[part.key]]
+
+    def unfinished(self, rank: int) -> list[VirtualWork]:
         """What `rank` has started and what lies in its future, or in nobody knows when."""
-        return [part for part in self._under_way[rank] if part.finish > self._turns.now]
+        return [work for work in self._under_way[rank] if work.finish > self.turns.now]
 
     def _missing(self, part: _Part[Any], message: _Message) -> list[int]:
         """Peers that `part` will wait for in vain, who was gone first comes first."""
@@ -194,11 +228,11 @@ class SimulatedWorld:
     def _settle(self, parts: list[_Part[Any]], peers: list[_Part[Any]], seconds: float) -> None:
         for peer in peers:
             if not peer.ready_at:  # else an earlier swap of the same message has asked
-                peer.ready_at = max(peer.start, self._link_free_at[peer.rank])
+                peer.ready_at = max(peer.start, self.stations[peer.rank].free_at)
         for part in parts:
             part.finish = max(peer.ready_at for peer in peers) + seconds
-            self._link_free_at[part.rank] = max(self._link_free_at[part.rank], part.finish)
-            self._turns.wake(part.rank, part.finish)
+            self.stations[part.rank].hold_until(part.finish)
+            self.turns.wake(part.rank, part.finish)
 
     def _seconds(self, part: _Part[Any], peers: list[_Part[Any]]) -> float:
         if part.header.verb in _SECONDS:
@@ -207,18 +241,26 @@ class SimulatedWorld:
         pairs = {(s.rank, r): _bytes([s.xs[r]]) for s in peers for r in s.xs if r in links}
         return costs.exchange_seconds(links, pairs)
 
-    def _fail(self, parts: Iterable[_Part[Any]], error: CommunicationError) -> None:
+    def _fail(self, parts: Iterable[VirtualWork], error: CommunicationError) -> None:
         for part in parts:
-            if part.finish > self._turns.now:
-                part.error, part.finish = part.error or error, self._turns.now
-                self._turns.wake(part.rank, part.finish)
+            if part.finish > self.turns.now:
+                part.error, part.finish = part.error or error, self.turns.now
+                self.turns.wake(part.rank, part.finish)
 
     def _fail_peers(self, gone: int, concerns: Callable[[_Part[Any]], bool]) -> None:
         detail = self._gone[gone]
         for rank in range(self.size):
             for part in self.unfinished(rank) if rank != gone else ():
-                if gone in part.peers and (concerns(part) if not part.settled else gone in self._lost):
+                if (
+                    isinstance(part, _Part)
+                    and gone in part.peers
+                    and (concerns(part) if not part.settled else gone in self._lost)
+                ):
                     self._fail([part], PeerLost([gone], part.header.verb, detail))
+
+    def _end_services(self, gone: int) -> None:
+        for service in list(self._services.values()):
+            service.worker_gone(gone, self._gone[gone])
 
     def _break_deadlock(self) -> None:
         """Everybody who is left waits for somebody else: say who waits where, to all of them."""
@@ -237,7 +279,7 @@ class SimulatedWorld:
 _Lane = tuple[tuple[int, str], ...]
 
 
-class _Part(Generic[T]):
+class _Part(VirtualWork, Generic[T]):
     """One worker's part in a message: what it sent, and the `Work` that it was given."""
 
     result: Callable[[], T]
@@ -251,21 +293,15 @@ class _Part(Generic[T]):
         like: Mapping[int, Tensor],
         root: int,
     ) -> None:
-        self._world, self.rank, self._lane = comm.world, comm.rank, comm.path
+        super().__init__(comm.world, comm.rank)
+        self._world, self._lane, self.verb = comm.world, comm.path, verb
         self.x, self.xs, self.like = x.detach(), xs, like
         numel, dtype = (-1, "") if verb in ("exchange", "swap") else (x.numel(), _name(x.dtype))
         self.header = Header(verb, comm.sequence, numel, dtype, root)
         self.key = (comm.path, comm.sequence)
         self.peers = sorted({comm.rank, *xs}) if verb == "swap" else range(comm.size)
-        self.start, self.ready_at, self.finish = 0.0, 0.0, math.inf
-        self.error: CommunicationError | None = None
+        self.ready_at = 0.0
         self._value: list[T] = []
-        self._polled_at = -1.0
-
-    @property
-    def settled(self) -> bool:
-        """Result and finish time are known; the latter may lie in the future."""
-        return self.finish < math.inf
 
     @property
     def named(self) -> str:
@@ -282,24 +318,12 @@ class _Part(Generic[T]):
             "broadcast": others * size if self.header.root == self.rank else 0,
         }.get(self.header.verb, _bytes(x for rank, x in self.xs.items() if rank != self.rank))
 
-    def poll(self) -> bool:
-        """As the contract. A worker that polls the same work again and again with nothing in between is taken
-        for one that waits: its clock moves to when the first of its works is there."""
-        self._world.check(self.rank)
-        self._world.expire([self])
-        now = self._world.now(self.rank)
-        if self.finish > now and self._polled_at == now:
-            self._world.wait(self.rank, self._world.unfinished(self.rank))
-        self._polled_at = self._world.now(self.rank)
-        return self.finish <= self._polled_at
+    def overdue(self, deadline_seconds: float) -> PeerLost:
+        return PeerLost(self._world.silent(self), self.verb, f"silent for {deadline_seconds:g} s")
 
     def wait(self) -> T:
         """As the contract; moves the clock to the finish time if that is later."""
-        self._world.check(self.rank)
-        while self.finish > self._world.now(self.rank):
-            self._world.wait(self.rank, [self])
-        if self.error:
-            raise copy.copy(self.error)
+        self.until_over()
         if not self._value:
             self._value.append(self.result())
         return self._value[0]
@@ -317,7 +341,7 @@ class Simulated:
     def __init__(self, world: SimulatedWorld, rank: int, path: _Lane = ()) -> None:
         self.world, self.rank, self.size, self.path = world, rank, world.size, path
         self.sequence = 0
-        self._lanes = 0
+        self._lanes = self._services = 0
 
     @property
     def bytes_sent(self) -> int:
@@ -355,6 +379,23 @@ class Simulated:
         self._lanes += 1
         return Simulated(self.world, self.rank, (*self.path, (self._lanes, name)))
 
+    def host(self, actor: Actor) -> list[Line]:
+        """As the contract; `actor` shares the link of its worker."""
+        own = self.world.stations[self.rank]
+        service = self._service(self.size, served=False)
+        service.add(self.rank, lambda: actor, own)
+        return self._lines(service)
+
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+        """As the contract; every actor has a link of its own, as good as that of worker 0."""
+        if count < 1:
+            raise ValueError(f"count={count}: one server or more")
+        made = self._service(count, served=True)
+        for number in range(self.rank, count, self.size):
+            told = json.loads(json.dumps(dict(config)))
+            made.add(number, functools.partial(load, service, number, told), Station(self.world.links[0]))
+        return self._lines(made)
+
     def now(self) -> float:
         """Virtual seconds."""
         return self.world.now(self.rank)
@@ -369,6 +410,15 @@ class Simulated:
         """Says goodbye: peers that still need this worker see `PeerLost`. Lanes close with it."""
         if not self.path:
             self.world.leave(self.rank, "it has closed its communicator")
+
+    def _service(self, count: int, served: bool) -> Service:
+        self._services += 1
+        return self.world.service(self.path, self._services, count, served)
+
+    def _lines(self, service: Service) -> list[Line]:
+        """When everybody's actors are there, after which nobody meets one that has not met its colleagues."""
+        self.gather(torch.zeros(1)).wait()
+        return service.lines(self.rank, self.world.stations[self.rank])
 
     def _start(
         self,

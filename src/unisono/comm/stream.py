@@ -10,13 +10,12 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from operator import attrgetter
 
 from unisono.comm import frames
-from unisono.comm.frames import BrokenMessage, Head
+from unisono.comm.frames import BrokenMessage, Buffer, Head
 from unisono.comm.service import Message
 
 _SCRATCH_BYTES = 1 << 16
@@ -31,10 +30,10 @@ class Buffers:
     def __init__(self, largest_bytes: int) -> None:
         self._largest_bytes = largest_bytes
         self._used_bytes = 0
-        self._free: list[Tensor] = []
+        self._free: list[Buffer] = []
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> Tensor:
+    def take(self, nbytes: int) -> Buffer:
         """A buffer of `nbytes` or more. Raises `BrokenMessage` where that is too much."""
         with self._lock:
             if self._used_bytes + nbytes > self._largest_bytes:
@@ -43,20 +42,22 @@ class Buffers:
             self._used_bytes += buffer.nbytes
             return buffer
 
-    def give(self, buffer: Tensor) -> None:
+    def give(self, buffer: Buffer) -> None:
         """`buffer` may be written again."""
         with self._lock:
             self._used_bytes -= buffer.nbytes
             if buffer.nbytes:
-                self._free = sorted([*self._free, buffer], key=lambda each: each.nbytes)[-_KEPT_BUFFERS:]
+                self._free.append(buffer)
+                self._free.sort(key=attrgetter("nbytes"))
+                del self._free[:-_KEPT_BUFFERS]
 
-    def _fitting(self, nbytes: int) -> Tensor:
+    def _fitting(self, nbytes: int) -> Buffer:
         if nbytes:
             for place, buffer in enumerate(self._free):
                 if nbytes <= buffer.nbytes <= self._largest_bytes - self._used_bytes:
                     return self._free.pop(place)
             del self._free[-1:]
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return Buffer(nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Arrival:
 
     call: int
     message: Message
-    buffer: Tensor
+    buffer: Buffer
 
 
 class Inbox:
@@ -93,8 +94,8 @@ class Inbox:
         kind, fields = frames.parse_text(rest[head.table_bytes :])
         buffer = self.buffers.take(head.payload_bytes)
         if head.payload_bytes:
-            self._into(memoryview(buffer.numpy())[: head.payload_bytes])
-        return Arrival(head.call, Message(kind, fields, frames.cut(buffer, table)), buffer)
+            self._into(buffer.bytes[: head.payload_bytes])
+        return Arrival(head.call, Message(kind, fields, buffer.cut(table)), buffer)
 
     def _exactly(self, nbytes: int) -> memoryview:
         """The next `nbytes`, valid until the next read."""
@@ -115,10 +116,10 @@ class Inbox:
         return found
 
     def _into(self, target: memoryview) -> None:
-        known = min(self._end - self._start, target.nbytes)
+        known = min(self._end - self._start, len(target))
         target[:known] = self._scratch[self._start : self._start + known]
         self._start += known
-        while known < target.nbytes:
+        while known < len(target):
             known += self._receive(target[known:], socket.MSG_WAITALL)
 
     def _receive(self, target: memoryview, flags: int) -> int:
@@ -142,7 +143,8 @@ class Outbox:
 
     def __init__(self, wire: socket.socket, name: str) -> None:
         self._wire, self._name = wire, name
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[_Leaving] = deque()
         self._thread: threading.Thread | None = None
         self._over = False
@@ -150,7 +152,7 @@ class Outbox:
     def send(self, pieces: list[memoryview], sent: Callable[[], None] = lambda: None) -> bool:
         """Never waits. True: it has left; else a thread sends it. ``sent()`` follows when its memory is not
         needed any more."""
-        with self._changed:
+        with self._lock:
             if self._over:
                 pieces = []
             elif not self._queue and frames.nbytes(pieces) <= _SMALL_BYTES:
@@ -164,7 +166,7 @@ class Outbox:
 
     def drained(self) -> None:
         """Returns when nothing is left to be sent."""
-        with self._changed:
+        with self._lock:
             while self._queue and not self._over:
                 self._changed.wait()
 
@@ -178,10 +180,8 @@ class Outbox:
     def _break(self) -> None:
         self._over = True
         self._changed.notify_all()
-        try:
+        with suppress(OSError):  # it may be connected no more
             self._wire.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it was not connected any more
 
     def _send_now(self, pieces: list[memoryview]) -> list[memoryview]:
         """What is left of `pieces`."""

@@ -25,6 +25,7 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.comm import record
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
+from unisono.comm.hosting import Hosting
 from unisono.errors import CommunicationError, InvalidInput, PeerLost
 
 # gloo can add these; others are widened for the sum.
@@ -49,6 +50,7 @@ class TorchGroup(Conversation):
         backend: what carries payloads, ``gloo`` or ``nccl``.
         device: where payloads live (NCCL).
         address: the address of this host by which the peers reach it.
+        service_address: the same for actors; None: `address`.
         deadline_seconds: how long a peer may stay silent, at start and in every verb.
 
     Raises:
@@ -66,9 +68,11 @@ class TorchGroup(Conversation):
         device: torch.device | None = None,
         address: str = "127.0.0.1",
         deadline_seconds: float = 60.0,
+        service_address: str | None = None,
         family: Family | None = None,
     ) -> None:
-        super().__init__(family or Family(), deadline_seconds)
+        hosting = Hosting(service_address or address, deadline_seconds)
+        super().__init__(family or Family(hosting=hosting), deadline_seconds)
         self.rank, self.size = rank, size
         self._store, self._backend, self._address = store, backend, address
         self._device = device or torch.device("cpu")
@@ -161,6 +165,8 @@ class TorchGroup(Conversation):
         )
 
     def close(self) -> None:
+        if self._family.lanes[0] is self:
+            self._family.hosting.close()
         for lane in self._family.lanes if self._family.lanes[0] is self else [self]:
             assert isinstance(lane, TorchGroup)
             lane._end()
@@ -251,6 +257,9 @@ class TorchGroup(Conversation):
             else pieces[rank][: x.nbytes].view(x.dtype).view(x.shape)
             for rank, x in like.items()
         }
+
+    def _verbs(self) -> TorchGroup:
+        return self
 
     def _group_of(self, x: Tensor) -> Any:
         return self._near if x.device.type == "cpu" else self._payloads

@@ -4,7 +4,7 @@
 
     server   magic, 32 random bytes
     client   32 random bytes, its number, the number of the actor it wants, HMAC("client", all of the above)
-    server   HMAC("server", all of the above)
+    server   the largest payload that the actor takes, HMAC("server", all of the above)
 
 Sizes are fixed, nothing else is read before, and the token never travels.
 """
@@ -20,6 +20,7 @@ TOKEN_BYTES = 32
 _MAGIC = b"unisono1"
 _NONCE_BYTES = 32
 _NUMBERS = struct.Struct("<qq")
+_LARGEST = struct.Struct("<Q")
 _PROOF_BYTES = 32
 CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
 CLAIM_BYTES = _NONCE_BYTES + _NUMBERS.size + _PROOF_BYTES
@@ -42,7 +43,7 @@ def claim(token: bytes, challenged: bytes, sender: int, actor: int) -> bytes:
     return said + _proof(token, b"client", challenged + said)
 
 
-def judge(token: bytes, challenged: bytes, claimed: bytes, actor: int) -> tuple[int, bytes]:
+def judge(token: bytes, challenged: bytes, claimed: bytes, actor: int, largest_bytes: int) -> tuple[int, bytes]:
     """The client's number, and what the server answers. Raises `Untrusted`."""
     said, proof = claimed[:-_PROOF_BYTES], claimed[-_PROOF_BYTES:]
     if not hmac.compare_digest(proof, _proof(token, b"client", challenged + said)):
@@ -50,11 +51,12 @@ def judge(token: bytes, challenged: bytes, claimed: bytes, actor: int) -> tuple[
     sender, wanted = _NUMBERS.unpack(said[_NONCE_BYTES:])
     if wanted != actor:
         raise Untrusted(f"it looks for actor {wanted}, this is {actor}")
-    return sender, _proof(token, b"server", challenged + claimed)
+    largest = _LARGEST.pack(largest_bytes)
+    return sender, largest + _proof(token, b"server", challenged + claimed + largest)
 
 
-def introduce(wire: socket.socket, token: bytes, sender: int, actor: int) -> None:
-    """The client's side, within the timeout of `wire`.
+def introduce(wire: socket.socket, token: bytes, sender: int, actor: int) -> int:
+    """The client's side, within the timeout of `wire`; returns the largest payload that the actor takes.
 
     Raises:
         Untrusted: the server does not know the token.
@@ -63,8 +65,10 @@ def introduce(wire: socket.socket, token: bytes, sender: int, actor: int) -> Non
     challenged = _exactly(wire, CHALLENGE_BYTES)
     claimed = claim(token, challenged, sender, actor)
     wire.sendall(claimed)
-    if not hmac.compare_digest(_exactly(wire, _PROOF_BYTES), _proof(token, b"server", challenged + claimed)):
+    largest, proof = _exactly(wire, _LARGEST.size), _exactly(wire, _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(token, b"server", challenged + claimed + largest)):
         raise Untrusted("it does not know this run's token")
+    return int(_LARGEST.unpack(largest)[0])
 
 
 def _proof(token: bytes, role: bytes, said: bytes) -> bytes:

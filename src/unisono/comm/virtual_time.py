@@ -11,7 +11,9 @@ import heapq
 import math
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -40,6 +42,9 @@ class Turns:
         self._turn = [threading.Lock() for _ in range(size)]
         for lock in self._turn:
             lock.acquire()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events_made = 0
+        self._seed = seed
         self._random = [_random_state(seed, rank) for rank in range(size)]
         self._over = threading.Event()
         self._interrupted = False
@@ -82,6 +87,30 @@ class Turns:
         if rank in self.waiting and time < self._wake_at[rank]:
             self._schedule(rank, time)
 
+    def at(self, time: float, event: Callable[[], None]) -> None:
+        """Have ``event()`` called at `time`, before any worker goes on from there; it must not raise.
+
+        Events of the same time happen in the order in which they were made, in the thread of some worker.
+        """
+        heapq.heappush(self._events, (max(time, self.now), self._events_made, event))
+        self._events_made += 1
+
+    def own_random(self, name: str) -> Random:
+        """The random generators of something that is no worker, at their beginning."""
+        return Random(*_random_state(self._seed, name))
+
+    @contextmanager
+    def drawing_from(self, source: Random) -> Iterator[None]:
+        """Within, `source` is drawn from, and nobody else's generators move."""
+        outside = _get_random()
+        _set_random((source.torch, source.python))
+        try:
+            with torch.enable_grad():  # as in a thread of its own
+                yield
+        finally:
+            source.torch, source.python = _get_random()
+            _set_random(outside)
+
     def _schedule(self, rank: int, time: float) -> None:
         self._wake_at[rank] = time
         heapq.heappush(self._ready, (time, rank))
@@ -113,15 +142,21 @@ class Turns:
 
     def _pick(self) -> int | None:
         """The worker with the least clock among those that can go on; None when all have ended."""
-        _drop(self._ready, self._wake_at)
-        if not self._ready and self.waiting:
-            self._deadlock()
+        while True:
             _drop(self._ready, self._wake_at)
-        if not self._ready:
-            return None
-        _drop(self._timers, self._timer_at)
-        queue = self._timers if self._timers and self._timers[0] < self._ready[0] else self._ready
-        time, rank = heapq.heappop(queue)
+            _drop(self._timers, self._timer_at)
+            if not self._ready and not self.waiting:
+                return None
+            if not self._ready and not self._events:
+                self._deadlock()
+                continue
+            queue = min((queue for queue in (self._ready, self._timers) if queue), key=lambda queue: queue[0])
+            if not self._events or queue[0][0] < self._events[0][0]:
+                return self._go_on(*heapq.heappop(queue))
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+
+    def _go_on(self, time: float, rank: int) -> int:
         self.now = self.clock[rank] = max(self.clock[rank], time)
         self._wake_at[rank] = self._timer_at[rank] = math.inf
         self.waiting.discard(rank)
@@ -132,6 +167,14 @@ def _drop(queue: list[tuple[float, int]], valid: list[float]) -> None:
     """Remove entries from the front that something earlier has overtaken."""
     while queue and valid[queue[0][1]] != queue[0][0]:
         heapq.heappop(queue)
+
+
+@dataclass
+class Random:
+    """The states of torch's and Python's generator."""
+
+    torch: torch.Tensor
+    python: object
 
 
 _Random = tuple[torch.Tensor, object]
@@ -146,6 +189,6 @@ def _set_random(state: _Random) -> None:
     random.setstate(state[1])  # type: ignore[arg-type]
 
 
-def _random_state(seed: int, rank: int) -> _Random:
+def _random_state(seed: int, rank: int | str) -> _Random:
     source = random.Random(f"{seed} {rank}")
     return torch.Generator().manual_seed(source.getrandbits(63)).get_state(), source.getstate()

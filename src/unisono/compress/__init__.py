@@ -1,12 +1,28 @@
+from unisono.compress.auto import Auto as Auto
 from unisono.compress.cast import Cast as Cast
+from unisono.compress.choice import ByName as ByName
+from unisono.compress.choice import BySize as BySize
 from unisono.compress.compressor import Codec as Codec
 from unisono.compress.compressor import Compressor as Compressor
 from unisono.compress.compressor import Mean as Mean
 from unisono.compress.compressor import Wire as Wire
 from unisono.compress.compressor import bits as bits
 from unisono.compress.exact import Exact as Exact
+from unisono.compress.feedback import WithErrorFeedback as WithErrorFeedback
 from unisono.compress.memory import Memory as Memory
+from unisono.compress.one_bit import OneBit as OneBit
+from unisono.compress.power_sgd import PowerSGD as PowerSGD
+from unisono.compress.quantize import Quantize as Quantize
+from unisono.compress.random_k import RandomK as RandomK
 from unisono.compress.span import Span as Span
 from unisono.compress.span import views as views
+from unisono.compress.top_k import TopK as TopK
+from unisono.compress.two_bit import TwoBit as TwoBit
 
-COMPRESSORS: dict[str, type] = {cls.__name__: cls for cls in (Cast, Exact)}
+COMPRESSORS: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        *(Cast, Exact, Quantize, OneBit, TwoBit, TopK, RandomK, PowerSGD),
+        *(WithErrorFeedback, BySize, ByName, Auto),
+    )
+}

@@ -10,8 +10,8 @@ left out is a by-product of the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from unisono.compress.memory import Memory
 from unisono.compress.packing import pack, packed, unpack
 from unisono.compress.span import Span
 
-_PIECE = 1 << 16  # numbers: 256 KiB of fp32, a fraction of a core's second-level cache
-_SCALE = torch.bfloat16  # the range of fp32, so that no block is too small or too large for it
+_PIECE = 1 << 17  # numbers: 512 KiB of fp32, for a core's second-level cache; fewer cost more calls than they save
+_ALIGN = 8  # bytes: rows of a gather lie one behind the other
+SCALE = torch.bfloat16  # the range of fp32, so that no block is too small or too large for it
 
 
 class Blocks(Codec):
@@ -34,8 +35,6 @@ class Blocks(Codec):
     """
 
     block: int
-    scaled = True  # whether scales travel
-    step = 1  # from one level to the next
 
     @property
     def code_bits(self) -> int:
@@ -43,12 +42,23 @@ class Blocks(Codec):
         raise NotImplementedError
 
     @property
+    def step(self) -> int:
+        """From one level to the next: 1 or 2."""
+        return 1
+
+    @property
     def lowest(self) -> int:
         """The level of code 0."""
         return -(1 << (self.code_bits - 1))
 
+    @property
+    def scaled(self) -> bool:
+        """Whether scales travel."""
+        return True
+
     def scales(self, x: Tensor, scratch: Tensor) -> Tensor:
-        """One scale per row of `x` (fp32 of shape ``[blocks, block]``): ``[blocks, 1]``. `scratch` is like `x`."""
+        """One scale per row of `x` (fp32 of shape ``[blocks, block]``): ``[blocks, 1]``, bf16 where they travel.
+        `scratch` is like `x` and may be written into."""
         raise NotImplementedError
 
     def levels(self, x: Tensor, scales: Tensor, dither: Tensor | None, out: Tensor) -> None:
@@ -63,8 +73,11 @@ class Blocks(Codec):
         """What is added before rounding down, or None where rounding is to nearest."""
         return None
 
+    def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32)  # what is owed would vanish in a 16-bit sum
+
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(self._head(numel) + packed(numel, self.code_bits), dtype=torch.uint8, device=device)
+        return torch.empty(self._length(numel), dtype=torch.uint8, device=device)
 
     def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
         return self._send(total, None, None, self.dither(total, memory))
@@ -72,121 +85,129 @@ class Blocks(Codec):
     def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
         left = memory.spare("owed")
         if left is None:
-            left = torch.empty_like(total)
+            left = torch.empty(total.numel(), dtype=total.dtype, device=total.device)
         message = self._send(total, memory.get("owed"), left, self.dither(total, memory))
         memory.put("owed", left)
         return message
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
-        codes, scales = self._fields(message, numel)
+        if message.dtype != torch.uint8 or message.shape != (self._length(numel),):
+            got = f"{tuple(message.shape)} of {message.dtype}"
+            raise ValueError(f"{self!r} sends {numel} numbers as {self._length(numel)} bytes, not as {got}")
         out = torch.empty(numel, dtype=dtype, device=message.device)
         scratch = _Scratch(numel, self.block, message.device)
-        for piece in _pieces(numel, self.block):
-            target = out[piece.start : piece.stop].view(piece.shape)
-            levels = target if dtype == torch.float32 else scratch.floats(piece)
-            self._unpack(codes, piece, scratch, levels)
-            self.values(levels, self._scales_of(scales, piece))
+        for target, codes, scale in zip(_pieces(out, self.block), *self._fields(message, numel)):
+            levels = target if dtype == torch.float32 else scratch.floats(target)
+            self._unpack(codes, scratch, levels.view(-1))
+            self.values(levels, scale.float())
             if levels is not target:
                 target.copy_(levels)
         return out
 
     def _send(self, total: Tensor, owed: Tensor | None, left: Tensor | None, dither: Dither | None) -> Tensor:
         """The message for ``total + owed``, which `total` becomes; what it leaves out goes to `left`."""
-        numel = total.numel()
+        numel, start = total.numel(), 0
         message = self.blank((), numel, total.dtype, total.device)
-        codes, scales = self._fields(message, numel)
+        message[-_ALIGN:].zero_()  # what fills it up is no chance content of memory
         scratch = _Scratch(numel, self.block, total.device)
-        for piece in _pieces(numel, self.block):
-            here = slice(piece.start, piece.stop)
-            part = total[here] if owed is None else total[here].add_(owed[here])
-            x, levels = part.float().view(piece.shape), scratch.floats(piece)
-            scale = self.scales(x, levels).to(_SCALE)
+        debts, remains = _pieces_or_none(owed, self.block), _pieces_or_none(left, self.block)
+        parts = _pieces(total, self.block)
+        for part, debt, remain, codes, scale in zip(parts, debts, remains, *self._fields(message, numel)):
+            x = (part if debt is None else part.add_(debt)).float()
+            levels = scratch.floats(x)
+            travels = self.scales(x, levels)
             if self.scaled:
-                scales[piece.row : piece.row + piece.shape[0]] = scale.squeeze(1)
-            scale = scale.float()
-            self.levels(x, scale, dither.of(piece.start, x) if dither else None, levels)
-            self._pack(levels.view(-1), piece, scratch, codes)
-            if left is not None:
-                torch.addcmul(x, levels, scale, value=-1, out=levels)
-                left[here] = levels.view(-1)
+                scale.copy_(travels)
+            travels = travels.float()
+            self.levels(x, travels, dither.of(start, x) if dither else None, levels)
+            self._pack(levels.view(-1), scratch, codes)
+            if remain is not None:
+                target = remain if remain.dtype == torch.float32 else levels
+                torch.addcmul(x, levels, travels, value=-1, out=target)
+                if target is not remain:
+                    remain.copy_(target)
+            start += x.numel()
         return message
 
     def _head(self, numel: int) -> int:
         """Bytes of the scales."""
-        return -(-numel // self.block) * _SCALE.itemsize if self.scaled else 0
+        return -(-numel // self.block) * SCALE.itemsize if self.scaled else 0
 
-    def _fields(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        head, length = self._head(numel), self._head(numel) + packed(numel, self.code_bits)
-        if message.dtype != torch.uint8 or message.shape != (length,):
-            got = f"{tuple(message.shape)} of {message.dtype}"
-            raise ValueError(f"{self!r} sends {numel} numbers as {length} bytes (uint8), not as {got}")
-        return message[head:], message[:head].view(_SCALE)
+    def _length(self, numel: int) -> int:
+        """Bytes of the message."""
+        return -(-(self._head(numel) + packed(numel, self.code_bits)) // _ALIGN) * _ALIGN
 
-    def _scales_of(self, scales: Tensor, piece: _Piece) -> Tensor:
-        return scales[piece.row : piece.row + piece.shape[0]].float().unsqueeze(1)
+    def _fields(self, message: Tensor, numel: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """For each piece its codes, and its scales as a column."""
+        shapes = _shapes(numel, self.block)
+        head, end = self._head(numel), self._head(numel) + packed(numel, self.code_bits)
+        codes = message[head:end].split([packed(rows * columns, self.code_bits) for rows, columns in shapes])
+        if not self.scaled:
+            return codes, [message[:0]] * len(shapes)
+        scales = (message[:head] if message.storage_offset() % 2 == 0 else message[:head].clone()).view(SCALE)
+        return codes, scales.unsqueeze(1).split([rows for rows, _ in shapes])
 
-    def _pack(self, levels: Tensor, piece: _Piece, scratch: _Scratch, codes: Tensor) -> None:
+    def _pack(self, levels: Tensor, scratch: _Scratch, codes: Tensor) -> None:
         bits = self.code_bits
-        target = codes[piece.start * bits // 8 :][: packed(levels.numel(), bits)]
         if bits == 8:
-            target.view(torch.int8).copy_(levels)
+            codes.view(torch.int8).copy_(levels)
             return
-        whole = scratch.bytes[: target.numel() * 8 // bits]
+        whole = scratch.bytes[: codes.numel() * 8 // bits]
         whole[levels.numel() :].zero_()
-        signed = whole[: levels.numel()].view(torch.int8)
-        signed.copy_(levels).sub_(self.lowest)
-        pack(whole if self.step == 1 else whole.bitwise_right_shift_(1), bits, target)
+        whole[: levels.numel()].view(torch.int8).copy_(levels)
+        whole.sub_(self.lowest % 256)
+        if self.step == 2:
+            whole.bitwise_right_shift_(1)
+        pack(whole.bitwise_and_((1 << bits) - 1), bits, codes)  # NaN becomes any byte; its neighbours stay theirs
 
-    def _unpack(self, codes: Tensor, piece: _Piece, scratch: _Scratch, levels: Tensor) -> None:
-        bits, numel = self.code_bits, levels.numel()
-        source = codes[piece.start * bits // 8 :][: packed(numel, bits)]
+    def _unpack(self, codes: Tensor, scratch: _Scratch, levels: Tensor) -> None:
+        bits = self.code_bits
         if bits == 8:
-            levels.view(-1).copy_(source.view(torch.int8))
+            levels.copy_(codes.view(torch.int8))
             return
-        whole = scratch.bytes[: source.numel() * 8 // bits]
-        unpack(source, bits, whole)
-        signed = (whole if self.step == 1 else whole.bitwise_left_shift_(1)).view(torch.int8)
-        levels.view(-1).copy_(signed.add_(self.lowest)[:numel])
+        whole = scratch.bytes[: codes.numel() * 8 // bits]
+        unpack(codes, bits, whole)
+        if self.step == 2:
+            whole.mul_(2)
+        levels.copy_(whole.view(torch.int8).add_(self.lowest)[: levels.numel()])
 
 
 def check_block(block: object) -> None:
     """
     Raises:
-        ValueError: not a multiple of 8 from 8 to 65536.
+        ValueError: not a multiple of 8 from 8 to 131072.
     """
     if not isinstance(block, int) or not 8 <= block <= _PIECE or block % 8:
         raise ValueError(f"block={block!r} is not a multiple of 8 from 8 to {_PIECE}")
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Numbers ``[start, stop)``, which are blocks ``row, row + 1, ...`` of shape ``[blocks, numbers]``."""
-
-    start: int
-    stop: int
-    row: int
-    shape: tuple[int, int]
-
-
-def _pieces(numel: int, block: int) -> Iterator[_Piece]:
-    """Whole blocks, as many as fit into a cache at a time, then the rest of a block."""
+def _shapes(numel: int, block: int) -> list[tuple[int, int]]:
+    """The pieces' ``(blocks, numbers of a block)``: as many whole blocks as fit into a cache, then what is left of
+    a block."""
     whole, rest = divmod(numel, block)
-    together = max(1, _PIECE // block)
-    for row in range(0, whole, together):
-        rows = min(together, whole - row)
-        yield _Piece(row * block, (row + rows) * block, row, (rows, block))
-    if rest:
-        yield _Piece(numel - rest, numel, whole, (1, rest))
+    together = _PIECE // block
+    shapes = [(min(together, whole - row), block) for row in range(0, whole, together)]
+    return [*shapes, (1, rest)] if rest else shapes
+
+
+def _pieces(flat: Tensor, block: int) -> list[Tensor]:
+    """One view of `flat` per piece, in its shape."""
+    shapes = _shapes(flat.numel(), block)
+    return [part.view(shape) for part, shape in zip(flat.split([rows * n for rows, n in shapes]), shapes)]
+
+
+def _pieces_or_none(flat: Tensor | None, block: int) -> Iterable[Tensor | None]:
+    return repeat(None) if flat is None else _pieces(flat, block)
 
 
 class _Scratch:
     """Memory for one piece, taken once for a message."""
 
     def __init__(self, numel: int, block: int, device: torch.device) -> None:
-        most = min(-(-numel // 8) * 8, max(_PIECE, block))
+        most = min(-(-numel // 8) * 8, _PIECE)
         self._floats = torch.empty(most, device=device)
         self.bytes = torch.empty(most, dtype=torch.uint8, device=device)
 
-    def floats(self, piece: _Piece) -> Tensor:
-        """Of the piece's shape."""
-        return self._floats[: piece.stop - piece.start].view(piece.shape)
+    def floats(self, like: Tensor) -> Tensor:
+        """Of the shape of `like`."""
+        return self._floats[: like.numel()].view(like.shape)

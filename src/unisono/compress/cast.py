@@ -37,6 +37,10 @@ class Cast(Codec):
     def adds_up(self) -> bool:
         return True
 
+    @property
+    def owes(self) -> bool:
+        return False
+
     def keeps(self, dtype: torch.dtype) -> bool:
         return self._travels(dtype) == dtype
 

@@ -23,6 +23,8 @@ class Wire(Protocol):
     rank: int
     size: int
 
+    @property
+    def bytes_sent(self) -> int: ...
     def sum(self, x: Tensor) -> Any: ...
     def gather(self, x: Tensor) -> Any: ...
     def exchange(self, xs: Any, like: Any) -> Any: ...
@@ -46,6 +48,10 @@ class Compressor(Protocol):
     @property
     def adds_up(self) -> bool:
         """True where messages can be added like totals, so that `mean` is one `sum`."""
+
+    @property
+    def owes(self) -> bool:
+        """True where `owe` adds what earlier messages left out."""
 
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         """The compressor for parameter `name`; itself, unless it treats parameters differently."""
@@ -104,6 +110,10 @@ class Codec:
     def adds_up(self) -> bool:
         return False
 
+    @property
+    def owes(self) -> bool:
+        return True
+
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         return self
 
@@ -145,15 +155,18 @@ class Codec:
     def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
         """Two hops: each worker sums one piece of everybody's total, then sends the sum round. Both hops owe what
         they leave out (Tang et al. 2019, "DoubleSqueeze", algorithm 1)."""
+        if comm.size == 1:
+            message = self.owe(total, spans, memory)
+            return self.value(self.decode(message, spans, total.numel(), total.dtype), dtype)
         pieces = list(total.tensor_split(comm.size))
         messages = [self.owe(piece, (), memory.part(f"to {peer}")) for peer, piece in enumerate(pieces)]
         mine = pieces[comm.rank].numel()
         arrived = yield comm.exchange(messages, [self.blank((), mine, dtype, total.device)] * comm.size)
-        summed = self.decode(arrived[0], (), mine, dtype).clone()
+        summed = self.decode(arrived[0], (), mine, total.dtype).clone()
         for message in arrived[1:]:
-            summed.add_(self.decode(message, (), mine, dtype))
+            summed.add_(self.decode(message, (), mine, total.dtype))
         longest = pieces[0].numel()  # all messages of a gather are of one length
         padded = torch.cat([summed, summed.new_zeros(longest - mine)]) if mine < longest else summed
         rows = yield comm.gather(self.owe(padded, (), memory.part("round")))
-        whole = [self.decode(row, (), longest, dtype)[: piece.numel()] for row, piece in zip(rows, pieces)]
+        whole = [self.decode(row, (), longest, total.dtype)[: piece.numel()] for row, piece in zip(rows, pieces)]
         return self.value(torch.cat(whole), dtype)

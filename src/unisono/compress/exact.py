@@ -37,6 +37,10 @@ class Exact(Codec):
         return True
 
     @property
+    def owes(self) -> bool:
+        return False
+
+    @property
     def bound(self) -> float:
         """The largest magnitude of one addend; 2^10 of them cannot overflow 63 bits."""
         return 2.0 ** (52 - self.fraction_bits)

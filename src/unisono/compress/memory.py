@@ -17,6 +17,7 @@ class Memory:
         self._coming: dict[str, Any] = {}
         self._spare: dict[str, Any] = {}
         self._parts: dict[str, Memory] = {}
+        self._forgotten: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
         """What was put under `key` before the last commit; not to be written into."""
@@ -35,8 +36,15 @@ class Memory:
         """A memory of its own, committed and discarded with this one."""
         return self._parts.setdefault(key, Memory())
 
+    def forget(self, key: str) -> None:
+        """The part under `key` is void after the next commit."""
+        self._forgotten.add(key)
+
     def commit(self) -> None:
         """The step is taken."""
+        for key in self._forgotten:
+            self._parts.pop(key, None)
+        self._forgotten.clear()
         for key, value in self._coming.items():
             if key in self._held:
                 self._spare[key] = self._held[key]
@@ -48,5 +56,6 @@ class Memory:
     def discard(self) -> None:
         """The step is dropped."""
         self._coming.clear()
+        self._forgotten.clear()
         for part in self._parts.values():
             part.discard()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.compress.blocks import Blocks, check_block
+from unisono.compress.blocks import SCALE, Blocks, check_block
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,24 @@ class OneBit(Blocks):
         block: numbers that share a magnitude.
 
     Raises:
-        ValueError: `block` is not a multiple of 8 from 8 to 65536.
+        ValueError: `block` is not a multiple of 8 from 8 to 131072.
     """
 
     block: int = 256
 
-    code_bits = 1
-    lowest = -1
-    step = 2
-
     def __post_init__(self) -> None:
         check_block(self.block)
 
+    @property
+    def code_bits(self) -> int:
+        return 1
+
+    @property
+    def step(self) -> int:
+        return 2
+
     def scales(self, x: Tensor, scratch: Tensor) -> Tensor:
-        return torch.abs(x, out=scratch).mean(1, keepdim=True)
+        return torch.abs(x, out=scratch).mean(1, keepdim=True).to(SCALE)
 
     def levels(self, x: Tensor, scales: Tensor, dither: Tensor | None, out: Tensor) -> None:
         torch.copysign(torch.ones((), device=x.device), x, out=out)

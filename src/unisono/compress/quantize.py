@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.compress.blocks import Blocks, check_block
+from unisono.compress.blocks import SCALE, Blocks, check_block
 from unisono.compress.dither import Dither
 from unisono.compress.memory import Memory
 from unisono.compress.span import Span
 
-_SMALLEST = torch.finfo(torch.bfloat16).tiny  # its reciprocal is finite
+_SMALLEST = torch.finfo(SCALE).tiny  # its reciprocal is finite
 _UP = 1 + 2**-8  # a scale that bf16 has rounded is not below the largest number's
 
 
@@ -33,7 +33,7 @@ class Quantize(Blocks):
         block: numbers that share a scale.
 
     Raises:
-        ValueError: `bits` is neither 8 nor 4; `block` is not a multiple of 8 from 8 to 65536.
+        ValueError: `bits` is neither 8 nor 4; `block` is not a multiple of 8 from 8 to 131072.
     """
 
     bits: int = 8
@@ -63,7 +63,7 @@ class Quantize(Blocks):
 
     def scales(self, x: Tensor, scratch: Tensor) -> Tensor:
         largest = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())
-        return largest.mul_(_UP / (2 ** (self.bits - 1) - 1)).clamp_(min=_SMALLEST)
+        return largest.mul_(_UP / (2 ** (self.bits - 1) - 1)).clamp_(min=_SMALLEST).to(SCALE)
 
     def levels(self, x: Tensor, scales: Tensor, dither: Tensor | None, out: Tensor) -> None:
         torch.mul(x, scales.reciprocal(), out=out)

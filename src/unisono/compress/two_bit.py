@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from unisono.compress.blocks import Blocks
 
 @dataclass(frozen=True)
 class TwoBit(Blocks):
-    """A number travels as ``+t``, ``-t`` or nothing: ``t * sign(x)`` where ``|x| >= t``. The rest is owed.
+    """A number travels as ``+t``, ``-t`` or nothing: ``t * sign(x)`` where ``|x| > t``. The rest is owed.
 
     As in MXNet's ``gradient_compression={"type": "2bit", "threshold": t}``; Strom 2015, "Scalable Distributed DNN
     Training Using Commodity GPU Cloud Computing", section 3. Two bits per number.
@@ -27,16 +28,37 @@ class TwoBit(Blocks):
         threshold: t, in units of the gradient.
 
     Raises:
-        ValueError: `threshold` is not a finite number above 0.
+        ValueError: `threshold` is not a number from 1e-30 to 1e30.
     """
 
     threshold: float
 
-    block = 256
-    code_bits = 2
-    scaled = False
-
     def __post_init__(self) -> None:
         number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
-        if not number or not 0 < self.threshold < float("inf"):
-            raise ValueError(f"threshold={self.threshold!r} is not a finite number above 0")
+        if not number or not 1e-30 <= self.threshold <= 1e30:
+            raise ValueError(f"threshold={self.threshold!r} is not a number from 1e-30 to 1e30")
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Numbers that are found not finite together."""
+        return 256
+
+    @property
+    def code_bits(self) -> int:
+        return 2
+
+    @property
+    def scaled(self) -> bool:
+        return False
+
+    def scales(self, x: Tensor, scratch: Tensor) -> Tensor:
+        """The threshold, or NaN for a block that holds what is not finite."""
+        return x.amax(1, keepdim=True).mul_(0).add_(x.amin(1, keepdim=True).mul_(0)).add_(self.threshold)
+
+    def levels(self, x: Tensor, scales: Tensor, dither: Tensor | None, out: Tensor) -> None:
+        torch.hardshrink(x, self.threshold, out=out).sign_()
+        most = torch.full_like(scales, 1).masked_fill_(scales.isnan(), self.lowest)
+        torch.minimum(out, most, out=out)
+
+    def values(self, levels: Tensor, scales: Tensor) -> None:
+        functional.threshold(levels, self.lowest + 0.5, math.nan, inplace=True).mul_(self.threshold)

@@ -68,6 +68,11 @@ class Reduction:
         self._place = {span.name: (bucket, i) for bucket in self._buckets for i, span in enumerate(bucket.cut.spans)}
         self.begin()
 
+    @property
+    def cuts(self) -> list[Cut]:
+        """How the parameters lie in the buckets."""
+        return [bucket.cut for bucket in self._buckets]
+
     def begin(self) -> None:
         """A new round; what was added to one that was not committed is forgotten."""
         self._closing = False
@@ -106,8 +111,9 @@ class Reduction:
         while self._queue and self._queue[0].poll():
             self._queue.popleft()
             self._start_queued()
-        over = [bucket.poll() for bucket in self._buckets[: self._launched]]
-        return len(over) == len(self._buckets) and all(over)
+        # Each work is polled once: a simulated worker that polls one twice at the same moment is taken for waiting.
+        over = [bucket.poll() for bucket in self._buckets[: self._launched] if not bucket.hops]
+        return self._launched == len(self._buckets) and not self._queue and all(over)
 
     def wait(self) -> Agreed:
         """Wait for all means. Raises `PeerLost`, `MessageMismatch`."""
@@ -155,7 +161,11 @@ class Agreed:
 
     def norms(self) -> list[float]:
         """The 2-norm of each bucket."""
-        return [float(m[: b.cut.numel].norm()) for b, m in zip(self._buckets, self.means) if b.cut.spans]
+        return [float(m.norm()) for b, m in zip(self._buckets, self.flats()) if b.cut.spans]
+
+    def flats(self) -> list[Tensor]:
+        """The mean of each bucket, laid out as in `Reduction.cuts`, to be read only and until the next round."""
+        return [mean[: bucket.cut.numel] for bucket, mean in zip(self._buckets, self.means)]
 
     def results(self, scale: float = 1.0) -> dict[str, Tensor | None]:
         """``scale * mean`` by name, to be read only and until the next round; None for what no worker added to."""

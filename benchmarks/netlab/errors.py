@@ -1,0 +1,9 @@
+"""What can go wrong with hosts that are played."""
+
+
+class Unavailable(Exception):
+    """This machine cannot play several hosts; says why."""
+
+
+class Failed(Exception):
+    """A worker ended badly, or all of them hung; says which and what it said."""

@@ -1,0 +1,128 @@
+"""One of four workers slowed to 30 % of the others' CPU: how much of the workers' own speeds each way keeps.
+
+Each worker is a host (`benchmarks.netlab`) whose processes together may use a share of one core, by a control group:
+three have 50 %, the slow one 15 %, together 165 % of the two cores, so that none takes from another. In every
+repeat each kind of worker is also measured alone, with the same quota; their sum is what could be reached.
+The links have no limit. The final loss is that on held-out text after the same number of samples.
+
+Samples per second of our runs are what ``summary.json`` says; of DDP, the global batch over the mean step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+
+from benchmarks import harness
+from benchmarks.harness import Claim, Spread, Verdict
+from benchmarks.netlab.errors import Failed, Unavailable
+from benchmarks.netlab.network import netlab
+from benchmarks.netlab.ways import Measured, Run, Way, train
+
+SYNCHRONOUS = Way("all-reduce")
+KEEPING = (  # what is claimed to keep up
+    Way("asynchronous server", "--sync 'ParameterServer(staleness=inf)'"),
+    Way("bounded server", "--sync 'ParameterServer(staleness=16)'"),
+    Way("asynchronous gossip", "--sync 'Gossip(asynchronous=True)'"),
+)
+WAITING = (
+    Way("DDP", "ddp", ours=False),
+    SYNCHRONOUS,
+    Way("synchronous server", "--sync 'ParameterServer(staleness=0)'"),
+)
+FAST, SLOW = "fast worker alone", "slow worker alone"
+KEPT, LOSS_WITHIN = 0.85, 1.02
+WARM_STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """Samples per second, and bits per byte at the end."""
+
+    samples_per_second: float
+    bits_per_byte: float
+
+
+def figure(measured: Measured, global_batch: int) -> Figure:
+    """Of one run that went to its end."""
+    by_steps = global_batch / measured.trace.step_seconds(WARM_STEPS)
+    bits = measured.trace.evaluations[-1].value if measured.trace.evaluations else float("nan")
+    return Figure(float(measured.summary.get("samples_per_second", by_steps)), bits)
+
+
+def measure(way: Way, run: Run, quotas: Sequence[float]) -> Figure:
+    """One worker per quota."""
+    with netlab(len(quotas), quotas=quotas) as lab:
+        return figure(train(lab, way, run, timeout_seconds=3600.0), run.global_batch)
+
+
+def available(ways: Sequence[Way], run: Run) -> tuple[list[Way], dict[str, str]]:
+    """Those that run here, and why the others do not."""
+    able, reasons = [], {}
+    for way in ways:
+        try:
+            with netlab(4) as lab:
+                train(lab, way, run, stop_after=1, timeout_seconds=120.0)
+            able.append(way)
+        except Failed as error:
+            reasons[way.name] = str(error).strip().splitlines()[-1]
+            print(f"  {way.name} is left out: {reasons[way.name]}", file=sys.stderr)
+    return able, reasons
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser(__doc__, repeats=3)
+    parser.add_argument("--only", nargs="+", metavar="WAY")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--context", type=int, default=32, help="bytes per window")
+    parser.add_argument("--cores", type=float, default=0.5, help="what a worker may use of a core")
+    parser.add_argument("--slowed-to", type=float, default=0.3, help="the slow one's part of that")
+    asked = parser.parse_args(arguments)
+    run = Run(context=asked.context, steps=asked.steps, evaluate_every=asked.steps)
+    own = dataclasses.replace(run, global_batch=run.micro_batch, evaluate_every=0)
+    fast, slow = asked.cores, asked.cores * asked.slowed_to
+    chosen = [way for way in (*WAITING, *KEEPING) if asked.only is None or way.name in asked.only]
+    try:
+        able, left_out = available(chosen, run)
+        ways = {way.name: functools.partial(measure, way, run, [fast, fast, fast, slow]) for way in able}
+        ways[FAST] = functools.partial(measure, SYNCHRONOUS, own, [fast])
+        ways[SLOW] = functools.partial(measure, SYNCHRONOUS, own, [slow])
+        figures = harness.interleave(ways, asked.repeats)
+    except Unavailable as reason:
+        print(f"left out: {reason}")
+        return 0
+    speeds = {name: [f.samples_per_second for f in each] for name, each in figures.items()}
+    total = [3 * f + s for f, s in zip(speeds[FAST], speeds[SLOW], strict=True)]
+    told(figures, total)
+    kept = {way.name for way in KEEPING}
+    judged = [
+        Verdict(Claim(f"{name}: samples/s against the sum of the workers alone", KEPT), "the sum", "samples/s",
+                speeds[name], total)
+        for name in speeds if name in kept
+    ]  # fmt: skip
+    bits = {name: [f.bits_per_byte for f in each] for name, each in figures.items()}
+    if SYNCHRONOUS.name in bits:
+        judged += [
+            Verdict(Claim(f"{name}: bits per byte against {SYNCHRONOUS.name}", LOSS_WITHIN, at_least=False),
+                    SYNCHRONOUS.name, "bits", bits[name], bits[SYNCHRONOUS.name])
+            for name in bits if name in kept
+        ]  # fmt: skip
+    return harness.conclude(
+        "netlab_slowed", judged, asked.json, run=vars(run), cores=[fast, fast, fast, slow], left_out=left_out,
+        figures={name: [vars(f) for f in each] for name, each in figures.items()})  # fmt: skip
+
+
+def told(figures: dict[str, list[Figure]], total: Sequence[float]) -> None:
+    """All ways, the slowest last."""
+    print(f"\nsum of the workers' own speeds: {Spread.of(total)} samples/s")
+    for name in sorted(figures, key=lambda name: -Spread.of([f.samples_per_second for f in figures[name]]).median):
+        speeds = [f.samples_per_second for f in figures[name]]
+        share = Spread.of([speed / whole for speed, whole in zip(speeds, total, strict=True)])
+        bits = Spread.of([f.bits_per_byte for f in figures[name]])
+        print(f"  {name:22}  {Spread.of(speeds)} samples/s  {share} of the sum  {bits} bits per byte")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,162 @@
+"""A trainer put together from a task, a configuration and a communicator, for real workers and for virtual ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.batchnorm import synchronize_batchnorm
+from unisono.comm import Communicator
+from unisono.config import Config
+from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
+from unisono.errors import InvalidInput
+from unisono.evaluate import Evaluator, forward, samples_in, within
+from unisono.notation import show
+from unisono.observe import Recorder
+from unisono.optimizer import LearningRate, prefer_fused
+from unisono.persist import Persistence
+from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters
+from unisono.schedule import Constant
+from unisono.task import Batch, Task, build_dataset
+from unisono.trainer import Trainer
+
+
+class Feed:
+    """The plan of micro-batches, and the loader of worker `rank` of `size`; loaders are closed with `stack`."""
+
+    def __init__(self, task: Task, config: Config, rank: int, size: int, stack: contextlib.ExitStack) -> None:
+        self.task, self.config, self._stack = task, config, stack
+        self.dataset = build_dataset(task.data)
+        assert config.global_batch is not None
+        self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
+        ranges = assign(self.plan.micro_batches, [1.0] * size)
+        self.mine = ranges[rank]
+        self.worker_of = [rank for rank, r in enumerate(ranges) for _ in r].__getitem__
+        self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
+
+    def loader(self, first_step: int) -> Loader:
+        """Loads this worker's micro-batches from `first_step` on."""
+        loader = Loader(
+            self.dataset, self.plan, lambda _: self.mine, self.task.collate, self.config.load, self.config.seed,
+            first_step, self.steps)  # fmt: skip
+        self._stack.callback(loader.close)
+        return loader
+
+
+def build(task: Task, config: Config, device: torch.device, comm: Communicator) -> tuple[nn.Module, Optimizer]:
+    """The model with its first weights, and its optimizer.
+
+    Raises:
+        InvalidInput: what the task builds cannot be trained.
+    """
+    seed_compute(stream(config.seed, 0, 0, "init"))
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(
+            "model", type(model).__name__, "not a torch module", "give Task(model=a function that builds one)"
+        )
+    if config.sync_batchnorm:
+        model = synchronize_batchnorm(model, comm.lane("batchnorm"))
+    check_trainable(model)
+    model = model.to(device)
+    optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+    check_fit(model, optimizer)
+    prefer_fused(optimizer, sparse=bool(sparse_parameters(model)))
+    return model, optimizer
+
+
+def bind(
+    task: Task,
+    config: Config,
+    feed: Feed,
+    model: nn.Module,
+    optimizer: Optimizer,
+    comm: Communicator,
+    *,
+    persistence: Persistence,
+    record: Recorder,
+    device: torch.device,
+    first_step: int = 0,
+    stop_asked: Callable[[], bool] = lambda: False,
+    trainer: Callable[..., Trainer] = Trainer,
+) -> Trainer:
+    """Give model and optimizer their replica, and all of it a `trainer`.
+
+    Raises:
+        InvalidInput: what is asked for cannot be combined.
+    """
+    replica = Replica(
+        model, optimizer, comm, sync=config.sync, compress=config.compress, micro_batches=feed.plan.micro_batches,
+        reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
+        extra=Persistence.WORDS * comm.size)  # fmt: skip
+    persistence.attach(replica)
+    _check_concurrent(config, feed.plan, comm.size, replica)
+    schedule = config.schedule or task.schedule or Constant()
+    autocast = _autocast(config, device)
+    task = dataclasses.replace(task, loss=within(autocast, task.loss))
+    runs = forward(task, autocast)
+    called = torch.compile(model) if config.compile else model
+    move = _mover(device)
+    return trainer(
+        model=model,
+        replica=replica,
+        loader=feed.loader(first_step),
+        comm=comm,
+        record=record,
+        persistence=persistence,
+        learning_rate=LearningRate(optimizer, config.lr),
+        evaluator=Evaluator(task, comm.lane("evaluation"), runs, move) if task.evaluate is not None else None,
+        forward=lambda _, batch: runs(called, batch),
+        loss=task.loss,
+        weight=task.weight or samples_in,
+        move=move,
+        seed=config.seed,
+        mine=feed.mine,
+        worker_of=feed.worker_of,
+        factor=lambda t: schedule(t, feed.steps),
+        steps=feed.steps,
+        global_batch=feed.plan.global_batch,
+        evaluate_every=config.evaluate_every,
+        stop_asked=stop_asked,
+    )
+
+
+def _check_concurrent(config: Config, plan: MicroBatchPlan, workers: int, replica: Replica) -> None:
+    if config.sync_batchnorm and not replica.lockstep:
+        raise InvalidInput(
+            "sync_batchnorm", True, f"with {show(config.sync)} workers do not compute side by side",
+            "leave it out, or use AllReduce()")  # fmt: skip
+    if config.sync_batchnorm and plan.micro_batches % workers:
+        raise InvalidInput(
+            "sync_batchnorm", True, f"{workers} workers cannot compute the {plan.micro_batches} micro-batches of a "
+            "step side by side",
+            f"choose global_batch and micro_batch so that their number divides by {workers}")  # fmt: skip
+
+
+def _autocast(config: Config, device: torch.device) -> Callable[[], Any]:
+    if config.precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
+def _mover(device: torch.device) -> Callable[[Batch], Batch]:
+    """Brings a batch (tensors in lists, tuples and mappings) to `device`."""
+    if device.type == "cpu":
+        return lambda batch: batch
+
+    def move(batch: Batch) -> Batch:
+        if isinstance(batch, Tensor):
+            return batch.to(device, non_blocking=True)
+        if isinstance(batch, Mapping):
+            return {key: move(value) for key, value in batch.items()}
+        if isinstance(batch, list | tuple):
+            return type(batch)(move(value) for value in batch)
+        return batch
+
+    return move

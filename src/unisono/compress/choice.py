@@ -1,0 +1,81 @@
+"""Large tensors this way, small ones that way: compressors made of compressors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from unisono.compress.cast import Cast
+from unisono.compress.compressor import Compressor
+from unisono.compress.delegate import Delegate, check_compressor
+from unisono.compress.quantize import Quantize
+
+
+@dataclass(frozen=True)
+class BySize(Delegate):
+    """Parameters of fewer than `below` numbers go by `small`, all others by `large`.
+
+    Biases and norms are few bytes and sensitive, large matrices the opposite. What has no name (a piece that was not
+    chosen for a parameter) goes by `large`.
+
+    Args:
+        below: numbers.
+        small: for instance ``Cast()``.
+        large: for instance ``Quantize(8)``.
+
+    Raises:
+        ValueError: `below` is not a whole number from 1; `small` or `large` is no compressor.
+    """
+
+    below: int = 4096
+    small: Compressor = Cast()
+    large: Compressor = Quantize(8)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.below, int) or isinstance(self.below, bool) or self.below < 1:
+            raise ValueError(f"below={self.below!r} is not a whole number from 1")
+        check_compressor("small", self.small)
+        check_compressor("large", self.large)
+
+    @property
+    def stands_for(self) -> Compressor:
+        return self.large
+
+    def choose(self, name: str, shape: torch.Size) -> Compressor:
+        return (self.small if shape.numel() < self.below else self.large).choose(name, shape)
+
+
+@dataclass(frozen=True)
+class ByName(Delegate):
+    """A parameter goes by the first rule whose pattern its name matches, by `otherwise` where none does.
+
+    Args:
+        rules: pairs of a pattern (``*``, ``?``, ``[seq]``, as in file names; case counts) and a compressor, for
+            instance ``(("embed*", TopK()), ("*.bias", Cast()))``.
+        otherwise: for all the rest, and for what has no name.
+
+    Raises:
+        ValueError: `rules` are no such pairs; `otherwise` is no compressor.
+    """
+
+    rules: tuple[tuple[str, Compressor], ...] = ()
+    otherwise: Compressor = Cast()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, tuple):
+            raise ValueError(f"rules={self.rules!r} is no tuple of pairs of a pattern and a compressor")
+        for rule in self.rules:
+            if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str):
+                raise ValueError(f"rules: {rule!r} is no pair of a pattern and a compressor")
+            check_compressor(f"rules: {rule[0]}", rule[1])
+        check_compressor("otherwise", self.otherwise)
+
+    @property
+    def stands_for(self) -> Compressor:
+        return self.otherwise
+
+    def choose(self, name: str, shape: torch.Size) -> Compressor:
+        found = (compress for pattern, compress in self.rules if fnmatchcase(name, pattern))
+        return next(found, self.otherwise).choose(name, shape)

@@ -1,0 +1,228 @@
+"""Send the factors of a low-rank matrix in place of a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from unisono.compress.cast import Cast
+from unisono.compress.compressor import Codec, Compressor, Mean, Wire
+from unisono.compress.memory import Memory
+from unisono.compress.span import Span
+from unisono.compress.top_k import accumulated
+
+
+@dataclass(frozen=True)
+class PowerSGD(Codec):
+    """PowerSGD (Vogels et al. 2019, algorithms 1 and 2): a matrix M travels as ``P @ Q.T`` of rank `rank`.
+
+    One step of subspace iteration, which starts from the Q of the step before, with error feedback. On worker w, whose
+    matrix with what it owes is M_w::
+
+        P = orthonormal basis of sum(M_w @ Q)      Q_w = M_w.T @ P      the mean is P @ sum(Q_w).T
+                                                                        worker w owes M_w - P @ Q_w.T
+
+    Two sums of ``rank * rows`` and ``rank * columns`` numbers take the place of one of ``rows * columns``. Every worker
+    computes the basis by itself from the same sum, so bits are the same where processors are alike. Elsewhere (server,
+    gossip) a message holds the P and Q of the sender's own matrix.
+
+    A parameter is a matrix of what lies outermost in its memory (output features or channels) by all the rest. Vectors,
+    small matrices and pieces without structure travel whole, in the type of totals, at least fp32.
+
+    Args:
+        rank: columns of P and Q.
+        seed: of the first Q.
+
+    Raises:
+        ValueError: `rank` below 1, `seed` not a whole number from 0 to 2^31 - 1.
+    """
+
+    rank: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank={self.rank!r} is not a whole number from 1")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed={self.seed!r} is not a whole number from 0 to 2^31 - 1")
+
+    def choose(self, name: str, shape: torch.Size) -> Compressor:
+        pays = len(shape) > 1 and _pays(shape[0], math.prod(shape[1:]), self.rank)
+        return self if pays else Cast()
+
+    def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32)  # what is owed would vanish in a 16-bit sum
+
+    def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        plan = _Plan.of(spans, numel, self.rank)
+        return torch.empty(plan.left + plan.right, dtype=self.total_dtype(dtype), device=device)
+
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+        plan = _Plan.of(spans, total.numel(), self.rank)
+        return self._factors(plan, total.to(self.total_dtype(total.dtype)), memory)
+
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+        plan = _Plan.of(spans, total.numel(), self.rank)
+        owed = accumulated(total, memory, "owed")
+        message = self._factors(plan, owed, memory)
+        plan.subtract(owed, message[: plan.left], message[plan.left :])
+        return message
+
+    def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
+        plan = _Plan.of(spans, numel, self.rank)
+        wanted = self.blank(spans, numel, dtype, torch.device("meta"))
+        if message.dtype != wanted.dtype or message.shape != wanted.shape:
+            raise ValueError(
+                f"a message of {tuple(message.shape)} {message.dtype} is not one of {tuple(wanted.shape)} "
+                f"{wanted.dtype}"
+            )
+        total = torch.empty(numel, dtype=message.dtype, device=message.device)
+        plan.multiply(message[: plan.left], message[plan.left :], total)
+        return total.to(dtype)
+
+    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+        plan = _Plan.of(spans, total.numel(), self.rank)
+        owed = accumulated(total, memory, "owed")
+        start = self._start(plan, memory, total)
+        summed = yield comm.sum(plan.project(owed, start, total.new_empty(plan.left)))
+        left = plan.orthonormal(summed)
+        mine = plan.project_back(owed, left, total.new_empty(plan.right))
+        work = comm.sum(mine.clone())
+        plan.subtract(owed, left, mine)  # while the sum is under way
+        right = yield work
+        _keep(memory, right, start)
+        plan.multiply(left, right, total)
+        return self.value(total, dtype)
+
+    def _factors(self, plan: _Plan, total: Tensor, memory: Memory) -> Tensor:
+        message = total.new_empty(plan.left + plan.right)
+        left, right = message[: plan.left], message[plan.left :]
+        start = self._start(plan, memory, total)
+        left.copy_(plan.orthonormal(plan.project(total, start, left)))
+        _keep(memory, plan.project_back(total, left, right), start)
+        return message
+
+    def _start(self, plan: _Plan, memory: Memory, like: Tensor) -> Tensor:
+        kept: Tensor | None = memory.get("right")
+        if kept is not None:
+            return kept
+        return torch.randn(plan.right, generator=torch.Generator().manual_seed(self.seed)).to(like)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A parameter's place in a total, ``rows * columns`` from `start`, and that of its factors from `left` and `right`.
+
+    Factors lie transposed, ``[rank, rows]`` and ``[rank, columns]``: six times as fast to multiply by as the others.
+    """
+
+    rows: int
+    columns: int
+    rank: int
+    start: int
+    left: int
+    right: int
+
+    def inside(self, total: Tensor) -> Tensor:
+        return total[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+
+    def p(self, left: Tensor) -> Tensor:
+        return left[self.left : self.left + self.rows * self.rank].view(self.rank, self.rows)
+
+    def q(self, right: Tensor) -> Tensor:
+        return right[self.right : self.right + self.columns * self.rank].view(self.rank, self.columns)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which parts of a total are matrices; the rest travels whole, behind the left factors."""
+
+    matrices: tuple[_Matrix, ...]
+    rest: tuple[tuple[int, int], ...]
+    rank: int
+    left: int
+    right: int
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], numel: int, rank: int) -> _Plan:
+        """Matrices in the order of their rows, so that those of equal height lie side by side."""
+        shapes = [(*_rows_and_columns(span), span) for span in spans]
+        matrices, left, right = [], 0, 0
+        for rows, columns, span in sorted((s for s in shapes if _pays(s[0], s[1], rank)), key=lambda s: s[0]):
+            matrices.append(_Matrix(rows, columns, rank, span.start, left, right))
+            left, right = left + rows * rank, right + columns * rank
+        rest = tuple(_between(sorted((m.start, m.start + m.rows * m.columns) for m in matrices), numel))
+        return cls(tuple(matrices), rest, rank, left + sum(stop - start for start, stop in rest), right)
+
+    def project(self, total: Tensor, right: Tensor, left: Tensor) -> Tensor:
+        """``M @ Q`` of all matrices and the rest of `total`, written into `left`."""
+        for matrix in self.matrices:
+            torch.mm(matrix.q(right), matrix.inside(total).T, out=matrix.p(left))
+        if self.rest:
+            torch.cat([total[start:stop] for start, stop in self.rest], out=self._rest(left))
+        return left
+
+    def project_back(self, total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """``M.T @ P`` of all matrices, written into `right`."""
+        for matrix in self.matrices:
+            torch.mm(matrix.p(left), matrix.inside(total), out=matrix.q(right))
+        return right
+
+    def orthonormal(self, left: Tensor) -> Tensor:
+        """`left` with an orthonormal basis in place of every P."""
+        parts = []
+        for rows, group in groupby(self.matrices, key=lambda matrix: matrix.rows):
+            equal = list(group)
+            block = left[equal[0].left : equal[-1].left + rows * self.rank]
+            reflectors = torch.geqrf(block.view(len(equal), self.rank, rows).mT)  # the half of a QR that is needed
+            parts.append(torch.linalg.householder_product(*reflectors).mT.reshape(-1))
+        return torch.cat([*parts, self._rest(left)])
+
+    def subtract(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """``M -= P @ Q.T`` for all matrices of `total`, and the rest zero."""
+        for matrix in self.matrices:
+            matrix.inside(total).addmm_(matrix.p(left).T, matrix.q(right), alpha=-1)
+        for start, stop in self.rest:
+            total[start:stop].zero_()
+
+    def multiply(self, left: Tensor, right: Tensor, total: Tensor) -> None:
+        """``M = P @ Q.T`` for all matrices of `total`, and the rest as it came."""
+        for matrix in self.matrices:
+            torch.mm(matrix.p(left).T, matrix.q(right), out=matrix.inside(total))
+        place = left.numel() - self._rest(left).numel()
+        for start, stop in self.rest:
+            total[start:stop] = left[place : place + stop - start]
+            place += stop - start
+
+    def _rest(self, left: Tensor) -> Tensor:
+        return left[sum(matrix.rows for matrix in self.matrices) * self.rank :]
+
+
+def _pays(rows: int, columns: int, rank: int) -> bool:
+    return rank * (rows + columns) < rows * columns
+
+
+def _rows_and_columns(span: Span) -> tuple[int, int]:
+    """What lies outermost in memory by all the rest: the order of columns does not matter for the rank."""
+    numel = span.stop - span.start
+    rows = max(zip(span.stride, span.shape), default=(0, 1))[1] if numel else 1
+    return rows, numel // rows
+
+
+def _between(taken: Sequence[tuple[int, int]], numel: int) -> Iterator[tuple[int, int]]:
+    """The gaps that `taken` leaves in ``0 .. numel``."""
+    at = 0
+    for start, stop in [*taken, (numel, numel)]:
+        if at < start:
+            yield at, start
+        at = stop
+
+
+def _keep(memory: Memory, right: Tensor, start: Tensor) -> None:
+    """Start the next step from `right`. What is zero or not finite there could not grow again."""
+    memory.put("right", torch.where(right.isfinite() & (right != 0), right, start))

@@ -1,0 +1,85 @@
+"""Several ways of one run on one cluster: from what a user wrote to values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from unisono.comm import Link
+from unisono.config import Config
+from unisono.errors import InvalidInput
+from unisono.plan import units
+from unisono.plan.compute import Compute
+from unisono.plan.forecast import Cluster
+from unisono.plan.measure import share_seconds
+from unisono.plan.way import changes, label
+from unisono.settings import settle
+from unisono.task import Task, build_dataset
+
+AUTO = "auto"
+
+
+def ways(task: Task, settings: Mapping[str, Any], against: Sequence[str]) -> dict[str, Config]:
+    """Every way by its name, the command's own first.
+
+    Raises:
+        InvalidInput: a way cannot be read or cannot work, or two are the same.
+    """
+    found: dict[str, Config] = {}
+    for text in ["", *against]:
+        changed = changes("--against", text) if text else {}
+        config = fitted(task, settle(task, {**settings, **changed}), {*settings, *changed})
+        if config in found.values():
+            raise InvalidInput("--against", text, "the same as another way", "leave one of them out")
+        found[label(config, changed)] = config
+    return found
+
+
+def fitted(task: Task, config: Config, said: set[str]) -> Config:
+    """`config`, with a global batch of one micro-batch per worker where its own has fewer and nobody has `said` what it
+    shall be."""
+    batch, micro = config.global_batch, config.micro_batch
+    assert batch is not None  # it is settled
+    assert micro is not None
+    if config.workers <= batch // micro or said & {"global_batch", "micro_batch"}:
+        return config
+    micro = max(1, min(micro, len(build_dataset(task.data)) // config.workers))
+    return replace(config, global_batch=micro * config.workers, micro_batch=micro)
+
+
+def measured(task: Task, config: Config, compute: str) -> str:
+    """`compute`, or what is measured now if that is ``auto``: in words that say the same the next time.
+
+    Raises:
+        InvalidInput: what is asked for cannot work.
+    """
+    return f"{1e3 * share_seconds(task, config):.4g}ms" if compute.strip() == AUTO else compute
+
+
+def cluster(config: Config, link: str, latency: str, compute: str, share_samples: float) -> Cluster:
+    """What `config` runs on, as the options say.
+
+    Raises:
+        InvalidInput: an option that cannot be read, or neither one value nor one for each worker.
+    """
+    spoken = Compute.of("--compute", compute)
+    spoken.check("--compute", compute, config.workers)
+    return Cluster(_links(link, latency, config.workers), spoken, share_samples)
+
+
+def share_samples(config: Config) -> float:
+    """What one worker computes of a step, if all compute alike."""
+    assert config.global_batch is not None  # it is settled
+    return config.global_batch / config.workers
+
+
+def _links(link: str, latency: str, workers: int) -> tuple[Link, ...]:
+    rates = [units.bytes_per_second("--link", word) for word in link.split(",")]
+    delays = [units.seconds("--latency", word) for word in latency.split(",")]
+    for name, text, values in (("--link", link, rates), ("--latency", latency, delays)):
+        if len(values) not in (1, workers):
+            problem = f"{len(values)} values for {workers} worker{'s' * (workers != 1)}"
+            raise InvalidInput(name, text, problem, "give one for all, or one for each")
+    count = max(len(rates), len(delays))
+    return tuple(Link(rates[i % len(rates)], delays[i % len(delays)]) for i in range(count))

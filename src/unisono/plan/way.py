@@ -1,0 +1,73 @@
+"""What is compared: the command as it stands, and ways that differ from it in what replicas agree by.
+
+DiLoCo(every=32) + Quantize(4)             a synchronizer, and with what; alone it sends what it has as it is
+Quantize(4)                                a compressor: the synchronizer stays
+LocalSGD(every=8) + lr=0.1                 and any setting besides
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.compress import COMPRESSORS, Cast
+from unisono.config import FIELDS, Config
+from unisono.errors import InvalidInput
+from unisono.notation import nearest, show
+from unisono.sync import SYNCHRONIZERS
+
+_CURE = "write for instance 'DiLoCo(every=32) + Quantize(4)'"
+
+
+def changes(field: str, text: str) -> dict[str, Any]:
+    """The Config fields that the way in `text` changes, their values as text.
+
+    Raises:
+        InvalidInput: a term is neither a synchronizer, nor a compressor, nor a setting, or one is given twice.
+    """
+    found: dict[str, Any] = {}
+    for term in _terms(text):
+        name, value = _change(field, text, term)
+        if name in found:
+            raise InvalidInput(field, text, f"{name} is given twice", _CURE)
+        found[name] = value
+    return {"compress": show(Cast()), **found} if "sync" in found else found
+
+
+def label(config: Config, changed: Mapping[str, Any]) -> str:
+    """A way's name: what it agrees by, and what else it has `changed`."""
+    others = [f"{name}={value}" for name, value in changed.items() if name not in ("sync", "compress")]
+    compress = [] if config.compress == Cast() else [show(config.compress)]
+    return " + ".join([show(config.sync), *compress, *others])
+
+
+def _terms(text: str) -> list[str]:
+    """`text` cut at every plus sign outside of parentheses and quotes."""
+    terms, depth, quote = [""], 0, ""
+    for letter in text:
+        quote = "" if letter == quote else quote or (letter if letter in "'\"" else "")
+        depth += (letter in "([") - (letter in ")]") if not quote else 0
+        if letter == "+" and depth == 0 and not quote:
+            terms.append("")
+        else:
+            terms[-1] += letter
+    return [term.strip() for term in terms]
+
+
+def _change(field: str, text: str, term: str) -> tuple[str, str]:
+    setting = re.fullmatch(r"([a-z][a-z_-]*)\s*=\s*(.+)", term, re.DOTALL)
+    if setting:
+        name = setting[1].replace("-", "_")
+        if name not in FIELDS:
+            raise InvalidInput(field, text, f"there is no setting {name}", nearest(name, list(FIELDS)))
+        return name, setting[2]
+    head = re.match(r"\w*", term)
+    assert head is not None  # it may be empty
+    for name, known in (("sync", SYNCHRONIZERS), ("compress", COMPRESSORS)):
+        if head[0] in known:
+            return name, term
+    if not head[0]:
+        raise InvalidInput(field, text or "(nothing)", "a term is missing", _CURE)
+    problem = f"{head[0]} is neither a synchronizer nor a compressor"
+    raise InvalidInput(field, text, problem, nearest(head[0], [*SYNCHRONIZERS, *COMPRESSORS]))

@@ -1,0 +1,53 @@
+"""Block momentum: local steps, and a momentum from one average to the next.
+
+Chen & Huo 2016, "Scalable Training of Deep Learning Machines by Incremental Block Training with Intra-block Parallel
+Optimization and Blockwise Model-Update Filtering".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.sync.outer import Momentum, Nesterov
+from unisono.sync.periodic import Periodic
+from unisono.sync.rhythm import Rhythm
+
+
+@dataclass(frozen=True)
+class BlockMomentum(Periodic):
+    """Blockwise model-update filtering (BMUF). Replicas start block t from the global model ``Wg(t-1)`` and end it,
+    `every` local steps later, at weights whose mean is ``W̄(t)``:
+
+        G(t)  = W̄(t) - Wg(t-1)                             what the block would change
+        Δ(t)  = η Δ(t-1) + G(t)                            filtered; block momentum η, block learning rate 1
+        W(t)  = W(t-1) + Δ(t)
+        Wg(t) = W(t)                                       classical block momentum (CBM)
+        Wg(t) = W(t) + η Δ(t)                              Nesterov block momentum (NBM)
+
+    ``Wg`` is the anchor. Eliminating W from the Nesterov form leaves ``Wg(t) = Wg(t-1) + G(t) + η Δ(t)``. Averaging n
+    replicas makes a block's change about as small as one replica's; η = 1 - 1/n makes up for it, as ``1 / (1 - η)``
+    is what a change amounts to in the end.
+
+    Args:
+        every: local steps of a block, from 1.
+        momentum: η, from 0 to below 1; None takes ``1 - 1/n`` for n replicas.
+        nesterov: NBM in place of CBM.
+
+    Raises:
+        ValueError: a number out of its bounds.
+    """
+
+    every: int = 8
+    momentum: float | None = None
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.nesterov, bool):
+            raise ValueError(f"nesterov={self.nesterov!r} is neither True nor False")
+        self.rhythm(1)
+
+    def rhythm(self, workers: int) -> Rhythm:
+        """See `Periodic`."""
+        momentum = 1 - 1 / workers if self.momentum is None else self.momentum
+        outer = Nesterov(1.0, momentum) if self.nesterov else Momentum(1.0, momentum)
+        return Rhythm(self.every, outer=outer)

@@ -1,0 +1,124 @@
+"""Some of the parameters, and the anchor from which all replicas walk with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm import Communicator
+from unisono.compress import Compressor, views
+from unisono.sync.buckets import Cut
+from unisono.sync.outer import Outer
+from unisono.sync.reduction import Reduction
+
+_BUCKET_BYTES = 8 << 20
+_WHOLE = 1 << 62  # bytes: no exchange that nobody waits for should wait for somebody to poll between its buckets
+
+
+class Fragment:
+    """Per exchange: `send`, `poll` while training goes on, `take_in`.
+
+        send        g_i = anchor - theta_i                  add up, compressed, over all replicas i
+        take in     anchor <- outer(anchor, mean of g_i)
+                    theta_i <- mix theta_i + (1 - mix) anchor
+
+    Replicas count alike in the mean, whatever number of micro-batches each has walked on.
+
+    Args:
+        comm: a lane of its own.
+        mix: how much of a replica's own weights stays.
+        delayed: whether training goes on between `send` and `take_in`.
+        control: length of the control word that travels along.
+
+    Attributes:
+        sent: between `send` and `take_in`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        comm: Communicator,
+        compress: Compressor,
+        outer: Outer,
+        *,
+        mix: float,
+        delayed: bool,
+        control: int,
+    ) -> None:
+        self._parameters, self._outer, self._mix = parameters, outer, mix
+        self._share = 1.0 / comm.size
+        bucket_bytes = _WHOLE if delayed else _BUCKET_BYTES
+        self._reduction = Reduction(parameters, comm, compress, bucket_bytes=bucket_bytes, first_bytes=bucket_bytes,
+                                    control=control, overlap=False)  # fmt: skip
+        cuts = self._reduction.cuts
+        self._anchor = Flat(cuts)
+        self._velocity = Flat(cuts if outer.remembers else [])
+        self.sent = False
+        self.anchor_here()
+
+    @property
+    def anchor(self) -> Mapping[str, Tensor]:
+        """By name: the same on all replicas."""
+        return self._anchor.named
+
+    @property
+    def velocity(self) -> Mapping[str, Tensor]:
+        """By name: what the outer optimizer remembers, the same on all replicas."""
+        return self._velocity.named
+
+    @torch.no_grad()
+    def anchor_here(self) -> None:
+        """The parameters, which are the same on all replicas, are the anchor from now on."""
+        for name, parameter in self._parameters.items():
+            self._anchor.named[name].copy_(parameter)
+
+    @torch.no_grad()
+    def send(self, control: list[float]) -> None:
+        """Start the exchange of the walks; returns at once."""
+        self._reduction.begin()
+        self._reduction.close(control)
+        for name, parameter in self._parameters.items():
+            self._reduction.add(name, self._anchor.named[name] - parameter, self._share)
+        self.sent = True
+        self._reduction.launch()
+
+    def poll(self) -> None:
+        """Go on without waiting."""
+        if self.sent:
+            self._reduction.poll()
+
+    @torch.no_grad()
+    def take_in(self) -> list[float]:
+        """Wait for the mean walk, move the anchor and the parameters; the sum of all control words.
+
+        Raises:
+            PeerLost, MessageMismatch: nothing has moved.
+        """
+        mean = self._reduction.wait()
+        for anchor, gradient, velocity in zip_longest(self._anchor.flats, mean.flats(), self._velocity.flats):
+            self._outer.move(anchor, gradient, velocity)
+        self._reduction.commit()
+        self.sent = False
+        for name, parameter in self._parameters.items():
+            if self._mix:
+                parameter.lerp_(self._anchor.named[name], 1.0 - self._mix)
+            else:
+                parameter.copy_(self._anchor.named[name])
+        return mean.control
+
+
+class Flat:
+    """One tensor per bucket, zero at first.
+
+    Attributes:
+        named: views of them by the parameters' names, in the parameters' shapes and memory formats.
+    """
+
+    def __init__(self, cuts: Sequence[Cut]) -> None:
+        self.flats = [torch.zeros(c.numel, dtype=c.dtype, device=c.device) for c in cuts]
+        self.named = {
+            span.name: view for flat, c in zip(self.flats, cuts) for span, view in zip(c.spans, views(flat, c.spans))
+        }

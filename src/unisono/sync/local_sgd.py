@@ -1,0 +1,42 @@
+"""Local SGD: replicas take their own steps, and average their weights now and then.
+
+Stich 2019, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2020, "Don't Use Large Mini-Batches, Use
+Local SGD".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.sync.periodic import Periodic
+from unisono.sync.rhythm import Rhythm
+
+
+@dataclass(frozen=True)
+class LocalSGD(Periodic):
+    """Each replica i takes steps of its own gradient; each `every` steps the weights become their mean (Stich 2019,
+    algorithm 1):
+
+        theta_i <- theta_i - lr g_i(theta_i)                                in every step
+        theta_i <- mean over j of theta_j                                   and then, in every `every`-th one
+
+    With `start` it is post-local SGD (Lin et al. 2020, section 3): the first `start` steps, in which weights move the
+    most, are those of synchronous all-reduce.
+
+    Args:
+        every: steps between two averages, from 1.
+        start: synchronous steps before the first local one, from 0.
+
+    Raises:
+        ValueError: a number out of its bounds.
+    """
+
+    every: int = 8
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        self.rhythm(1)
+
+    def rhythm(self, workers: int) -> Rhythm:
+        """See `Periodic`."""
+        return Rhythm(self.every, start=self.start)

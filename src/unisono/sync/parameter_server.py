@@ -1,0 +1,178 @@
+"""Servers keep the weights and take the optimizer's steps; workers push gradients and pull weights.
+
+    Li et al. 2014     "Scaling distributed machine learning with the parameter server": shards, push and pull, a copy of
+                       each shard on the next server
+    Ho et al. 2013     "More effective distributed ML via a stale synchronous parallel parameter server": a worker at step
+                       t computes on weights that hold everything up to step t - staleness
+    Dean et al. 2012   "Large scale distributed deep networks": asynchronous steps
+    Zheng et al. 2017  "Asynchronous SGD with delay compensation"; Zhang et al. 2016 "Staleness-aware async-SGD"
+    Chen et al. 2016   "Revisiting distributed synchronous SGD": backup workers
+    Jayarajan et al. 2019  "Priority-based parameter propagation": slices, and what is needed first travels first
+
+All of these are one server. Work is a sequence of micro-batches in the seeded order; as many as are in a global batch make
+one step of the optimizer. So an asynchronous run takes as many steps, at the same learning rates, as a synchronous one.
+What differs is on which weights a micro-batch of step t may be computed: of version t and no other, of version
+t - staleness or newer, or of any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.comm import Communicator
+from unisono.compress import Compressor
+from unisono.errors import InvalidInput
+from unisono.sync.dealing import Dealing
+from unisono.sync.server.bound import BoundServer
+from unisono.sync.server.compensation import Compensation
+from unisono.sync.server.conversation import Conversation
+from unisono.sync.server.lockstep import LockstepServer
+from unisono.sync.server.slices import Slice, cut
+from unisono.sync.server.stepping import kind_of, numbers_of
+from unisono.sync.server.values import write
+from unisono.sync.server.walking import Pace, WalkingServer
+
+SERVICE = "unisono.sync.server.actor:serve"
+
+
+@dataclass(frozen=True)
+class ParameterServer:
+    """Weights and optimizer in server processes, in shards of about the same size.
+
+    Args:
+        servers: processes that keep the weights.
+        staleness: how many steps the weights of a micro-batch may be behind its own step. 0: the workers are in lockstep,
+            and the result is that of all-reduce. Otherwise work is leased out, and a fast worker does more of it, and
+            waits only at the bound; ``inf`` is fully asynchronous.
+        compensate: what servers do about gradients that come late: `DelayCompensation` or `ScaledByStaleness`.
+        backup_workers: without staleness, go on with the gradients of all workers but so many; the late ones are dropped
+            and counted, and their worker goes on with the step that the others are at.
+        copies: how many servers have each shard; 2 outlive the loss of a server. None: 2 where there are as many.
+        slice_bytes: in how large slices weights and gradients travel.
+        per_update: micro-batches that make one step of a server; None: a global batch. 1 is the classic asynchronous SGD,
+            of as many steps as there are micro-batches. With staleness only.
+
+    Raises:
+        ValueError: a number out of its bounds, or two arguments that exclude each other.
+    """
+
+    servers: int = 1
+    staleness: float = 0
+    compensate: Compensation | None = None
+    backup_workers: int = 0
+    copies: int | None = None
+    slice_bytes: int = 1 << 20
+    per_update: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("servers", 1), ("backup_workers", 0), ("slice_bytes", 1), ("per_update", 1)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"{name}={value!r} is not a whole number from {least}")
+        if self.staleness != math.inf and (type(self.staleness) is not int or self.staleness < 0):
+            raise ValueError(f"staleness={self.staleness!r} is neither a whole number from 0 nor inf")
+        if self.copies not in (None, 1, 2) or self.shard_copies > self.servers:
+            raise ValueError(f"copies={self.copies!r}: 1, or 2 with more than one server")
+        if self.backup_workers and self.staleness:
+            raise ValueError(f"backup_workers={self.backup_workers} with staleness={self.staleness}: choose one of the two")
+        if not self.staleness and (self.per_update or self.compensate):
+            raise ValueError("per_update and compensate are about staleness, which is 0")
+        if self.compensate is not None and not callable(getattr(self.compensate, "correct", None)):
+            raise ValueError(f"compensate={self.compensate!r} is neither DelayCompensation nor ScaledByStaleness")
+
+    @property
+    def shard_copies(self) -> int:
+        """How many servers have each shard."""
+        return self.copies or min(2, self.servers)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every step is all workers' together."""
+        return not self.staleness and not self.backup_workers
+
+    def bind(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        comm: Communicator,
+        compress: Compressor,
+        *,
+        optimizer: Optimizer,
+        micro_batches: int = 1,
+        control: int = 0,
+        overlap: bool = True,
+        sparse: Collection[str] = (),
+    ) -> BoundServer:
+        """See `Synchronizer.bind`.
+
+        Raises:
+            InvalidInput: an optimizer that cannot step slices; numbers that do not fit the workers or micro-batches.
+        """
+        self._check(comm.size, micro_batches)
+        groups = _groups(parameters, optimizer)
+        trained = {name: parameters[name] for name in groups}
+        slices = cut(trained, compress, self.slice_bytes, self.servers)
+        needed = self.per_update or micro_batches
+        terms = {"needed": comm.size - self.backup_workers if self.backup_workers else needed, "control": control}
+        lines = comm.serve(self.servers, SERVICE, self._config(slices, optimizer, groups, comm.size, terms))
+        conversations = [
+            Conversation(s, [lines[(s + i) % self.servers] for i in range(self.shard_copies)])
+            for s in range(self.servers)
+        ]
+        world = trained, comm.lane("workers"), slices, conversations, optimizer, overlap
+        if self.lockstep:
+            return LockstepServer(*world)
+        own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)
+        bound = WalkingServer(*world)
+        dealing = None if self.backup_workers else Dealing(comm, micro_batches, needed)
+        bound.walk(dealing, Pace(micro_batches, needed, self.staleness), own)
+        return bound
+
+    def _check(self, workers: int, micro_batches: int) -> None:
+        if self.backup_workers >= workers:
+            raise InvalidInput("backup_workers", self.backup_workers, f"there are {workers} workers in all",
+                               f"use at most {workers - 1}")  # fmt: skip
+        if self.per_update and micro_batches % self.per_update:
+            raise InvalidInput("per_update", self.per_update, f"the {micro_batches} micro-batches of a global batch are no "
+                               "whole number of updates", "use a divisor, or leave it out")  # fmt: skip
+
+    def _config(
+        self, slices: list[Slice], optimizer: Optimizer, groups: Mapping[str, int], workers: int, terms: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What the servers are told; see `server.actor`."""
+        compressors = list(dict.fromkeys(s.compress for s in slices))
+        return {
+            "servers": self.servers,
+            "copies": self.shard_copies,
+            "terms": {
+                "workers": workers,
+                "lockstep": self.lockstep,
+                "first": self.backup_workers > 0,
+                "compensate": write("compensate", self.compensate),
+                "optimizer": kind_of(optimizer),
+                "groups": numbers_of(optimizer),
+                **terms,
+            },
+            "compressors": [write("compress", compressor) for compressor in compressors],
+            "slices": [
+                {
+                    "shard": s.shard,
+                    "dtype": str(s.dtype).removeprefix("torch."),
+                    "compress": compressors.index(s.compress),
+                    "members": [groups[piece.span.name] for piece in s.pieces],
+                    "spans": [list(astuple(piece.span)) for piece in s.pieces],
+                }
+                for s in slices
+            ],
+        }
+
+
+def _groups(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, int]:
+    """The parameter group of each parameter that `optimizer` trains."""
+    member = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return {name: member[id(p)] for name, p in parameters.items() if id(p) in member}

@@ -1,0 +1,232 @@
+"""One periodic algorithm: walk, average the walks, move the anchor.
+
+    every replica i:  theta_i <- inner optimizer(theta_i)                     each step
+    together:         g       <- mean over i of (anchor - theta_i)            each `every` steps
+                      anchor  <- outer optimizer(anchor, g)
+                      theta_i <- anchor
+
+`LocalSGD`, `BlockMomentum` and `DiLoCo` are forms of it. In the streaming form the parameters are synchronized in
+fragments, in turn, and a mean walk is taken in some steps after the walks were sent (see `Rhythm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.comm import Communicator
+from unisono.compress import Cast, Compressor
+from unisono.sync.all_reduce import AllReduce, BoundAllReduce
+from unisono.sync.fragment import Fragment
+from unisono.sync.local import LocalGradients
+from unisono.sync.rhythm import Rhythm, divide
+from unisono.sync.synchronizer import Change, Share
+from unisono.sync.weights import Weights, mean
+
+
+class Periodic:
+    """What the values of all forms share: a form says its `rhythm`."""
+
+    def rhythm(self, workers: int) -> Rhythm:
+        """This form among `workers` replicas."""
+        raise NotImplementedError
+
+    def bind(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        comm: Communicator,
+        compress: Compressor,
+        *,
+        optimizer: Optimizer,
+        micro_batches: int = 1,
+        control: int = 0,
+        overlap: bool = True,
+        sparse: Collection[str] = (),
+    ) -> BoundPeriodic:
+        """See `Synchronizer.bind`. Raises `InvalidInput` if there are more fragments than parameters."""
+        rhythm = self.rhythm(comm.size)
+        together = None
+        if rhythm.start:
+            together = AllReduce().bind(parameters, comm.lane("synchronous"), compress, optimizer=optimizer,
+                                        control=control, overlap=overlap, sparse=sparse)  # fmt: skip
+        return BoundPeriodic(rhythm, parameters, comm, compress, control, together)
+
+
+class Standing(Enum):
+    """Where the replicas stand, between two steps."""
+
+    ON_ANCHOR = "all have the same parameters, which are the anchor"
+    TOGETHER = "all have the same parameters, in the midst of a walk"
+    APART = "each has its own"
+
+
+class BoundPeriodic:
+    """The periodic algorithm in its world; see `BoundSynchronizer` for the order of calls.
+
+    What happens when depends on nothing but the number of steps taken, so that all replicas do alike.
+
+    Args:
+        together: takes the first, synchronous steps, if there are any.
+    """
+
+    lockstep = False
+    keeps_optimizer = False
+    dealt = 0
+
+    def __init__(
+        self,
+        rhythm: Rhythm,
+        parameters: Mapping[str, nn.Parameter],
+        comm: Communicator,
+        compress: Compressor,
+        control: int,
+        together: BoundAllReduce | None,
+    ) -> None:
+        self._rhythm, self._parameters, self._comm = rhythm, parameters, comm
+        self._meeting = comm.lane("meeting")
+        parts = divide(parameters, rhythm.fragments)
+        self._fragments = [
+            Fragment(part, comm.lane(f"fragment {f}"), compress, rhythm.outer, mix=rhythm.mix,
+                     delayed=rhythm.delay > 0, control=control if part is parts[-1] else 0)
+            for f, part in enumerate(parts)
+        ]  # fmt: skip
+        self.local = together is None
+        self._gradients: BoundAllReduce | LocalGradients = together or LocalGradients(parameters)
+        self._taken = 0
+        self._standing = Standing.ON_ANCHOR
+        self._polled_at = comm.now()
+
+    def begin(self) -> None:
+        self._gradients.begin()
+
+    def close(self, control: list[float]) -> None:
+        self._gradients.close(control)
+        self._go_on()
+
+    def offer(self, name: str, gradient: Tensor, weight: float) -> None:
+        self._gradients.offer(name, gradient, weight)
+        self._go_on()
+
+    def settle(self) -> Stride:
+        self._go_on()
+        return Stride(self, self._gradients.settle(), self._rhythm.lockstep(self._taken))
+
+    def taken(self, control: list[float]) -> list[float] | None:
+        """One more step was taken, locally or together: exchange what is due, and take in what is due. Returns the
+        control words of all, if they came: those of the step at which they were sent."""
+        rhythm = self._rhythm
+        synchronous = rhythm.lockstep(self._taken)
+        self._taken += 1
+        if synchronous:
+            self._leave_lockstep_if_due()
+            return None
+        self._standing = Standing.APART
+        last = len(self._fragments) - 1  # with which control words travel
+        leaving, coming = rhythm.due(self._taken), rhythm.due(self._taken - rhythm.delay)
+        if leaving is not None:
+            self._fragments[leaving].send(control if leaving == last else [])
+        if coming is None or not self._fragments[coming].sent:  # a meeting may have taken it in
+            return None
+        heard = self._fragments[coming].take_in()
+        if rhythm.whole:
+            self._standing = Standing.ON_ANCHOR
+        return heard if coming == last else None
+
+    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+        return None
+
+    def meet(self) -> None:
+        """What was sent is taken in, and the walks, uncompressed, become their mean; which leaves the mean of the
+        walks, and the anchor, as they are."""
+        for fragment in self._fragments:
+            if fragment.sent:
+                fragment.take_in()
+        if self._standing is Standing.APART:
+            weights = Weights(self._parameters, Cast())
+            weights.write(mean(weights.read(), self._meeting))
+            self._standing = Standing.TOGETHER
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """The parameters where all replicas have the same, else the anchor: what the papers evaluate, here without a
+        word between the replicas. In the streaming form its fragments are of different ages."""
+        if self._standing is not Standing.APART:
+            yield
+            return
+        own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._put(self._anchors())
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The number of steps taken, the anchor where the parameters are off it, and what the outer optimizer
+        remembers. What compressors owe is each replica's own, and is not among it."""
+        anchors = {} if self._standing is Standing.ON_ANCHOR else self._anchors()
+        state = {f"anchor/{name}": tensor for name, tensor in anchors.items()}
+        state |= {f"velocity/{name}": tensor for part in self._fragments for name, tensor in part.velocity.items()}
+        return {name: tensor.contiguous() for name, tensor in state.items()} | {"taken": torch.tensor(self._taken)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._taken = int(state["taken"])
+        self._standing = Standing.ON_ANCHOR
+        for fragment in self._fragments:
+            fragment.anchor_here()
+            for kind, tensors in (("anchor", fragment.anchor), ("velocity", fragment.velocity)):
+                for name, tensor in tensors.items():
+                    if f"{kind}/{name}" in state:
+                        tensor.copy_(state[f"{kind}/{name}"])
+                        self._standing = Standing.TOGETHER if kind == "anchor" else self._standing
+        self._leave_lockstep_if_due()
+
+    def _leave_lockstep_if_due(self) -> None:
+        if isinstance(self._gradients, BoundAllReduce) and not self._rhythm.lockstep(self._taken):
+            self._gradients = LocalGradients(self._parameters)
+            if self._taken == self._rhythm.start:
+                for fragment in self._fragments:
+                    fragment.anchor_here()
+
+    def _go_on(self) -> None:
+        """Exchanges under way move on. Once per moment: a simulated worker that polls the same thing twice at the
+        same moment is taken for one that waits."""
+        now = self._comm.now()
+        if now > self._polled_at:
+            self._polled_at = now
+            for fragment in self._fragments:
+                fragment.poll()
+
+    def _anchors(self) -> dict[str, Tensor]:
+        return {name: tensor for fragment in self._fragments for name, tensor in fragment.anchor.items()}
+
+    @torch.no_grad()
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(tensors[name])
+
+
+class Stride:
+    """What one step is about to do: the local one, or the synchronous one of the start, and the exchange that may be
+    due after it. See `Change`."""
+
+    def __init__(self, periodic: BoundPeriodic, change: Change, synchronous: bool) -> None:
+        self._periodic, self._change = periodic, change
+        self.agreed, self.control = synchronous, change.control
+
+    def norm(self) -> float:
+        """See `Change.norm`."""
+        return self._change.norm()
+
+    def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
+        """The optimizer's step first, then what is due. A lost peer leaves the parameters after that step."""
+        result = self._change.apply(step, scale)
+        heard = self._periodic.taken(self._change.control)
+        if heard is not None:
+            self.agreed, self.control = True, heard
+        return result

@@ -1,0 +1,203 @@
+"""The server: a shard of its own, a copy of the one before it, and who answers for which.
+
+    worker ── push ─► server 0 ── the same push ─► server 1 ┐
+           ◄─ answer ──────────◄─────── kept ───────────────┘     shard 0 lives on 0, its copy on 1, and so on round
+
+Whatever may change a shard is passed on to its copy, in the order in which it was taken, and no answer leaves before the
+copy has all that the answer rests on. So a worker whose server is gone says again to the copy what was not answered,
+and finds all that was. From then on the copy answers for the shard, and a server that was only thought to be gone is told
+so by its next message to the copy, and sends its workers there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from unisono.comm.service import Answer, Line, Message
+from unisono.compress import Span
+from unisono.sync.server.keeper import Keeper, Lot, Refused, Terms
+from unisono.sync.server.shard import Shard, whole
+from unisono.sync.server.values import read
+
+MOVED = Message("moved")
+"""The answer of a server whose shard another one answers for."""
+
+
+class Ticket:
+    """A worker's message that waits for its answer."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer: Answer | None = answer
+
+    def give(self, message: Message) -> None:
+        """Answer it, if it still waits."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer(message)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there was no answer yet."""
+        return self._answer is not None
+
+
+class Copying:
+    """What was passed on to the copy, and the answers that wait until it is there."""
+
+    def __init__(self, line: Line | None) -> None:
+        self._line = line
+        self._sent = self._kept = 0
+        self._held: deque[tuple[int, Callable[[], None]]] = deque()
+        self._tickets: list[Ticket] = []
+        self.deposed = False
+
+    def ticket(self, answer: Answer) -> Ticket:
+        """A message has come whose answer is due."""
+        self._tickets = [each for each in self._tickets if each.waits]
+        self._tickets.append(Ticket(answer))
+        return self._tickets[-1]
+
+    def begin(self) -> None:
+        """A message is being taken that will be passed on."""
+        self._sent += 1
+
+    def drop(self) -> None:
+        """It was refused."""
+        self._sent -= 1
+
+    def pass_on(self, message: Message) -> None:
+        """It was taken."""
+        if self._line is not None:
+            self._line.tell(message, self._heard)
+
+    def after(self, act: Callable[[], None]) -> None:
+        """``act()`` once the copy has everything so far."""
+        if self._line is None or self._kept == self._sent:
+            act()
+        else:
+            self._held.append((self._sent, act))
+
+    def _heard(self, answer: Message | None) -> None:
+        self._kept += 1
+        if answer is None:
+            self._line = None  # there is no copy any more
+        elif answer.kind == MOVED.kind:
+            self.deposed, self._line = True, None
+            for ticket in self._tickets:
+                ticket.give(MOVED)
+        while self._held and (self._line is None or self._held[0][0] <= self._kept):
+            self._held.popleft()[1]()
+
+
+class Server:
+    """The actor.
+
+    Args:
+        number: of this server, and of its shard.
+        config: see `configure`.
+    """
+
+    def __init__(self, number: int, config: Mapping[str, Any]) -> None:
+        self._number, self._servers, self._copies = number, config["servers"], config["copies"]
+        terms, lots = terms_of(config["terms"]), lots_of(config)
+        self._own, self._before = number, (number - 1) % self._servers
+        mine = [self._own] if self._copies == 1 else [self._before, self._own]
+        self._shards = {s: Shard(terms, {i: lot for i, (shard, lot) in lots.items() if shard == s}) for s in mine}
+        self._lockstep = terms.lockstep
+        numel = sum(lot.numel for shard, lot in lots.values() if shard in mine)
+        self.largest_bytes = (1 << 20) + 16 * numel + 64 * terms.control
+        self._copying: dict[int, Copying] = {}
+        self._lent: dict[int, list[tuple[Keeper, object]]] = {}
+
+    def meet(self, lines: Sequence[Line]) -> None:
+        """See `Actor`."""
+        copy = lines[(self._number + 1) % self._servers] if self._copies == 2 else None
+        self._copying[self._own] = Copying(copy)
+
+    @torch.no_grad()
+    def receive(self, sender: int, message: Message, answer: Answer) -> None:
+        """See `Actor`. Raises `ValueError` for what nobody of this run can have sent."""
+        for keeper, token in self._lent.pop(sender, ()):
+            keeper.returned(token)
+        shard = whole(message.fields, "shard")
+        if shard not in self._shards:
+            raise Refused(f"shard {shard} is not here")
+        if sender >= 0:
+            self._serve(shard, sender, message, answer)
+        else:
+            self._follow(shard, sender, message, answer)
+
+    def lost(self, sender: int) -> None:
+        """See `Actor`."""
+        for keeper, token in self._lent.pop(sender, ()):
+            keeper.returned(token)
+
+    def _serve(self, shard: int, worker: int, message: Message, answer: Answer) -> None:
+        """A worker speaks; by that, a copy becomes who answers."""
+        copying = self._copying.setdefault(shard, Copying(None))
+        if copying.deposed:
+            answer(MOVED)
+            return
+        reply = partial(self._reply, copying, copying.ticket(answer), worker)
+        if not self._shards[shard].changes(message):
+            self._shards[shard].receive(worker, message, reply)
+            return
+        copying.begin()
+        try:
+            self._shards[shard].receive(worker, message, reply)
+        except Exception:
+            copying.drop()
+            raise
+        copying.pass_on(Message(message.kind, {**message.fields, "worker": worker}, message.tensors))
+
+    def _reply(self, copying: Copying, ticket: Ticket, worker: int, message: Message, keeper: Keeper | None) -> None:
+        token = object()
+        if keeper is not None:
+            keeper.lend(token)  # from now on until the worker's next message
+
+        def act() -> None:
+            if keeper is not None:
+                self._lent.setdefault(worker, []).append((keeper, token))
+            ticket.give(message)
+
+        copying.after(act)
+
+    def _follow(self, shard: int, sender: int, message: Message, answer: Answer) -> None:
+        """The server before this one passes on what it has taken."""
+        if -1 - sender != self._before or shard != self._before or shard == self._own:
+            raise Refused(f"actor {-1 - sender} does not keep shard {shard}")
+        if shard in self._copying:
+            answer(MOVED)
+            return
+        # It is answered at once, so what has to wait for others' pushes has to have memory of its own.
+        tensors = [x.clone() for x in message.tensors] if self._lockstep else message.tensors
+        passed_on = Message(message.kind, message.fields, tensors)
+        self._shards[shard].receive(whole(message.fields, "worker"), passed_on, lambda *_: None)
+        answer(Message("kept"))
+
+
+def serve(number: int, config: Mapping[str, Any]) -> Server:
+    """The service that `Services.serve` starts."""
+    return Server(number, config)
+
+
+def terms_of(written: Mapping[str, Any]) -> Terms:
+    """The terms in a config."""
+    return Terms(**{**written, "compensate": read(written["compensate"])})
+
+
+def lots_of(config: Mapping[str, Any]) -> dict[int, tuple[int, Lot]]:
+    """All slices of a config by number: shard and lot."""
+    compressors = [read(each) for each in config["compressors"]]
+    lots = {}
+    for number, each in enumerate(config["slices"]):
+        spans = tuple(Span(name, torch.Size(shape), tuple(stride), start, stop)
+                      for name, shape, stride, start, stop in each["spans"])  # fmt: skip
+        lot = Lot(spans, tuple(each["members"]), getattr(torch, each["dtype"]), compressors[each["compress"]])
+        lots[number] = each["shard"], lot
+    return lots

@@ -1,0 +1,80 @@
+"""What a server does about gradients that were computed on weights it has moved on from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_EPSILON = 1e-7
+
+
+class Compensation(Protocol):
+    """Corrects a late gradient, as a frozen value that keeps nothing."""
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether it needs the weights that the gradient was computed on."""
+
+    def correct(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int, state: dict[str, Tensor]) -> Tensor:
+        """The gradient to take at weights `now` in place of `gradient`, which was computed at `then`, `staleness`
+        versions ago. May write into `gradient`. `state` is kept from one gradient to the next."""
+
+
+@dataclass(frozen=True)
+class DelayCompensation:
+    """DC-ASGD (Zheng et al. 2017, eq. 10): a first-order correction with the outer product as the Hessian::
+
+        g  <-  g + strength * g * g * (weights now - weights then)
+
+    Adaptive (DC-ASGD-a, eq. 14), where `strength` may be larger (2 in the paper)::
+
+        s  <-  decay * s + (1 - decay) * g * g        strength  <-  strength / sqrt(s + 1e-7)
+
+    Raises:
+        ValueError: `strength` is not a finite number from 0, `decay` not from 0 to below 1.
+    """
+
+    strength: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.strength, int | float) or not 0 <= self.strength < math.inf:
+            raise ValueError(f"strength={self.strength!r} is not a finite number from 0")
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive={self.adaptive!r} is neither True nor False")
+        if not isinstance(self.decay, int | float) or not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay!r} is not a number from 0 to below 1")
+
+    @property
+    def looks_back(self) -> bool:
+        return True
+
+    def correct(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int, state: dict[str, Tensor]) -> Tensor:
+        square = gradient * gradient
+        curvature = square * self.strength
+        if self.adaptive:
+            if "mean square" not in state:
+                state["mean square"] = torch.zeros_like(square)
+            mean = state["mean square"].lerp_(square, 1 - self.decay)
+            curvature /= (mean + _EPSILON).sqrt_()
+        return gradient.addcmul_(curvature, now - then)
+
+
+@dataclass(frozen=True)
+class ScaledByStaleness:
+    """The learning rate is divided by the staleness (Zhang et al. 2016, "Staleness-aware async-SGD", eq. 5)."""
+
+    @property
+    def looks_back(self) -> bool:
+        return False
+
+    def correct(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int, state: dict[str, Tensor]) -> Tensor:
+        return gradient.div_(max(1, staleness))
+
+
+COMPENSATIONS: dict[str, type] = {cls.__name__: cls for cls in (DelayCompensation, ScaledByStaleness)}

@@ -1,0 +1,106 @@
+"""How pushed gradients of one slice become one gradient: of everybody in turn, or of whoever comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Done = Callable[[], None]
+
+
+class Together:
+    """The sum of all workers' totals of one round, added in the order of ranks, so that its bits depend on nothing
+    else. A new round drops an earlier one that was not used."""
+
+    def __init__(self, workers: int, pieces: int) -> None:
+        self._workers, self._pieces = workers, pieces
+        self.round = 0
+        self._total: Tensor | None = None
+        self._waiting: dict[int, tuple[Tensor | None, Done]] = {}
+        self._begin(0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all workers have pushed."""
+        return self._next == self._workers
+
+    @property
+    def total(self) -> Tensor | None:
+        """The sum, None where nobody had anything; its memory is used again in the next round."""
+        return None if self._silent else self._total
+
+    def push(self, worker: int, round_: int, total: Tensor | None, used: Sequence[bool], done: Done) -> None:
+        """`worker` says `total`, which belongs to this sum until ``done()``. What it has said before is let pass."""
+        if round_ > self.round:
+            self._begin(round_)
+        if round_ < self.round or worker < self._next or worker in self._waiting:
+            done()
+            return
+        self._waiting[worker] = total, done
+        self.used = [a or b for a, b in zip(self.used, used)]
+        while self._next in self._waiting:
+            self._add(*self._waiting.pop(self._next))
+            self._next += 1
+
+    def _begin(self, round_: int) -> None:
+        dropped, self._waiting = self._waiting, {}
+        self.round, self._next, self._silent = round_, 0, True
+        self.used = [False] * self._pieces
+        for _, done in dropped.values():
+            done()
+
+    def _add(self, total: Tensor | None, done: Done) -> None:
+        if total is not None and self._silent:
+            self._total = total.clone() if self._total is None else self._total.copy_(total)
+            self._silent = False
+        elif total is not None:
+            assert self._total is not None
+            self._total.add_(total)
+        done()
+
+
+class Pool:
+    """The mean of pushed gradients, as many as make a step.
+
+    Args:
+        needed: how much that is, in micro-batches, or in pushes.
+        in_pushes: whether it is counted in pushes.
+    """
+
+    def __init__(self, needed: int, in_pushes: bool, pieces: int) -> None:
+        self._needed, self._in_pushes, self._pieces = needed, in_pushes, pieces
+        self._total: Tensor | None = None
+        self._empty()
+
+    @property
+    def full(self) -> bool:
+        """Whether enough has come."""
+        return (self._pushes if self._in_pushes else self._count) >= self._needed
+
+    def push(self, gradient: Tensor | None, count: int, used: Sequence[bool]) -> None:
+        """The mean `gradient` of `count` micro-batches; None: zeros."""
+        self._count, self._pushes = self._count + count, self._pushes + 1
+        self.used = [a or b for a, b in zip(self.used, used)]
+        if gradient is None:
+            return
+        if self._total is None:
+            self._total = torch.empty_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        if self._silent:
+            torch.mul(gradient, count, out=self._total)
+        else:
+            self._total.add_(gradient, alpha=count)
+        self._silent = False
+
+    def take(self) -> Tensor | None:
+        """The mean over all that has come, None where there was nothing; the pool is empty again. The memory is used
+        again by the next push."""
+        mean = None if self._silent or self._total is None else self._total.div_(self._count)
+        self._empty()
+        return mean
+
+    def _empty(self) -> None:
+        self._count = self._pushes = 0
+        self._silent = True
+        self.used = [False] * self._pieces

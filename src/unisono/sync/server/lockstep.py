@@ -1,0 +1,92 @@
+"""A synchronous server: every step is all workers' together.
+
+    push of each slice as backward fills it ──► sums in the order of ranks
+    settle: control word ──► server 0: answered when all have come
+    norm, if it is asked for ──► of the sums
+    apply: take(scale, learning rate) ──► one step; pull, first what the forward pass needs first
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from unisono.sync.server.bound import BoundServer
+from unisono.sync.server.outgoing import Outgoing
+from unisono.sync.server.stepping import numbers_of
+
+
+class LockstepServer(BoundServer):
+    """`ParameterServer` without staleness in its world."""
+
+    lockstep = True
+    _round = 0
+    _version = 0
+
+    def begin(self) -> None:
+        if self._round == 0 or any(out.pushed for out in self.outgoing):
+            self._round += 1
+        super().begin()
+
+    def filled(self, out: Outgoing) -> None:
+        out.push(self._round)
+
+    def settle(self) -> MeanAtServers:
+        for out in self.outgoing:
+            if out.pushed is None:
+                out.seal()
+                out.push(self._round)
+        words = torch.tensor(self.control, dtype=torch.float64)
+        heard = self.conversations[0].call("hear", {"round": self._round}, [words])
+        for out in self.outgoing:
+            assert out.pushed is not None
+            out.pushed.wait()
+        control: list[float] = heard.wait().tensors[0].tolist()
+        return MeanAtServers(self, control)
+
+    def square(self) -> float:
+        """The squared 2-norm of the mean gradient."""
+        asked = [each.call("norm", {"round": self._round}) for each in self.conversations]
+        squares: dict[str, float] = {}
+        for each in asked:
+            squares |= each.wait().fields
+        return math.fsum(squares[number] for number in sorted(squares))
+
+    def take(self, scale: float) -> None:
+        """All servers take the step; the new weights come here."""
+        fields = {"round": self._round, "scale": scale, "groups": numbers_of(self.optimizer)}
+        taken = [each.call("take", fields) for each in self.conversations]
+        self._version += 1
+        self.fetch(self._version)
+        for each in taken:
+            each.wait()
+        for out in self.outgoing:
+            out.memory.commit()
+
+    def shared(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class MeanAtServers:
+    """What a step of all workers is about to do; see `Change`."""
+
+    agreed = True
+
+    def __init__(self, server: LockstepServer, control: list[float]) -> None:
+        self._server, self.control = server, control
+        self._norm: float | None = None
+
+    def norm(self) -> float:
+        """The 2-norm of the mean gradient over all parameters."""
+        if self._norm is None:
+            self._norm = math.sqrt(self._server.square())
+        return self._norm
+
+    def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
+        """Have the step taken where the optimizer is, and fetch the weights; `step` is not called."""
+        self._server.take(scale)
+        return None

@@ -1,0 +1,199 @@
+"""Some slices and what is agreed on about them: messages in, answers out, without any transport.
+
+    init   slice, places                 weights and optimizer state          from one worker, before anything is pushed
+    push   slice, number, version, ...   the total of a worker                answered when its memory is free
+    hear   round                         a worker's control word              answered with the sum when all have come
+    norm   round                                                              answered with each slice's squared norm
+    take   round, scale, groups                                               the step of a round
+    pull   slice, need, edition                                               answered when version `need` is there
+    level  slice                                                              next, workers get the weights to the bit
+    look   slice, state                  the weights as they are, and the optimizer's state if that is not 0
+
+The same messages in the same order make the same bits, which is what a copy of a shard lives on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.comm.service import Message
+from unisono.sync.server.editions import pays
+from unisono.sync.server.keeper import Keeper, Lot, Push, Refused, Terms
+
+Reply = Callable[[Message, Keeper | None], None]
+"""Answers a message; the keeper, if any, is that whose weights are the answer's memory."""
+
+ROUNDS_REMEMBERED = 2
+
+
+class Shard:
+    """The state of one shard.
+
+    Args:
+        lots: the slices of this shard, by their numbers.
+    """
+
+    def __init__(self, terms: Terms, lots: Mapping[int, Lot]) -> None:
+        self._terms, self._lots = terms, lots
+        self._keepers: dict[int, Keeper] = {}
+        self._words: dict[int, dict[int, Tensor]] = {}
+        self._listeners: dict[int, list[Reply]] = {}
+        self._asking: list[tuple[int, Reply]] = []
+        self._handlers = {
+            "init": self._init, "push": self._join if terms.lockstep else self._add, "hear": self._hear,
+            "norm": self._norm, "take": self._take, "pull": self._pull, "level": self._level, "look": self._look,
+        }  # fmt: skip
+        remembers = any(pays(lot.compress, lot.spans, lot.numel, lot.dtype) for lot in lots.values())
+        remembers = remembers or (terms.compensate is not None and terms.compensate.looks_back)
+        self._reads = {"norm", "look"} if remembers else {"norm", "look", "pull"}
+
+    def changes(self, message: Message) -> bool:
+        """Whether `message` may change anything."""
+        return message.kind not in self._reads
+
+    def receive(self, worker: int, message: Message, reply: Reply) -> None:
+        """Take `message`, and call `reply` once, now or later. Raises `ValueError` for what no worker can have sent,
+        and has then changed nothing."""
+        handler = self._handlers.get(message.kind)
+        if handler is None:
+            raise Refused(f"{message.kind!r} is none of {', '.join(self._handlers)}")
+        if not 0 <= worker < self._terms.workers:
+            raise Refused(f"worker {worker} is none of {self._terms.workers}")
+        handler(worker, message, reply)
+
+    def _init(self, worker: int, message: Message, reply: Reply) -> None:
+        number, lot = self._lot(message.fields)
+        if number in self._keepers and self._keepers[number].begun:
+            raise Refused(f"slice {number} is in training already")
+        places = message.fields.get("places")
+        if not isinstance(places, list) or len(message.tensors) != 1 + len(places):
+            raise Refused("weights, and a tensor for each place, are due")
+        _check(message.tensors[0], lot.numel, lot.dtype)
+        weights, *state = message.tensors
+        self._keepers[number] = Keeper(lot, self._terms, weights, places, state)
+        reply(Message("kept"), None)
+
+    def _join(self, worker: int, message: Message, reply: Reply) -> None:
+        keeper = self._keeper(message.fields)
+        keeper.join(self._pushed(worker, keeper.lot, message), lambda: reply(Message("taken"), None))
+        self._answer_norms()
+
+    def _add(self, worker: int, message: Message, reply: Reply) -> None:
+        keeper = self._keeper(message.fields)
+        groups = keeper.stepper.check(message.fields.get("groups"), len(self._terms.groups))
+        kept = keeper.add(self._pushed(worker, keeper.lot, message), groups)
+        reply(Message("taken" if kept else "dropped"), None)
+
+    def _pushed(self, worker: int, lot: Lot, message: Message) -> Push:
+        fields = message.fields
+        used = fields.get("used")
+        if not isinstance(used, list) or len(used) != len(lot.spans) or not all(isinstance(u, bool) for u in used):
+            raise Refused(f"used={used!r}: a truth value for each of {len(lot.spans)} pieces is due")
+        if len(message.tensors) != any(used):
+            raise Refused(f"{len(message.tensors)} tensors for used={used!r}")
+        total = None
+        if message.tensors:
+            (said,) = message.tensors
+            blank = lot.compress.blank(lot.spans, lot.numel, lot.dtype, torch.device("meta"))
+            _check(said, blank.numel(), blank.dtype)
+            total = lot.compress.decode(said, lot.spans, lot.numel, lot.dtype)
+        return Push(worker, whole(fields, "number", 1), total, used, whole(fields, "version"), whole(fields, "tick"),
+                    whole(fields, "count", 1), finite(fields, "scale"))  # fmt: skip
+
+    def _hear(self, worker: int, message: Message, reply: Reply) -> None:
+        """What was heard of a round is remembered until no worker can ask for it again."""
+        round_ = whole(message.fields, "round", 1)
+        if len(message.tensors) != 1:
+            raise Refused(f"{len(message.tensors)} tensors; a control word is due")
+        _check(message.tensors[0], self._terms.control, torch.float64)
+        words = self._words.setdefault(round_, {})
+        words[worker] = message.tensors[0].clone()
+        self._words = {r: said for r, said in self._words.items() if r > round_ - ROUNDS_REMEMBERED}
+        listeners = self._listeners.setdefault(round_, [])
+        listeners.append(reply)
+        if len(words) == self._terms.workers:
+            heard = torch.stack([words[w] for w in sorted(words)]).sum(0)
+            for each in self._listeners.pop(round_):
+                each(Message("heard", {}, [heard]), None)
+        self._listeners = {r: waiting for r, waiting in self._listeners.items() if r in self._words}
+
+    def _norm(self, worker: int, message: Message, reply: Reply) -> None:
+        self._asking.append((whole(message.fields, "round", 1), reply))
+        self._answer_norms()
+
+    def _answer_norms(self) -> None:
+        if not self._asking or not all(k.together.complete for k in self._keepers.values()):
+            return
+        ready = [(r, reply) for r, reply in self._asking if all(k.together.round >= r for k in self._keepers.values())]
+        self._asking = [each for each in self._asking if each not in ready]
+        squares = {str(number): keeper.square() for number, keeper in self._keepers.items()} if ready else {}
+        for _, reply in ready:
+            reply(Message("norm", squares), None)
+
+    def _take(self, worker: int, message: Message, reply: Reply) -> None:
+        round_, scale = whole(message.fields, "round", 1), finite(message.fields, "scale")
+        keepers = self._all_keepers()
+        groups = keepers[0].stepper.check(message.fields.get("groups"), len(self._terms.groups)) if keepers else []
+        for keeper in keepers:
+            keeper.take(round_, scale, groups)
+        reply(Message("taken"), None)
+
+    def _pull(self, worker: int, message: Message, reply: Reply) -> None:
+        keeper, edition = self._keeper(message.fields), whole(message.fields, "edition")
+        keeper.when(whole(message.fields, "need"), partial(self._send_news, worker, keeper, edition, reply))
+
+    def _send_news(self, worker: int, keeper: Keeper, edition: int, reply: Reply) -> None:
+        news, lent = keeper.news(worker, edition)
+        reply(news, keeper if lent else None)
+
+    def _level(self, worker: int, message: Message, reply: Reply) -> None:
+        self._keeper(message.fields).level()
+        reply(Message("level"), None)
+
+    def _look(self, worker: int, message: Message, reply: Reply) -> None:
+        keeper = self._keeper(message.fields)
+        reply(keeper.look(whole(message.fields, "state") > 0), keeper)
+
+    def _lot(self, fields: Mapping[str, Any]) -> tuple[int, Lot]:
+        number = whole(fields, "slice")
+        if number not in self._lots:
+            raise Refused(f"slice {number} is not of this shard")
+        return number, self._lots[number]
+
+    def _keeper(self, fields: Mapping[str, Any]) -> Keeper:
+        number, _ = self._lot(fields)
+        if number not in self._keepers:
+            raise Refused(f"slice {number} has no weights yet")
+        return self._keepers[number]
+
+    def _all_keepers(self) -> list[Keeper]:
+        if len(self._keepers) < len(self._lots):
+            raise Refused("some slices have no weights yet")
+        return list(self._keepers.values())
+
+
+def whole(fields: Mapping[str, Any], name: str, least: int = 0) -> int:
+    """The whole number `name`, from `least`. Raises `Refused`."""
+    value = fields.get(name)
+    if type(value) is not int or not least <= value < 1 << 62:
+        raise Refused(f"{name}={value!r} is not a whole number from {least}")
+    return value
+
+
+def finite(fields: Mapping[str, Any], name: str) -> float:
+    """The finite number `name`. Raises `Refused`."""
+    value = fields.get(name)
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise Refused(f"{name}={value!r} is not a finite number")
+    return float(value)
+
+
+def _check(tensor: Tensor, numel: int, dtype: torch.dtype) -> None:
+    if tensor.numel() != numel or tensor.dtype != dtype:
+        raise Refused(f"{tensor.numel()} x {tensor.dtype} where {numel} x {dtype} is due")

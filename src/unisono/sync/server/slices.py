@@ -1,0 +1,110 @@
+"""How weights are cut into slices and dealt out over servers; arithmetic without I/O.
+
+    parameters, as the forward pass needs them      slices, the first one travels first
+    embed [50000, 64]                               0: embed[0:12500]       shard 0
+                                                    1: embed[12500:25000]   shard 1 ...
+    norm [64], bias [64], head [10, 64]             4: norm, bias, head     the least loaded shard
+
+Matrices are cut between rows, so that what is left are matrices. Every worker computes the same slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unisono.compress import Compressor, Span
+
+SLICES_PER_SHARD = 4  # else shards could not be balanced
+SMALLEST_BYTES = 1 << 16  # of a slice that is smaller than it was asked for: a message costs as much as some KB
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one parameter; `span` is their place in the slice."""
+
+    rows: range | None
+    span: Span
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of `tensor`, which is shaped like the parameter, that this piece is."""
+        return tensor if self.rows is None else tensor[self.rows.start : self.rows.stop]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Pieces of one dtype and device, which one compressor sends, and the shard that keeps them."""
+
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype
+    device: torch.device
+    compress: Compressor
+    shard: int
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Where the pieces lie."""
+        return tuple(piece.span for piece in self.pieces)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the slice."""
+        return self.pieces[-1].span.stop
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return self.numel * self.dtype.itemsize
+
+
+def cut(parameters: Mapping[str, nn.Parameter], compress: Compressor, slice_bytes: int, shards: int) -> list[Slice]:
+    """The slices of `parameters` (in the order of the forward pass), each of at most `slice_bytes` unless a single row
+    is larger; each goes to the shard that has the fewest bytes by then."""
+    total = sum(p.numel() * p.element_size() for p in parameters.values())
+    balanced = max(SMALLEST_BYTES, -(-total // (SLICES_PER_SHARD * shards))) if shards > 1 else slice_bytes
+    largest = min(slice_bytes, balanced)
+    loads, slices = [0] * shards, []
+    for kind, pieces in _packed(parameters, compress, largest):
+        shard = loads.index(min(loads))
+        slices.append(Slice(pieces, kind[1], kind[2], kind[0], shard))
+        loads[shard] += slices[-1].nbytes
+    return slices
+
+
+_Kind = tuple[Compressor, torch.dtype, torch.device]
+
+
+def _packed(
+    parameters: Mapping[str, nn.Parameter], compress: Compressor, largest: int
+) -> list[tuple[_Kind, tuple[Piece, ...]]]:
+    """Pieces of one kind share a slice while they fit; slices are in the order of their first pieces."""
+    packed: list[tuple[_Kind, list[Piece]]] = []
+    unfinished: dict[_Kind, list[Piece]] = {}
+    for name, parameter in parameters.items():
+        for rows in _rows(parameter, largest):
+            like = torch.empty_like(parameter, device="meta")  # strides as autograd lays out a gradient
+            part = like if rows is None else like[rows.start : rows.stop]
+            kind = compress.choose(name, part.shape), parameter.dtype, parameter.device
+            pieces = unfinished.get(kind)
+            start = pieces[-1].span.stop if pieces else 0
+            if pieces is None or (start + part.numel()) * part.element_size() > largest:
+                pieces, start = [], 0
+                unfinished[kind] = pieces
+                packed.append((kind, pieces))
+            pieces.append(Piece(rows, Span(name, part.shape, part.stride(), start, start + part.numel())))
+    return [(kind, tuple(pieces)) for kind, pieces in packed]
+
+
+def _rows(parameter: nn.Parameter, largest: int) -> Sequence[range | None]:
+    """Equal stretches of rows of at most `largest` bytes; None: the whole, because it fits or rows do not lie one
+    after the other in memory."""
+    nbytes = parameter.numel() * parameter.element_size()
+    stride = torch.empty_like(parameter, device="meta").stride()
+    if nbytes <= largest or parameter.dim() == 0 or stride[0] < max(stride):
+        return [None]
+    count = len(parameter)
+    parts = -(-count // max(1, largest * count // nbytes))
+    return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]

@@ -1,0 +1,129 @@
+"""A server for workers that do not wait for each other, or only so far.
+
+Work is leased out in the seeded order. A worker pushes the gradient of a share, and pulls weights for the next one: of a
+version that is `staleness` behind the step that this share is of, or newer; the server answers once it has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from unisono.sync.dealing import Dealing, TakingTurns
+from unisono.sync.server.bound import BoundServer
+from unisono.sync.server.stepping import numbers_of
+from unisono.sync.synchronizer import Share
+
+
+class Pace:
+    """Which weights a share may be computed on.
+
+    Args:
+        micro_batches: of a step of the loop.
+        needed: micro-batches that make a step of the server.
+        staleness: how many of the server's steps weights may be behind; infinity: any.
+    """
+
+    def __init__(self, micro_batches: int, needed: int, staleness: float) -> None:
+        self._micro_batches, self._needed, self._staleness = micro_batches, needed, staleness
+        self.first = 0
+
+    def tick(self, share: Share) -> int:
+        """The server's step that `share` is part of, from 0 at `first`."""
+        step, micro_batches = share
+        return ((step - self.first) * self._micro_batches + micro_batches.start) // self._needed
+
+    def need(self, share: Share) -> int:
+        """The least version for `share`."""
+        return 0 if math.isinf(self._staleness) else max(0, self.tick(share) - int(self._staleness))
+
+
+class WalkingServer(BoundServer):
+    """`ParameterServer` with staleness, or with backup workers, in its world."""
+
+    lockstep = False
+
+    def walk(self, dealing: Dealing | None, pace: Pace, own: range) -> None:
+        """How it goes on.
+
+        Args:
+            dealing: where work comes from; None: each worker has its `own` micro-batches of all steps that it is in time
+                for.
+        """
+        self._pace, self._own, self._in_turn = pace, own, dealing is None
+        self._dealing = dealing or TakingTurns(self.comm, own, self._earliest)
+        self._pushes = self._stretches = 0
+        self.dropped = 0
+
+    def _earliest(self) -> int:
+        return self._pace.first + min(out.version for out in self.outgoing)
+
+    @property
+    def dealt(self) -> int:  # type: ignore[override]
+        return self._dealing.dealt
+
+    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share]:
+        if not self._stretches:
+            self._pace.first = first
+        self._stretches += 1
+        # All that was dealt out before is pushed, so this waits for nobody who waits for us.
+        self.fetch(self._pace.need((first, range(1))))
+        yield from self._dealing.shares(first, until, stop)
+
+    def close(self, control: list[float]) -> None:
+        super().close(control)
+        self._dealing.prepare()
+
+    def settle(self) -> OwnGradient:
+        for out in self.outgoing:
+            out.seal()
+        return OwnGradient(self)
+
+    def square(self) -> float:
+        """The squared 2-norm of this worker's own gradient."""
+        values = [out.value() for out in self.outgoing if any(out.seen)]
+        return math.fsum(float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2 for v in values)
+
+    def exchange(self, scale: float) -> None:
+        """Push what was computed, pull what the next share needs."""
+        share = self._dealing.finished() if self._stretches else (self._pushes, self._own)
+        self._pushes += 1
+        groups, tick = numbers_of(self.optimizer), self._pace.tick(share)
+        for out in self.outgoing:
+            out.push(self._pushes, groups, tick=tick, count=len(share[1]), scale=scale)
+        need = self._needed_after(tick)
+        if need is not None:
+            self.fetch(need)
+        for out in self.outgoing:
+            assert out.pushed is not None
+            self.dropped += out.pushed.wait().kind == "dropped"
+            out.memory.commit()
+
+
+    def _needed_after(self, tick: int) -> int | None:
+        """The version to go on with, now that this worker's part of `tick` is done; None: there is nothing to do."""
+        if self._in_turn:
+            return tick + 1
+        upcoming = self._dealing.upcoming() if self._stretches else (self._pushes, self._own)
+        return None if upcoming is None else self._pace.need(upcoming)
+
+
+class OwnGradient:
+    """What a step of one worker is about to do; see `Change`."""
+
+    agreed = False
+
+    def __init__(self, server: WalkingServer) -> None:
+        self._server, self.control = server, server.control
+
+    def norm(self) -> float:
+        """The 2-norm of this worker's own mean gradient."""
+        return math.sqrt(self._server.square())
+
+    def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
+        """Push it, and pull; the step is taken where the optimizer is, `step` is not called."""
+        self._server.exchange(scale)
+        return None

@@ -1,0 +1,167 @@
+"""`Auto` picks what makes a step shortest, all workers alike, and says why."""
+
+import logging
+
+import pytest
+import torch
+
+from unisono.comm import simulate
+from unisono.comm.link import Link as Wires
+from unisono.compress import Auto, Cast, Compressor, Memory, OneBit, Quantize, TopK
+from unisono.compress.forecast import HIDES, Candidate, Link, Pace, fit, forecast, pace, pick
+from unisono.sync.flow import Flow
+
+STEPS = 12
+SLOW, FAST = Wires(25e6 / 8, 1e-3), Wires(10e9 / 8, 20e-6)
+
+
+def test_a_line_goes_through_the_smallest_and_the_largest_message() -> None:
+    link = fit([(1000, 0.011), (3000, 0.5), (5000, 0.015)])
+    assert link.latency_seconds == pytest.approx(0.01)
+    assert link.seconds(2000) == pytest.approx(0.012)
+
+
+@pytest.mark.parametrize("points", [[(8, 0.5)], [(8, 0.5), (800, 0.1)]])
+def test_a_link_without_a_measurable_rate_is_all_latency(points) -> None:
+    assert fit(points) == Link(0.5, 0.0)
+
+
+@pytest.mark.parametrize("exchange", [0.0, 0.04, 5.0])
+@pytest.mark.parametrize("share", [1.0, 0.25])
+@pytest.mark.parametrize("hidden", [0.0, 0.02])
+def test_the_pace_is_found_again_in_the_step_that_it_forecasts(exchange, share, hidden) -> None:
+    candidate, links = Candidate("c", 0.01, (("sum", 1000),)), {"sum": Link(0.0, exchange / 1000)}
+    step = forecast(candidate, links, Pace(0.3, hidden, share)).step_seconds
+    blocked = max(0.0, exchange - hidden)
+    found = pace(candidate, links, step, blocked, share)
+    assert found.computing_seconds == pytest.approx(0.3)
+    if blocked:
+        assert found.hidden_seconds == pytest.approx(hidden)
+
+
+def test_where_all_was_hidden_half_of_the_computing_may_hide() -> None:
+    small, links = Candidate("c", 0.0, (("sum", 1000),)), {"sum": Link(0.0, 1e-6)}
+    assert pace(small, links, 0.1, 0.0, 0.5) == Pace(0.1, HIDES * 0.1 * 0.5, 0.5)
+
+
+CANDIDATES = [
+    Candidate("as it is", 0.0, (("sum", 4_000_000),)),
+    Candidate("half", 0.001, (("sum", 2_000_000),)),
+    Candidate("an eighth", 0.010, (("exchange", 500_000), ("gather", 125_000))),
+]
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_byte", "compute", "chosen"),
+    [
+        (1e-10, 0.1, 0),  # nothing to gain
+        (1e-8, 0.1, 0),  # 40 ms are hidden behind 50
+        (1e-8, 0.0, 2),  # nothing hides 40 ms
+        (2.4e-8, 0.1, 1),  # 96 ms are not hidden, 48 are
+        (1e-6, 0.1, 2),
+    ],
+)
+def test_it_declines_where_compression_does_not_pay(seconds_per_byte, compute, chosen) -> None:
+    links = dict.fromkeys(("sum", "exchange", "gather"), Link(1e-4, seconds_per_byte))
+    assert pick([forecast(c, links, Pace(compute, HIDES * compute)) for c in CANDIDATES], 0.1) == chosen
+
+
+def test_a_less_faithful_candidate_has_to_save_the_gain() -> None:
+    links = {"sum": Link(0.0, 1e-8)}
+    steps = [forecast(Candidate("", 0.0, (("sum", size),)), links, Pace(0.0, 0.0)) for size in (1000, 950, 880, 870)]
+    assert [pick(steps, gain) for gain in (0.0, 0.1, 0.2)] == [3, 2, 0]
+
+
+def train(comm, compress: Compressor, compute: float, numel: int, steps: int, drop: int = -1) -> list[float]:
+    """Laps of a loop that computes and takes a mean of two buckets, one after the other."""
+    memories, laps = [Memory(), Memory()], []
+    for step in range(steps):
+        start = comm.now()
+        for attempt in range(1 + (step == drop)):
+            for memory in memories:
+                memory.discard()
+                total = torch.randn(numel, generator=torch.Generator().manual_seed(10 * comm.rank + step))
+                comm.compute(compute / 2)
+                got = Flow(compress.mean(total, (), comm, memory, torch.float32)).wait()
+                assert got.shape == total.shape
+            del attempt
+        for memory in memories:
+            memory.commit()
+        laps.append(comm.now() - start)
+    assert all(m.get("chosen") == memories[0].get("chosen") for m in memories)
+    return [memories[0].get("chosen"), laps[-1]]
+
+
+@pytest.mark.parametrize(("link", "declines"), [(SLOW, False), (FAST, True)])
+@pytest.mark.parametrize("drop", [-1, 0, 3, 6])
+def test_all_workers_choose_alike_whatever_step_is_dropped(link, declines, drop) -> None:
+    results = simulate(3, train, Auto(), 0.05, 50_000, STEPS, drop, link=link)
+    chosen = [result[0] for result in results]
+    assert len(set(chosen)) == 1
+    assert (chosen[0] == 0) is declines
+
+
+@pytest.mark.parametrize("link", [SLOW, Wires(100e6 / 8, 1e-3), Wires(1e9 / 8, 1e-4), FAST])
+def test_it_is_as_fast_as_the_best_fixed_choice(link) -> None:
+    """On the made-up clock, where arithmetic takes no time: within the gain."""
+    fixed = [simulate(3, train, c, 0.02, 50_000, 2, link=link)[0][1] for c in Auto().candidates]
+    own = simulate(3, train, Auto(), 0.02, 50_000, STEPS, link=link)[0][1]
+    assert own <= 1.15 * min(fixed)
+
+
+def test_it_measures_again_and_follows_a_link_that_changed() -> None:
+    def changed(comm) -> tuple[int, int]:
+        compress, memory, seen = Auto(again=8), Memory(), []
+        for step in range(30):
+            if step == 12:
+                comm.world.links[:] = [FAST] * comm.size
+            comm.compute(0.05)
+            total = torch.randn(50_000, generator=torch.Generator().manual_seed(step))
+            Flow(compress.mean(total, (), comm, memory, torch.float32)).wait()
+            memory.commit()
+            seen.append(memory.get("chosen"))
+        return seen[9], seen[-1]
+
+    for before, after in simulate(2, changed, link=SLOW):
+        assert before > 0
+        assert after == 0
+
+
+def test_each_decision_is_one_sentence_with_its_figures(caplog) -> None:
+    with caplog.at_level(logging.INFO, logger="unisono"):
+        simulate(3, train, Auto(), 0.05, 50_000, STEPS, link=SLOW)
+    said = [record.message for record in caplog.records]
+    assert len(said) == 2  # one for each bucket, by one worker
+    assert "a bucket of 50000 numbers: " in said[0]
+    assert "25 Mbit/s" in said[0]
+    for word in ("ms of latency", "ms of arithmetic", "predicted to take", "with Cast(to='own')"):
+        assert word in said[0]
+
+
+def test_what_the_others_owed_is_forgotten_when_one_is_chosen() -> None:
+    def parts(comm) -> set[str]:
+        memory = Memory()
+        for step in range(STEPS):
+            total = torch.randn(1000, generator=torch.Generator().manual_seed(step))
+            Flow(Auto().mean(total, (), comm, memory, torch.float32)).wait()
+            memory.commit()
+        return set(memory._parts) - {str(memory.get("chosen"))}
+
+    assert simulate(2, parts) == [set(), set()]
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Auto(()), "candidates"),
+        (lambda: Auto((OneBit,)), "no compressor"),
+        (lambda: Auto((Cast(), __import__("unisono.compress").compress.Exact())), "another type"),
+        (lambda: Auto(gain=1.0), "gain=1.0"),
+        (lambda: Auto(steps=2), "steps=2"),
+        (lambda: Auto(again=6), "again=6"),
+        (lambda: Auto((Quantize(8), TopK(0.01)), fixed=3), "no compressor"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(build, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        build()
