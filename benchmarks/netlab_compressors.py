@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 
 from benchmarks import harness
 from benchmarks.harness import Claim, Spread, Verdict
-from benchmarks.netlab.errors import Failed, Unavailable
+from benchmarks.netlab.errors import Unavailable
 from benchmarks.netlab.network import Rate, netlab
-from benchmarks.netlab.ways import Measured, Run, Way, train
+from benchmarks.netlab.ways import Measured, Run, Way, attempts, train
 
 AUTO = "Auto()"
 FIXED = (
@@ -43,19 +42,6 @@ def measure(compressor: str, rate: Rate | None, warm: int, timed: int, hosts: in
         return train(lab, way, RUN, stop_after=warm + timed, timeout_seconds=900.0)
 
 
-def available(compressors: Sequence[str], hosts: int) -> tuple[list[str], dict[str, str]]:
-    """Those that do one step here, and why the others do not."""
-    able, reasons = [], {}
-    for compressor in compressors:
-        try:
-            measure(compressor, None, 0, 1, hosts)
-            able.append(compressor)
-        except Failed as error:
-            reasons[compressor] = str(error).strip().splitlines()[-1]
-            print(f"  {compressor} is left out: {reasons[compressor]}", file=sys.stderr)
-    return able, reasons
-
-
 def told(rate: str, measured: Mapping[str, Sequence[Measured]], seconds: Mapping[str, Sequence[float]]) -> None:
     """The table of one rate, and what Auto said of its choice."""
     print(f"\n{rate}:")
@@ -77,20 +63,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timed-steps", type=int, default=24)
     parser.add_argument("--hosts", type=int, default=4)
     asked = parser.parse_args(arguments)
-    figures, judged = {}, []
+    figures: dict[str, dict[str, list[float]]] = {}
+    left_out: dict[str, str] = {}
+    judged = []
     try:
-        able, left_out = available(asked.only, asked.hosts)
         for rate in asked.rates:
             ways = {
                 name: functools.partial(measure, name, Rate.of(rate), asked.warm_steps, asked.timed_steps, asked.hosts)
-                for name in able
+                for name in asked.only
+                if name not in left_out
             }
-            measured = harness.interleave(ways, asked.repeats)
+            measured, failed = attempts(ways, asked.repeats)
+            left_out |= failed
             seconds = {n: [m.trace.step_seconds(asked.warm_steps) for m in each] for n, each in measured.items()}
             told(rate, measured, seconds)
             figures[rate] = seconds
-            fixed = sorted((n for n in able if n != AUTO), key=lambda n: Spread.of(seconds[n]).median)
-            if AUTO in able and fixed:
+            fixed = sorted((n for n in seconds if n != AUTO), key=lambda n: Spread.of(seconds[n]).median)
+            if AUTO in seconds and fixed:
                 claim = Claim(f"{rate}: seconds per step, {AUTO} against the best fixed", WITHIN, at_least=False)
                 judged.append(Verdict(claim, fixed[0], "s", seconds[AUTO], seconds[fixed[0]]))
     except Unavailable as reason:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import harness
@@ -24,7 +24,7 @@ from benchmarks.harness import Claim, Spread, Verdict
 from benchmarks.netlab.errors import Failed, Unavailable
 from benchmarks.netlab.network import Rate, netlab
 from benchmarks.netlab.trace import Trace
-from benchmarks.netlab.ways import Measured, Run, Way, train
+from benchmarks.netlab.ways import Measured, Run, Way, attempts, train
 
 OURS = (
     Way("top-k 0.1 %", "--compress 'TopK(0.001)'"),
@@ -111,15 +111,7 @@ def _check_same(way: Way, shaped: Trace, free: Trace) -> None:
     apart = shaped.farthest(free)
     print(f"  {way.name}: losses of {len(shaped.marks)} steps differ by {apart:.1e} at most", file=sys.stderr)
     if apart > SAME_LOSS:
-        raise SystemExit(f"{way.name} does not compute the same at both rates: losses differ by {apart:.1e}")
-
-
-def campaign_at(
-    asked: Campaign, ways: Sequence[Way], curves: Mapping[str, Measured], rate: str, repeats: int
-) -> dict[str, list[Figure]]:
-    """All ways at one rate, interleaved."""
-    figures = {way.name: functools.partial(asked.figure, way, Rate.of(rate), curves.get(way.name)) for way in ways}
-    return harness.interleave(figures, repeats)
+        raise Failed(f"{way.name} does not compute the same at both rates: losses differ by {apart:.1e}")
 
 
 def seconds_of(figures: Sequence[Figure]) -> list[float] | None:
@@ -144,7 +136,7 @@ def verdicts(rate: str, ways: Sequence[Way], figures: Mapping[str, list[Figure]]
     return made
 
 
-def lines(ways: Sequence[Way], figures: Mapping[str, list[Figure]], composed: Mapping[str, Measured]) -> str:
+def lines(ways: Sequence[Way], figures: Mapping[str, list[Figure]], composed: Container[str]) -> str:
     """One line per way, the quickest first."""
     head = ("way", "seconds", "steps", "MB per host", "ms per step", "DDP takes")
     seconds = {way.name: seconds_of(figures[way.name]) for way in ways}
@@ -168,26 +160,12 @@ def _row(way: Way, figures: Sequence[Figure], ddp: Sequence[float] | None, compo
     )
 
 
-def available(asked: Campaign, ways: Sequence[Way]) -> tuple[list[Way], dict[str, str]]:
-    """The ways that do one step here, and why the others do not."""
-    able, reasons = [], {}
-    for way in ways:
-        try:
-            asked.measure(way, None, stop_after=1)
-            able.append(way)
-        except Failed as error:
-            reasons[way.name] = str(error).strip().splitlines()[-1]
-            print(f"  {way.name} is left out: {reasons[way.name]}", file=sys.stderr)
-    return able, reasons
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, repeats=3)
     parser.add_argument("--rates", nargs="+", default=RATES, help=f"of the links ({' '.join(RATES)})")
     parser.add_argument("--only", nargs="+", metavar="WAY", help="of: " + ", ".join(w.name for w in (*OURS, *PEERS)))
-    parser.add_argument(
-        "--ours", nargs="+", default=[], metavar="WORDS", help="more of ours, as words of unisono train"
-    )
+    parser.add_argument("--ours", action="append", default=[], metavar="WORDS",
+                        help="one more of ours, as words of unisono train: --ours='--sync ...'")  # fmt: skip
     parser.add_argument("--target", type=float, default=TARGET, help=f"bits per byte ({TARGET})")
     parser.add_argument("--steps", type=int, default=RUN.steps, help=f"at most ({RUN.steps})")
     parser.add_argument("--timed-steps", type=int, default=12, help="of a composed figure")
@@ -201,17 +179,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked.timeout_seconds, asked.torchft)  # fmt: skip
     every = [*OURS, *(Way(words, words) for words in asked.ours), *PEERS]
     chosen = [way for way in every if asked.only is None or way.name in asked.only or way.words in asked.ours]
+    found, judged, composed = {}, [], [] if asked.direct else [way for way in chosen if way.composed]
     try:
-        ways, left_out = available(campaign, chosen)
-        curves = {w.name: campaign.curve(w) for w in ways if w.composed and not asked.direct}
+        curves, left_out = attempts({w.name: functools.partial(campaign.curve, w) for w in composed}, 1)
+        free = {name: each[0] for name, each in curves.items()}
+        for rate in asked.rates:
+            able = {way.name: way for way in chosen if way.name not in left_out}
+            figures = {
+                name: functools.partial(campaign.figure, way, Rate.of(rate), free.get(name))
+                for name, way in able.items()
+            }
+            found[rate], failed = attempts(figures, asked.repeats)
+            left_out |= failed
+            ways = [able[name] for name in found[rate]]
+            print(f"\n{rate}, seconds to {asked.target} bits per byte:\n{lines(ways, found[rate], curves)}", flush=True)
+            judged += verdicts(rate, ways, found[rate])
     except Unavailable as reason:
         print(f"left out: {reason}")
         return 0
-    found, judged = {}, []
-    for rate in asked.rates:
-        found[rate] = campaign_at(campaign, ways, curves, rate, asked.repeats)
-        print(f"\n{rate}, seconds to {asked.target} bits per byte:\n{lines(ways, found[rate], curves)}", flush=True)
-        judged += verdicts(rate, ways, found[rate])
     record = {rate: {n: [vars(f) for f in figures] for n, figures in by.items()} for rate, by in found.items()}
     return harness.conclude(
         "netlab_loss", judged, asked.json, run=vars(campaign.run), target=asked.target, figures=record,

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
 
 from benchmarks import harness
 from benchmarks.harness import Claim, Spread, Verdict
-from benchmarks.netlab.errors import Failed, Unavailable
+from benchmarks.netlab.errors import Unavailable
 from benchmarks.netlab.network import netlab
-from benchmarks.netlab.ways import Measured, Run, Way, train
+from benchmarks.netlab.ways import Measured, Run, Way, attempts, train
 
 SYNCHRONOUS = Way("all-reduce")
 KEEPING = (  # what is claimed to keep up
@@ -58,20 +57,6 @@ def measure(way: Way, run: Run, quotas: Sequence[float]) -> Figure:
         return figure(train(lab, way, run, timeout_seconds=3600.0), run.global_batch)
 
 
-def available(ways: Sequence[Way], run: Run) -> tuple[list[Way], dict[str, str]]:
-    """Those that run here, and why the others do not."""
-    able, reasons = [], {}
-    for way in ways:
-        try:
-            with netlab(4) as lab:
-                train(lab, way, run, stop_after=1, timeout_seconds=120.0)
-            able.append(way)
-        except Failed as error:
-            reasons[way.name] = str(error).strip().splitlines()[-1]
-            print(f"  {way.name} is left out: {reasons[way.name]}", file=sys.stderr)
-    return able, reasons
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, repeats=3)
     parser.add_argument("--only", nargs="+", metavar="WAY")
@@ -85,14 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fast, slow = asked.cores, asked.cores * asked.slowed_to
     chosen = [way for way in (*WAITING, *KEEPING) if asked.only is None or way.name in asked.only]
     try:
-        able, left_out = available(chosen, run)
-        ways = {way.name: functools.partial(measure, way, run, [fast, fast, fast, slow]) for way in able}
+        ways = {way.name: functools.partial(measure, way, run, [fast, fast, fast, slow]) for way in chosen}
         ways[FAST] = functools.partial(measure, SYNCHRONOUS, own, [fast])
         ways[SLOW] = functools.partial(measure, SYNCHRONOUS, own, [slow])
-        figures = harness.interleave(ways, asked.repeats)
+        figures, left_out = attempts(ways, asked.repeats)
     except Unavailable as reason:
         print(f"left out: {reason}")
         return 0
+    if FAST in left_out or SLOW in left_out:
+        raise SystemExit("a worker alone cannot be measured")
     speeds = {name: [f.samples_per_second for f in each] for name, each in figures.items()}
     total = [3 * f + s for f, s in zip(speeds[FAST], speeds[SLOW], strict=True)]
     told(figures, total)
@@ -116,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def told(figures: dict[str, list[Figure]], total: Sequence[float]) -> None:
     """All ways, the slowest last."""
-    print(f"\nsum of the workers' own speeds: {Spread.of(total)} samples/s")
+    pairs = zip(figures[SLOW], figures[FAST], strict=True)
+    slowed = Spread.of([slow.samples_per_second / fast.samples_per_second for slow, fast in pairs])
+    print(f"\nsum of the workers' own speeds: {Spread.of(total)} samples/s; the slow one's is {slowed} of another's")
     for name in sorted(figures, key=lambda name: -Spread.of([f.samples_per_second for f in figures[name]]).median):
         speeds = [f.samples_per_second for f in figures[name]]
         share = Spread.of([speed / whole for speed, whole in zip(speeds, total, strict=True)])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from unisono import Config, notation
-from unisono.config import NOTED
+from unisono.config import INSIDE, NOTED
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -87,5 +87,6 @@ def test_the_readmes_notation_is_the_notation() -> None:
         named = {text.partition("(")[0] for text in re.findall(r"`([^`]+)`", values)}
         assert named == set(NOTED[field])
         for text in re.findall(r"`([^`]+)`", values):
-            value = notation.parse(field, text, NOTED[field])
-            assert notation.parse(field, notation.show(value), NOTED[field]) == value
+            names = NOTED[field] | INSIDE.get(field, {})
+            value = notation.parse(field, text, names)
+            assert notation.parse(field, notation.show(value), names) == value

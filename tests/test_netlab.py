@@ -22,6 +22,7 @@ from benchmarks.netlab import Failed, Host, Netlab, Rate, Unavailable, netlab, r
 from benchmarks.netlab.network import reason_unavailable
 from benchmarks.netlab.quota import controller
 from benchmarks.netlab.trace import Mark, Trace, of_events
+from benchmarks.netlab.ways import attempts
 
 REPOSITORY = Path(__file__).parents[1]
 _NEW_NETWORK = 0x40000000
@@ -249,6 +250,15 @@ def test_the_clock_leaves_out_what_is_before_training_and_evaluations() -> None:
     assert trace.reached(3.5) == trace.evaluations[0]
     assert trace.reached(3.4) is None
     assert trace.step_seconds(2) == pytest.approx(1.05 / 6)
+
+
+def test_a_way_that_fails_is_left_out_and_the_others_go_on() -> None:
+    def fails() -> int:
+        raise Failed("worker 1 ended\nno such luck")
+
+    figures, reasons = attempts({"works": lambda: 1, "fails": fails}, 2)
+    assert figures == {"works": [1, 1]}
+    assert reasons == {"fails": "no such luck"}
 
 
 def test_traces_are_compared_where_both_know_the_loss() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono import notation
-from unisono.compress import COMPRESSORS, Cast, Exact
+from unisono.compress import COMPRESSORS, Auto, ByName, BySize, Cast, Exact, Quantize, WithErrorFeedback
 from unisono.config import NOTED
 from unisono.data import LOADERS, Inline, Processes, Threads
 from unisono.errors import InvalidInput
@@ -16,9 +16,23 @@ from unisono.schedule import SCHEDULES, Constant, Cosine, Linear
 from unisono.sync import SYNCHRONIZERS, AllReduce
 
 COUNT, FACTOR = st.integers(1, 10**12), st.floats(0, 1)
+SIMPLE = (
+    st.builds(Cast, st.sampled_from(["fp32", "bf16", "fp16"]))
+    | st.builds(Exact, st.integers(8, 48))
+    | st.builds(Quantize, st.sampled_from([8, 4]), st.booleans())
+)
+COMPRESS = st.recursive(
+    SIMPLE,
+    lambda inner: (
+        st.builds(BySize, COUNT, inner, inner)
+        | st.builds(ByName, st.lists(st.tuples(st.text(max_size=5), inner), max_size=3).map(tuple), inner)
+        | st.builds(WithErrorFeedback, inner)
+    ),
+    max_leaves=5,
+)
 VALUES = {
     "sync": st.builds(AllReduce, bucket_bytes=COUNT, first_bytes=COUNT),
-    "compress": st.builds(Cast, st.sampled_from(["fp32", "bf16", "fp16"])) | st.builds(Exact, st.integers(8, 48)),
+    "compress": COMPRESS,
     "layout": st.just(Layout()),
     "schedule": st.builds(Constant, COUNT) | st.builds(Linear, COUNT, FACTOR) | st.builds(Cosine, COUNT, FACTOR),
     "load": st.just(Inline()) | st.builds(Threads, COUNT) | st.builds(Processes, COUNT, COUNT),
@@ -40,7 +54,9 @@ def test_what_is_shown_is_read_back(field, data) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [("Exact", Exact()), (" Exact( ) ", Exact()), ("Exact(32)", Exact(32)), ("Exact(fraction_bits=32)", Exact(32)),
-     ("Cast('bf16')", Cast("bf16")), ("Cosine(floor=1e-1, warmup=5)", Cosine(5, 0.1)), ("Cast()", Cast())],
+     ("Cast('bf16')", Cast("bf16")), ("Cosine(floor=1e-1, warmup=5)", Cosine(5, 0.1)), ("Cast()", Cast()),
+     ("ByName((('a', Cast), ('b', BySize(2))), Exact)", ByName((("a", Cast()), ("b", BySize(2))), Exact())),
+     ("Auto((Cast,), gain=0.2)", Auto((Cast(),), gain=0.2))],
 )  # fmt: skip
 def test_values_may_be_written_in_several_ways(text, value) -> None:
     assert notation.parse("compress", text, NAMES) == value
@@ -48,7 +64,14 @@ def test_values_may_be_written_in_several_ways(text, value) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(Exact(), "Exact()"), (Exact(40), "Exact()"), (Cast("bf16"), "Cast(to='bf16')"), (Cosine(3), "Cosine(warmup=3)")],
+    [
+        (Exact(), "Exact()"),
+        (Exact(40), "Exact()"),
+        (Cast("bf16"), "Cast(to='bf16')"),
+        (Cosine(3), "Cosine(warmup=3)"),
+        (ByName((("a", Cast()),)), "ByName(rules=(('a', Cast()),))"),
+        (Auto((Cast(),)), "Auto(candidates=(Cast(),))"),
+    ],
 )
 def test_what_equals_the_default_is_not_shown(value, text) -> None:
     assert notation.show(value) == text
@@ -75,6 +98,9 @@ def test_what_equals_the_default_is_not_shown(value, text) -> None:
         ("Exact([x for x in ()])", "[x for x in ()] is neither a literal nor a listed name"),
         ("Exact(lambda: 1)", "neither a literal nor a listed name"),
         ("Exact(f'{1}')", "neither a literal nor a listed name"),
+        ("ByName((('a', open),))", "open is not a listed name"),
+        ("ByName((('a', open('x')),))", "open is not a listed name"),
+        ("ByName((*(1, 2),))", "neither a literal nor a listed name"),
         ("Exact(2 ** 9)", "2 ** 9 is neither a literal nor a listed name"),
         ("Exact((y := 40))", "neither a literal nor a listed name"),
         ("Exact({[]: 1})", "neither a literal nor a listed name"),

@@ -1,7 +1,8 @@
 """Run ``unisono`` on several hosts that this machine plays: ``python -m benchmarks.netlab [options] -- train text …``.
 
 One worker per host, started as torchrun starts it, joined by links of a given rate and delay. Needs root and the
-commands ip, tc and mount; everything is removed at the end.
+commands ip, tc and mount; everything is removed at the end. A worker gets one compute thread unless told otherwise:
+every host believes that all of this machine's cores are its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from benchmarks.netlab.workers import run_workers
 def main(arguments: list[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
+    if command[:1] == ["train"] and not any(word.startswith("--threads") for word in command):
+        command += ["--threads", "1"]
     quotas: list[float | None] = [asked.cpu] * asked.hosts
     for host, cores in asked.cpu_of or []:
         quotas[int(host)] = cores

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from benchmarks import harness
 from benchmarks.harness import BIN, PEERS
+from benchmarks.netlab.errors import Failed
 from benchmarks.netlab.network import Host, Netlab
 from benchmarks.netlab.trace import Mark, Trace, of_peer, of_run
 from benchmarks.netlab.workers import run_workers
 
 _numbers = itertools.count()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,24 @@ def train(
     steps = trace.marks[-1].step if trace.marks else 0
     said = (lab.hosts[0].home / "stderr").read_text(errors="replace")
     return Measured(trace, watch.bytes_per_step(steps), result, said)
+
+
+def attempts(ways: Mapping[str, Callable[[], T]], repeats: int) -> tuple[dict[str, list[T]], dict[str, str]]:
+    """`harness.interleave`, but a way that fails is left out from then on; and why it failed."""
+    reasons: dict[str, str] = {}
+
+    def attempt(name: str) -> list[T]:
+        if name in reasons:
+            return []
+        try:
+            return [ways[name]()]
+        except Failed as error:
+            reasons[name] = str(error).strip().splitlines()[-1]
+            print(f"\n  {name} is left out: {error}", file=sys.stderr)
+            return []
+
+    tried = harness.interleave({name: functools.partial(attempt, name) for name in ways}, repeats)
+    return {name: [one for got in each for one in got] for name, each in tried.items() if name not in reasons}, reasons
 
 
 def _begun(report: Path) -> Trace:

@@ -9,8 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.compress import Auto as Auto
+    from unisono.compress import ByName as ByName
+    from unisono.compress import BySize as BySize
     from unisono.compress import Cast as Cast
     from unisono.compress import Exact as Exact
+    from unisono.compress import OneBit as OneBit
+    from unisono.compress import PowerSGD as PowerSGD
+    from unisono.compress import Quantize as Quantize
+    from unisono.compress import RandomK as RandomK
+    from unisono.compress import TopK as TopK
+    from unisono.compress import TwoBit as TwoBit
+    from unisono.compress import WithErrorFeedback as WithErrorFeedback
     from unisono.config import Config as Config
     from unisono.data import Inline as Inline
     from unisono.data import Processes as Processes
@@ -22,20 +32,65 @@ if TYPE_CHECKING:
     from unisono.schedule import Cosine as Cosine
     from unisono.schedule import Linear as Linear
     from unisono.sync import AllReduce as AllReduce
+    from unisono.sync import Average as Average
+    from unisono.sync import BlockMomentum as BlockMomentum
+    from unisono.sync import Complete as Complete
+    from unisono.sync import DelayCompensation as DelayCompensation
+    from unisono.sync import DiLoCo as DiLoCo
+    from unisono.sync import Gossip as Gossip
+    from unisono.sync import LocalSGD as LocalSGD
+    from unisono.sync import Momentum as Momentum
+    from unisono.sync import Nesterov as Nesterov
+    from unisono.sync import OnePeerExponential as OnePeerExponential
+    from unisono.sync import ParameterServer as ParameterServer
+    from unisono.sync import RandomPairs as RandomPairs
+    from unisono.sync import Ring as Ring
+    from unisono.sync import ScaledByStaleness as ScaledByStaleness
+    from unisono.sync import Torus as Torus
     from unisono.task import Evaluation as Evaluation
     from unisono.task import Task as Task
     from unisono.world import World as World
     from unisono.world import join as join
 
 _HOMES = {
-    "compress": ("Cast", "Exact"),
+    "compress": (
+        "Auto",
+        "ByName",
+        "BySize",
+        "Cast",
+        "Exact",
+        "OneBit",
+        "PowerSGD",
+        "Quantize",
+        "RandomK",
+        "TopK",
+        "TwoBit",
+        "WithErrorFeedback",
+    ),
     "config": ("Config",),
     "data": ("Inline", "Processes", "Threads"),
     "layout": ("Layout",),
     "order": ("Result",),
     "run": ("train",),
     "schedule": ("Constant", "Cosine", "Linear"),
-    "sync": ("AllReduce",),
+    "sync": (
+        "AllReduce",
+        "Average",
+        "BlockMomentum",
+        "Complete",
+        "DelayCompensation",
+        "DiLoCo",
+        "Gossip",
+        "LocalSGD",
+        "Momentum",
+        "Nesterov",
+        "OnePeerExponential",
+        "ParameterServer",
+        "RandomPairs",
+        "Ring",
+        "ScaledByStaleness",
+        "Torus",
+    ),
     "task": ("Evaluation", "Task"),
     "world": ("World", "join"),
 }

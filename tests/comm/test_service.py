@@ -13,15 +13,26 @@ import torch
 
 from tests.comm.actors import Echo
 from tests.comm.laws import same, sample
-from tests.comm.test_laws import DEADLINE_SECONDS, connected, over
+from tests.comm.test_laws import connected
 from tests.launch.observation import within
 from tests.processes import run, start
-from unisono.comm import Communicator, Line, Link, Message, Simulated, outcomes, simulate
+from unisono.comm import Alone, Communicator, Line, Link, Message, Simulated, outcomes, simulate
 from unisono.comm.frames import DTYPES, encode, nbytes
 from unisono.errors import MessageMismatch, PeerLost
 
 EVERY = [("alone", 1), ("simulated", 1), ("simulated", 3), ("gloo", 2), ("shared_memory", 2)]
 SERVERS = 2
+DEADLINE_SECONDS = 60.0
+
+
+def over(kind: str, size: int, directory: Path, law: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `law` returned on each worker of a communicator of that kind; servers take their time to start."""
+    if kind == "alone":
+        return [law(Alone(), *args)]
+    if kind == "simulated":
+        return simulate(size, law, *args)
+    args = (kind, f"file://{directory}", DEADLINE_SECONDS, law, *args)
+    return run(size, connected, *args, timeout_seconds=150.0)
 
 
 def hosted(comm: Communicator) -> list[Line]:
@@ -59,11 +70,11 @@ def large_messages_arrive_whole(comm: Communicator, lines: list[Line]) -> None:
 def several_calls_are_under_way_in_order(comm: Communicator, lines: list[Line]) -> None:
     for size in (10, 200_000):
         works = [lines[-1].call(Message("echo", {"i": i}, [torch.full((size,), i)])) for i in range(20)]
-        for i in (19, 3, *range(20)):
+        for i in (19, 3, *set(range(20)) - {19, 3}):
             answer = works[i].wait()
             assert answer.fields["i"] == i
-            if i in (0, 19):
-                assert answer.tensors[0].unique().tolist() == [i]
+            assert answer.tensors[0].unique().tolist() == [i]
+        assert works[19].wait().fields["i"] == 19
 
 
 def polling_is_enough(comm: Communicator, lines: list[Line]) -> None:
@@ -98,11 +109,8 @@ def what_leaves_is_counted(comm: Communicator, lines: list[Line]) -> None:
     message = Message("echo", {"i": 1}, [torch.ones(1000), torch.zeros(3, dtype=torch.uint8)])
     before = comm.bytes_sent
     lines[-1].call(message).wait()
-    alone = comm.size == 1
-    own_answers = comm.rank == len(lines) - 1 == comm.size - 1  # a worker that hosts it sends the answers
-    if not own_answers:
-        assert comm.bytes_sent - before == (0 if alone else nbytes(encode(message)))
-    together(comm)
+    leaves = not isinstance(comm, Alone)
+    assert comm.bytes_sent - before == leaves * nbytes(encode(message))
 
 
 LAWS: list[Callable[[Communicator, list[Line]], None]] = [
@@ -117,8 +125,9 @@ LAWS: list[Callable[[Communicator, list[Line]], None]] = [
 
 
 def all_laws(comm: Communicator) -> None:
-    lane = comm.lane("beside")
-    for lines in (hosted(comm), served(comm), hosted(lane)):
+    servers = served(comm)
+    what_leaves_is_counted(comm, servers)
+    for lines in (servers, hosted(comm), hosted(comm.lane("beside"))):
         for law in LAWS:
             law(comm, lines)
             together(comm)
@@ -143,15 +152,6 @@ def failures_end_one_connection(comm: Communicator, lines: list[Line]) -> None:
 @pytest.mark.parametrize(("kind", "size"), EVERY)
 def test_laws(kind: str, size: int, tmp_path: Path) -> None:
     over(kind, size, tmp_path, all_laws)
-
-
-def counted(comm: Communicator) -> None:
-    what_leaves_is_counted(comm, served(comm))
-
-
-@pytest.mark.parametrize(("kind", "size"), [("alone", 1), ("simulated", 2), ("shared_memory", 2)])
-def test_what_leaves_is_counted(kind: str, size: int, tmp_path: Path) -> None:
-    over(kind, size, tmp_path, counted)
 
 
 # Processes: what they are, and how they end.
@@ -184,7 +184,7 @@ def is_alive(pid: int) -> bool:
 
 def outlive_a_server(comm: Communicator, how: str) -> tuple[int, ...]:
     lines = served(comm)
-    if how == "in the midst of a call":
+    if how == MIDST:
         work = lines[1].call(Message("silent"))
     together(comm)
     if comm.rank == 0:
@@ -194,11 +194,11 @@ def outlive_a_server(comm: Communicator, how: str) -> tuple[int, ...]:
             os.kill(lines[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
     together(comm)
     began = comm.now()
-    if how == "before a call":
+    if how == BEFORE:
         work = lines[1].call(Message("echo"))
     with pytest.raises(PeerLost, match="server 1") as lost:
         work.wait()
-    assert comm.now() - began < DEADLINE_SECONDS / 4
+    assert comm.now() - began < DEADLINE_SECONDS / 8
     with pytest.raises(PeerLost):
         lines[1].call(Message("echo")).wait()
     assert lines[0].call(Message("watch")).wait().fields["senders"] == [-2]
@@ -207,10 +207,14 @@ def outlive_a_server(comm: Communicator, how: str) -> tuple[int, ...]:
     return lost.value.ranks
 
 
-@pytest.mark.parametrize("how", ["before a call", "in the midst of a call"])
-@pytest.mark.parametrize(("kind", "size"), [("simulated", 2), ("gloo", 2), ("shared_memory", 2)])
-def test_a_lost_server_is_seen_at_once_by_everybody(kind: str, size: int, how: str, tmp_path: Path) -> None:
-    assert over(kind, size, tmp_path, outlive_a_server, how) == [(1,)] * size
+BEFORE, MIDST = "before a call", "in the midst of a call"
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [("simulated", BEFORE), ("simulated", MIDST), ("gloo", MIDST), ("shared_memory", BEFORE)]
+)
+def test_a_lost_server_is_seen_at_once_by_everybody(kind: str, how: str, tmp_path: Path) -> None:
+    assert over(kind, 2, tmp_path, outlive_a_server, how) == [(1,)] * 2
 
 
 def wait_for_a_killed_worker(comm: Communicator, directory: Path) -> list[Any]:
@@ -231,7 +235,7 @@ def wait_for_a_killed_worker(comm: Communicator, directory: Path) -> list[Any]:
 
 def test_a_killed_worker_takes_its_servers_along(tmp_path: Path) -> None:
     args = ("shared_memory", f"file://{tmp_path}", DEADLINE_SECONDS, wait_for_a_killed_worker, tmp_path)
-    with start(2, connected, *args) as workers:
+    with start(2, connected, *args, timeout_seconds=150.0) as workers:
         assert within(DEADLINE_SECONDS, lambda: (tmp_path / "now").exists())
         os.kill(workers.processes[1].pid, signal.SIGKILL)
         gone, pids = workers.results(lost={1})[0]
@@ -262,9 +266,9 @@ def give_up_on_a_silent_server(comm: Communicator) -> float:
 
 
 def test_a_silent_server_is_lost_within_the_deadline(tmp_path: Path) -> None:
-    args = ("shared_memory", f"file://{tmp_path}", 10.0, give_up_on_a_silent_server)
-    for seconds in run(2, connected, *args):
-        assert 9.0 < seconds < 13.0
+    args = ("shared_memory", f"file://{tmp_path}", 5.0, give_up_on_a_silent_server)
+    for seconds in run(2, connected, *args, timeout_seconds=150.0):
+        assert 4.5 < seconds < 10.0
 
 
 # The made-up clock.

@@ -12,7 +12,7 @@ from unisono.compress import COMPRESSORS, Auto, Cast, Compressor, Exact, Memory,
 from unisono.sync.flow import Flow
 
 CPU = torch.device("cpu")
-SIZES = [0, 1, 2, 17, 64, 1000, 5003]
+SIZES = [0, 1, 2, 17, 5003]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 law = pytest.mark.parametrize("row", TABLE, ids=lambda row: notation.show(row.compress))
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -139,7 +139,7 @@ def test_zeros_stay_zeros(row) -> None:
 
 @law
 @sizes
-@dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_are_what_the_wire_weighs(row, numel, dtype) -> None:
     for spans in layouts(numel):
         blank = row.compress.blank(spans, numel, dtype, CPU)
@@ -159,7 +159,7 @@ def test_what_arrives_approaches_what_was_sent(row) -> None:
     x = gradient(1000)
     for spans in layouts(1000):
         memory, got = Memory(), torch.zeros(1000, dtype=torch.float64)
-        for sends in range(1, 301):
+        for sends in range(1, 101):
             message = row.compress.owe(total_of(row.compress, x), spans, memory)
             there = row.compress.decode(message, spans, 1000, row.compress.total_dtype(x.dtype))
             got += row.compress.value(there, x.dtype)
@@ -216,7 +216,7 @@ def test_adding_twice_adds(row) -> None:
 
 @law
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 1, 500, 998, 999])
+@pytest.mark.parametrize("place", [0, 500, 999])
 def test_what_is_not_finite_is_never_hidden(row, bad, place) -> None:
     x = gradient(1000)
     x[place] = bad

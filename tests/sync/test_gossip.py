@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
 
 from tests.compress.table import TABLE as COMPRESSORS
+from tests.compress.table import Row
 from tests.processes import run as run_processes
+from tests.sync.lesson import Lesson, in_a_process
 from tests.sync.test_topology import matrix
 from unisono import notation
-from unisono.comm import Communicator, Link, connect, simulate
+from unisono.comm import Communicator, Link, simulate
 from unisono.comm.service import Message
-from unisono.compress import Cast, Compressor, Exact, Memory, OneBit, Quantize, RandomK, TopK
+from unisono.compress import Cast, Compressor, Exact, Memory, OneBit, Quantize, RandomK, TopK, TwoBit
 from unisono.config import Config
-from unisono.replica import Replica
 from unisono.sync import AllReduce, Complete, Gossip, OnePeerExponential, RandomPairs, Ring, Synchronizer, Torus
 from unisono.sync.likeness import Likeness, fit, gamma
 from unisono.sync.partner import Partner
@@ -138,6 +138,7 @@ def test_choco_sgd_is_its_equations(compress) -> None:
             x[i] += part * held[j, i]
             x[j] -= part * held[j, i]
         x = x - lr * gradient
+        x[:, 40:] = 0.0  # where no parameter lies
         expected.append(x[:, :40].clone())
     torch.testing.assert_close(walks(4, Gossip(), compress, 6, lr), torch.stack(expected), rtol=0, atol=1e-6)
 
@@ -159,7 +160,7 @@ def test_workers_agree_at_the_rate_of_the_spectral_gap(topology) -> None:
 
 
 @each
-@pytest.mark.parametrize("compress", [Cast(), Quantize(bits=4), TopK(0.2), RandomK(0.2)], ids=notation.show)
+@pytest.mark.parametrize("compress", [Cast(), RandomK(0.2)], ids=notation.show)
 def test_the_mean_stays_as_it_is_while_workers_agree(sync, compress) -> None:
     """No worker learns anything; what one gets another loses, whatever is left out on the way."""
 
@@ -222,57 +223,56 @@ def test_a_step_sends_one_letter_to_each_neighbour_and_nothing_else() -> None:
     assert sum(simulate(4, run, Gossip(asynchronous=True), Cast())) == pytest.approx(80 * model, rel=0.02)
 
 
+@pytest.mark.parametrize("sync", [Gossip(), Gossip(RandomPairs()), Gossip(Lopsided())], ids=notation.show)
+@pytest.mark.parametrize("compress", [Cast(), Quantize(bits=4, stochastic=True)], ids=notation.show)
+def test_a_resumed_run_goes_on_as_the_undisturbed_one_whatever_is_left_out(sync, compress) -> None:
+    def run(comm: Communicator) -> None:
+        one = Walker(comm, sync, compress, 0.1)
+        for _ in range(5):
+            one.step()
+        one.bound.begin()  # letters of the next step are on their way
+        one.bound.meet()
+        two = Walker(comm.lane("another life"), sync, compress, 0.1)
+        two.bound.begin()
+        with torch.no_grad():
+            two.w.copy_(one.w)
+        two.bound.load_state_dict(one.bound.state_dict())
+        assert all(torch.equal(one.step(), two.step()) for _ in range(5))
+
+    simulate(3, run)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_alone_it_is_the_local_optimizer(asynchronous) -> None:
+    """Also where the compressor keeps no bits: nobody is sent anything."""
+    expected, x = [], torch.zeros(40, dtype=torch.float64)
+    for _ in range(5):
+        x = x - 0.1 * (x - targets(1)[0])
+        expected.append(x)
+    for topology in TOPOLOGIES:
+        path = walks(1, Gossip(topology, asynchronous), OneBit(), 5, 0.1)
+        torch.testing.assert_close(path[:, 0], torch.stack(expected), rtol=0, atol=1e-12)
+
+
 # Learning.
 
 
-class Lesson:
-    """Regression on a teacher's answers, micro-batches of a fixed order."""
-
-    COUNT, SAMPLES = 8, 8
-
-    def __init__(self, steps: int) -> None:
-        random = torch.Generator().manual_seed(5)
-        teacher = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-        for p in teacher.parameters():
-            p.data = torch.randn(p.shape, generator=random)
-        self.x = torch.randn(steps, self.COUNT, self.SAMPLES, 6, generator=random)
-        self.y = teacher(self.x).detach()
-        self.steps = steps
-
-    def learn(
-        self,
-        comm: Communicator,
-        sync: Synchronizer,
-        compress: Compressor,
-        busy: Callable[[], None] = lambda: None,
-        rate: float = 0.1,
-    ) -> tuple[float, list[tuple[int, int]], float]:
-        """The loss at the end over all samples, the micro-batches computed here, and seconds of the clock."""
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 2))
-        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.5)
-        replica = Replica(model, optimizer, comm, sync=sync, compress=compress, micro_batches=self.COUNT,
-                          reference=self.COUNT * self.SAMPLES)  # fmt: skip
-        shares = replica.shares(0, self.steps, lambda: False)
-        each = self.COUNT // comm.size
-        computed, began = [], comm.now()
-        for t, mine in shares or ((t, range(comm.rank * each, (comm.rank + 1) * each)) for t in range(self.steps)):
-            for m in mine:
-                busy()
-                replica.enter(m, self.SAMPLES)
-                loss = mse_loss(model(self.x[t, m]), self.y[t, m])
-                replica.leave(float(loss.detach()), last=m == mine[-1])
-                replica.backward(loss)
-                computed.append((t, m))
-            replica.settle().apply()
-        seconds = comm.now() - began
-        replica.meet()
-        with torch.no_grad():
-            return float(mse_loss(model(self.x), self.y)), computed, seconds
+LESSON = Lesson(30)
 
 
-LESSON = Lesson(40)
-START = float(mse_loss(torch.zeros_like(LESSON.y), LESSON.y))
+@dataclass(frozen=True)
+class Nobody:
+    """All for themselves."""
+
+    directed = False
+
+    def sends(self, rank: int, size: int, step: int) -> dict[int, float]:
+        return {}
+
+    receives = sends
+
+    def turns(self, size: int) -> int:
+        return 1
 
 
 def taught(size: int, sync: Synchronizer, compress: Compressor) -> float:
@@ -282,17 +282,25 @@ def taught(size: int, sync: Synchronizer, compress: Compressor) -> float:
     return losses.pop()
 
 
+@pytest.fixture(scope="module")
+def loss_of() -> Callable[[float], float]:
+    """A loss between that of all-reduce (0) and that of workers who mix with nobody before the end (1)."""
+    together, alone = taught(4, AllReduce(), Cast()), taught(4, Gossip(Nobody()), Cast())
+    assert 1.15 * together < alone
+    return lambda part: together + part * (alone - together)
+
+
 @each
-def test_every_topology_learns_as_well_as_all_reduce(sync) -> None:
-    assert taught(4, sync, Cast()) <= 1.1 * taught(4, AllReduce(), Cast()) + 0.005 * START
+def test_every_topology_learns_as_all_reduce_does(sync, loss_of) -> None:
+    assert taught(4, sync, Cast()) <= loss_of(0.3)
 
 
 @pytest.mark.parametrize("sync", [Gossip(), Gossip(OnePeerExponential()), Gossip(asynchronous=True)], ids=notation.show)
-def test_every_compressor_learns(sync) -> None:
-    reference = taught(4, AllReduce(), Cast())
-    assert reference < 0.25 * START
-    for row in COMPRESSORS:
-        assert taught(4, sync, row.compress) <= 1.3 * reference + 0.02 * START, row.compress
+def test_every_compressor_learns_and_helps(sync, loss_of) -> None:
+    one_of_each = {type(row.compress): row for row in reversed(COMPRESSORS)}
+    one_of_each[TwoBit] = Row(TwoBit(0.1), 1.0)  # no two workers differ by the table's threshold
+    losses = {row: taught(4, sync, row.compress) for row in one_of_each.values()}
+    assert [row for row, loss in losses.items() if loss > loss_of(0.4 if row.relative < 1 else 0.9)] == []
 
 
 @pytest.mark.parametrize("sync", [Gossip(), Gossip(asynchronous=True)], ids=notation.show)
@@ -314,8 +322,8 @@ def test_a_slow_worker_keeps_nobody_back_and_every_micro_batch_is_computed_once(
     assert computed == [(t, m) for t in range(lesson.steps) for m in range(lesson.COUNT)]
     done_per_second = len(computed) / max(seconds for _, _, seconds in outcome)
     assert done_per_second >= 0.85 * sum(paces) * 100
-    (even,) = {loss for loss, _, _ in simulate(4, lesson.learn, AllReduce(), Cast())}
-    assert outcome[0][0] <= 1.1 * even + 0.005 * START
+    even = simulate(4, lesson.learn, AllReduce(), Cast())[0][0]
+    assert outcome[0][0] <= 1.1 * even
 
 
 # Actors.
@@ -341,7 +349,6 @@ def test_partners_stay_between_what_they_were_however_many_ask_at_once() -> None
 
     for _ in range(30):
         asked = [(rank, (rank + int(random.integers(1, size))) % size) for rank in range(size)]
-        asked += [] if random.random() < 0.5 else [(1, 0)] * 0
         answers = [partners[rank].ask(peer, Straight(rank, peer)) for rank, peer in asked]
         for i in random.permutation(size):
             rank, peer = asked[i]
@@ -375,7 +382,7 @@ def test_both_ends_hold_the_same_and_it_comes_nearer(row) -> None:
     sender, receiver = (Likeness(weights.cuts, weights.read()) for _ in range(2))
     with torch.no_grad():
         for i, p in enumerate(shape.values()):
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+            p.copy_(100 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     xs = weights.read()
     distance = before = float(torch.cat(xs).norm())
     for _ in range(100):
@@ -387,7 +394,7 @@ def test_both_ends_hold_the_same_and_it_comes_nearer(row) -> None:
         nearer = float(torch.cat([x - h for x, h in zip(xs, sender.held)]).norm())
         assert nearer <= distance * (1 + 1e-6) + 1e-6
         distance = nearer
-    assert distance <= max(0.15 * before, 0.6 * row.absolute * before)
+    assert distance <= 0.15 * before
 
 
 def test_a_letter_that_is_too_short_is_refused() -> None:
@@ -422,29 +429,18 @@ def test_values_are_written_and_read(sync) -> None:
 # Real processes.
 
 
-def _really(rank: int, size: int, sync: Synchronizer, compress: Compressor, kind: str, url: str) -> float:
-    comm = connect(rank, size, rendezvous=url, local_size=size, kind=kind, deadline_seconds=30)
-    try:
-        return LESSON.learn(comm, sync, compress)[0]
-    finally:
-        comm.close()
-
-
 @pytest.mark.parametrize(
     ("size", "sync", "compress", "kind"),
     [
-        (4, Gossip(), Cast(), "shared_memory"),
-        (3, Gossip(RandomPairs()), OneBit(block=64), "gloo"),
-        (2, Gossip(OnePeerExponential()), Cast("bf16"), "gloo"),
-        (4, Gossip(OnePeerExponential()), TopK(0.2), "shared_memory"),
-        (4, Gossip(asynchronous=True), Cast(), "gloo"),
-        (2, Gossip(asynchronous=True), Quantize(bits=8), "shared_memory"),
+        (3, Gossip(), Cast(), "shared_memory"),
+        (2, Gossip(OnePeerExponential()), TopK(0.2), "gloo"),
+        (3, Gossip(asynchronous=True), Quantize(bits=8), "shared_memory"),
     ],
-    ids=str,
+    ids=["ring", "one peer", "asynchronous"],
 )
 def test_real_processes_learn_too(tmp_path, size, sync, compress, kind) -> None:
-    losses = run_processes(size, _really, sync, compress, kind, f"file://{tmp_path}/store")
-    assert len(set(losses)) == 1
-    assert losses[0] <= 0.25 * START
-    if not sync.asynchronous:  # whoever carries it, the sums are the same
-        assert losses[0] == pytest.approx(taught(size, sync, compress) if size != 3 else losses[0], rel=1e-3)
+    outcome = run_processes(size, in_a_process, LESSON.steps, sync, compress, kind, f"file://{tmp_path}/store")
+    computed = sorted(key for _, keys in outcome for key in keys)
+    assert computed == [(t, m) for t in range(LESSON.steps) for m in range(LESSON.COUNT)]
+    (loss,) = {loss for loss, _ in outcome}
+    assert loss == pytest.approx(taught(size, sync, compress), rel=0.15 if sync.asynchronous else 1e-3)

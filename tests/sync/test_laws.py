@@ -14,7 +14,17 @@ from unisono.compress import Cast, Exact
 from unisono.errors import PeerLost
 from unisono.optimizer import load_state, state_of
 from unisono.replica import Replica, weights_of
-from unisono.sync import SYNCHRONIZERS, AllReduce, BlockMomentum, DiLoCo, Gossip, LocalSGD, OnePeerExponential, ParameterServer, Synchronizer
+from unisono.sync import (
+    SYNCHRONIZERS,
+    AllReduce,
+    BlockMomentum,
+    DiLoCo,
+    Gossip,
+    LocalSGD,
+    OnePeerExponential,
+    ParameterServer,
+    Synchronizer,
+)
 
 LOCKSTEP: list[Synchronizer] = [
     AllReduce(),

@@ -81,3 +81,10 @@ def test_a_torus_of_a_prime_number_is_a_ring_and_a_larger_one_mixes_faster() -> 
 def test_pairs_change_from_step_to_step_and_with_the_seed() -> None:
     draws = {tuple(RandomPairs(seed).sends(r, 8, k).popitem()[0] for r in range(8)) for seed in (0, 1) for k in (0, 1)}
     assert len(draws) == 4
+
+
+@law
+@pytest.mark.parametrize("size", [2, 4, 8, 12])
+def test_turns_tell_how_seldom_an_edge_is_used(topology, size) -> None:
+    used = [set(topology.sends(0, size, step)) for step in range(300)]
+    assert topology.turns(size) == len(set.union(*used)) / max(map(len, used))

@@ -11,7 +11,7 @@ from functools import partial
 from unisono.comm import frames
 from unisono.comm.frames import BrokenMessage
 from unisono.comm.service import Actor, Line, Message
-from unisono.comm.stream import Arrival, Inbox, Outbox
+from unisono.comm.stream import READY, Arrival, Inbox, Outbox
 
 LOG = logging.getLogger("unisono")
 
@@ -111,6 +111,9 @@ class _Connection:
             self._desk.wait_until_open()
             while True:
                 arrival = self._inbox.read()
+                if arrival.message.kind == READY:
+                    self._outbox.send(frames.encode(Message(READY), arrival.call))
+                    continue
                 # An earlier answer may be memory of the actor, which it may write into from here on.
                 self._outbox.drained()
                 self._desk.run(partial(self._hand_in, arrival))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -22,7 +23,8 @@ from unisono.comm.desk import Desk
 from unisono.comm.line import Place, Run, SocketLine, connect_line, directly
 from unisono.comm.reception import Reception, listen
 from unisono.comm.server import ServerProcess
-from unisono.comm.service import Actor, Line
+from unisono.comm.service import Actor, Line, Message
+from unisono.comm.stream import READY
 from unisono.comm.trust import TOKEN_BYTES
 from unisono.comm.work import Work
 
@@ -54,6 +56,7 @@ class Hosting:
         self._address, self._deadline_seconds = address, deadline_seconds
         self._token = b""
         self._bytes_sent = 0
+        self._ports: set[int] = set()
         self._lock = threading.Lock()
         self._open = ExitStack()
 
@@ -67,14 +70,17 @@ class Hosting:
         token, rank = self._shared_token(comm), comm.rank
         desk = Desk(actor, rank, lambda sender, nbytes: self._count(sender not in (rank, -1 - rank), nbytes))
         listening = listen(self._address)
+        self._ports.add(_endpoint(listening)[1])
         mine = Place(rank, f"actor of worker {rank}", rank, *_endpoint(listening), os.getpid())
         reception = Reception(listening, token, rank, desk.largest_bytes, desk.welcome)
         self._open.callback(desk.close)
         self._open.callback(reception.close)
         places = _told(comm, [mine])
-        lines: list[Line] = [self._connect(place, rank, directly, place.rank != rank) for place in places]
+        lines = [self._connect(place, rank, directly, place.rank != rank) for place in places]
         desk.meet([self._connect(place, -1 - rank, desk.call_back, place.rank != rank) for place in places])
-        return lines
+        ready = _ready(lines)
+        comm.gather(torch.zeros(1)).wait()  # everybody has come in: what a lane opens now is its own
+        return ready
 
     def serve(self, comm: Verbs, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
         """As `Services.serve`."""
@@ -97,7 +103,16 @@ class Hosting:
         places = sorted(_told(comm, mine, -(-count // comm.size)), key=lambda place: place.number)
         for process in processes:
             process.tell_places(places)
-        return [self._connect(place, comm.rank, directly, True) for place in places]
+        lines = [self._connect(place, comm.rank, directly, True) for place in places]
+        return _ready(lines)
+
+    def owns(self, fd: int) -> bool:
+        """Whether `fd` is a socket of an actor that this worker hosts."""
+        try:
+            with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
+                return wire.getsockname()[1] in self._ports
+        except (OSError, IndexError):
+            return False
 
     def close(self) -> None:
         """End the lines, the actors and the processes. May be called twice."""
@@ -121,7 +136,14 @@ class Hosting:
         return self._token
 
 
-def _endpoint(listening: Any) -> tuple[str, int]:
+def _ready(lines: Sequence[SocketLine]) -> list[Line]:
+    """`lines`, when all actors have met: from here on, who is lost is lost to one that goes on."""
+    for call in [line.call(Message(READY)) for line in lines]:
+        call.wait()
+    return list(lines)
+
+
+def _endpoint(listening: socket.socket) -> tuple[str, int]:
     address, port, *_ = listening.getsockname()
     return address, port
 

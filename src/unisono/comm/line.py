@@ -26,6 +26,7 @@ from unisono.errors import PeerLost
 
 LOG = logging.getLogger("unisono")
 _RETRY_SECONDS = 0.02
+_START_SECONDS = 60.0  # a process has to import torch first; one that has died is noticed at once
 Count = Callable[[int], None]
 Run = Callable[[Callable[[], None]], None]
 
@@ -249,9 +250,10 @@ def connect_line(
     """A line to the actor at `place`, which answers when it is ready.
 
     Raises:
-        PeerLost: nobody is there, or nobody who knows the token, within the deadline.
+        PeerLost: nobody is there, or nobody who knows the token, within the deadline (and the time that a
+            process may take to start).
     """
-    until = time.monotonic() + deadline_seconds
+    until = time.monotonic() + max(deadline_seconds, _START_SECONDS)
     while True:
         left = until - time.monotonic()
         try:

@@ -62,7 +62,8 @@ class ServerProcess:
     def close(self) -> None:
         """End the process and wait until it has ended. May be called twice."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it may have ended already
+        with suppress(BrokenPipeError, ValueError):  # it may have ended, or been closed, already
+            self._process.stdin.write(b"\n")  # the end alone is not seen where a fork of ours has the pipe too
             self._process.stdin.close()
         try:
             self._process.wait(_PATIENCE_SECONDS)

@@ -43,8 +43,9 @@ class Actor(Protocol):
         a later `receive`, `lost` or callback of a `tell`.
 
         The tensors are the transport's memory, which the sender's next message overwrites: copy what is kept past the
-        answer. What is handed to `answer` may be read until the sender's next message arrives, so do not
-        write into it before. An exception ends that sender's connection and nothing else.
+        answer. Until then they are this call's alone: they may be written into, and be part of its answer. What is
+        handed to `answer` may be read until the sender's next message arrives, so do not write into it before. An
+        exception ends that sender's connection and nothing else.
         """
 
     def lost(self, sender: int) -> None:
@@ -62,7 +63,8 @@ class Line(Protocol):
         order. The tensors of `message` belong to the line until its answer is there; the answer's tensors are valid
         until the next `call` whose work has been waited for.
 
-        Raises (in `wait`): `PeerLost` when the actor is gone, or silent past the deadline.
+        Raises (in `wait`): `PeerLost` when the actor is gone, or silent past the deadline; its `ranks` are the worker
+        that hosts or has started it, its text names the actor.
         """
 
     def tell(self, message: Message, then: Callable[[Message | None], None]) -> None:
@@ -74,7 +76,12 @@ class Line(Protocol):
 
 
 class Services(Protocol):
-    """What a communicator offers besides its verbs; all workers call these alike, in the same order."""
+    """What a communicator offers besides its verbs; all workers call these alike, in the same order.
+
+    Both return when all actors have met. A payload may have 1 GiB, or what the actor's attribute `largest_bytes` says;
+    who sends more loses the connection. Calls are counted in `bytes_sent` as they travel, with their headers, and so
+    is what an actor says that a worker hosts; what a worker says to itself is not.
+    """
 
     def host(self, actor: Actor) -> list[Line]:
         """Every worker has its own `actor` answer beside its training thread; lines to all of them, by rank."""

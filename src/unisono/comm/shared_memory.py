@@ -79,8 +79,7 @@ class SharedMemory(Conversation):
         deadline_seconds: float,
         family: Family | None = None,
     ) -> None:
-        hosting = Hosting(deadline_seconds=deadline_seconds)
-        super().__init__(family or Family(hosting=hosting), deadline_seconds)
+        super().__init__(family or Family(hosting=Hosting(deadline_seconds=deadline_seconds)), deadline_seconds)
         self.rank, self.size = rank, size
         self._board, self._host, self._memory = Board(size), host, memory
         self._words = self._board.words(memory)

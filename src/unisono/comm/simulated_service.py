@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import torch
 
 from unisono.comm import frames
 from unisono.comm.desk import largest_bytes_of
@@ -81,6 +84,8 @@ class VirtualActor:
         self.largest_bytes = largest_bytes_of(self._actor)
         self._broken: dict[int, str] = {}
         self._calls: list[VirtualCall] = []
+        self._heard: dict[int, VirtualCall] = {}
+        self.read: dict[int, Message] = {}  # by sender: the answer that it has waited for last
 
     def meet(self, lines: Sequence[Line]) -> None:
         """As `Actor.meet`."""
@@ -125,6 +130,10 @@ class VirtualActor:
         if call.payload_bytes > self.largest_bytes:
             self._break(call.sender, f"{self.name} takes at most {self.largest_bytes} bytes, not {call.payload_bytes}")
             return
+        heard = self._heard.get(call.sender)
+        if heard is not None and heard.is_over:
+            _spoil(heard.message)
+        self._heard[call.sender] = call
         try:
             self.run(lambda actor: actor.receive(call.sender, call.message, call.answer))
         except Exception as error:
@@ -163,6 +172,7 @@ class VirtualCall(VirtualWork):
         self.verb = message.kind
         self._world = to.world
         self._answer: Message | None = None
+        self._waited_for = False
 
     @property
     def named(self) -> str:
@@ -185,6 +195,11 @@ class VirtualCall(VirtualWork):
         """As the contract; moves the clock to when the answer is there."""
         self.until_over()
         assert self._answer is not None
+        if not self._waited_for:
+            self._waited_for = True
+            if self.sender in self.to.read:
+                _spoil(self.to.read[self.sender])
+            self.to.read[self.sender] = self._answer
         return self._answer
 
     def answer(self, message: Message) -> None:
@@ -267,3 +282,9 @@ def _copy(message: Message) -> Message:
     """As after a journey: flat, in other memory, and fields as JSON has them."""
     tensors = [x.detach().reshape(-1).clone() for x in message.tensors]
     return Message(message.kind, json.loads(json.dumps(dict(message.fields))), tensors)
+
+
+def _spoil(message: Message) -> None:
+    """Noise where a transport would use its memory again, so that nobody relies on what is not promised."""
+    for x in message.tensors:
+        x.fill_(math.nan if x.is_floating_point() else x.dtype == torch.bool or torch.iinfo(x.dtype).max)

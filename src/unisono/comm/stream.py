@@ -18,6 +18,8 @@ from unisono.comm import frames
 from unisono.comm.frames import BrokenMessage, Buffer, Head
 from unisono.comm.service import Message
 
+READY = "\0ready"
+"""The kind of a message that is answered, without the actor, as soon as the actor receives."""
 _SCRATCH_BYTES = 1 << 16
 _SMALL_BYTES = 1 << 16
 _KEPT_BUFFERS = 2

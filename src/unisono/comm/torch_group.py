@@ -71,8 +71,8 @@ class TorchGroup(Conversation):
         service_address: str | None = None,
         family: Family | None = None,
     ) -> None:
-        hosting = Hosting(service_address or address, deadline_seconds)
-        super().__init__(family or Family(hosting=hosting), deadline_seconds)
+        family = family or Family(hosting=Hosting(service_address or address, deadline_seconds))
+        super().__init__(family, deadline_seconds)
         self.rank, self.size = rank, size
         self._store, self._backend, self._address = store, backend, address
         self._device = device or torch.device("cpu")
@@ -88,7 +88,8 @@ class TorchGroup(Conversation):
             if backend == "nccl":
                 self._near = _gloo(c10d.PrefixStore("near", store), rank, size, address, deadline_seconds)
             _meet(self._headers, size, deadline_seconds)
-        self._wires = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
+        new = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
+        self._wires = {fd: name for fd, name in new.items() if not family.hosting.owns(fd)}
         self._connected = {fd: name for fd, name in self._wires.items() if _is_connected(fd)}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:

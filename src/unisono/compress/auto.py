@@ -17,6 +17,7 @@ from unisono.compress.delegate import Delegate, check_compressor
 from unisono.compress.forecast import Candidate, Forecast, Link, Pace, fit, forecast, pace, pick, reason
 from unisono.compress.memory import Memory
 from unisono.compress.one_bit import OneBit
+from unisono.compress.probe import probe, slowest
 from unisono.compress.quantize import Quantize
 from unisono.compress.rehearsal import rehearse
 from unisono.compress.span import Span
@@ -24,9 +25,6 @@ from unisono.compress.top_k import TopK
 
 LOG = logging.getLogger("unisono")
 
-_SMALL = 4 << 10  # bytes of a message that is all latency
-_LONG_SECONDS = 0.1  # a message that took so long says what the rate is, whatever a link lets through at first
-_GROWTH = 8
 _CARRIES: dict[str, Callable[[int], float]] = {  # what a worker's link carries, per byte handed in, of n workers
     "sum": lambda n: 2 * (n - 1) / n,
     "gather": lambda n: n - 1,
@@ -41,10 +39,10 @@ class Auto(Delegate):
     On the first step a bucket rehearses every candidate without peers, on its own numbers, which gives the seconds
     of arithmetic and the messages; and sends messages of growing size, which gives latency and rate of each verb. For
     `steps` steps it then goes by the candidate that is fastest where nothing is hidden behind computing, and measures
-    whole steps and how long it waits. From these figures, each of the slowest worker, `forecast` says how long a step takes with each
-    candidate; all workers know the same figures, and so decide alike. A candidate is taken only where the step is
-    shorter by `gain` than with the ones before it: list the most faithful first. After `again` steps all is measured
-    again. Every decision is one sentence in the log, by worker 0.
+    whole steps and how long it waits. From these figures, each of the slowest worker, `forecast` says how long a step
+    takes with each candidate; all workers know the same figures, and so decide alike. A candidate is taken only where
+    the step is shorter by `gain` than with the ones before it: list the most faithful first. After `again` steps all
+    is measured again. Every decision is one sentence in the log, by worker 0.
 
     What has no `mean` (servers, gossip) needs messages of one length that is known beforehand: there, this is `fixed`.
 
@@ -133,12 +131,12 @@ class Auto(Delegate):
     ) -> Figures:
         """The figures of arithmetic and link; waits for the peers, so that nothing but the messages is measured."""
         alone = [rehearse(repr(c), c, total, spans, comm, dtype) for c in self.candidates]
-        slowest = _slowest([c.arithmetic_seconds for c in alone], comm, total.device)
-        candidates = [Candidate(c.name, seconds, c.messages) for c, seconds in zip(alone, slowest)]
+        of_all = slowest([c.arithmetic_seconds for c in alone], comm, total.device)
+        candidates = [Candidate(c.name, seconds, c.messages) for c, seconds in zip(alone, of_all)]
         largest: dict[str, int] = {}
         for verb, size in (message for c in candidates for message in c.messages):
             largest[verb] = max(size, largest.get(verb, 0))
-        links = {verb: fit(_probe(verb, size, comm, total.device)) for verb, size in largest.items()}
+        links = {verb: fit(probe(verb, size, comm, total.device)) for verb, size in largest.items()}
         first = chosen
         if first is None:
             first = pick([forecast(c, links, Pace(0.0, 0.0)) for c in candidates], self.gain)
@@ -155,7 +153,7 @@ class Auto(Delegate):
         own = median(here / max(1, everywhere) for here, everywhere in sent_by)
         waited = median(lap.blocked_seconds for lap, _ in pairs)
         # Who is slowest waits least: for the link, not for others.
-        figures_of_all = _slowest([taken, min(1.0, max(own, 1e-6)), -waited], comm, total.device)
+        figures_of_all = slowest([taken, min(1.0, max(own, 1e-6)), -waited], comm, total.device)
         decision = figures.decide(figures_of_all[0], -figures_of_all[2], figures_of_all[1], self.gain)
         if comm.rank == 0:
             LOG.info("%s of %d numbers: %s", _title(spans), total.numel(), figures.words(decision, comm.size))
@@ -239,41 +237,6 @@ def _watched(steps: Mean, comm: Wire) -> Generator[Any, Any, tuple[Tensor, float
             return stop.value, blocked
         answer = yield work
         blocked += work.blocked_seconds
-
-
-def _slowest(numbers: Sequence[float], comm: Wire, device: torch.device) -> list[float]:
-    """The largest of all workers, number by number."""
-    rows: Tensor = comm.gather(torch.tensor(numbers, dtype=torch.float64, device=device)).wait()
-    largest: list[float] = rows.amax(0).tolist()
-    return largest
-
-
-def _probe(verb: str, largest: int, comm: Wire, device: torch.device) -> list[tuple[int, float]]:
-    """``(bytes, seconds)`` of messages of growing size, up to `largest` bytes or until they take long."""
-    size = min(_SMALL, largest)
-    points = [(size, _seconds(verb, size, 5, comm, device))]
-    while size < largest and points[-1][1] < _LONG_SECONDS:
-        size = min(size * _GROWTH, largest)
-        points.append((size, _seconds(verb, size, 2, comm, device)))
-    return points
-
-
-def _seconds(verb: str, size: int, times: int, comm: Wire, device: torch.device) -> float:
-    """What a message of `size` bytes takes on the slowest worker: the shortest of some."""
-    taken = []
-    for _ in range(times):
-        x = torch.zeros(-(-size // 4), device=device)
-        pieces = list(x.tensor_split(comm.size))
-        comm.gather(torch.zeros(1, device=device)).wait()  # all are there before the clock runs
-        start = comm.now()
-        if verb == "sum":
-            comm.sum(x).wait()
-        elif verb == "gather":
-            comm.gather(x).wait()
-        else:
-            comm.exchange(pieces, [pieces[comm.rank]] * comm.size).wait()
-        taken.append(comm.now() - start)
-    return _slowest([min(taken)], comm, device)[0]
 
 
 def _title(spans: Sequence[Span]) -> str:

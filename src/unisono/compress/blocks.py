@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from unisono.compress.compressor import Codec
-from unisono.compress.dither import Dither
+from unisono.compress.dither import PERIOD, Dither
 from unisono.compress.memory import Memory
 from unisono.compress.packing import pack, packed, unpack
 from unisono.compress.span import Span
 
-_PIECE = 1 << 17  # numbers: 512 KiB of fp32, for a core's second-level cache; fewer cost more calls than they save
+_PIECE = PERIOD  # numbers: 512 KiB of fp32, for a core's second-level cache; fewer cost more calls than they save
 _ALIGN = 8  # bytes: rows of a gather lie one behind the other
 SCALE = torch.bfloat16  # the range of fp32, so that no block is too small or too large for it
 

@@ -29,13 +29,17 @@ class RandomK(Codec):
     All workers draw the same numbers, from `seed` and a count of draws. So their messages add up: `mean` is one sum of
     values, without any index. Elsewhere (server, gossip) a message says its draw in 8 bytes.
 
+    What is owed arrives ``1 / density`` steps late and at once, as the gradient of so much larger a batch would. A rate
+    of learning that is stable without compression may not be with it, above all with momentum in the optimizer: where
+    that is 0.9, a density of 0.3 did no harm, and 0.1 did. `TopK` sends what grows before it is late.
+
     A total that is not finite makes all values not finite, whether what is not was drawn or not.
 
     Raises:
         ValueError: `density` outside (0, 1], `seed` not a whole number from 0 to 2^31 - 1.
     """
 
-    density: float = 0.01
+    density: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.plan.forecast import Forecast
+from unisono.plan.simulation import Forecast
 
 KINDS = (".png", ".svg", ".pdf")
 _MEGABYTE = 1e6

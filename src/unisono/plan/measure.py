@@ -16,7 +16,7 @@ from unisono.config import Config
 from unisono.data import Inline
 from unisono.observe import Nothing
 from unisono.persist import Persistence
-from unisono.plan.forecast import with_data
+from unisono.plan.simulation import with_data
 from unisono.task import Task
 
 _STEPS = 6  # of which the first, which also pays for what is made once, does not count

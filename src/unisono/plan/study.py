@@ -11,8 +11,8 @@ from unisono.config import Config
 from unisono.errors import InvalidInput
 from unisono.plan import units
 from unisono.plan.compute import Compute
-from unisono.plan.forecast import Cluster
 from unisono.plan.measure import share_seconds
+from unisono.plan.simulation import Cluster
 from unisono.plan.way import changes, label
 from unisono.settings import settle
 from unisono.task import Task, build_dataset

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from unisono.observe.words import duration, label, number, rate
 from unisono.plan.chart import mark
-from unisono.plan.forecast import Forecast
+from unisono.plan.simulation import Forecast
 
 _NARROWEST = 19  # columns of a way, with what separates it
 _LABELS = 21

@@ -24,5 +24,7 @@ from unisono.sync.topology import Ring as Ring
 from unisono.sync.topology import Topology as Topology
 from unisono.sync.topology import Torus as Torus
 
-SYNCHRONIZERS: dict[str, type] = {cls.__name__: cls for cls in (AllReduce, LocalSGD, BlockMomentum, DiLoCo, Gossip, ParameterServer)}
-PARTS: dict[str, type] = {**OUTER, **TOPOLOGIES, **COMPENSATIONS}  # values that are written inside those of SYNCHRONIZERS
+SYNCHRONIZERS: dict[str, type] = {
+    cls.__name__: cls for cls in (AllReduce, LocalSGD, BlockMomentum, DiLoCo, Gossip, ParameterServer)
+}
+PARTS: dict[str, type] = {**OUTER, **TOPOLOGIES, **COMPENSATIONS}  # written inside values of SYNCHRONIZERS

@@ -16,8 +16,8 @@ from unisono.sync.synchronizer import Share
 
 
 def lease(micro_batches: int, workers: int) -> int:
-    """How many of so many micro-batches are given out at once: what divides them and is no more than a worker's part, so
-    that whole leases add up to them in whatever order they are done."""
+    """How many of so many micro-batches are given out at once: what divides them and is no more than a worker's part.
+    Whole leases then add up to them in whatever order they are done."""
     return max(size for size in range(1, max(1, micro_batches // workers) + 1) if micro_batches % size == 0)
 
 
@@ -29,11 +29,15 @@ class Stretch:
         self.number = self.first = self.until = 0
 
     def opened(self, asked: Mapping[str, Any]) -> bool:
-        """Whether `asked` is the first question in a new stretch; all have then left the one before."""
+        """Whether `asked` is the first question in a new stretch: the one before is all dealt out."""
         if asked["stretch"] <= self.number:
             return False
         self.number, self.first, self.until = asked["stretch"], asked["first"], asked["until"]
         return True
+
+    def left(self, asked: Mapping[str, Any]) -> bool:
+        """Whether `asked` is of a stretch that others have left for this one, which begins where that has ended."""
+        return bool(asked["stretch"] < self.number)
 
 
 class Dealer:
@@ -55,6 +59,9 @@ class Dealer:
         stretch = self._stretch
         if stretch.opened(message.fields):
             self._next = stretch.first * self._step
+        if stretch.left(message.fields):
+            answer(Message("over", {"until": stretch.first}))
+            return
         if message.fields["stop"]:  # what is begun of a step is dealt out to its end
             stretch.until = min(stretch.until, -(-self._next // self._step))
         step, start = divmod(self._next, self._step)
@@ -84,6 +91,9 @@ class Turnstile:
         stretch = self._stretch
         if stretch.opened(message.fields):
             self._begun = stretch.first
+        if stretch.left(message.fields):
+            answer(Message("over", {"until": stretch.first}))
+            return
         if message.fields["stop"]:  # who has begun a step sees it through, and so do the others
             stretch.until = min(stretch.until, self._begun)
         step = max(stretch.first, message.fields["next"])

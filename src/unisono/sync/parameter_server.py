@@ -1,18 +1,18 @@
 """Servers keep the weights and take the optimizer's steps; workers push gradients and pull weights.
 
-    Li et al. 2014     "Scaling distributed machine learning with the parameter server": shards, push and pull, a copy of
-                       each shard on the next server
-    Ho et al. 2013     "More effective distributed ML via a stale synchronous parallel parameter server": a worker at step
-                       t computes on weights that hold everything up to step t - staleness
+    Li et al. 2014     "Scaling distributed machine learning with the parameter server": shards, push and pull, a copy
+                       of each shard on the next server
+    Ho et al. 2013     "More effective distributed ML via a stale synchronous parallel parameter server": a worker at
+                       step t computes on weights that hold everything up to step t - staleness
     Dean et al. 2012   "Large scale distributed deep networks": asynchronous steps
-    Zheng et al. 2017  "Asynchronous SGD with delay compensation"; Zhang et al. 2016 "Staleness-aware async-SGD"
+    Zheng et al. 2017  "Asynchronous SGD with delay compensation"; Zhang et al. 2016, "Staleness-aware async-SGD"
     Chen et al. 2016   "Revisiting distributed synchronous SGD": backup workers
     Jayarajan et al. 2019  "Priority-based parameter propagation": slices, and what is needed first travels first
 
-All of these are one server. Work is a sequence of micro-batches in the seeded order; as many as are in a global batch make
-one step of the optimizer. So an asynchronous run takes as many steps, at the same learning rates, as a synchronous one.
-What differs is on which weights a micro-batch of step t may be computed: of version t and no other, of version
-t - staleness or newer, or of any.
+All of these are one server. Work is a sequence of micro-batches in the seeded order; as many as are in a global batch
+make one step of the optimizer. So an asynchronous run takes as many steps, at the same learning rates, as a
+synchronous one. What differs is on which weights a micro-batch of step t may be computed: of version t and no other,
+of version t - staleness or newer, or of any.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class ParameterServer:
 
     Args:
         servers: processes that keep the weights.
-        staleness: how many steps the weights of a micro-batch may be behind its own step. 0: the workers are in lockstep,
-            and the result is that of all-reduce. Otherwise work is leased out, and a fast worker does more of it, and
-            waits only at the bound; ``inf`` is fully asynchronous.
+        staleness: how many steps the weights of a micro-batch may be behind its own step. 0: the workers are in
+            lockstep, and the result is that of all-reduce. Otherwise work is leased out, and a fast worker does more
+            of it, and waits only at the bound; ``inf`` is fully asynchronous.
         compensate: what servers do about gradients that come late: `DelayCompensation` or `ScaledByStaleness`.
-        backup_workers: without staleness, go on with the gradients of all workers but so many; the late ones are dropped
-            and counted, and their worker goes on with the step that the others are at.
+        backup_workers: without staleness, go on with the gradients of all workers but so many; the late ones are
+            dropped and counted, and their worker goes on with the step that the others are at.
         copies: how many servers have each shard; 2 outlive the loss of a server. None: 2 where there are as many.
         slice_bytes: in how large slices weights and gradients travel.
-        per_update: micro-batches that make one step of a server; None: a global batch. 1 is the classic asynchronous SGD,
-            of as many steps as there are micro-batches. With staleness only.
+        per_update: micro-batches that make one step of a server; None: a global batch. 1 is the classic asynchronous
+            SGD, of as many steps as there are micro-batches. With staleness only.
 
     Raises:
         ValueError: a number out of its bounds, or two arguments that exclude each other.
@@ -80,7 +80,7 @@ class ParameterServer:
         if self.copies not in (None, 1, 2) or self.shard_copies > self.servers:
             raise ValueError(f"copies={self.copies!r}: 1, or 2 with more than one server")
         if self.backup_workers and self.staleness:
-            raise ValueError(f"backup_workers={self.backup_workers} with staleness={self.staleness}: choose one of the two")
+            raise ValueError(f"backup_workers={self.backup_workers} with staleness={self.staleness}: choose one")
         if not self.staleness and (self.per_update or self.compensate):
             raise ValueError("per_update and compensate are about staleness, which is 0")
         if self.compensate is not None and not callable(getattr(self.compensate, "correct", None)):
@@ -118,8 +118,9 @@ class ParameterServer:
         trained = {name: parameters[name] for name in groups}
         slices = cut(trained, compress, self.slice_bytes, self.servers)
         needed = self.per_update or micro_batches
-        terms = {"needed": comm.size - self.backup_workers if self.backup_workers else needed, "control": control}
-        lines = comm.serve(self.servers, SERVICE, self._config(slices, optimizer, groups, comm.size, terms))
+        first = comm.size - self.backup_workers
+        terms = {"workers": comm.size, "control": control, "needed": first if self.backup_workers else needed}
+        lines = comm.serve(self.servers, SERVICE, self._config(slices, optimizer, groups, terms))
         conversations = [
             Conversation(s, [lines[(s + i) % self.servers] for i in range(self.shard_copies)])
             for s in range(self.servers)
@@ -138,11 +139,15 @@ class ParameterServer:
             raise InvalidInput("backup_workers", self.backup_workers, f"there are {workers} workers in all",
                                f"use at most {workers - 1}")  # fmt: skip
         if self.per_update and micro_batches % self.per_update:
-            raise InvalidInput("per_update", self.per_update, f"the {micro_batches} micro-batches of a global batch are no "
-                               "whole number of updates", "use a divisor, or leave it out")  # fmt: skip
+            raise InvalidInput("per_update", self.per_update, f"the {micro_batches} micro-batches of a global batch "
+                               "are no whole number of updates", "use a divisor, or leave it out")  # fmt: skip
 
     def _config(
-        self, slices: list[Slice], optimizer: Optimizer, groups: Mapping[str, int], workers: int, terms: Mapping[str, Any]
+        self,
+        slices: list[Slice],
+        optimizer: Optimizer,
+        groups: Mapping[str, int],
+        terms: Mapping[str, Any],
     ) -> dict[str, Any]:
         """What the servers are told; see `server.actor`."""
         compressors = list(dict.fromkeys(s.compress for s in slices))
@@ -150,7 +155,6 @@ class ParameterServer:
             "servers": self.servers,
             "copies": self.shard_copies,
             "terms": {
-                "workers": workers,
                 "lockstep": self.lockstep,
                 "first": self.backup_workers > 0,
                 "compensate": write("compensate", self.compensate),

@@ -88,7 +88,7 @@ class BoundPeriodic:
         control: int,
         together: BoundAllReduce | None,
     ) -> None:
-        self._rhythm, self._parameters, self._comm = rhythm, parameters, comm
+        self._rhythm, self._parameters = rhythm, parameters
         self._meeting = comm.lane("meeting")
         parts = divide(parameters, rhythm.fragments)
         self._fragments = [
@@ -100,7 +100,6 @@ class BoundPeriodic:
         self._gradients: BoundAllReduce | LocalGradients = together or LocalGradients(parameters)
         self._taken = 0
         self._standing = Standing.ON_ANCHOR
-        self._polled_at = comm.now()
 
     def begin(self) -> None:
         self._gradients.begin()
@@ -194,13 +193,9 @@ class BoundPeriodic:
                     fragment.anchor_here()
 
     def _go_on(self) -> None:
-        """Exchanges under way move on. Once per moment: a simulated worker that polls the same thing twice at the
-        same moment is taken for one that waits."""
-        now = self._comm.now()
-        if now > self._polled_at:
-            self._polled_at = now
-            for fragment in self._fragments:
-                fragment.poll()
+        """Exchanges under way move on."""
+        for fragment in self._fragments:
+            fragment.poll()
 
     def _anchors(self) -> dict[str, Tensor]:
         return {name: tensor for fragment in self._fragments for name, tensor in fragment.anchor.items()}

@@ -49,6 +49,7 @@ class Reduction:
         how: How = mean,
     ) -> None:
         self.names = tuple(parameters)
+        self._comm, self._polled_at = comm, comm.now()
         self._overlap, self._silence = overlap, [0.0] * control
         cuts = cut(parameters, compress, bucket_bytes, first_bytes)
         tail = len(parameters) + 8 * control
@@ -106,14 +107,19 @@ class Reduction:
         while self._launched < len(self._buckets):
             self._launch_next()
 
-    def poll(self) -> bool:
-        """Go on without waiting; True when all means are there (`wait` then returns at once)."""
+    def poll(self) -> None:
+        """Go on without waiting. Once per moment: a simulated worker that polls the same work twice at the same moment
+        is taken for one that waits."""
+        now = self._comm.now()
+        if now == self._polled_at:
+            return
+        self._polled_at = now
         while self._queue and self._queue[0].poll():
             self._queue.popleft()
             self._start_queued()
-        # Each work is polled once: a simulated worker that polls one twice at the same moment is taken for waiting.
-        over = [bucket.poll() for bucket in self._buckets[: self._launched] if not bucket.hops]
-        return self._launched == len(self._buckets) and not self._queue and all(over)
+        for bucket in self._buckets[: self._launched]:
+            if not bucket.hops:
+                bucket.poll()
 
     def wait(self) -> Agreed:
         """Wait for all means. Raises `PeerLost`, `MessageMismatch`."""

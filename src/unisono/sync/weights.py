@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.compress import Compressor, views
-from unisono.sync.buckets import Cut, cut
+from unisono.sync.buckets import Cut, cut, gaps
 
 _BUCKET_BYTES = 8 << 20
 
@@ -32,6 +32,8 @@ class Weights:
         flats = into or self.blank()
         for plan, flat, group in zip(self.cuts, flats, self._groups):
             torch._foreach_copy_(views(flat, plan.spans), group)
+            for start, stop in gaps(plan):  # a compressor may have left something there
+                flat[start:stop] = 0
         return flats
 
     @torch.no_grad()

@@ -3,10 +3,10 @@
     worker ── push ─► server 0 ── the same push ─► server 1 ┐
            ◄─ answer ──────────◄─────── kept ───────────────┘     shard 0 lives on 0, its copy on 1, and so on round
 
-Whatever may change a shard is passed on to its copy, in the order in which it was taken, and no answer leaves before the
-copy has all that the answer rests on. So a worker whose server is gone says again to the copy what was not answered,
-and finds all that was. From then on the copy answers for the shard, and a server that was only thought to be gone is told
-so by its next message to the copy, and sends its workers there.
+Whatever may change a shard is passed on to its copy, in the order in which it was taken, and no answer leaves before
+the copy has all that the answer rests on. So a worker whose server is gone says again to the copy what was not
+answered, and finds all that was. From then on the copy answers for the shard, and a server that was only thought to be
+gone is told so by its next message to the copy, and sends its workers there.
 """
 
 from __future__ import annotations

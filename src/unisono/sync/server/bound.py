@@ -73,7 +73,7 @@ class BoundServer:
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        for out, i in self._places[name]:
+        for out, i in self._places.get(name, ()):  # none, if the optimizer does not train it
             if out.pushed is not None:
                 raise UnisonoError(
                     f"the gradient of {name} came once more after it was sent: backward ran again before the step was "

@@ -16,10 +16,11 @@ class Together:
 
     def __init__(self, workers: int, pieces: int) -> None:
         self._workers, self._pieces = workers, pieces
-        self.round = 0
+        self.round = self._next = 0
+        self.used = [False] * pieces
+        self._silent = True
         self._total: Tensor | None = None
         self._waiting: dict[int, tuple[Tensor | None, Done]] = {}
-        self._begin(0)
 
     @property
     def complete(self) -> bool:
@@ -72,7 +73,9 @@ class Pool:
     def __init__(self, needed: int, in_pushes: bool, pieces: int) -> None:
         self._needed, self._in_pushes, self._pieces = needed, in_pushes, pieces
         self._total: Tensor | None = None
-        self._empty()
+        self._count = self._pushes = 0
+        self._silent = True
+        self.used = [False] * pieces
 
     @property
     def full(self) -> bool:

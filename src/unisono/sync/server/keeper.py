@@ -105,6 +105,8 @@ class Keeper:
             self._editions = Editions(lot.compress, lot.spans, self.weights)
         self._published = 0  # the version that the newest edition comes near to
         self._said = [0] * terms.workers
+        self._added: dict[int, int] = {}  # micro-batches, of each tick that is not complete
+        self._complete = 0
         self._past = Past(terms.workers, self.weights) if terms.compensate and terms.compensate.looks_back else None
         self._memory: dict[str, Tensor] = {}  # the compensation's
         self._due: Callable[[], None] | None = None
@@ -145,7 +147,8 @@ class Keeper:
         if self.together.complete and self.together.round == round_ and self._taken < round_:
             self._taken = round_
             self._due = lambda: self._take_step(self._gradient(), scale, self.together.used, groups)
-            self._turn()
+            self.version += 1
+            self._tell_who_waits()
 
     def _gradient(self) -> Tensor | None:
         total = self.together.total
@@ -166,12 +169,21 @@ class Keeper:
             self.dropped += 1
             return False
         self._pool.push(self._corrected(push), push.count, push.used)
+        self._count(push)
         if self._pool.full:
             used = self._pool.used
             mean = self._pool.take()
             self._take_step(None if mean is None else mean.to(self.lot.dtype), 1.0, used, groups)
-            self._turn()
+            self.version += 1
+        self._tell_who_waits()
         return True
+
+    def _count(self, push: Push) -> None:
+        """Versions count what has come; whoever may be so and so late counts steps of which all has come."""
+        self._added[push.tick] = self._added.get(push.tick, 0) + push.count
+        while self._added.get(self._complete, 0) >= self._terms.needed:
+            del self._added[self._complete]
+            self._complete += 1
 
     def _corrected(self, push: Push) -> Tensor | None:
         if push.total is None:
@@ -196,11 +208,15 @@ class Keeper:
         parts = views(gradient if scale == 1.0 else gradient * scale, self.lot.spans)
         self.stepper.step([part if was else None for part, was in zip(parts, used)], groups)
 
-    def _turn(self) -> None:
-        """A new version: who waits for it goes on."""
-        self.version += 1
-        ready = [done for need, done in self._waiting if need <= self.version]
-        self._waiting = [(need, done) for need, done in self._waiting if need > self.version]
+    @property
+    def _reached(self) -> int:
+        """The step before which all that counts is in these weights."""
+        return self.version if self._terms.lockstep or self._terms.first else self._complete
+
+    def _tell_who_waits(self) -> None:
+        reached = self._reached
+        ready = [done for need, done in self._waiting if need <= reached]
+        self._waiting = [(need, done) for need, done in self._waiting if need > reached]
         for done in ready:
             done()
 
@@ -209,12 +225,12 @@ class Keeper:
             due, self._due = self._due, None
             due()
 
-    def when(self, version: int, done: Done) -> None:
-        """``done()`` when these weights have that version."""
-        if self.version >= version:
+    def when(self, need: int, done: Done) -> None:
+        """``done()`` when all steps before `need` are in these weights."""
+        if self._reached >= need:
             done()
         else:
-            self._waiting.append((version, done))
+            self._waiting.append((need, done))
 
     def news(self, worker: int, edition: int) -> tuple[Message, bool]:
         """What `worker`, who holds `edition`, needs in order to hold what is newest; and whether it is memory of the

@@ -1,9 +1,9 @@
 """A synchronous server: every step is all workers' together.
 
-    push of each slice as backward fills it ──► sums in the order of ranks
-    settle: control word ──► server 0: answered when all have come
-    norm, if it is asked for ──► of the sums
-    apply: take(scale, learning rate) ──► one step; pull, first what the forward pass needs first
+push of each slice as backward fills it ──► sums in the order of ranks
+settle: control word ──► server 0: answered when all have come
+norm, if it is asked for ──► of the sums
+apply: take(scale, learning rate) ──► one step; pull, first what the forward pass needs first
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ class Outgoing:
         """What was added, as a gradient."""
         return self.plan.compress.value(self.total, self.plan.dtype)
 
-    def push(self, number: int, groups: Sequence[Numbers] = (), *, tick: int = 0, count: int = 1, scale: float = 1.0) -> None:
+    def push(
+        self, number: int, groups: Sequence[Numbers] = (), *, tick: int = 0, count: int = 1, scale: float = 1.0
+    ) -> None:
         """Send what was added, and what earlier messages left out of it."""
         fields = {
             "slice": self.number, "number": number, "version": self.version, "used": self.seen,

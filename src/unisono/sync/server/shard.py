@@ -5,7 +5,7 @@
     hear   round                         a worker's control word              answered with the sum when all have come
     norm   round                                                              answered with each slice's squared norm
     take   round, scale, groups                                               the step of a round
-    pull   slice, need, edition                                               answered when version `need` is there
+    pull   slice, need, edition                                               answered when all before step `need` is in
     level  slice                                                              next, workers get the weights to the bit
     look   slice, state                  the weights as they are, and the optimizer's state if that is not 0
 
@@ -189,7 +189,7 @@ def whole(fields: Mapping[str, Any], name: str, least: int = 0) -> int:
 def finite(fields: Mapping[str, Any], name: str) -> float:
     """The finite number `name`. Raises `Refused`."""
     value = fields.get(name)
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise Refused(f"{name}={value!r} is not a finite number")
     return float(value)
 

@@ -62,7 +62,8 @@ class Stepper:
     def __init__(self, kind: str, groups: Sequence[Numbers], members: Sequence[int], weights: Sequence[Tensor]) -> None:
         self._kind, self._members = kind, sorted(set(members))
         self._pieces = [nn.Parameter(each, requires_grad=False) for each in weights]
-        self._optimizer = ELEMENTWISE[kind]([
+        made: Any = ELEMENTWISE[kind]
+        self._optimizer: Optimizer = made([
             {"params": [p for p, m in zip(self._pieces, members) if m == member], **self._here(groups[member])}
             for member in self._members
         ])  # fmt: skip

@@ -1,7 +1,7 @@
 """A server for workers that do not wait for each other, or only so far.
 
-Work is leased out in the seeded order. A worker pushes the gradient of a share, and pulls weights for the next one: of a
-version that is `staleness` behind the step that this share is of, or newer; the server answers once it has them.
+Work is leased out in the seeded order. A worker pushes the gradient of a share, and pulls weights for the next one:
+of a version that is `staleness` behind the step that this share is of, or newer; the server answers once it has them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class WalkingServer(BoundServer):
         """How it goes on.
 
         Args:
-            dealing: where work comes from; None: each worker has its `own` micro-batches of all steps that it is in time
-                for.
+            dealing: where work comes from; None: each worker has its `own` micro-batches of all steps that it is in
+                time for.
         """
         self._pace, self._own, self._in_turn = pace, own, dealing is None
         self._dealing = dealing or TakingTurns(self.comm, own, self._earliest)
@@ -101,7 +101,6 @@ class WalkingServer(BoundServer):
             assert out.pushed is not None
             self.dropped += out.pushed.wait().kind == "dropped"
             out.memory.commit()
-
 
     def _needed_after(self, tick: int) -> int | None:
         """The version to go on with, now that this worker's part of `tick` is done; None: there is nothing to do."""

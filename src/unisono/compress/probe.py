@@ -1,0 +1,49 @@
+"""Measure the link: messages of growing size, by the clock of the communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.compress.compressor import Wire
+
+_SMALL = 4 << 10  # bytes of a message that is all latency
+_LONG_SECONDS = 0.1  # a message that took so long says what the rate is, whatever a link lets through at first
+_GROWTH = 8
+
+
+def slowest(numbers: Sequence[float], comm: Wire, device: torch.device) -> list[float]:
+    """The largest of all workers, number by number."""
+    rows: Tensor = comm.gather(torch.tensor(numbers, dtype=torch.float64, device=device)).wait()
+    largest: list[float] = rows.amax(0).tolist()
+    return largest
+
+
+def probe(verb: str, largest: int, comm: Wire, device: torch.device) -> list[tuple[int, float]]:
+    """``(bytes, seconds)`` of messages of growing size, up to `largest` bytes or until they take long."""
+    size = min(_SMALL, largest)
+    points = [(size, _seconds(verb, size, 5, comm, device))]
+    while size < largest and points[-1][1] < _LONG_SECONDS:
+        size = min(size * _GROWTH, largest)
+        points.append((size, _seconds(verb, size, 2, comm, device)))
+    return points
+
+
+def _seconds(verb: str, size: int, times: int, comm: Wire, device: torch.device) -> float:
+    """What a message of `size` bytes takes on the slowest worker: the shortest of some."""
+    taken = []
+    for _ in range(times):
+        x = torch.zeros(-(-size // 4), device=device)
+        pieces = list(x.tensor_split(comm.size))
+        comm.gather(torch.zeros(1, device=device)).wait()  # all are there before the clock runs
+        start = comm.now()
+        if verb == "sum":
+            comm.sum(x).wait()
+        elif verb == "gather":
+            comm.gather(x).wait()
+        else:
+            comm.exchange(pieces, [pieces[comm.rank]] * comm.size).wait()
+        taken.append(comm.now() - start)
+    return slowest([min(taken)], comm, device)[0]

@@ -1,0 +1,616 @@
+"""Parameter servers: synchronous, bounded and asynchronous; what is late, what is lost, what is refused."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import time
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from tests.comm.test_laws import connected
+from tests.compress.table import TABLE
+from tests.pairs import learn, loss_of, network
+from tests.processes import run
+from tests.sync.nets import MICRO_BATCHES, Net, adamw, advance, bound, plain, sgd, train
+from unisono import notation
+from unisono.checkpoint import fingerprint
+from unisono.comm import Communicator, Message, simulate
+from unisono.compress import Cast, Exact, Quantize, Span, TwoBit
+from unisono.errors import InvalidInput, PeerLost
+from unisono.optimizer import prefer_fused
+from unisono.replica import Replica, weights_of
+from unisono.sync import AllReduce, DelayCompensation, ParameterServer, ScaledByStaleness
+from unisono.sync.server.actor import MOVED, Server
+from unisono.sync.server.keeper import Keeper, Lot, Push, Terms
+from unisono.sync.server.slices import cut
+from unisono.sync.server.stepping import ELEMENTWISE, numbers_of
+
+INF = math.inf
+
+
+# --- the value
+
+
+def test_the_notation_knows_it() -> None:
+    from unisono.config import Config
+
+    for text in (
+        "ParameterServer()",
+        "ParameterServer(servers=2, staleness=4, compensate=DelayCompensation(strength=0.1, adaptive=True))",
+        "ParameterServer(staleness=inf, compensate=ScaledByStaleness(), per_update=1)",
+        "ParameterServer(backup_workers=1)",
+    ):
+        assert notation.show(Config.of({"sync": text}).sync) == text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"servers": 0},
+        {"staleness": -1},
+        {"staleness": 1.5},
+        {"staleness": math.nan},
+        {"copies": 2},
+        {"copies": 3, "servers": 3},
+        {"backup_workers": 1, "staleness": 1},
+        {"per_update": 1},
+        {"compensate": DelayCompensation()},
+        {"compensate": 3, "staleness": 1},
+        {"slice_bytes": 0},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_in_words(options) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ParameterServer(**options)
+
+
+def bound_alone(sync, optimizer, parameters, **options):
+    return simulate(1, lambda comm: sync.bind(parameters, comm, Cast(), optimizer=optimizer, **options))
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused_with_the_cure() -> None:
+    w = nn.Parameter(torch.zeros(3))
+    with pytest.raises(InvalidInput, match=r"optimizer = LBFGS.*AdamW.*AllReduce"):
+        bound_alone(ParameterServer(), torch.optim.LBFGS([w]), {"w": w})
+    with pytest.raises(InvalidInput, match="backup_workers = 1"):
+        bound_alone(ParameterServer(backup_workers=1), sgd([w]), {"w": w})
+    with pytest.raises(InvalidInput, match="per_update = 4"):
+        bound_alone(ParameterServer(staleness=1, per_update=4), sgd([w]), {"w": w}, micro_batches=6)
+
+
+# --- slices
+
+
+def test_slices_cover_every_number_once_and_shards_are_of_about_the_same_size() -> None:
+    torch.manual_seed(0)
+    shapes = [(300, 64), (64,), (64, 7, 3, 3), (), (5, 2000), (3,), (0, 4)]
+    parameters = {str(i): nn.Parameter(torch.randn(shape)) for i, shape in enumerate(shapes)}
+    parameters["last"] = nn.Parameter(torch.randn(8, 6, 4, 4).to(memory_format=torch.channels_last))
+    parameters["turned"] = nn.Parameter(torch.randn(40, 50).t())
+    parameters["half"] = nn.Parameter(torch.randn(100, 30).bfloat16())
+    for servers in (1, 2, 3):
+        slices = cut(parameters, Cast(), 4000, servers)
+        counted = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        loads = [0] * servers
+        for each in slices:
+            assert each.nbytes <= 8000  # a single row of the widest matrix
+            loads[each.shard] += each.nbytes
+            flat = torch.empty(each.numel, dtype=each.dtype)
+            for piece in each.pieces:
+                part = piece.of(counted[piece.span.name])
+                view = flat[piece.span.start : piece.span.stop].as_strided(piece.span.shape, piece.span.stride)
+                assert view.shape == part.shape
+                part += 1
+        assert all(bool((c == 1).all()) for c in counted.values())
+        assert max(loads) - min(loads) <= 8000
+        assert [s.pieces[0].span.name for s in slices if s.dtype == torch.float32][0] == "0"
+
+
+# --- in lockstep
+
+
+def test_it_is_all_reduce_to_the_bit_in_exact_mode() -> None:
+    expected = {digest for _, digest, _ in simulate(3, train, AllReduce(), Exact(), adamw)}
+    for servers, size in ((1, 4), (2, 3), (3, 2)):
+        sync = ParameterServer(servers=servers, slice_bytes=300)
+        assert {digest for _, digest, _ in simulate(size, train, sync, Exact(), adamw)} == expected
+
+
+OPTIMIZERS = {name: lambda p, kind=kind: kind(p, lr=0.01) for name, kind in ELEMENTWISE.items()} | {
+    "Nesterov": lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, weight_decay=0.1),
+    "fused amsgrad": lambda p: torch.optim.Adam(p, 0.01, (0.8, 0.9), amsgrad=True, fused=True),
+    "centered": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
+}
+NOISE = ("first.bias", "norm.running_mean")  # the norm takes them out, so that their gradient is rounding
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_elementwise_optimizer_steps_as_it_does_here_and_its_state_comes_back(optimizer) -> None:
+    def run(comm, sync):
+        replica = bound(comm, sync, Cast(), optimizer)
+        advance(replica, comm, 0, 4)
+        replica.meet()
+        return replica
+
+    (local,), (remote, _) = simulate(1, run, AllReduce()), simulate(2, run, ParameterServer(slice_bytes=300))
+    names = {id(p): name for name, p in local.model.named_parameters()}
+    for (p, mine), (q, theirs) in zip(local.optimizer.state.items(), remote.optimizer.state.items(), strict=True):
+        assert {k for k, v in mine.items() if v is not None} == set(theirs), names[id(p)]
+        for key, value in theirs.items() if names[id(p)] not in NOISE else ():
+            torch.testing.assert_close(value, mine[key], rtol=1e-3, atol=1e-4)
+            assert value.dtype == mine[key].dtype
+    for name, weight in weights_of(remote.model).items():
+        if name not in NOISE:
+            torch.testing.assert_close(weight, weights_of(local.model)[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sync", [ParameterServer(), ParameterServer(servers=3, slice_bytes=300)], ids=notation.show)
+def test_clipping_is_on_the_norm_over_all_shards(sync) -> None:
+    clipped = partial(train, clip=0.05)
+    expected, _, _ = simulate(2, clipped, AllReduce(), Cast())[0]
+    assert simulate(2, clipped, sync, Cast())[0][0] == pytest.approx(expected, abs=2e-6)
+
+
+def test_sparse_gradients_are_taken_as_dense_ones() -> None:
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    expected, _ = plain(optimizer, sparse=True)
+    losses, _, _ = simulate(2, partial(train, sparse=True), ParameterServer(), Cast(), optimizer)[0]
+    assert losses == pytest.approx(expected, abs=2e-6)
+
+
+def test_groups_schedules_frozen_groups_and_several_dtypes() -> None:
+    def step(comm, sync):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4).double(), "c": nn.Linear(4, 4)})
+        groups = [{"params": model["a"].parameters(), "lr": 0.5, "momentum": 0.9}, {"params": model["b"].parameters()}]
+        optimizer = torch.optim.SGD(groups, 0.1)
+        replica = Replica(model, optimizer, comm, sync=sync, compress=Cast(), micro_batches=2, reference=2.0)
+        x = torch.randn(2, 4)
+        for t in range(3):
+            optimizer.param_groups[0]["lr"] = 0.5 / (t + 1)
+            for m in range(2) if comm.size == 1 else [comm.rank]:
+                replica.enter(m, 1.0)
+                replica.leave(0.0, last=m == 1 or comm.size == 2)
+                replica.backward(model["b"](model["c"](model["a"](x[m])).double()).square().sum())
+            replica.settle().apply()
+        return weights_of(model)
+
+    (expected,), got = simulate(1, step, AllReduce()), simulate(2, step, ParameterServer(servers=2, slice_bytes=64))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[0][name], tensor)
+        assert torch.equal(got[0][name], got[1][name])
+
+
+def test_a_step_that_was_dropped_is_computed_again() -> None:
+    def run(comm, attempts):
+        replica = bound(comm, ParameterServer(servers=2, slice_bytes=300), Exact())
+        advance(replica, comm, 0, 2)
+        for attempt in range(attempts):
+            model = replica.model
+            replica.enter(comm.rank, 4.0)
+            replica.leave(0.0, last=attempt != 1)
+            replica.backward(model(torch.arange(4)).sum() * 100)
+            if attempt == 2:
+                replica.settle()  # all is heard, and nothing applied
+            replica.begin()
+        advance(replica, comm, 2, 5)
+        return fingerprint(dict(replica.model.named_parameters()))
+
+    assert simulate(2, run, 3) == simulate(2, run, 0)
+
+
+# --- what travels
+
+EVERY_KIND = list({type(row.compress): row.compress for row in TABLE}.values())
+EVERY_KIND = [TwoBit(0.02) if isinstance(each, TwoBit) else each for each in EVERY_KIND]
+
+
+@pytest.mark.parametrize("sync", [ParameterServer(), ParameterServer(staleness=INF)], ids=notation.show)
+@pytest.mark.parametrize("compress", EVERY_KIND, ids=notation.show)
+def test_it_learns_with_every_compressor(sync, compress) -> None:
+    start, losses = loss_of(network()), simulate(2, learn, sync, compress, 30)
+    assert len(set(losses)) == 1
+    assert losses[0] < start * (0.5 if compress.keeps(torch.float32) else 0.9)
+
+
+def test_weights_come_compressed_where_gradients_go_compressed() -> None:
+    def run(comm, compress, steps):
+        learn(comm, ParameterServer(), compress, steps)
+        return comm.world.stations, comm.bytes_sent
+
+    def sent(compress, steps):
+        """What worker 1 sends, and what the servers answer is not counted: as long as what it sends."""
+        return simulate(2, run, compress, steps)[1][1]
+
+    raw, small = (sent(c, 9) - sent(c, 4) for c in (Cast(), Quantize(8)))
+    assert small < raw / 3
+
+
+# --- late, later, latest
+
+
+class Counter(nn.Module):
+    """Its gradient is always -1, so that its weight counts what has been added to it."""
+
+    def __init__(self, numel: int = 5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self) -> torch.Tensor:
+        return -self.weight.sum()
+
+
+def counting(comm, sync, *, micro_batches=4, optimizer=lambda p: torch.optim.SGD(p, 1.0), compress=Cast()):
+    model = Counter()
+    return Replica(model, optimizer(model.parameters()), comm, sync=sync, compress=compress,
+                   micro_batches=micro_batches, reference=float(micro_batches))  # fmt: skip
+
+
+def counted(replica) -> float:
+    (count,) = set(replica.model.weight.tolist())
+    return count
+
+
+def one_step(replica, micro_batches, before=lambda: None) -> None:
+    for m in micro_batches:
+        replica.enter(m, 1.0)
+        before()
+        replica.leave(0.0, last=m == micro_batches[-1])
+        replica.backward(replica.model())
+    replica.settle().apply()
+
+
+def walk(comm, sync, steps, seconds, micro_batches=4):
+    """Count through `steps` steps; every share, and when it was begun and computed."""
+    replica, trace = counting(comm, sync, micro_batches=micro_batches), []
+    for t, mine in replica.shares(0, steps, lambda: False):
+        began, ended = comm.now(), []
+
+        def compute(ended=ended) -> None:
+            comm.compute(seconds(comm.rank))
+            ended.append(comm.now())
+
+        one_step(replica, mine, before=compute)
+        trace.append((t, mine, began, ended[-1]))
+    end = comm.now()
+    replica.meet()
+    assert replica.dealt == steps
+    return trace, counted(replica), end
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_is_never_exceeded_and_every_micro_batch_is_used_once(staleness, seed) -> None:
+    draw = random.Random(seed)
+    traces = simulate(3, walk, ParameterServer(staleness=staleness), 20, lambda rank: draw.choice([0.1, 1.0, 30.0]), 6)
+    shares = sorted((t, m) for trace, *_ in traces for t, mine, *_ in trace for m in mine)
+    assert shares == [(t, m) for t in range(20) for m in range(6)]
+    for trace, count, _ in traces:
+        assert count == pytest.approx(20)  # one step for each global batch
+    ended = [(end, t) for trace, *_ in traces for t, _, _, end in trace]
+    late = [t - min([s for end, s in ended if end > began] + [t]) for trace, *_ in traces for t, _, began, _ in trace]
+    assert min(staleness, 2) <= max(late) <= staleness  # never exceeded, and made use of
+
+
+def test_a_fast_worker_waits_only_at_the_bound() -> None:
+    def run(staleness):
+        speeds = {0: 0.1, 1: 0.1, 2: 50.0}
+        return simulate(3, walk, ParameterServer(staleness=staleness), 12, speeds.get, 3)
+
+    held, free = run(2), run(INF)
+    # The slow worker is at step 0, so the others come to step 2, and no further.
+    assert max(t for t, _, began, _ in held[0][0] + held[1][0] if began < 49) == 2
+    assert max(t for t, _, began, _ in free[0][0] + free[1][0] if began < 49) == 11
+    waited = [then - end for (*_, end), (*_, then, _) in pairwise(held[0][0]) if then < 49]
+    assert max(waited) < 0.01  # until then they wait for nobody
+
+
+def test_workers_keep_their_own_speeds() -> None:
+    speeds = [0.1, 0.1, 0.1, 0.1 / 0.3]
+    outcome = simulate(4, walk, ParameterServer(staleness=INF), 60, speeds.__getitem__, 4)
+    seconds = max(end for *_, end in outcome)
+    possible = sum(1 / s for s in speeds)
+    assert 60 * 4 / seconds >= 0.85 * possible
+
+
+def test_a_stretch_ends_for_all_after_the_step_that_was_begun() -> None:
+    def run(comm):
+        replica, done = counting(comm, ParameterServer(staleness=1)), []
+        for t, mine in replica.shares(0, 100, lambda: comm.rank == 1 and len(done) >= 5):
+            one_step(replica, mine, before=lambda: comm.compute(0.1 + comm.rank))
+            done += [(t, m) for m in mine]
+        first = replica.dealt
+        for t, mine in replica.shares(first, first + 3, lambda: False):
+            one_step(replica, mine)
+            done += [(t, m) for m in mine]
+        replica.meet()
+        return first, replica.dealt, done, counted(replica)
+
+    outcome = simulate(3, run)
+    ((first, last, *_),) = {each[:2] for each in outcome}
+    assert last == first + 3 < 100
+    assert sorted(m for each in outcome for m in each[2]) == [(t, m) for t in range(last) for m in range(4)]
+    assert all(each[3] == last for each in outcome)
+
+
+@pytest.mark.parametrize("per_update, steps", [(None, 10), (2, 20), (1, 40)])
+def test_as_many_steps_as_there_are_updates(per_update, steps) -> None:
+    sync = ParameterServer(staleness=INF, per_update=per_update)
+    outcome = simulate(3, walk, sync, 10, lambda rank: 0.1 * (1 + rank))
+    assert [count for _, count, _ in outcome] == [steps] * 3
+
+
+def test_backup_workers_are_dropped_and_counted_and_go_on_with_the_others() -> None:
+    def run(comm):
+        replica = counting(comm, ParameterServer(backup_workers=1), micro_batches=3)
+        taken = []
+        for t, mine in replica.shares(0, 20, lambda: False):
+            one_step(replica, mine, before=lambda: comm.compute(10.0 if comm.rank == 2 and t == 3 else 1.0))
+            taken.append(t)
+        replica.meet()
+        return taken, counted(replica), replica._sync.dropped, replica.dealt, comm.now()
+
+    outcome = simulate(3, run)
+    assert [taken for taken, *_ in outcome[:2]] == [list(range(20))] * 2
+    slow = outcome[2][0]
+    assert slow[:4] == [0, 1, 2, 3]
+    assert slow[4] > 10  # where the others are by then
+    assert all(count == 20 for _, count, *_ in outcome)
+    assert sum(dropped for _, _, dropped, *_ in outcome) >= 10  # one of each complete step, but not of those left out
+    assert outcome[2][2] >= 1
+    assert all(dealt == 20 for *_, dealt, _ in outcome)
+    assert max(now for *_, now in outcome) < 25  # nobody waited for the slow one
+
+
+# --- what is done about late gradients, by hand
+
+
+def keeper(compensate, workers=2, numel=4, lr=0.5) -> Keeper:
+    w = nn.Parameter(torch.zeros(numel))
+    lot = Lot((Span("w", torch.Size([numel]), (1,), 0, numel),), (0,), torch.float32, Cast())
+    terms = Terms(workers, False, 1, False, compensate, 0, "SGD", numbers_of(torch.optim.SGD([w], lr)))
+    return Keeper(lot, terms, torch.linspace(-1, 1, numel))
+
+
+@pytest.mark.parametrize(
+    "compensate", [DelayCompensation(0.3), DelayCompensation(2.0, adaptive=True, decay=0.9), ScaledByStaleness(), None]
+)
+def test_late_gradients_are_corrected_as_in_the_papers(compensate) -> None:
+    torch.manual_seed(0)
+    keeps, lr = keeper(compensate), 0.5
+    now = torch.linspace(-1, 1, 4)
+    held, versions, square = [now.clone(), now.clone()], [0, 0], torch.zeros(4)
+    groups = keeps._terms.groups
+    for number, worker in enumerate([0, 0, 1, 0, 1, 1, 0]):
+        g = torch.randn(4)
+        said = [0, 0, 1, 0, 1, 1, 0][:number].count(worker) + 1
+        keeps.add(Push(worker, said, g.clone(), [True], versions[worker]), groups)
+        late = number - versions[worker]
+        if isinstance(compensate, DelayCompensation):
+            square = compensate.decay * square + (1 - compensate.decay) * g * g
+            strength = compensate.strength / ((square + 1e-7).sqrt() if compensate.adaptive else 1)
+            g = g + strength * g * g * (now - held[worker])
+        elif compensate is not None:
+            g = g / max(1, late)
+        now = now - lr * g
+        answer, _ = keeps.news(worker, versions[worker])
+        held[worker], versions[worker] = now.clone(), number + 1
+        assert answer.fields["version"] == number + 1
+        torch.testing.assert_close(keeps.weights, now)
+
+
+# --- a server that is lost
+
+
+def counted_through_a_loss(comm, sync, lost, seconds, together) -> tuple[float, list[float]]:
+    """Counts in steps that last a second; `lost` goes after so many `seconds`."""
+    replica = counting(comm, sync, micro_batches=4)
+    if comm.rank == 0:
+        comm.world.turns.at(comm.now() + seconds, lambda: comm.world.lose_server(lost))
+    mine, times = range(comm.rank * 2, comm.rank * 2 + 2), []
+    for _ in range(8):
+        one_step(replica, mine, before=lambda: comm.compute(0.01))
+        times.append(comm.now())
+    replica.meet()
+    return counted(replica), times
+
+
+MOMENTS = [0.0, 0.0001, 0.0003, 0.02, 0.0201, 0.0202, 0.0203, 0.0204, 0.0206, 0.021, 0.0215, 0.022, 0.05, 0.1, 0.3]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("seconds", MOMENTS)
+@pytest.mark.parametrize("staleness", [0, INF])
+def test_a_server_that_is_lost_loses_nothing_that_was_acknowledged(lost, seconds, staleness) -> None:
+    sync = ParameterServer(servers=2, staleness=staleness, slice_bytes=8)
+    outcome = simulate(2, counted_through_a_loss, sync, lost, seconds, None)
+    assert [count for count, _ in outcome] == [8.0, 8.0]
+    gaps = [later - earlier for _, times in outcome for earlier, later in pairwise(times)]
+    assert max(gaps) < 2
+
+
+@pytest.mark.parametrize("compress", [Exact(), Quantize(8), Cast("bf16")], ids=notation.show)
+@pytest.mark.parametrize("seconds", [0.0203, 0.05, 0.1001])
+def test_a_copy_goes_on_with_the_same_bits(compress, seconds) -> None:
+    def run(comm, lose):
+        if lose and comm.rank == 0:
+            comm.world.turns.at(seconds, lambda: comm.world.lose_server(1))
+        replica = bound(comm, ParameterServer(servers=3, slice_bytes=300), compress, adamw)
+        advance(replica, comm, 0, 3)
+        comm.compute(0.1)
+        advance(replica, comm, 3, 6)
+        replica.meet()
+        return fingerprint(dict(replica.model.named_parameters()))
+
+    assert simulate(2, run, True) == simulate(2, run, False)
+
+
+def test_without_a_copy_a_lost_server_is_a_lost_peer() -> None:
+    def run(comm):
+        replica = counting(comm, ParameterServer(servers=2, copies=1, slice_bytes=8))
+        one_step(replica, [comm.rank])
+        comm.world.lose_server(1)
+        with pytest.raises(PeerLost, match="server"):
+            one_step(replica, [comm.rank])
+        return True
+
+    assert simulate(2, run) == [True, True]
+
+
+class FakeLine:
+    """To a server in this thread."""
+
+    def __init__(self, to: Server, sender: int) -> None:
+        self.to, self.sender, self.gone = to, sender, False
+
+    def tell(self, message, then) -> None:
+        then(None) if self.gone else self.to.receive(self.sender, message, then)
+
+
+def servers_of(sync, numel=6, workers=2, control=1):
+    """Two servers that know each other, with their weights."""
+    w = nn.Parameter(torch.zeros(numel))
+    slices = cut({"w": w}, Cast(), sync.slice_bytes, sync.servers)
+    terms = {"workers": workers, "control": control, "needed": 2}
+    config = sync._config(slices, torch.optim.SGD([w], 1.0), {"w": 0}, terms)
+    servers = [Server(i, config) for i in range(sync.servers)]
+    for server in servers:
+        server.meet([FakeLine(each, -1 - server._number) for each in servers])
+    for i, each in enumerate(slices):
+        said(servers[each.shard], 0, "init", [torch.zeros(each.numel)], shard=each.shard, slice=i, places=[])
+    return servers, slices, config["terms"]["groups"]
+
+
+def said(server, worker, kind, tensors=(), **fields) -> list[Message]:
+    """The answers so far, in a list that later ones join."""
+    answers: list[Message] = []
+    server.receive(worker, Message(kind, fields, list(tensors)), answers.append)
+    return answers
+
+
+def test_a_server_that_was_only_thought_to_be_gone_sends_its_workers_to_the_copy() -> None:
+    servers, _, groups = servers_of(ParameterServer(servers=2, staleness=INF, slice_bytes=12))
+    push = {"shard": 0, "slice": 0, "used": [True], "version": 0, "tick": 0, "count": 2, "scale": 1.0, "groups": groups}
+    waiting = said(servers[0], 1, "pull", shard=0, slice=0, need=3, edition=0)
+    assert said(servers[0], 0, "push", [-torch.ones(3)], number=1, **push)[0].kind == "taken"
+    assert said(servers[1], 0, "push", [-torch.ones(3)], number=1, **push)[0].kind == "taken"  # once more: counts once
+    answer = said(servers[1], 0, "pull", shard=0, slice=0, need=0, edition=0)
+    assert answer[0].tensors[0].tolist() == [1.0] * 3
+    late = said(servers[0], 1, "push", [-torch.ones(3)], number=1, **push)
+    assert [each.kind for each in late + waiting] == [MOVED.kind] * 2
+    assert said(servers[0], 1, "look", shard=0, slice=0, state=0)[0].kind == MOVED.kind
+
+
+@pytest.mark.parametrize("staleness", [0, INF])
+def test_what_nobody_can_have_said_is_refused_and_changes_nothing(staleness) -> None:
+    servers, slices, groups = servers_of(ParameterServer(servers=2, staleness=staleness, slice_bytes=12))
+    server = servers[0]
+    good = {"shard": 0, "slice": 0, "number": 1, "used": [True], "version": 0, "tick": 0, "count": 1, "scale": 1.0,
+            "groups": groups}  # fmt: skip
+    x = torch.ones(3)
+    bad: list[tuple[str, dict, list]] = [
+        ("drop table", {"shard": 0}, []),
+        ("__init__", {"shard": 0}, []),
+        ("push", {}, []),
+        ("push", {**good, "shard": 5}, [x]),
+        ("push", {**good, "slice": 7}, [x]),
+        ("push", {**good, "slice": True}, [x]),
+        ("push", {**good, "slice": next(i for i, s in enumerate(slices) if s.shard == 1)}, [x]),
+        ("push", good, [torch.ones(4)]),
+        ("push", good, [torch.ones(3, dtype=torch.float64)]),
+        ("push", good, []),
+        ("push", good, [x, x]),
+        ("push", {**good, "used": [True] * 2}, [x]),
+        ("push", {**good, "used": [1]}, [x]),
+        ("push", {**good, "version": 9}, [x]),
+        ("push", {**good, "number": -1}, [x]),
+        ("push", {**good, "count": 0}, [x]),
+        ("push", {**good, "scale": math.nan}, [x]),
+        ("push", {**good, "scale": "1"}, [x]),
+        ("hear", {"shard": 0, "round": 1}, [torch.ones(2, dtype=torch.float64)]),
+        ("take", {"shard": 0, "round": 1, "scale": math.inf, "groups": groups}, []),
+        ("take", {"shard": 0, "round": 1, "scale": 1.0, "groups": []}, []),
+        ("take", {"shard": 0, "round": 1, "scale": 1.0, "groups": [{**groups[0], "lr": "much"}]}, []),
+        ("pull", {"shard": 0, "slice": 0, "need": -1, "edition": 0}, []),
+        ("pull", {"shard": 0, "slice": 0, "need": 0}, []),
+        ("init", {"shard": 0, "slice": 0, "places": []}, [torch.ones(2)]),
+        ("init", {"shard": 0, "slice": 0, "places": 3}, [x]),
+    ]
+    if staleness:
+        bad += [("push", {**good, "number": 5}, [x]), ("push", {**good, "groups": None}, [x])]
+    for kind, fields, tensors in bad:
+        with pytest.raises(ValueError, match=r"\w"):
+            said(server, 0, kind, tensors, **fields)
+    for sender in (2, 99, -1, -7):  # who is no worker of this run, or no server that keeps this shard
+        with pytest.raises(ValueError, match="shard|worker"):
+            said(server, sender, "push", [x], **good)
+    assert said(server, 0, "look", shard=0, slice=0, state=0)[0].tensors[0].tolist() == [0.0] * 3
+    for worker in (0, 1):
+        said(server, worker, "push", [-x], **good)
+    said(server, 0, "take", shard=0, round=1, scale=1.0, groups=groups) if not staleness else None
+    assert said(server, 0, "pull", shard=0, slice=0, need=0, edition=0)[0].fields["version"] == 1
+
+
+def test_weights_that_are_being_sent_are_not_written_into() -> None:
+    servers, _, groups = servers_of(ParameterServer(staleness=INF))
+    push = {"shard": 0, "slice": 0, "used": [True], "version": 0, "tick": 0, "count": 2, "scale": 1.0, "groups": groups}
+    (sent,) = said(servers[0], 0, "pull", shard=0, slice=0, need=0, edition=9)
+    held, before = sent.tensors[0], sent.tensors[0].clone()
+    said(servers[0], 1, "push", [-torch.ones(6)], number=1, **push)
+    assert torch.equal(held, before)
+    (new,) = said(servers[0], 1, "pull", shard=0, slice=0, need=0, edition=0)
+    assert torch.equal(new.tensors[0], before + 1)
+    said(servers[0], 0, "look", shard=0, slice=0, state=0)  # worker 0 has got what it was sent
+    servers[0].lost(0)
+    servers[0].lost(1)
+    said(servers[0], 1, "push", [-torch.ones(6)], number=2, **push)
+    assert torch.equal(new.tensors[0], before + 2)  # in place again
+
+
+# --- real processes
+
+
+def on_processes(size, directory, law, *args):
+    return run(size, connected, "gloo", f"file://{directory}", 60.0, law, *args, timeout_seconds=150.0)
+
+
+def in_lockstep_and_not(comm: Communicator) -> tuple[str, float]:
+    digest = train(comm, ParameterServer(servers=2, slice_bytes=300), Exact(), steps=3)[1]
+    replica = counting(comm, ParameterServer(staleness=1))
+    for _, mine in replica.shares(0, 5, lambda: False):
+        one_step(replica, mine)
+    replica.meet()
+    return digest, counted(replica)
+
+
+def test_real_processes_compute_what_simulated_ones_do(tmp_path) -> None:
+    assert on_processes(2, tmp_path, in_lockstep_and_not) == simulate(2, in_lockstep_and_not)
+
+
+def count_while_a_server_is_killed(comm: Communicator, staleness: float) -> tuple[float, float]:
+    replica = counting(comm, ParameterServer(servers=2, staleness=staleness, slice_bytes=8), micro_batches=2)
+    times = []
+    for t in range(40):
+        if t == 20 and comm.rank == 0:  # the other one is somewhere in the midst of a step
+            os.kill(replica._sync.conversations[0].line.pid, signal.SIGKILL)
+        one_step(replica, [comm.rank])
+        times.append(time.monotonic())
+    replica.meet()
+    return counted(replica), max(later - earlier for earlier, later in pairwise(times))
+
+
+@pytest.mark.parametrize("staleness", [0, INF])
+def test_a_killed_server_costs_no_acknowledged_push_and_less_than_two_seconds(tmp_path, staleness) -> None:
+    outcome = on_processes(2, tmp_path, count_while_a_server_is_killed, staleness)
+    assert [count for count, _ in outcome] == [40.0, 40.0]
+    assert max(gap for _, gap in outcome) < 2
+    print(outcome)
