@@ -84,14 +84,11 @@ def post_local_sgd(asked: argparse.Namespace, model: nn.Module, optimizer: torch
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-    start = (
-        max(asked.start, asked.every) - 1
-    )  # the averager averages after step start + 1, and every so many from there
+    first = max(asked.start, asked.every) - 1  # the averager acts after step first + 1, and so on every so many
     ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(
-        PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False), post_localSGD_hook
-    )
-    averager = PeriodicModelAverager(period=asked.every, warmup_steps=start)
+    state = PostLocalSGDState(None, None, asked.start, post_local_gradient_allreduce=False)
+    ddp.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=asked.every, warmup_steps=first)
     return Way(ddp, PostLocalSGDOptimizer(optimizer, averager).step)
 
 
