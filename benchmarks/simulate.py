@@ -24,7 +24,6 @@ WITHIN = 0.15
 HOSTS = 4
 SKIP = 4  # steps at the beginning that do not count; a multiple of every period below
 STEPS = 20
-_PAYLOAD = 1448 / 1514  # of a frame: what is left beside the headers of Ethernet, IP and TCP, which the shaper counts
 WAYS = (
     Way("AllReduce"),
     Way("AllReduce, 8 bit", "--compress Quantize(8)"),
@@ -111,7 +110,7 @@ def _simulated(way: Way, rate: Rate, compute_seconds: float, latency: str) -> di
         *("--model.layers", run.layers, "--model.width", run.width, "--model.context", run.context),
         *("--global-batch", run.global_batch, "--micro-batch", run.micro_batch, "--steps", run.steps),
         *("--workers", HOSTS, "--compute", f"{1e3 * compute_seconds:.3f}ms", "--latency", latency),
-        *("--link", f"{rate.bits_per_second * _PAYLOAD:.0f}bit", *shlex.split(way.words)),
+        *("--link", str(rate), *shlex.split(way.words)),
     ]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "forecast.json")

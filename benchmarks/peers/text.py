@@ -34,7 +34,7 @@ SEED = 0
 CLIP = 1.0
 WAYS = ("alone", "ddp", "ddp-bf16", "ddp-fp16", "post-local-sgd", "torchft-local-sgd", "torchft-diloco")
 TORCHFT = "torchft is not there: pip install --target DIR --no-deps torchft==0.2.0; pip install --target DIR " \
-    "opentelemetry-sdk==1.38.0 opentelemetry-exporter-otlp-proto-http==1.38.0; then --torchft DIR"  # fmt: skip
+    "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http; then --torchft DIR"  # fmt: skip
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """One notation for values everywhere: Python, command line, TOML, log, checkpoint.
 
 A value is written as the call that makes it, ``AllReduce()`` or ``Exact(fraction_bits=40)``. It is parsed, never
-evaluated: a call of a listed name, whose arguments are literals, further calls or tuples of either. ``show`` writes it back.
+evaluated: a call of a listed name, whose arguments are literals, further calls or tuples of either. ``show`` writes it
+back.
 """
 
 from __future__ import annotations

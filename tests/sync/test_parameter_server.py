@@ -24,6 +24,7 @@ from unisono.checkpoint import fingerprint
 from unisono.comm import Communicator, Message, simulate
 from unisono.compress import Cast, Exact, Quantize, Span, TwoBit
 from unisono.errors import InvalidInput, PeerLost
+from unisono.optimizer import load_state, state_of
 from unisono.replica import Replica, weights_of
 from unisono.sync import AllReduce, DelayCompensation, ParameterServer, ScaledByStaleness
 from unisono.sync.server.actor import MOVED, Server
@@ -204,6 +205,28 @@ def test_a_step_that_was_dropped_is_computed_again() -> None:
         return fingerprint(dict(replica.model.named_parameters()))
 
     assert simulate(2, run, 3) == simulate(2, run, 0)
+
+
+@pytest.mark.parametrize("compress", [Exact(), Cast("bf16")], ids=notation.show)
+def test_a_resumed_run_goes_on_as_the_undisturbed_one(compress) -> None:
+    def run(comm):
+        one = bound(comm, ParameterServer(), compress, adamw)
+        advance(one, comm, 0, 4)
+        one.meet()
+        two = bound(comm.lane("another life"), ParameterServer(servers=2, slice_bytes=300), compress, adamw)
+        state, numbers = state_of(one.optimizer, one.model)
+        load_state(two.optimizer, two.model, {name: x.clone() for name, x in state.items()}, numbers)
+        two.model.load_state_dict(one.model.state_dict())
+        two.load_state_dict(one.state_dict())
+        two.begin()
+        for each in (one, two):
+            advance(each, comm, 4, 8)
+            each.meet()
+        assert state_of(one.optimizer, one.model)[0].keys() == state_of(two.optimizer, two.model)[0].keys() != set()
+        for name, tensor in weights_of(one.model).items():
+            torch.testing.assert_close(weights_of(two.model)[name], tensor, rtol=1e-6, atol=1e-7)
+
+    simulate(2, run)
 
 
 # --- what travels
@@ -586,8 +609,8 @@ def on_processes(size, directory, law, *args):
 
 
 def in_lockstep_and_not(comm: Communicator) -> tuple[str, float]:
-    digest = train(comm, ParameterServer(servers=2, slice_bytes=300), Exact(), steps=3)[1]
-    replica = counting(comm, ParameterServer(staleness=1))
+    digest = train(comm.lane("one"), ParameterServer(servers=2, slice_bytes=300), Exact(), steps=3)[1]
+    replica = counting(comm.lane("other"), ParameterServer(staleness=1))
     for _, mine in replica.shares(0, 5, lambda: False):
         one_step(replica, mine)
     replica.meet()

@@ -17,4 +17,5 @@ from unisono.comm.simulated import Lost as Lost
 from unisono.comm.simulated import Simulated as Simulated
 from unisono.comm.simulated import outcomes as outcomes
 from unisono.comm.simulated import simulate as simulate
+from unisono.comm.tiers import Tiers as Tiers
 from unisono.comm.torch_group import TorchGroup as TorchGroup

@@ -74,6 +74,9 @@ class Alone:
         """As the contract, but that the actors live in this process, and receive within `Line.call`."""
         return introduce([load(service, number, json.loads(json.dumps(dict(config)))) for number in range(count)])
 
+    def tiers(self, name: str) -> None:
+        return None
+
     def now(self) -> float:
         return time.monotonic()
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor, dtype
 
 from unisono.comm.service import Services
+from unisono.comm.tiers import Tiers
 from unisono.comm.work import Work as Work
 
 
@@ -79,6 +80,10 @@ class Communicator(Services, Protocol):
 
     def lane(self, name: str) -> Communicator:
         """A second, independent conversation between the same peers (all open the same lanes in the same order)."""
+
+    def tiers(self, name: str) -> Tiers | None:
+        """Where workers share hosts, and there are several: the same peers on two levels, as a conversation of its
+        own; else None. All call it alike, as `lane`."""
 
     def now(self) -> float:
         """Seconds on this communicator's clock."""

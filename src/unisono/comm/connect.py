@@ -21,6 +21,7 @@ from unisono.comm.memory import MemoryUnavailable, check_platform, create, open_
 from unisono.comm.peers import Peers
 from unisono.comm.rendezvous import open_store, own_address, parse_rendezvous
 from unisono.comm.shared_memory import Host, SharedMemory
+from unisono.comm.tiers import Part, Tiers
 from unisono.comm.torch_group import TorchGroup
 from unisono.errors import InvalidInput, PeerLost
 
@@ -72,7 +73,7 @@ def connect(
             if rank == 0:
                 LOG.warning("shared memory cannot be used (%s): using gloo instead", reason)
     service_address = "127.0.0.1" if local_size == size else own_address(place)
-    return TorchGroup(
+    group = TorchGroup(
         c10d.PrefixStore(chosen, store),
         rank,
         size,
@@ -82,6 +83,37 @@ def connect(
         deadline_seconds=deadline_seconds,
         service_address=service_address,
     )
+    if kind == "auto" and chosen == "gloo" and 1 < local_size < size and size % local_size == 0:
+        divide(group, store, local_size, own_address(place), deadline_seconds)
+    return group
+
+
+def divide(group: TorchGroup, store: c10d.Store, local_size: int, address: str, deadline_seconds: float) -> None:
+    """Give `group` its tiers, where ranks ``0 .. local_size - 1`` share a host and so on; says so where they do not.
+
+    Raises:
+        PeerLost: not all peers did the same within the deadline.
+    """
+    host, place = divmod(group.rank, local_size)
+    within, reason = None, ""
+    try:
+        within = share_memory(c10d.PrefixStore(f"host/{host}", store), place, local_size, deadline_seconds)
+    except MemoryUnavailable as error:
+        reason = str(error)
+    if not group.gather(torch.tensor([within is not None])).wait().all():
+        if within is not None:
+            within.close()
+        if reason:
+            LOG.warning("workers of one host do not share memory (%s): all talk over the network", reason)
+        return
+    assert within is not None
+    hosts, between = group.size // local_size, None
+    if place == 0:
+        leaders = TorchGroup(
+            c10d.PrefixStore("between", store), host, hosts, address=address, deadline_seconds=deadline_seconds
+        )
+        between = Part(leaders, range(0, group.size, local_size))
+    group.divide(Tiers(Part(within, range(host * local_size, (host + 1) * local_size)), between))
 
 
 def share_memory(store: c10d.Store, rank: int, size: int, deadline_seconds: float) -> SharedMemory:

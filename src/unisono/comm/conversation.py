@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from unisono.comm.hosting import Hosting, Verbs
 from unisono.comm.service import Actor, Line
+from unisono.comm.tiers import Tiers
 from unisono.errors import CommunicationError, PeerLost
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ class Family:
     lanes: list[Conversation] = field(default_factory=list)
     bytes_sent: int = 0
     hosting: Hosting = field(default_factory=Hosting)
+    tiers: Tiers | None = None
 
 
 class Conversation:
@@ -103,7 +105,12 @@ class Conversation:
 
     @property
     def bytes_sent(self) -> int:
-        return self._family.bytes_sent + self._family.hosting.bytes_sent
+        tiers = self._family.tiers
+        return self._family.bytes_sent + self._family.hosting.bytes_sent + (tiers.bytes_sent if tiers else 0)
+
+    def tiers(self, name: str) -> Tiers | None:
+        """As the contract."""
+        return self._family.tiers.lane(name) if self._family.tiers else None
 
     def host(self, actor: Actor) -> list[Line]:
         """As the contract; the actor has threads of its own."""

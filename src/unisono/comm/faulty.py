@@ -16,6 +16,7 @@ from torch import Tensor
 from unisono.comm.communicator import Communicator, Work
 from unisono.comm.service import Actor, Line
 from unisono.comm.simulated import Lost, Simulated
+from unisono.comm.tiers import Tiers
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ class Faulty:
         lane = Faulty(self.comm.lane(name), self._appointments)
         lane._starts = self._starts
         return lane
+
+    def tiers(self, name: str) -> Tiers | None:
+        return self.comm.tiers(name)
 
     def host(self, actor: Actor) -> list[Line]:
         return self.comm.host(actor)

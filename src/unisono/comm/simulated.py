@@ -379,6 +379,9 @@ class Simulated:
         self._lanes += 1
         return Simulated(self.world, self.rank, (*self.path, (self._lanes, name)))
 
+    def tiers(self, name: str) -> None:
+        """None: virtual workers have a host each."""
+
     def host(self, actor: Actor) -> list[Line]:
         """As the contract; `actor` shares the link of its worker."""
         own = self.world.stations[self.rank]

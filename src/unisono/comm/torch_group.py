@@ -26,6 +26,7 @@ from torch._C import _distributed_c10d as c10d
 from unisono.comm import record
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
 from unisono.comm.hosting import Hosting
+from unisono.comm.tiers import Tiers
 from unisono.errors import CommunicationError, InvalidInput, PeerLost
 
 # gloo can add these; others are widened for the sum.
@@ -153,6 +154,10 @@ class TorchGroup(Conversation):
         sends, expects = dict(xs), dict(like)
         return self._start(lambda: self._all_to_all("swap", sends, expects), "swap", sends=sends, expects=expects)
 
+    def divide(self, tiers: Tiers) -> None:
+        """From now on, `tiers` are what these workers have beside this conversation."""
+        self._family.tiers = tiers
+
     def lane(self, name: str) -> TorchGroup:
         return TorchGroup(
             c10d.PrefixStore(f"lane/{name}", self._store),
@@ -168,6 +173,8 @@ class TorchGroup(Conversation):
     def close(self) -> None:
         if self._family.lanes[0] is self:
             self._family.hosting.close()
+            if self._family.tiers:
+                self._family.tiers.close()
         for lane in self._family.lanes if self._family.lanes[0] is self else [self]:
             assert isinstance(lane, TorchGroup)
             lane._end()

@@ -18,6 +18,7 @@ from unisono.settings import settle
 from unisono.task import Task, build_dataset
 
 AUTO = "auto"
+_PAYLOAD = 1448 / 1514  # of an Ethernet frame of TCP: a link's rate counts headers too
 
 
 def ways(task: Task, settings: Mapping[str, Any], against: Sequence[str]) -> dict[str, Config]:
@@ -82,4 +83,4 @@ def _links(link: str, latency: str, workers: int) -> tuple[Link, ...]:
             problem = f"{len(values)} values for {workers} worker{'s' * (workers != 1)}"
             raise InvalidInput(name, text, problem, "give one for all, or one for each")
     count = max(len(rates), len(delays))
-    return tuple(Link(rates[i % len(rates)], delays[i % len(delays)]) for i in range(count))
+    return tuple(Link(_PAYLOAD * rates[i % len(rates)], delays[i % len(delays)]) for i in range(count))

@@ -129,10 +129,9 @@ class ParameterServer:
         if self.lockstep:
             return LockstepServer(*world)
         own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)
-        bound = WalkingServer(*world)
+        pace = Pace(micro_batches, needed, self.staleness)
         dealing = None if self.backup_workers else Dealing(comm, micro_batches, needed)
-        bound.walk(dealing, Pace(micro_batches, needed, self.staleness), own)
-        return bound
+        return WalkingServer(*world, pace=pace, dealing=dealing, own=own)
 
     def _check(self, workers: int, micro_batches: int) -> None:
         if self.backup_workers >= workers:

@@ -50,7 +50,7 @@ class Partner:
 
     def __init__(self, cuts: Sequence[Cut], weights: list[Tensor], turns: int) -> None:
         self._turns = turns
-        self.largest_bytes = letter_bytes(cuts, 1) + (1 << 12)
+        self.largest_bytes = 2 * letter_bytes(cuts, 1) + (1 << 12)  # the last one may still be read
         self._cuts, self._lock = cuts, threading.Lock()
         self.reset(weights)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from unisono.comm import Communicator
+from unisono.comm import Communicator, Tiers
 from unisono.compress import Cast, Compressor, Mean, Memory, Span, Wire, views
 from unisono.sync.buckets import Cut, cut, gaps, pack, unpack
 from unisono.sync.flow import Flow
@@ -24,6 +24,23 @@ def mean(
 ) -> Mean:
     """The mean as the compressor takes it."""
     return compress.mean(total, spans, comm, memory, dtype)
+
+
+def by_tiers(tiers: Tiers, how: How) -> How:
+    """Sums inside each host, the mean between the hosts as `how` takes it, and back: what crosses the network does so
+    once per host."""
+
+    def steps(
+        compress: Compressor, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype
+    ) -> Mean:
+        summed = yield tiers.within.sum(total)
+        if tiers.between is None:
+            mean = torch.empty(total.numel(), dtype=dtype, device=total.device)
+        else:
+            mean = yield from how(compress, summed.clone(), spans, tiers.between, memory, dtype)
+        return (yield tiers.within.broadcast(mean))  # type: ignore[no-any-return]
+
+    return steps
 
 
 class Reduction:
@@ -56,16 +73,16 @@ class Reduction:
         if not cuts or not cuts[-1].compress.adds_up or how is not mean:  # the tail then travels by itself, as it is
             device = cuts[-1].device if cuts else torch.device("cpu")
             cuts.append(Cut((), torch.float32, device, 0, Cast()))
-        last = len(cuts) - 1
         # What takes more than one message starts the later ones when polled, which no two workers do at the same
         # moment: such buckets have a conversation of their own, in which one is over before the next begins.
-        hops = comm.lane("hops") if any(not c.compress.adds_up or how is not mean for c in cuts[:last]) else comm
+        tiers = comm.tiers("hops")
+        hops = [bool(tiers) or (bool(c.spans) and (how is not mean or not c.compress.adds_up)) for c in cuts]
+        lane = comm.lane("hops") if any(hops) and not tiers else comm
         self._buckets = [
-            Bucket(c, comm, how=mean, tail=tail if i == last else 0, hops=False)
-            if c.compress.adds_up and (how is mean or i == last)
-            else Bucket(c, hops, how=how, tail=0, hops=True)
-            for i, c in enumerate(cuts)
-        ]
+            Bucket(c, lane if hop else comm, how=how if c.spans else mean, tiers=tiers, hops=hop,
+                   tail=tail if c is cuts[-1] else 0)
+            for c, hop in zip(cuts, hops)
+        ]  # fmt: skip
         self._place = {span.name: (bucket, i) for bucket in self._buckets for i, span in enumerate(bucket.cut.spans)}
         self.begin()
 
@@ -186,10 +203,13 @@ class Agreed:
 class Bucket:
     """One bucket in memory, and its exchange, which `hops` if it takes more than one message."""
 
-    def __init__(self, plan: Cut, comm: Communicator, *, how: How, tail: int, hops: bool) -> None:
-        self.cut, self.comm, self.how, self.tail, self.hops = plan, comm, how, tail, hops
+    def __init__(self, plan: Cut, comm: Communicator, *, how: How, tiers: Tiers | None, tail: int, hops: bool) -> None:
+        self.cut, self.comm, self.tail, self.hops = plan, comm, tail, hops
+        self.how = by_tiers(tiers, how) if tiers else how
         self.memory = Memory()
-        self.total = comm.allocate(plan.numel + tail, plan.compress.total_dtype(plan.dtype))
+        self.total = (tiers.within if tiers else comm).allocate(
+            plan.numel + tail, plan.compress.total_dtype(plan.dtype)
+        )
         self.parts = views(self.total, plan.spans)
         self.gaps = [self.total[start:stop] for start, stop in gaps(plan)]
         self._views: dict[int, list[Tensor]] = {}

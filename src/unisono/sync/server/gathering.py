@@ -82,8 +82,8 @@ class Pool:
         """Whether enough has come."""
         return (self._pushes if self._in_pushes else self._count) >= self._needed
 
-    def push(self, gradient: Tensor | None, count: int, used: Sequence[bool]) -> None:
-        """The mean `gradient` of `count` micro-batches; None: zeros."""
+    def push(self, gradient: Tensor | None, count: int, used: Sequence[bool], scale: float = 1.0) -> None:
+        """The mean ``scale * gradient`` of `count` micro-batches; None: zeros."""
         self._count, self._pushes = self._count + count, self._pushes + 1
         self.used = [a or b for a, b in zip(self.used, used)]
         if gradient is None:
@@ -91,9 +91,9 @@ class Pool:
         if self._total is None:
             self._total = torch.empty_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
         if self._silent:
-            torch.mul(gradient, count, out=self._total)
+            torch.mul(gradient, count * scale, out=self._total)
         else:
-            self._total.add_(gradient, alpha=count)
+            self._total.add_(gradient, alpha=count * scale)
         self._silent = False
 
     def take(self) -> Tensor | None:

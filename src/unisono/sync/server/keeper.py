@@ -168,7 +168,11 @@ class Keeper:
         if self._terms.first and push.tick < self.version:
             self.dropped += 1
             return False
-        self._pool.push(self._corrected(push), push.count, push.used)
+        if self._terms.compensate is None or push.total is None:
+            gradient = None if push.total is None else self.lot.compress.value(push.total, self.lot.dtype)
+            self._pool.push(gradient, push.count, push.used, push.scale)
+        else:
+            self._pool.push(self._corrected(self._terms.compensate, push, push.total), push.count, push.used)
         self._count(push)
         if self._pool.full:
             used = self._pool.used
@@ -185,14 +189,10 @@ class Keeper:
             del self._added[self._complete]
             self._complete += 1
 
-    def _corrected(self, push: Push) -> Tensor | None:
-        if push.total is None:
-            return None
-        gradient = self.lot.compress.value(push.total, self.lot.dtype) * push.scale
-        if self._terms.compensate is None:
-            return gradient
+    def _corrected(self, compensate: Compensation, push: Push, total: Tensor) -> Tensor:
+        gradient = self.lot.compress.value(total, self.lot.dtype) * push.scale
         then = self._past.held_by(push.worker) if self._past else self.weights
-        return self._terms.compensate.correct(gradient, self.weights, then, self.version - push.version, self._memory)
+        return compensate.correct(gradient, self.weights, then, self.version - push.version, self._memory)
 
     # The step, and what goes out.
 

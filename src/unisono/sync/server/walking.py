@@ -7,13 +7,18 @@ of a version that is `staleness` behind the step that this share is of, or newer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from unisono.comm import Communicator
 from unisono.sync.dealing import Dealing, TakingTurns
 from unisono.sync.server.bound import BoundServer
+from unisono.sync.server.conversation import Conversation
+from unisono.sync.server.slices import Slice
 from unisono.sync.server.stepping import numbers_of
 from unisono.sync.synchronizer import Share
 
@@ -42,17 +47,32 @@ class Pace:
 
 
 class WalkingServer(BoundServer):
-    """`ParameterServer` with staleness, or with backup workers, in its world."""
+    """`ParameterServer` with staleness, or with backup workers, in its world.
+
+    Args:
+        dealing: where work comes from; None: each worker has its `own` part of all steps that it is in time for.
+        own: what it computes of each step if nobody asks for shares.
+
+    Attributes:
+        dropped: slices of gradients that came too late.
+    """
 
     lockstep = False
 
-    def walk(self, dealing: Dealing | None, pace: Pace, own: range) -> None:
-        """How it goes on.
-
-        Args:
-            dealing: where work comes from; None: each worker has its `own` micro-batches of all steps that it is in
-                time for.
-        """
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        comm: Communicator,
+        slices: Sequence[Slice],
+        conversations: Sequence[Conversation],
+        optimizer: Optimizer,
+        overlap: bool,
+        *,
+        pace: Pace,
+        dealing: Dealing | None,
+        own: range,
+    ) -> None:
+        super().__init__(parameters, comm, slices, conversations, optimizer, overlap)
         self._pace, self._own, self._in_turn = pace, own, dealing is None
         self._dealing = dealing or TakingTurns(self.comm, own, self._earliest)
         self._pushes = self._stretches = 0

@@ -1,0 +1,118 @@
+"""Two levels of one conversation: among the workers of a host, and among one worker of each host.
+
+What every worker has is first brought together inside each host, where memory is shared; then it crosses the network
+once per host, and not once per worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.comm.work import Work
+from unisono.errors import PeerLost
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Both levels, as one worker has them.
+
+    Args:
+        within: the workers of this host.
+        between: rank 0 of every host; None on the other workers.
+    """
+
+    within: Part
+    between: Part | None
+
+    def lane(self, name: str) -> Tiers:
+        """A second pair of conversations; all workers open the same ones in the same order."""
+        return Tiers(self.within.lane(name), self.between.lane(name) if self.between else None)
+
+    @property
+    def bytes_sent(self) -> int:
+        """On both levels."""
+        return self.within.bytes_sent + (self.between.bytes_sent if self.between else 0)
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        for part in (self.within, self.between):
+            if part:
+                part.close()
+
+
+class Part:
+    """The verbs among some of all workers; a lost one is named by its rank among all.
+
+    Args:
+        comm: the communicator among them.
+        ranks: who they are, in its order.
+    """
+
+    def __init__(self, comm: Any, ranks: Sequence[int]) -> None:
+        self._comm, self._ranks = comm, ranks
+        self.rank, self.size = comm.rank, comm.size
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Communicator.bytes_sent`."""
+        return int(self._comm.bytes_sent)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Communicator.allocate`."""
+        memory: Tensor = self._comm.allocate(numel, dtype)
+        return memory
+
+    def sum(self, x: Tensor) -> Work[Tensor]:
+        """See `Communicator.sum`."""
+        return _Named(self._comm.sum(x), self._ranks)
+
+    def gather(self, x: Tensor) -> Work[Tensor]:
+        """See `Communicator.gather`."""
+        return _Named(self._comm.gather(x), self._ranks)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Work[Tensor]:
+        """See `Communicator.broadcast`."""
+        return _Named(self._comm.broadcast(x, root), self._ranks)
+
+    def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Work[list[Tensor]]:
+        """See `Communicator.exchange`."""
+        return _Named(self._comm.exchange(xs, like), self._ranks)
+
+    def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Work[dict[int, Tensor]]:
+        """See `Communicator.swap`."""
+        return _Named(self._comm.swap(xs, like), self._ranks)
+
+    def lane(self, name: str) -> Part:
+        """See `Communicator.lane`."""
+        return Part(self._comm.lane(name), self._ranks)
+
+    def now(self) -> float:
+        """See `Communicator.now`."""
+        return float(self._comm.now())
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._comm.close()
+
+
+class _Named(Generic[T]):
+    """A work whose `PeerLost` names workers by their ranks among all."""
+
+    def __init__(self, work: Work[T], ranks: Sequence[int]) -> None:
+        self._work, self._ranks = work, ranks
+
+    def poll(self) -> bool:
+        return self._work.poll()
+
+    def wait(self) -> T:
+        try:
+            return self._work.wait()
+        except PeerLost as lost:
+            raise PeerLost([self._ranks[r] for r in lost.ranks], lost.during, lost.detail) from lost
