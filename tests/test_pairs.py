@@ -78,6 +78,11 @@ COMPRESS: dict[Compressor, float] = {
 }
 OTHERWISE: dict[tuple[type, type], float] = {
     (BlockMomentum, RandomK): 0.7,  # block momentum goes on with what half of the walk's numbers have missed
+    # Its first seven exchanges measure, with whatever is fastest; of so few walks that is half.
+    (LocalSGD, Auto): 0.4,
+    (DiLoCo, Auto): 0.4,
+    # One absolute threshold cannot fit gradients and walks both.
+    (AllReduce, TwoBit): 1.6,
 }
 
 

@@ -28,24 +28,6 @@ MOVED = Message("moved")
 """The answer of a server whose shard another one answers for."""
 
 
-class Ticket:
-    """A worker's message that waits for its answer."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer: Answer | None = answer
-
-    def give(self, message: Message) -> None:
-        """Answer it, if it still waits."""
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            answer(message)
-
-    @property
-    def waits(self) -> bool:
-        """Whether there was no answer yet."""
-        return self._answer is not None
-
-
 class Copying:
     """What was passed on to the copy, and the answers that wait until it is there."""
 
@@ -53,14 +35,21 @@ class Copying:
         self._line = line
         self._sent = self._kept = 0
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
-        self._tickets: list[Ticket] = []
+        self._asked: dict[int, Answer] = {}
+        self._tickets = 0
         self.deposed = False
 
-    def ticket(self, answer: Answer) -> Ticket:
-        """A message has come whose answer is due."""
-        self._tickets = [each for each in self._tickets if each.waits]
-        self._tickets.append(Ticket(answer))
-        return self._tickets[-1]
+    def ticket(self, answer: Answer) -> int:
+        """A message has come whose answer is due; its number."""
+        self._tickets += 1
+        self._asked[self._tickets] = answer
+        return self._tickets
+
+    def give(self, ticket: int, message: Message) -> None:
+        """Answer it, if it still waits."""
+        answer = self._asked.pop(ticket, None)
+        if answer is not None:
+            answer(message)
 
     def begin(self) -> None:
         """A message is being taken that will be passed on."""
@@ -88,8 +77,8 @@ class Copying:
             self._line = None  # there is no copy any more
         elif answer.kind == MOVED.kind:
             self.deposed, self._line = True, None
-            for ticket in self._tickets:
-                ticket.give(MOVED)
+            for ticket in list(self._asked):
+                self.give(ticket, MOVED)
         while self._held and (self._line is None or self._held[0][0] <= self._kept):
             self._held.popleft()[1]()
 
@@ -99,7 +88,7 @@ class Server:
 
     Args:
         number: of this server, and of its shard.
-        config: see `configure`.
+        config: see `ParameterServer`, which writes it.
     """
 
     def __init__(self, number: int, config: Mapping[str, Any]) -> None:
@@ -110,7 +99,8 @@ class Server:
         self._shards = {s: Shard(terms, {i: lot for i, (shard, lot) in lots.items() if shard == s}) for s in mine}
         self._lockstep = terms.lockstep
         numel = sum(lot.numel for shard, lot in lots.values() if shard in mine)
-        self.largest_bytes = (1 << 20) + 16 * numel + 64 * terms.control
+        # The largest is all pushes of a worker, of 8 bytes a number, or a slice with the state of its optimizer.
+        self.largest_bytes = (1 << 20) + 40 * numel + 64 * terms.control
         self._copying: dict[int, Copying] = {}
         self._lent: dict[int, list[tuple[Keeper, object]]] = {}
 
@@ -155,7 +145,7 @@ class Server:
             raise
         copying.pass_on(Message(message.kind, {**message.fields, "worker": worker}, message.tensors))
 
-    def _reply(self, copying: Copying, ticket: Ticket, worker: int, message: Message, keeper: Keeper | None) -> None:
+    def _reply(self, copying: Copying, ticket: int, worker: int, message: Message, keeper: Keeper | None) -> None:
         token = object()
         if keeper is not None:
             keeper.lend(token)  # from now on until the worker's next message
@@ -163,7 +153,7 @@ class Server:
         def act() -> None:
             if keeper is not None:
                 self._lent.setdefault(worker, []).append((keeper, token))
-            ticket.give(message)
+            copying.give(ticket, message)
 
         copying.after(act)
 
