@@ -32,6 +32,7 @@ OURS = (
     Way("4 bits", "--compress 'Quantize(4)'"),
     Way("Auto", "--compress 'Auto()'"),
     Way("LocalSGD(16)", "--sync 'LocalSGD(every=16)'"),
+    Way("DiLoCo(4), 4 bits", "--sync 'DiLoCo(every=4)' --compress 'Quantize(4)'"),
     Way("LocalSGD(16), 4 bits", "--sync 'LocalSGD(every=16)' --compress 'Quantize(4)'"),
     Way("DiLoCo(16), 4 bits", "--sync 'DiLoCo(every=16)' --compress 'Quantize(4)'"),
     Way("streaming DiLoCo(16), 4 bits", "--sync 'DiLoCo(every=16, fragments=4, delay=2)' --compress 'Quantize(4)'"),
@@ -46,7 +47,7 @@ PEERS = (
     Way("torchft LocalSGD", "torchft-local-sgd --every 16", ours=False),
     Way("torchft DiLoCo", "torchft-diloco --every 16 --outer-lr 0.4", ours=False),
 )
-RUN = Run(context=32, steps=300, evaluate_every=16)
+RUN = Run(context=32, global_batch=16, micro_batch=4, steps=300, evaluate_every=16)
 TARGET = 3.8  # bits per byte; DDP takes 80 steps to it, torch's local SGD about 150, torchft's DiLoCo 210
 RATES = ("25mbit", "100mbit", "1gbit")
 TIMES_FASTER = {"25mbit": (15.0, 1.5), "100mbit": (5.0, 1.2), "1gbit": (1.3, None)}  # than DDP, than the best peer

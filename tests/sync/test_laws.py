@@ -142,7 +142,7 @@ def test_a_crash_at_any_verb_leaves_the_survivors_equal(sync, count) -> None:
         def note(model, step) -> None:
             done[comm.rank].append(fingerprint(dict(model.named_parameters())))
 
-        train(Faulty(comm, [Appointment(rank=1, verb="*", count=count)]), sync, Exact(), on_step=note)
+        train(Faulty(comm, [Appointment(rank=1, verb="*", count=count)]), sync, Exact(), steps=12, on_step=note)
 
     outcome = outcomes(3, run)
     assert all(isinstance(outcome[rank], PeerLost) for rank in (0, 2)), outcome

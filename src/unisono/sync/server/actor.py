@@ -126,6 +126,8 @@ class Server:
         """See `Actor`."""
         for keeper, token in self._lent.pop(sender, ()):
             keeper.returned(token)
+        for shard in self._shards.values() if sender >= 0 else ():
+            shard.lost(sender)
 
     def _serve(self, shard: int, worker: int, message: Message, answer: Answer) -> None:
         """A worker speaks; by that, a copy becomes who answers."""

@@ -11,6 +11,7 @@ from unisono.comm import Work
 from unisono.comm.service import Line, Message
 from unisono.errors import PeerLost
 from unisono.sync.server.actor import MOVED
+from unisono.sync.server.shard import GONE
 
 
 class Asked:
@@ -36,7 +37,7 @@ class Asked:
 
     def wait(self) -> Message:
         """The answer; its tensors are valid until the next call that is waited for. Raises `PeerLost` if nobody is
-        left who could give it."""
+        left who could give it, or a worker is gone that it depends on."""
         while True:
             assert self._work is not None
             try:
@@ -44,10 +45,13 @@ class Asked:
                 if answer.kind != MOVED.kind:
                     self._work = None
                     self._to.over(self)
-                    return answer
+                    break
                 self._to.turn(self._sent_to, PeerLost((), self.message.kind, "its server has been replaced"))
             except PeerLost as error:
                 self._to.turn(self._sent_to, error)
+        if answer.kind == GONE:
+            raise PeerLost(answer.fields["workers"], self.message.kind, "a server waits for it in vain")
+        return answer
 
 
 class Conversation:

@@ -29,6 +29,8 @@ from unisono.sync.server.keeper import Keeper, Lot, Push, Refused, Terms
 Reply = Callable[[Message, Keeper | None], None]
 """Answers a message; the keeper, if any, is that whose weights are the answer's memory."""
 
+GONE = "gone"
+"""The kind of an answer that says which workers are waited for in vain."""
 ROUNDS_REMEMBERED = 2
 
 
@@ -45,6 +47,9 @@ class Shard:
         self._words: dict[int, dict[int, Tensor]] = {}
         self._listeners: dict[int, list[Reply]] = {}
         self._asking: list[tuple[int, Reply]] = []
+        self._waiting: dict[int, Reply] = {}
+        self._received = 0
+        self._gone: set[int] = set()
         self._handlers = {
             "init": self._init, "push": self._join if terms.lockstep else self._add, "hear": self._hear,
             "norm": self._norm, "take": self._take, "pull": self._pull, "level": self._level, "look": self._look,
@@ -65,7 +70,29 @@ class Shard:
             raise Refused(f"{message.kind!r} is none of {', '.join(self._handlers)}")
         if not 0 <= worker < self._terms.workers:
             raise Refused(f"worker {worker} is none of {self._terms.workers}")
-        handler(worker, message, reply)
+        self._received += 1
+        self._waiting[self._received] = reply
+        try:
+            handler(worker, message, partial(self._answer, self._received))
+        except Exception:
+            self._waiting.pop(self._received, None)
+            raise
+        self._give_up()
+
+    def lost(self, worker: int) -> None:
+        """`worker` will say nothing more: in lockstep, who waits for it waits in vain."""
+        self._gone.add(worker)
+        self._give_up()
+
+    def _answer(self, number: int, message: Message, keeper: Keeper | None) -> None:
+        reply = self._waiting.pop(number, None)
+        if reply is not None:
+            reply(message, keeper)
+
+    def _give_up(self) -> None:
+        if self._gone and self._terms.lockstep:
+            for number in list(self._waiting):
+                self._answer(number, Message(GONE, {"workers": sorted(self._gone)}), None)
 
     def _init(self, worker: int, message: Message, reply: Reply) -> None:
         number, lot = self._lot(message.fields)
