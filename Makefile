@@ -37,7 +37,7 @@ train: $(INSTALLED) ## train the handwritten digits on WORKERS workers
 
 .PHONY: test
 test: $(DEVELOP) system ## install what the tests need and run them
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: check
 check: static test ## the gate: format, lint, types, walls, tests

@@ -1,4 +1,7 @@
-"""All benchmarks, one after the other: ``python -m benchmarks [--repeats N] [--json FOLDER]``."""
+"""All benchmarks of one host, one after the other: ``python -m benchmarks [--repeats N] [--json FOLDER]``.
+
+Those of `netlab` take an hour or more, and are run by themselves.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from pathlib import Path
 
 import benchmarks
 
-NOT_ONE = {"__main__", "harness", "peers"}
+NOT_ONE = {"__main__", "harness", "links", "netlab", "peers"}
+CAMPAIGNS = {"netlab_compressors", "netlab_loss", "netlab_slowed", "simulate"}
 
 
 def main() -> int:
@@ -18,7 +22,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a record per benchmark into FOLDER")
     asked = parser.parse_args()
     failed = []
-    for name in sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in NOT_ONE):
+    for name in sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in NOT_ONE | CAMPAIGNS):
         print(f"\n== {name}", flush=True)
         options = [f"--repeats={asked.repeats}"] if asked.repeats else []
         options += [f"--json={asked.json / name}.json"] if asked.json else []

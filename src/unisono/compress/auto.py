@@ -16,12 +16,11 @@ from unisono.compress.compressor import Codec, Compressor, Mean, Wire
 from unisono.compress.delegate import Delegate, check_compressor
 from unisono.compress.forecast import Candidate, Forecast, Link, Pace, fit, forecast, pace, pick, reason
 from unisono.compress.memory import Memory
-from unisono.compress.one_bit import OneBit
+from unisono.compress.power_sgd import PowerSGD
 from unisono.compress.probe import probe, slowest
 from unisono.compress.quantize import Quantize
 from unisono.compress.rehearsal import rehearse
 from unisono.compress.span import Span
-from unisono.compress.top_k import TopK
 
 LOG = logging.getLogger("unisono")
 
@@ -47,7 +46,8 @@ class Auto(Delegate):
     What has no `mean` (servers, gossip) needs messages of one length that is known beforehand: there, this is `fixed`.
 
     Args:
-        candidates: compressors to choose from, the most faithful first.
+        candidates: compressors to choose from, the most faithful first. By default those that lose next to nothing of
+            what is learned; `OneBit` and `TopK` send less, and may need more steps than they save.
         fixed: what it is where there is no `mean`.
         gain: least part of a step that a less faithful candidate has to save.
         steps: steps whose duration is measured, at least 3.
@@ -58,7 +58,7 @@ class Auto(Delegate):
             `gain` outside 0..1; `steps` below 3; `again` neither 0 nor above `steps`.
     """
 
-    candidates: tuple[Compressor, ...] = (Cast(), Cast("bf16"), Quantize(8), Quantize(4), OneBit(), TopK(0.01))
+    candidates: tuple[Compressor, ...] = (Cast(), Cast("bf16"), Quantize(8), Quantize(4), PowerSGD(4))
     fixed: Compressor = Quantize(8)
     gain: float = 0.1
     steps: int = 6
