@@ -100,6 +100,7 @@ def hold_memory(rank: int, size: int, directory: str) -> None:
     signal.pause()
 
 
+@pytest.mark.alone
 def test_nothing_is_left_when_all_are_killed(tmp_path: Path) -> None:
     before, size, taken = shared_kilobytes(), 2, 3 * 400_000
     with start(size, hold_memory, str(tmp_path)) as workers:

@@ -12,6 +12,7 @@ from tests.launch.campaign import Campaign, Subject, conduct, draw, training
 from tests.launch.observation import session, within
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.alone  # it looks for what a run leaves on the machine
 
 
 @pytest.fixture(autouse=True)

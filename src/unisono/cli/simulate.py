@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -66,7 +67,12 @@ def simulate(words: list[str]) -> int:
     from unisono.plan import figure  # imports torch
 
     picture = figure.check("--plot", asked.options["--plot"]) if "--plot" in asked.options else None
-    heading, forecasts = _forecasts(asked)
+    try:
+        heading, forecasts = _forecasts(asked)
+    except KeyboardInterrupt:
+        # Virtual workers' threads still stand inside torch, which the interpreter's orderly end would pull away.
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
     _print(heading, forecasts)
     if asked.request.json:
         _write(asked.request.json, heading, forecasts)

@@ -53,7 +53,7 @@ def draw(path: Path, title: str, forecasts: Mapping[str, Forecast]) -> None:
         axes.grid(alpha=0.3)
         if min(ends) > 0 and max(ends) / min(ends) > 8:
             axes.set_xscale("log")
-    over_time.legend()
+    over_time.legend(loc="upper right")
     figure.suptitle(title)
     try:
         figure.savefig(path, dpi=150)
