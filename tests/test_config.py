@@ -83,7 +83,7 @@ def test_bad_values_are_named_with_their_cure(given_, words) -> None:
 
 @pytest.mark.parametrize(
     "values", [{"compress": Exact}, {"sync": "AllReduce()"}, {"compress": None}, {"layout": Cast()},
-               {"schedule": lambda step, steps: 1.0}], ids=["class", "text", "none", "another", "function"])  # fmt: skip
+               {"schedule": lambda step, steps: 1.0}], ids=["class", "text", "none", "other", "call"])  # fmt: skip
 def test_what_is_no_value_of_the_field_is_refused(values) -> None:
     (name,) = values
     with pytest.raises(InvalidInput, match=rf"{name} = .*: not one of .*; write it as in Config\({name}="):
