@@ -23,7 +23,9 @@ FIELD_VALUES = VALUES | {name: st.sampled_from(choices) for name, choices in CHO
     "global_batch": st.integers(1, 4096), "micro_batch": st.integers(1, 4096), "seed": st.integers(0, 2**63 - 1),
     "lr": FACTOR, "clip": FACTOR,
     "checkpoint_every": st.integers(0, 999), "keep": st.integers(1, 9), "evaluate_every": st.integers(0, 999),
-    "run": st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), "resume": st.booleans(),
+    "run": st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
+        lambda run: run.lower() != "none"),  # which means that none is given; such a directory is written ./none
+    "resume": st.booleans(),
     "overlap": st.booleans(), "threads": st.integers(0, 64), "compile": st.booleans(), "sync_batchnorm": st.booleans(),
     "deadline_seconds": FACTOR,
 }
