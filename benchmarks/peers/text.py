@@ -102,7 +102,10 @@ def with_torchft(asked: argparse.Namespace, model: nn.Module, optimizer: torch.o
     address = asked.address.format(rank=rank, host=rank + 1)
     if rank == 0:
         with_torchft.lighthouse = LighthouseServer(  # type: ignore[attr-defined]  # lives as long as the process
-            bind="0.0.0.0:29511", min_replicas=size, join_timeout_ms=60_000, quorum_tick_ms=10
+            bind=f"{asked.address.format(rank=0, host=1)}:29511",
+            min_replicas=size,
+            join_timeout_ms=60_000,
+            quorum_tick_ms=10,
         )
     dist.barrier()
     store = dist.TCPStore(address, 29512, is_master=True, wait_for_workers=False)

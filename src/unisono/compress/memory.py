@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 class Memory:
     """What one sender keeps for one flat tensor: residuals, warm starts, counters.
@@ -59,3 +62,11 @@ class Memory:
         self._forgotten.clear()
         for part in self._parts.values():
             part.discard()
+
+
+def accumulated(x: Tensor, memory: Memory, key: str, factor: float = 1.0) -> Tensor:
+    """``x + factor * what memory keeps under key``, kept in its place; may be written into until the commit."""
+    kept, spare = memory.get(key), memory.spare(key)
+    out = torch.empty_like(x) if spare is None else spare
+    memory.put(key, out)
+    return out.copy_(x) if kept is None else torch.add(x, kept, alpha=factor, out=out)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from unisono.compress.cast import Cast
 from unisono.compress.compressor import Codec, Compressor, Mean, Wire
-from unisono.compress.memory import Memory
+from unisono.compress.memory import Memory, accumulated
 from unisono.compress.span import Span
-from unisono.compress.top_k import accumulated
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from unisono.compress.compressor import Codec, Mean, Wire
-from unisono.compress.memory import Memory
+from unisono.compress.memory import Memory, accumulated
 from unisono.compress.span import Span
-from unisono.compress.top_k import accumulated, count
+from unisono.compress.top_k import count
 
 _DRAW_BYTES = 8
 

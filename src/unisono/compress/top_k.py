@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unisono.compress import indices as places
 from unisono.compress.compressor import Codec, Mean, Wire
-from unisono.compress.memory import Memory
+from unisono.compress.memory import Memory, accumulated
 from unisono.compress.span import Span
 
 _VALUES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -215,11 +215,3 @@ def _filled(found: Tensor, k: int, n: int) -> Tensor:
     taken[found[found < k]] = True
     others = places.where(taken.logical_not_())[: k - found.numel()]
     return torch.cat([found, others]).sort().values
-
-
-def accumulated(x: Tensor, memory: Memory, key: str, factor: float = 1.0) -> Tensor:
-    """``x + factor * what memory keeps under key``, kept in its place; may be written into until the commit."""
-    kept, spare = memory.get(key), memory.spare(key)
-    out = torch.empty_like(x) if spare is None else spare
-    memory.put(key, out)
-    return out.copy_(x) if kept is None else torch.add(x, kept, alpha=factor, out=out)

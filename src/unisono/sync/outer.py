@@ -61,23 +61,10 @@ class Momentum:
 
 
 @dataclass(frozen=True)
-class Nesterov:
-    """``v <- momentum v + g``, ``anchor <- anchor - lr (g + momentum v)`` (Sutskever et al. 2013, in torch's form).
-
-    Args:
-        lr: outer learning rate, above 0.
-        momentum: from 0 to below 1.
-    """
+class Nesterov(Momentum):
+    """``v <- momentum v + g``, ``anchor <- anchor - lr (g + momentum v)`` (Sutskever et al. 2013, in torch's form)."""
 
     lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        _check(self.lr, self.momentum)
-
-    @property
-    def remembers(self) -> bool:
-        return self.momentum > 0
 
     def move(self, anchor: Tensor, gradient: Tensor, velocity: Tensor | None) -> None:
         anchor.add_(gradient, alpha=-self.lr)
