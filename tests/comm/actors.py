@@ -18,7 +18,7 @@ class Echo:
         self.number, self.config = number, dict(config or {})
         self.largest_bytes = self.config.get("largest_bytes", 1 << 30)
         self.lines: Sequence[Line] = ()
-        self.gone: list[int] = []
+        self.gone: set[int] = set()
         self.waiting: list[Answer] = []
         self.watching: list[Answer] = []
         self.total = torch.zeros(0)
@@ -31,7 +31,7 @@ class Echo:
         handle(sender, message, answer)
 
     def lost(self, sender: int) -> None:
-        self.gone.append(sender)
+        self.gone.add(sender)
         for answer in self.watching:
             answer(Message("gone", {"senders": sorted(self.gone)}))
         self.watching.clear()
@@ -56,7 +56,7 @@ class Echo:
         answer(Message("sum", {}, [self.total]))
 
     def value(self, sender: int, message: Message, answer: Answer) -> None:
-        answer(Message("value", {"gone": self.gone}, [self.total]))
+        answer(Message("value", {"gone": sorted(self.gone)}, [self.total]))
 
     def watch(self, sender: int, message: Message, answer: Answer) -> None:
         """Answers when somebody is lost."""

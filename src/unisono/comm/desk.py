@@ -29,6 +29,7 @@ class Desk:
         self._attention = threading.Lock()
         self._open = threading.Event()
         self._connections: dict[int, _Connection] = {}
+        self._broken = 0
         self._lock = threading.Lock()
 
     def meet(self, lines: Sequence[Line]) -> None:
@@ -64,6 +65,15 @@ class Desk:
             self.run(lambda actor: actor.lost(sender))
         except Exception:
             LOG.exception("actor %d failed when it lost %s", self.number, name_of(sender))
+
+    def note_broken(self, sender: int, error: BrokenMessage) -> None:
+        """Say so of the 1st, 2nd, 4th, 8th ... broken message: nobody can fill a log."""
+        with self._lock:
+            self._broken += 1
+            told = self._broken & (self._broken - 1) == 0
+        if told:
+            LOG.warning("actor %d has had %d broken messages, the last of %s: %s", self.number, self._broken,
+                        name_of(sender), error)  # fmt: skip
 
     def wait_until_open(self) -> None:
         """Returns when the actor has met its colleagues."""
@@ -118,7 +128,7 @@ class _Connection:
                 self._outbox.drained()
                 self._desk.run(partial(self._hand_in, arrival))
         except BrokenMessage as error:
-            LOG.warning("actor %d: %s sent a broken message: %s", self._desk.number, name_of(self._sender), error)
+            self._desk.note_broken(self._sender, error)
         except OSError:
             pass  # it has gone, or was closed
         except Exception:
