@@ -39,7 +39,9 @@ class Store:
     def receive(self, sender: int, message: Message, answer: Answer) -> None:
         """The tensor that arrived is memory of this sender alone, so the sum may travel back in it."""
         (x,) = message.tensors
-        held = self._held.setdefault(x.numel(), torch.zeros_like(x))
+        if x.numel() not in self._held:
+            self._held[x.numel()] = torch.zeros_like(x)
+        held = self._held[x.numel()]
         if self._adds:
             held += x
             x.copy_(held)
@@ -51,19 +53,20 @@ def make_store(number: int, config: Mapping[str, Any]) -> Store:
     return Store(config["adds"])
 
 
-def work(rank: int, url: str, adds: bool, rounds: int, trips: int, results: Any) -> None:
-    """One worker: round trips (worker 0 alone), then large pushes of both at once."""
+def work(rank: int, url: str, adds: bool, rounds: int, trips: int, together: Any, results: Any) -> None:
+    """One worker: round trips (worker 0 alone, the other asleep), then large pushes of both at once."""
     torch.set_num_threads(1)
     comm = connect(rank, WORKERS, rendezvous=url, local_size=WORKERS)
     (line,) = comm.serve(1, f"{Path(__file__).stem}:make_store", {"adds": adds})
     push = lambda x: line.call(Message("push", {"step": 1}, [x])).wait()
     small, large = torch.ones(SMALL_ELEMENTS), torch.ones(LARGE_ELEMENTS)
     microseconds = sorted(timed(push, small) * 1e6 for _ in range(trips)) if rank == 0 else []
+    together.wait()
     for _ in range(2):
         push(large)
-    comm.gather(torch.zeros(1)).wait()
+    together.wait()
     seconds = [timed(push, large) for _ in range(rounds)]
-    comm.gather(torch.zeros(1)).wait()
+    together.wait()
     comm.close()
     results.put((rank, microseconds, seconds))
 
@@ -84,9 +87,9 @@ def main() -> None:
     parser.add_argument("--report", type=Path, required=True)
     asked = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
+    results, together = context.SimpleQueue(), context.Barrier(WORKERS)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (f"file://{folder}", asked.adds, asked.rounds, asked.trips, results)
+        arguments = (f"file://{folder}", asked.adds, asked.rounds, asked.trips, together, results)
         processes = [context.Process(target=work, args=(rank, *arguments), daemon=True) for rank in range(WORKERS)]
         for process in processes:
             process.start()

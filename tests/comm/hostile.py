@@ -22,6 +22,7 @@ import torch
 
 from unisono.comm import Alone, Line, Message, frames, trust
 from unisono.comm.hosting import Hosting
+from unisono.comm.reception import abstract
 
 LARGEST_BYTES = 1 << 22
 NOBODY = 1000  # numbers of senders from here on belong to no worker
@@ -33,7 +34,8 @@ class Target:
 
     line: Line
     pid: int
-    address: tuple[str, int]
+    family: socket.AddressFamily
+    address: tuple[str, int] | str
     token: bytes
 
     def value(self) -> torch.Tensor:
@@ -46,7 +48,14 @@ class Target:
 
     def stranger(self) -> socket.socket:
         """A connection that has not said anything."""
-        return socket.create_connection(self.address, timeout=10.0)
+        wire = socket.socket(self.family)
+        try:
+            wire.connect(self.address)
+        except OSError:
+            wire.close()
+            raise
+        wire.settimeout(10.0)
+        return wire
 
     def trusted(self, number: int = NOBODY) -> socket.socket:
         """A connection that knows the token."""
@@ -55,14 +64,22 @@ class Target:
         return wire
 
 
+DOORS = ("network", "nearby")
+
+
 @contextmanager
-def target() -> Iterator[Target]:
-    """A server that has been told a number, and the promise that it still knows it in the end."""
+def target(door: str) -> Iterator[Target]:
+    """A server that has been told a number, and the promise that it still knows it in the end; all who come from
+    now on come by the same `door`."""
     hosting = Hosting(deadline_seconds=60.0)
     try:
         (line,) = hosting.serve(Alone(), 1, "tests.comm.actors:Echo", {"largest_bytes": LARGEST_BYTES})
         place = line._place  # type: ignore[attr-defined]
-        made = Target(line, place.pid, (place.address, place.port), hosting._token)
+        family, address = {
+            "network": (socket.AF_INET, (place.address, place.port)),
+            "nearby": (socket.AF_UNIX, abstract(place.nearby)),
+        }[door]
+        made = Target(line, place.pid, family, address, hosting._token)
         told = torch.arange(1000, dtype=torch.float64)
         line.call(Message("add", {}, [told])).wait()
         crowd(made, 200)  # memory that a crowd takes once
@@ -132,7 +149,7 @@ def crowd(server: Target, count: int) -> None:
         batch: list[socket.socket] = []
         try:
             for _ in range(min(left, _descriptors())):
-                wire = socket.socket()
+                wire = socket.socket(server.family)
                 batch.append(wire)
                 wire.setblocking(False)
                 with suppress(BlockingIOError):
@@ -198,14 +215,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of noise (60)")
     parser.add_argument("--connections", type=int, default=10_000, help="at a time, as far as may be (10,000)")
     asked = parser.parse_args()
-    with target() as server:
-        for name, attack in ATTACKS.items():
-            attack(server)
-            print(f"{name}: withstood", flush=True)
-        crowd(server, asked.connections)
-        print(f"{asked.connections} connections: withstood", flush=True)
-        count = noise(server, asked.seconds)
-        print(f"noise for {asked.seconds:g} s on {count} connections: withstood", flush=True)
+    for door in DOORS:
+        with target(door) as server:
+            for name, attack in ATTACKS.items():
+                attack(server)
+                print(f"{door}: {name}: withstood", flush=True)
+            crowd(server, asked.connections)
+            print(f"{door}: {asked.connections} connections: withstood", flush=True)
+            count = noise(server, asked.seconds)
+            print(f"{door}: noise for {asked.seconds:g} s on {count} connections: withstood", flush=True)
     print("same state, no more memory")
 
 

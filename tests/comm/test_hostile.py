@@ -10,9 +10,9 @@ from tests.comm import hostile
 from tests.comm.hostile import Target
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Target]:
-    with hostile.target() as made:
+@pytest.fixture(scope="module", params=hostile.DOORS)
+def server(request: pytest.FixtureRequest) -> Iterator[Target]:
+    with hostile.target(request.param) as made:
         yield made
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -18,6 +21,8 @@ from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Alone, Communicator, Line, Link, Message, Simulated, outcomes, simulate
 from unisono.comm.frames import DTYPES, encode, nbytes
+from unisono.comm.line import Place, connect_line
+from unisono.comm.reception import Doors, Reception, listen
 from unisono.errors import MessageMismatch, PeerLost
 
 EVERY = [("alone", 1), ("simulated", 1), ("simulated", 3), ("gloo", 2), ("shared_memory", 2)]
@@ -152,6 +157,27 @@ def failures_end_one_connection(comm: Communicator, lines: list[Line]) -> None:
 @pytest.mark.parametrize(("kind", "size"), EVERY)
 def test_laws(kind: str, size: int, tmp_path: Path) -> None:
     over(kind, size, tmp_path, all_laws)
+
+
+def all_laws_over_the_network(comm: Communicator) -> None:
+    """As between hosts; this process is another after every test."""
+    Doors.open = staticmethod(lambda address: Doors([listen(address)], ""))  # type: ignore[method-assign]
+    all_laws(comm)
+
+
+def test_laws_hold_over_the_network(tmp_path: Path) -> None:
+    over("shared_memory", 2, tmp_path, all_laws_over_the_network)
+
+
+def test_who_is_not_nearby_comes_over_the_network() -> None:
+    with closing(Doors.open("127.0.0.1")) as doors:
+        families: SimpleQueue[int] = SimpleQueue()
+        reception = Reception(doors.sockets, b"token", 0, 1 << 20, lambda wire, sender: families.put(wire.family))
+        for nearby, family in ((doors.nearby, socket.AF_UNIX), ("nobody has this name", socket.AF_INET)):
+            place = Place(0, "server 0", 0, *doors.endpoint, os.getpid(), nearby)
+            connect_line(place, b"token", 0, 10.0).close()
+            assert families.get(timeout=10.0) == family
+        reception.close()
 
 
 # Processes: what they are, and how they end.

@@ -155,6 +155,8 @@ class _Connection:
 
 def _set_options(wire: socket.socket) -> None:
     """No waiting for more to send, and an end to connections whose other host has vanished."""
+    if wire.family == socket.AF_UNIX:
+        return
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)

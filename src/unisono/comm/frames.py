@@ -26,6 +26,7 @@ _HEAD = struct.Struct("<4sIIxxxxQQ")
 _ROW = struct.Struct("<B7xQ")
 _PADDING = bytes(8)
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
+_from_json = json.JSONDecoder().decode
 HEAD_BYTES = _HEAD.size
 LARGEST_TEXT_BYTES = 1 << 20
 MOST_TENSORS = 1 << 14
@@ -92,7 +93,7 @@ def parse_table(head: Head, data: memoryview) -> Table:
 def parse_text(data: memoryview) -> tuple[str, dict[str, Any]]:
     """Kind and fields. Raises `BrokenMessage`."""
     try:
-        text = json.loads(str(data, "utf-8"))
+        text = _from_json(str(data, "utf-8"))
     except (ValueError, RecursionError) as error:
         raise BrokenMessage(f"its text is not JSON ({type(error).__name__})") from error
     match text:

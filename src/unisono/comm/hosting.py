@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unisono.comm.desk import Desk
 from unisono.comm.line import Place, Run, SocketLine, connect_line, directly
-from unisono.comm.reception import Reception, listen
+from unisono.comm.reception import Doors, Reception
 from unisono.comm.server import ServerProcess
 from unisono.comm.service import Actor, Line, Message
 from unisono.comm.stream import READY
@@ -69,10 +69,10 @@ class Hosting:
         """As `Services.host`."""
         token, rank = self._shared_token(comm), comm.rank
         desk = Desk(actor, rank, lambda sender, nbytes: self._count(sender not in (rank, -1 - rank), nbytes))
-        listening = listen(self._address)
-        self._ports.add(_endpoint(listening)[1])
-        mine = Place(rank, f"actor of worker {rank}", rank, *_endpoint(listening), os.getpid())
-        reception = Reception(listening, token, rank, desk.largest_bytes, desk.welcome)
+        doors = Doors.open(self._address)
+        self._ports.add(doors.endpoint[1])
+        mine = Place(rank, f"actor of worker {rank}", rank, *doors.endpoint, os.getpid(), doors.nearby)
+        reception = Reception(doors.sockets, token, rank, desk.largest_bytes, desk.welcome)
         self._open.callback(desk.close)
         self._open.callback(reception.close)
         places = _told(comm, [mine])
@@ -90,16 +90,16 @@ class Hosting:
         processes: list[ServerProcess] = []
         mine: list[Place] = []
         for number in range(comm.rank, count, comm.size):
-            with listen(self._address) as listening:
+            with closing(Doors.open(self._address)) as doors:
                 order = {
                     **{"number": number, "service": service, "config": dict(config), "token": token.hex()},
                     "deadline_seconds": self._deadline_seconds,
                 }
-                process = ServerProcess(order, listening)
+                process = ServerProcess(order, doors.sockets)
                 self._open.callback(process.close)
-                endpoint = _endpoint(listening)
+                place = Place(number, f"server {number}", comm.rank, *doors.endpoint, process.pid, doors.nearby)
             processes.append(process)
-            mine.append(Place(number, f"server {number}", comm.rank, *endpoint, process.pid))
+            mine.append(place)
         places = sorted(_told(comm, mine, -(-count // comm.size)), key=lambda place: place.number)
         for process in processes:
             process.tell_places(places)
@@ -141,11 +141,6 @@ def _ready(lines: Sequence[SocketLine]) -> list[Line]:
     for call in [line.call(Message(READY)) for line in lines]:
         call.wait()
     return list(lines)
-
-
-def _endpoint(listening: socket.socket) -> tuple[str, int]:
-    address, port, *_ = listening.getsockname()
-    return address, port
 
 
 def _told(comm: Verbs, mine: Sequence[Place], rows: int = 1) -> list[Place]:

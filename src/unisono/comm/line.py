@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from unisono.comm import frames, trust
 from unisono.comm.frames import BrokenMessage, Buffer
+from unisono.comm.reception import abstract
 from unisono.comm.service import Message
 from unisono.comm.stream import Arrival, Inbox, Outbox
 from unisono.comm.trust import Untrusted
@@ -42,7 +43,8 @@ def directly(then: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor is to be found: `rank` is the worker that keeps it, `pid` its process."""
+    """Where an actor is to be found: `rank` is the worker that keeps it, `pid` its process, `nearby` the name under
+    which those on the same host reach it without the network, if there is one."""
 
     number: int
     name: str
@@ -50,6 +52,7 @@ class Place:
     address: str
     port: int
     pid: int
+    nearby: str = ""
 
 
 class Call:
@@ -257,7 +260,7 @@ def connect_line(
     while True:
         left = until - time.monotonic()
         try:
-            wire = socket.create_connection((place.address, place.port), timeout=max(left, 0.01))
+            wire = _reach(place, max(left, 0.01))
         except OSError as error:
             # Nobody listens any more: a place is told only after somebody does.
             if isinstance(error, ConnectionRefusedError) or left <= 0:
@@ -275,10 +278,24 @@ def connect_line(
             time.sleep(_RETRY_SECONDS)
 
 
+def _reach(place: Place, timeout_seconds: float) -> socket.socket:
+    """A connection to `place`, on the shortest way."""
+    if place.nearby:
+        wire = socket.socket(socket.AF_UNIX)
+        wire.settimeout(timeout_seconds)
+        try:
+            wire.connect(abstract(place.nearby))
+            return wire
+        except OSError:  # it is on another host
+            wire.close()
+    return socket.create_connection((place.address, place.port), timeout=timeout_seconds)
+
+
 def _set_options(wire: socket.socket, deadline_seconds: float) -> None:
     """Block in the kernel, which alone keeps the time: that is what makes one system call carry a whole message."""
     wire.settimeout(None)
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if wire.family != socket.AF_UNIX:
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     timeout = struct.pack("@ll", int(deadline_seconds), int(deadline_seconds % 1 * 1e6) + 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         wire.setsockopt(socket.SOL_SOCKET, option, timeout)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unisono.comm import trust
@@ -38,6 +40,46 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return wire
 
 
+def abstract(name: str) -> str:
+    """The address of a Linux socket that has a name but no file, so that nothing is left behind."""
+    return f"\0{name}"
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Where an actor listens: on one address for all hosts, and under a name for processes of this host (and
+    network namespace). A connection by name carries half as much again as the loopback device, at half the latency.
+
+    Attributes:
+        nearby: that name; "" where the system has no such sockets.
+    """
+
+    sockets: Sequence[socket.socket]
+    nearby: str
+
+    @staticmethod
+    def open(address: str) -> Doors:
+        network = listen(address)
+        if sys.platform != "linux":
+            return Doors([network], "")
+        name = f"unisono-{secrets.token_hex(16)}"
+        local = socket.socket(socket.AF_UNIX)
+        local.bind(abstract(name))
+        local.listen(_BACKLOG)
+        return Doors([network, local], name)
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Address and port for all hosts."""
+        address, port, *_ = self.sockets[0].getsockname()
+        return address, port
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        for each in self.sockets:
+            each.close()
+
+
 @dataclass
 class _Visitor:
     wire: socket.socket
@@ -50,7 +92,7 @@ class Reception:
     """Accepts connections in a thread of its own.
 
     Args:
-        listening: a socket that listens; it belongs to the reception.
+        doors: sockets that listen; they belong to the reception.
         token: what a client must know.
         actor: the number of the actor that answers here.
         largest_bytes: the largest payload that the actor takes, to be told to clients.
@@ -59,19 +101,20 @@ class Reception:
 
     def __init__(
         self,
-        listening: socket.socket,
+        doors: Sequence[socket.socket],
         token: bytes,
         actor: int,
         largest_bytes: int,
         welcome: Callable[[socket.socket, int], None],
     ) -> None:
-        self._listening, self._welcome = listening, welcome
+        self._doors, self._welcome = list(doors), welcome
         self._token, self._actor, self._largest_bytes = token, actor, largest_bytes
         self._visitors: dict[socket.socket, _Visitor] = {}  # in the order in which they came
         self._turned_away = 0
-        listening.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listening, selectors.EVENT_READ)
+        for door in self._doors:
+            door.setblocking(False)
+            self._selector.register(door, selectors.EVENT_READ)
         self._bell, self._cord = os.pipe()
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name=f"reception of actor {actor}", daemon=True)
@@ -92,7 +135,8 @@ class Reception:
             for visitor in list(self._visitors.values()):
                 self._dismiss(visitor)
             self._selector.close()
-            self._listening.close()
+            for door in self._doors:
+                door.close()
             os.close(self._bell)
 
     def _look(self) -> bool:
@@ -103,8 +147,8 @@ class Reception:
             if key.fileobj == self._bell:
                 return False
         for key, _ in ready:
-            if key.fileobj is self._listening:
-                self._accept()
+            if key.fileobj in self._doors:
+                self._accept(key.fileobj)
             elif key.fileobj in self._visitors:  # else it had to make room
                 self._hear(self._visitors[key.fileobj])
         now = time.monotonic()
@@ -112,9 +156,9 @@ class Reception:
             self._turn_away(visitor, "it said nothing")
         return True
 
-    def _accept(self) -> None:
+    def _accept(self, door: socket.socket) -> None:
         try:
-            wire, _ = self._listening.accept()
+            wire, _ = door.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError:  # no descriptors: those whom we let wait have them

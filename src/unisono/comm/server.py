@@ -1,6 +1,6 @@
 """An actor in a process of its own: how a worker starts it.
 
-The worker opens the listening socket and hands it down, so that everybody knows where the server will be while
+The worker opens the listening sockets and hands them down, so that everybody knows where the server will be while
 it still starts. Everything else comes through its standard input, two lines of JSON; the end of that input is
 the end of the process, and so is the end of the worker.
 """
@@ -33,22 +33,22 @@ class ServerProcess:
 
     Args:
         order: number, service, config, token and deadline_seconds; see `unisono.comm.server_process`.
-        listening: where the actor will answer.
+        doors: where the actor will answer.
     """
 
-    def __init__(self, order: Mapping[str, Any], listening: socket.socket) -> None:
-        fd = listening.fileno()
+    def __init__(self, order: Mapping[str, Any], doors: Sequence[socket.socket]) -> None:
+        fds = [door.fileno() for door in doors]
         title = f"{getproctitle()} server {order['number']}"
         # A thread that started a process takes it along when it ends; the main thread ends with the worker.
         follow = threading.current_thread() is threading.main_thread()
-        whole = {**order, "fd": fd, "title": title, "path": sys.path, "parent": os.getpid() if follow else 0}
+        whole = {**order, "fds": fds, "title": title, "path": sys.path, "parent": os.getpid() if follow else 0}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for workers
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MAIN],
                 stdin=subprocess.PIPE,
                 stdout=2,
-                pass_fds=[fd],
+                pass_fds=fds,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

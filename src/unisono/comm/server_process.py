@@ -42,7 +42,8 @@ def main(orders: IO[bytes]) -> None:
     watch = threading.Thread(target=_end_with, args=(orders,), name="watches its worker", daemon=True)
     watch.start()
     desk = Desk(load(order["service"], number, order["config"]), number, _not_counted)
-    Reception(socket.socket(fileno=order["fd"]), token, number, desk.largest_bytes, desk.welcome)
+    doors = [socket.socket(fileno=fd) for fd in order["fds"]]
+    Reception(doors, token, number, desk.largest_bytes, desk.welcome)
     patience = order["deadline_seconds"]
     desk.meet([connect_line(place, token, -1 - number, patience, run=desk.call_back) for place in places])
     watch.join()
