@@ -94,7 +94,7 @@ def bind(
     replica = Replica(
         model, optimizer, comm, sync=config.sync, compress=config.compress, micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
-        extra=Persistence.WORDS * comm.size)  # fmt: skip
+        extra=Persistence.WORDS * comm.size, lazy=not config.compile)  # fmt: skip
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, comm.size, replica)
     schedule = config.schedule or task.schedule or Constant()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.asking import Asking
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import Diverged, InvalidInput
@@ -35,6 +36,8 @@ class Replica:
         extra: how many further numbers the control word has.
         listener: told the name of each parameter whose gradient is complete, before it is handed on; given by whoever
             leaves backward to the user's own loop.
+        lazy: whether weights may come while the forward pass is under way, module by module, where the synchronizer
+            can do so. Without meaning in the user's own loop, which may read weights whenever it likes.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Replica:
         overlap: bool = True,
         extra: int = 0,
         listener: Callable[[str], None] | None = None,
+        lazy: bool = True,
     ) -> None:
         check_fit(model, optimizer)
         self.model, self.optimizer = model, optimizer
@@ -75,6 +79,9 @@ class Replica:
         self._comm = comm.lane("meeting")
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
+        self._asking: Asking | None = None
+        if self._sync.defers and lazy and listener is None and Asking.fits(model):
+            self._asking = Asking(model, self._names, self._sync.need)
         self._statistics = Statistics(model, micro_batches, comm.lane("statistics") if self.lockstep else None)
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
@@ -96,6 +103,10 @@ class Replica:
     def dealt(self) -> int:
         """See `BoundSynchronizer.dealt`."""
         return self._sync.dealt
+
+    def need(self) -> None:
+        """Between two steps: the weights that this replica goes on with are here, in the parameters."""
+        self._sync.need()
 
     def meet(self) -> None:
         """All workers call it alike, between two steps: afterwards all replicas and optimizers are equal, and go on
@@ -133,6 +144,8 @@ class Replica:
         self._control[self._count + micro_batch] = weight
         if self._statistics.active:
             self._statistics.before()
+        if self._asking:
+            self._asking.enter()
 
     def leave(self, loss: float = 0.0, *, last: bool, extra: list[float] | None = None) -> None:
         """After the forward pass and before backward. `last`: no further micro-batch of this worker in this step."""
@@ -156,7 +169,10 @@ class Replica:
         return Step(self, self._sync.settle())
 
     def unbind(self) -> None:
-        """Leave the model as it was found."""
+        """Leave the model as it was found, with all weights here."""
+        if self._asking:
+            self._asking.close()
+            self.need()
         for hook in self._hooks:
             hook.remove()
 
@@ -175,6 +191,8 @@ class Replica:
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None
+        if self._asking:
+            self._asking.came(name)
         if self._listener:
             self._listener(name)
         self._sync.offer(
@@ -210,12 +228,17 @@ class Step:
                 )
 
     def apply(self, step: Callable[[], Any] | None = None) -> Any:
-        """Fold the statistics, put the clipped mean into the gradients, and take the optimizer's step."""
+        """Fold the statistics, put the clipped mean into the gradients, and take the optimizer's step. Where weights
+        may come while the next forward pass is under way, they are here after `Replica.need`."""
         replica = self._replica
         if replica._statistics.active:
             replica._statistics.fold()
         scale = self._scale()
         result = self._change.apply(step or replica.optimizer.step, scale)
+        if replica._asking:
+            replica._asking.applied()
+        else:
+            replica.need()
         n = replica._count
         if self._change.agreed:  # perhaps only now
             self.losses, self.weights = self._change.control[:n], self._change.control[n : 2 * n]

@@ -14,11 +14,12 @@ from torch.utils.data import TensorDataset
 
 from tests.training import regression, source, train
 from unisono import Task
-from unisono.comm import Link
+from unisono.comm import Link, Simulated, simulate
 from unisono.comm.link import sum_seconds
 from unisono.errors import Diverged, InvalidInput, WorkerFailed
 from unisono.plan import Cluster, Compute, Forecast, forecast
 from unisono.plan.measure import share_seconds
+from unisono.plan.pace import Pace
 from unisono.settings import settle
 
 FAST = Link(1e12, 0.0)
@@ -129,6 +130,27 @@ def test_what_travels_while_backward_runs_is_hidden() -> None:
     assert took[False].step_seconds_median == pytest.approx(0.12 + 0.08, rel=0.03)
     assert took[True].step_seconds_median == pytest.approx(0.12 + 0.01, rel=0.05)
     assert took[True].weights_sha256 == took[False].weights_sha256
+
+
+@pytest.mark.parametrize("by_module", [True, False])
+def test_the_time_of_forward_is_divided_among_the_modules(by_module: bool) -> None:
+    def run(comm: Simulated) -> tuple[list[float], float, float]:
+        model, begins = deep().model(), []
+        pace = Pace(comm, model, lambda step: 0.12, by_module)
+        for layer in model:
+            layer.register_forward_pre_hook(lambda *_: begins.append(comm.now()))
+        pace.begin(0)
+        out = model(torch.ones(4, 64))
+        forward = comm.now()
+        out.sum().backward()
+        pace.end()
+        with torch.no_grad():
+            model(torch.ones(4, 64))  # an evaluation takes no time
+        return begins[:8], forward, comm.now()
+
+    ((begins, forward, end),) = simulate(1, run)
+    assert begins == pytest.approx([0.005 * i for i in range(8)] if by_module else [0.04] * 8)
+    assert (forward, end) == pytest.approx((0.04, 0.12))
 
 
 def test_time_passes_also_for_parameters_that_a_loss_does_not_reach() -> None:

@@ -121,4 +121,5 @@ def advance(
         on_step(replica.model, step)
         losses.append(step.loss)
         step.apply()
+    replica.need()
     return losses

@@ -159,6 +159,19 @@ def test_clipping_is_on_the_norm_over_all_shards(sync) -> None:
     assert simulate(2, clipped, sync, Cast())[0][0] == pytest.approx(expected, abs=2e-6)
 
 
+def test_a_worker_that_asks_for_a_norm_late_gets_that_of_its_own_step() -> None:
+    """The others are at the next step by then: each worker is late once."""
+
+    def late(comm, model, step) -> None:
+        comm.compute(10.0 if comm.rank == len(seen[comm.rank]) % 2 else 0.0)
+        seen[comm.rank].append(step)
+
+    seen: list[list] = [[], []]
+    run = lambda comm: train(comm, ParameterServer(), Cast(), clip=0.05, on_step=partial(late, comm))
+    expected, _, _ = simulate(2, partial(train, clip=0.05), AllReduce(), Cast())[0]
+    assert simulate(2, run)[0][0] == pytest.approx(expected, abs=2e-6)
+
+
 def test_sparse_gradients_are_taken_as_dense_ones() -> None:
     optimizer = partial(torch.optim.SGD, lr=0.1)
     expected, _ = plain(optimizer, sparse=True)
@@ -181,6 +194,7 @@ def test_groups_schedules_frozen_groups_and_several_dtypes() -> None:
                 replica.leave(0.0, last=m == 1 or comm.size == 2)
                 replica.backward(model["b"](model["c"](model["a"](x[m])).double()).square().sum())
             replica.settle().apply()
+        replica.need()
         return weights_of(model)
 
     (expected,), got = simulate(1, step, AllReduce()), simulate(2, step, ParameterServer(servers=2, slice_bytes=64))
@@ -294,6 +308,7 @@ def walk(comm, sync, steps, seconds, micro_batches=4):
     """Count through `steps` steps; every share, and when it was begun and computed."""
     replica, trace = counting(comm, sync, micro_batches=micro_batches), []
     for t, mine in replica.shares(0, steps, lambda: False):
+        replica.need()  # what takes time here is computing with the weights
         began, ended = comm.now(), []
 
         def compute(ended=ended) -> None:

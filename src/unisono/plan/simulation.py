@@ -230,7 +230,8 @@ def _train(
     persistence = Persistence(None, model, optimizer, comm.lane("checkpoint"), 0, {})
     persistence.agree()
     share = feed.plan.micro_batch / (cluster.share_samples or feed.plan.global_batch / comm.size)
-    pace = Pace(comm, model, lambda step: share * cluster.compute.seconds(config.seed, comm.rank, step))
+    pace = Pace(comm, model, lambda step: share * cluster.compute.seconds(config.seed, comm.rank, step),
+                by_module=not config.compile)  # fmt: skip
     record = _Ledger(comm, feed.plan.global_batch, tell if comm.rank == 0 else lambda message: None)
     trainer = bind(task, config, feed, model, optimizer, comm, persistence=persistence, record=record, device=device,
                    trainer=partial(PacedTrainer, pace=pace))  # fmt: skip

@@ -31,7 +31,7 @@ from unisono.compress import Compressor
 from unisono.sync.likeness import Likeness, gamma, letter_bytes
 from unisono.sync.local import LocalGradients, LocalMean
 from unisono.sync.partner import BoundPartners
-from unisono.sync.synchronizer import BoundSynchronizer, Share
+from unisono.sync.synchronizer import AllHere, BoundSynchronizer, Share
 from unisono.sync.topology import Parts, Ring, Topology
 from unisono.sync.weights import Weights, mean
 
@@ -88,7 +88,7 @@ class Gossip:
         return BoundGossip(parameters, comm, compress, self, control)
 
 
-class BoundGossip:
+class BoundGossip(AllHere):
     """Synchronous `Gossip` in its world; see `BoundSynchronizer` for the order of calls."""
 
     lockstep = False

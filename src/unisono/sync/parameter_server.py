@@ -13,6 +13,9 @@ All of these are one server. Work is a sequence of micro-batches in the seeded o
 make one step of the optimizer. So an asynchronous run takes as many steps, at the same learning rates, as a
 synchronous one. What differs is on which weights a micro-batch of step t may be computed: of version t and no other,
 of version t - staleness or newer, or of any.
+
+New weights travel while the next forward pass is under way: each module begins as soon as its own are here. They are
+sent in the order in which the model registers its parameters.
 """
 
 from __future__ import annotations
@@ -54,9 +57,13 @@ class ParameterServer:
         backup_workers: without staleness, go on with the gradients of all workers but so many; the late ones are
             dropped and counted, and their worker goes on with the step that the others are at.
         copies: how many servers have each shard; 2 outlive the loss of a server. None: 2 where there are as many.
-        slice_bytes: in how large slices weights and gradients travel.
+        slice_bytes: in how large slices weights and gradients travel. A module waits for all slices that have some of
+            its weights.
         per_update: micro-batches that make one step of a server; None: a global batch. 1 is the classic asynchronous
             SGD, of as many steps as there are micro-batches. With staleness only.
+
+    With backup workers, with ``overlap=False``, in a compiled model and in loops of the user's own all weights are
+    waited for before the step ends.
 
     Raises:
         ValueError: a number out of its bounds, or two arguments that exclude each other.

@@ -26,7 +26,7 @@ from unisono.sync.all_reduce import AllReduce, BoundAllReduce
 from unisono.sync.fragment import Fragment
 from unisono.sync.local import LocalGradients
 from unisono.sync.rhythm import Rhythm, divide
-from unisono.sync.synchronizer import Change, Share
+from unisono.sync.synchronizer import AllHere, Change, Share
 from unisono.sync.weights import Weights, mean
 
 
@@ -66,7 +66,7 @@ class Standing(Enum):
     APART = "each has its own"
 
 
-class BoundPeriodic:
+class BoundPeriodic(AllHere):
     """The periodic algorithm in its world; see `BoundSynchronizer` for the order of calls.
 
     What happens when depends on nothing but the number of steps taken, so that all replicas do alike.

@@ -51,11 +51,13 @@ class BoundSynchronizer(Protocol):
         local: whether the mean gradient is this worker's own. It may then stay where autograd adds it up: whoever
             weights the losses need not `offer`.
         keeps_optimizer: whether the optimizer's state lives elsewhere, and comes here in `meet`.
+        defers: whether weights may still be on their way after `apply`; who reads or uses them calls `need` before.
     """
 
     lockstep: bool
     local: bool
     keeps_optimizer: bool
+    defers: bool
 
     def begin(self) -> None:
         """A new step; what was offered before and not applied is forgotten."""
@@ -73,6 +75,11 @@ class BoundSynchronizer(Protocol):
 
     def settle(self) -> Change:
         """Wait for the mean. Raises `PeerLost`, `MessageMismatch`."""
+
+    def need(self, names: Collection[str] | None = None) -> None:
+        """The weights of the parameters `names` (None: of all) are here when it returns, and the others go on
+        arriving. After `apply` they may be on their way; `meet`, `shared` and `settle` leave nothing so. Raises
+        `PeerLost`."""
 
     def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
         """The work of steps ``first .. until - 1`` as it is dealt out to this worker, each micro-batch to one worker;
@@ -124,7 +131,16 @@ class Synchronizer(Protocol):
         """
 
 
-class Lockstep:
+class AllHere:
+    """What all say of themselves who have put the new weights where they belong when `apply` returns."""
+
+    defers = False
+
+    def need(self, names: Collection[str] | None = None) -> None:
+        pass
+
+
+class Lockstep(AllHere):
     """What all lockstep synchronizers say of themselves."""
 
     lockstep = True

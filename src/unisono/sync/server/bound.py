@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,6 +21,9 @@ from unisono.sync.synchronizer import Share
 
 class BoundServer:
     """See `BoundSynchronizer`. The weights and the optimizer's state are where the servers are; `meet` fetches them.
+
+    A step ends with asking for the new weights, and `need` puts them into the parameters as the next forward pass comes
+    to them; so the last ones arrive while it computes with the first.
 
     Args:
         conversations: with each shard.
@@ -42,7 +45,9 @@ class BoundServer:
         self.parameters, self.comm, self.optimizer = parameters, comm, optimizer
         self.conversations = conversations
         self.outgoing = [Outgoing(i, s, parameters, conversations[s.shard]) for i, s in enumerate(slices)]
-        self._overlap = overlap
+        self._overlap = self.defers = overlap
+        self._coming: list[Outgoing] = []
+        self._listening = False
         self._places: dict[str, list[tuple[Outgoing, int]]] = {name: [] for name in parameters}
         for out in self.outgoing:
             for i, piece in enumerate(out.plan.pieces):
@@ -74,6 +79,7 @@ class BoundServer:
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         for out, i in self._places.get(name, ()):  # none, if the optimizer does not train it
+            assert out.coming is None, f"{name} was not needed before its gradient came"
             if out.pushed is not None:
                 raise UnisonoError(
                     f"the gradient of {name} came once more after it was sent: backward ran again before the step was "
@@ -92,23 +98,56 @@ class BoundServer:
     def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
         return None
 
+    def ask(self, version: int) -> None:
+        """Ask for the newest weights, of `version` at least, what the next forward pass needs first before the rest."""
+        self.need()
+        for out in self.outgoing:
+            out.ask(version)
+        self._coming, self._listening = list(self.outgoing), False
+
+    def need(self, names: Collection[str] | None = None) -> None:
+        if self._coming:
+            self._receive(names)
+
     @torch.no_grad()
-    def fetch(self, need: int) -> None:
-        """The newest weights, of version `need` at least, what the next forward pass needs first before the rest."""
-        for out, asked in [(out, out.pull(need)) for out in self.outgoing]:
-            out.put(asked.wait())
+    def _receive(self, names: Collection[str] | None) -> None:
+        wanted = self._coming if names is None else [out for name in names for out, _ in self._places.get(name, ())]
+        for out in sorted(wanted, key=lambda out: out.number):
+            if out.coming is not None:
+                out.receive()
+                self.arrived(out)
+                self._coming.remove(out)
+        if not self._coming:
+            self.all_arrived()
+        elif not self._listening:
+            self._listening = True
+            for each in self.conversations:
+                each.listen()
+
+    def arrived(self, out: Outgoing) -> None:
+        """The new weights of a slice are here."""
+
+    def all_arrived(self) -> None:
+        """Those of the last slice that was on its way are here."""
+
+    def finish(self) -> None:
+        """Nothing of the steps so far is on its way any more."""
+        self.need()
 
     def meet(self) -> None:
         """The weights to the bit, and the optimizer's state."""
+        self.finish()
         self.barrier()
         for asked in [out.level() for out in self.outgoing]:
             asked.wait()
-        self.fetch(0)
+        self.ask(0)
+        self.need()
         for out, looked in [(out, out.look(state=True)) for out in self.outgoing]:
             self._take_state(out, looked)
         self.barrier()
 
     def shared(self) -> AbstractContextManager[None]:
+        self.finish()
         return self._shared()
 
     @contextmanager
@@ -127,10 +166,12 @@ class BoundServer:
                     out.write(flat)
 
     def state_dict(self) -> dict[str, Tensor]:
+        self.finish()
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """There is nothing to take up but what the parameters and the optimizer have taken up already."""
+        self.finish()
         self._upload()
 
     @torch.no_grad()

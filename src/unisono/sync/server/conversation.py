@@ -43,15 +43,20 @@ class Asked:
             try:
                 answer = self._work.wait()
                 if answer.kind != MOVED.kind:
-                    self._work = None
-                    self._to.over(self)
                     break
                 self._to.turn(self._sent_to, PeerLost((), self.message.kind, "its server has been replaced"))
             except PeerLost as error:
                 self._to.turn(self._sent_to, error)
         if answer.kind == GONE:
             raise PeerLost(answer.fields["workers"], self.message.kind, "a server waits for it in vain")
+        self._work = None
+        self._to.over(self)
         return answer
+
+    def poll(self) -> None:
+        """Let the answer arrive although nobody waits for it yet."""
+        if self._work is not None:
+            self._work.poll()
 
 
 class Conversation:
@@ -76,6 +81,11 @@ class Conversation:
         flat = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
         self._open.append(Asked(self, Message(kind, {"shard": self._shard, **fields}, flat)))
         return self._open[-1]
+
+    def listen(self) -> None:
+        """All answers are to arrive although nobody waits for them yet."""
+        if self._open:
+            self._open[-1].poll()
 
     def over(self, asked: Asked) -> None:
         """`asked` is answered."""

@@ -4,18 +4,20 @@ push of each slice as backward fills it ──► sums in the order of ranks
 settle: control word ──► server 0: answered when all have come
 norm, if it is asked for ──► of the sums
 apply: take(scale, learning rate) ──► one step; pull, first what the forward pass needs first
+forward: need ──► waits for what has not arrived yet
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from unisono.sync.server.bound import BoundServer
+from unisono.sync.server.conversation import Asked
 from unisono.sync.server.outgoing import Outgoing
 from unisono.sync.server.stepping import numbers_of
 
@@ -26,6 +28,7 @@ class LockstepServer(BoundServer):
     lockstep = True
     _round = 0
     _version = 0
+    _taking: Sequence[Asked] = ()
 
     def begin(self) -> None:
         if self._round == 0 or any(out.pushed for out in self.outgoing):
@@ -33,13 +36,14 @@ class LockstepServer(BoundServer):
         super().begin()
 
     def filled(self, out: Outgoing) -> None:
-        out.push(self._round)
+        out.pushed = out.push(self._round)
 
     def settle(self) -> MeanAtServers:
+        self.need()
         for out in self.outgoing:
             if out.pushed is None:
                 out.seal()
-                out.push(self._round)
+                self.filled(out)
         words = torch.tensor(self.control, dtype=torch.float64)
         heard = self.conversations[0].call("hear", {"round": self._round}, [words])
         for out in self.outgoing:
@@ -57,17 +61,27 @@ class LockstepServer(BoundServer):
         return math.fsum(squares[number] for number in sorted(squares))
 
     def take(self, scale: float) -> None:
-        """All servers take the step; the new weights come here."""
+        """All servers take the step; the new weights are asked for."""
         fields = {"round": self._round, "scale": scale, "groups": numbers_of(self.optimizer)}
-        taken = [each.call("take", fields) for each in self.conversations]
-        self._version += 1
-        self.fetch(self._version)
-        for each in taken:
-            each.wait()
+        self._taking = [each.call("take", fields) for each in self.conversations]
         for out in self.outgoing:
-            out.memory.commit()
+            out.applied = True
+        self._version += 1
+        self.ask(self._version)
+        if not self.defers:
+            self.need()
+
+    def arrived(self, out: Outgoing) -> None:
+        """These weights are only there if the step was taken."""
+        out.commit()
+
+    def all_arrived(self) -> None:
+        taking, self._taking = self._taking, ()
+        for each in taking:
+            each.wait()
 
     def shared(self) -> AbstractContextManager[None]:
+        self.finish()
         return nullcontext()
 
 
@@ -87,6 +101,6 @@ class MeanAtServers:
         return self._norm
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        """Have the step taken where the optimizer is, and fetch the weights; `step` is not called."""
+        """Have the step taken where the optimizer is, and ask for the weights; `step` is not called."""
         self._server.take(scale)
         return None

@@ -21,6 +21,10 @@ class Outgoing:
     Attributes:
         version, edition: what the parameters here hold.
         pushed: the push of this step, None before it.
+        coming: new weights that are on their way here.
+        applied: whether the step that was pushed is taken, but nobody has said so yet: what was put into memory, and
+            the sum if it is still `leaving`, outlive `begin`.
+        leaving: the push of a step before this one, which its sum belongs to.
     """
 
     def __init__(self, number: int, plan: Slice, parameters: Mapping[str, nn.Parameter], to: Conversation) -> None:
@@ -29,6 +33,9 @@ class Outgoing:
         self._pieces = [piece.of(parameters[piece.span.name].detach()) for piece in plan.pieces]
         self.version = self.edition = 0
         self.pushed: Asked | None = None
+        self.coming: Asked | None = None
+        self.leaving: Asked | None = None
+        self.applied = False
         self._allocate()
         self.begin()
 
@@ -38,14 +45,20 @@ class Outgoing:
         self._parts = views(self.total, plan.spans)
 
     def begin(self) -> None:
-        """A new step; what was added and not committed is forgotten."""
+        """A new step; what was added and not applied is forgotten."""
         if self.pushed is not None and not self.pushed.answered:
             self.pushed.forget()
             self._allocate()  # the line may still read what was dropped
         self.pushed = None
         self.seen = [False] * len(self._parts)
         self.missing = set(range(len(self._parts)))
-        self.memory.discard()
+        if not self.applied:
+            self.memory.discard()
+
+    def commit(self) -> None:
+        """The step that was applied is taken for sure."""
+        self.applied = False
+        self.memory.commit()
 
     def add(self, i: int, gradient: Tensor, weight: float) -> None:
         """``weight * gradient``, of the whole parameter, goes into piece `i`."""
@@ -64,21 +77,27 @@ class Outgoing:
 
     def push(
         self, number: int, groups: Sequence[Numbers] = (), *, tick: int = 0, count: int = 1, scale: float = 1.0
-    ) -> None:
+    ) -> Asked:
         """Send what was added, and what earlier messages left out of it."""
         fields = {
             "slice": self.number, "number": number, "version": self.version, "used": self.seen,
             "tick": tick, "count": count, "scale": scale, "groups": groups,
         }  # fmt: skip
         tensors = [self.plan.compress.owe(self.total, self.plan.spans, self.memory)] if any(self.seen) else []
-        self.pushed = self._to.call("push", fields, tensors)
+        return self._to.call("push", fields, tensors)
 
-    def pull(self, need: int) -> Asked:
-        """Ask for what is newest, once version `need` is there."""
-        return self._to.call("pull", {"slice": self.number, "need": need, "edition": self.edition})
+    def ask(self, version: int) -> None:
+        """Ask for what is newest, once `version` is there."""
+        self.coming = self._to.call("pull", {"slice": self.number, "need": version, "edition": self.edition})
 
-    def put(self, answer: Message) -> None:
-        """What `pull` was answered goes into the parameters."""
+    def receive(self) -> None:
+        """Wait for what was asked for. Raises `PeerLost`, also when it is called again then."""
+        if self.coming is not None:
+            self._put(self.coming.wait())
+            self.coming = None
+
+    def _put(self, answer: Message) -> None:
+        """New weights go into the parameters."""
         plan = self.plan
         for tensor in answer.tensors:
             here = tensor.to(plan.device)

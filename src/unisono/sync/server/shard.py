@@ -47,6 +47,7 @@ class Shard:
         self._words: dict[int, dict[int, Tensor]] = {}
         self._listeners: dict[int, list[Reply]] = {}
         self._asking: list[tuple[int, Reply]] = []
+        self._squares: dict[int, dict[str, float]] = {}
         self._waiting: dict[int, Reply] = {}
         self._received = 0
         self._gone: set[int] = set()
@@ -56,10 +57,12 @@ class Shard:
         }  # fmt: skip
         remembers = any(pays(lot.compress, lot.spans, lot.numel, lot.dtype) for lot in lots.values())
         remembers = remembers or (terms.compensate is not None and terms.compensate.looks_back)
-        self._reads = {"norm", "look"} if remembers else {"norm", "look", "pull"}
+        self._reads = {"look"} if remembers else {"look", "pull"}
 
     def changes(self, message: Message) -> bool:
-        """Whether `message` may change anything."""
+        """Whether `message` may change anything. Norms are remembered."""
+        if message.kind == "norm":
+            return message.fields.get("round") not in self._squares
         return message.kind not in self._reads
 
     def receive(self, worker: int, message: Message, reply: Reply) -> None:
@@ -151,17 +154,20 @@ class Shard:
         self._listeners = {r: waiting for r, waiting in self._listeners.items() if r in self._words}
 
     def _norm(self, worker: int, message: Message, reply: Reply) -> None:
+        """Who asks first may be at the next round before others have asked, so norms are remembered as words are."""
         self._asking.append((whole(message.fields, "round", 1), reply))
         self._answer_norms()
 
     def _answer_norms(self) -> None:
-        if not self._asking or not all(k.together.complete for k in self._keepers.values()):
-            return
-        ready = [(r, reply) for r, reply in self._asking if all(k.together.round >= r for k in self._keepers.values())]
-        self._asking = [each for each in self._asking if each not in ready]
-        squares = {str(number): keeper.square() for number, keeper in self._keepers.items()} if ready else {}
-        for _, reply in ready:
-            reply(Message("norm", squares), None)
+        rounds = {keeper.together.round if keeper.together.complete else 0 for keeper in self._keepers.values()}
+        for round_ in {r for r, _ in self._asking} - set(self._squares):
+            if rounds <= {round_}:
+                self._squares = {r: known for r, known in self._squares.items() if r > round_ - ROUNDS_REMEMBERED}
+                self._squares[round_] = {str(number): keeper.square() for number, keeper in self._keepers.items()}
+        ready = [(r, reply) for r, reply in self._asking if r in self._squares]
+        self._asking = [each for each in self._asking if each[0] not in self._squares]
+        for r, reply in ready:
+            reply(Message("norm", self._squares[r]), None)
 
     def _take(self, worker: int, message: Message, reply: Reply) -> None:
         round_, scale = whole(message.fields, "round", 1), finite(message.fields, "scale")

@@ -2,6 +2,8 @@
 
 Work is leased out in the seeded order. A worker pushes the gradient of a share, and pulls weights for the next one:
 of a version that is `staleness` behind the step that this share is of, or newer; the server answers once it has them.
+Both are on their way while the forward pass of the next share begins: a weight is waited for where it is used, and the
+answer to the push of a slice, to which the memory of its gradient belongs, before the next gradient goes there.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.comm import Communicator
 from unisono.sync.dealing import Dealing, TakingTurns
 from unisono.sync.server.bound import BoundServer
 from unisono.sync.server.conversation import Conversation
+from unisono.sync.server.outgoing import Outgoing
 from unisono.sync.server.slices import Slice
 from unisono.sync.server.stepping import numbers_of
 from unisono.sync.synchronizer import Share
@@ -75,6 +78,8 @@ class WalkingServer(BoundServer):
         super().__init__(parameters, comm, slices, conversations, optimizer, overlap)
         self._pace, self._own, self._in_turn = pace, own, dealing is None
         self._dealing = dealing or TakingTurns(self.comm, own, self._earliest)
+        # In turn, which step is next is known only when the weights for it are here.
+        self.defers = overlap and not self._in_turn
         self._pushes = self._stretches = 0
         self.dropped = 0
 
@@ -90,14 +95,33 @@ class WalkingServer(BoundServer):
             self._pace.first = first
         self._stretches += 1
         # All that was dealt out before is pushed, so this waits for nobody who waits for us.
-        self.fetch(self._pace.need((first, range(1))))
+        self.ask(self._pace.need((first, range(1))))
+        self.need()
         yield from self._dealing.shares(first, until, stop)
 
     def close(self, control: list[float]) -> None:
         super().close(control)
         self._dealing.prepare()
 
+    def offer(self, name: str, gradient: Tensor, weight: float) -> None:
+        for out, _ in self._places.get(name, ()):
+            self._collect(out)
+        super().offer(name, gradient, weight)
+
+    def _collect(self, out: Outgoing) -> None:
+        """The sum of a slice may be written into again."""
+        if out.leaving is not None:
+            self.dropped += out.leaving.wait().kind == "dropped"
+            out.leaving = None
+            out.commit()
+
+    def finish(self) -> None:
+        super().finish()
+        for out in self.outgoing:
+            self._collect(out)
+
     def settle(self) -> OwnGradient:
+        self.finish()
         for out in self.outgoing:
             out.seal()
         return OwnGradient(self)
@@ -108,19 +132,18 @@ class WalkingServer(BoundServer):
         return math.fsum(float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2 for v in values)
 
     def exchange(self, scale: float) -> None:
-        """Push what was computed, pull what the next share needs."""
+        """Push what was computed, ask for what the next share needs."""
         share = self._dealing.finished() if self._stretches else (self._pushes, self._own)
         self._pushes += 1
         groups, tick = numbers_of(self.optimizer), self._pace.tick(share)
         for out in self.outgoing:
-            out.push(self._pushes, groups, tick=tick, count=len(share[1]), scale=scale)
-        need = self._needed_after(tick)
-        if need is not None:
-            self.fetch(need)
-        for out in self.outgoing:
-            assert out.pushed is not None
-            self.dropped += out.pushed.wait().kind == "dropped"
-            out.memory.commit()
+            out.leaving = out.push(self._pushes, groups, tick=tick, count=len(share[1]), scale=scale)
+            out.applied = True
+        version = self._needed_after(tick)
+        if version is not None:
+            self.ask(version)
+        if not self.defers:
+            self.finish()
 
     def _needed_after(self, tick: int) -> int | None:
         """The version to go on with, now that this worker's part of `tick` is done; None: there is nothing to do."""
@@ -143,6 +166,6 @@ class OwnGradient:
         return math.sqrt(self._server.square())
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        """Push it, and pull; the step is taken where the optimizer is, `step` is not called."""
+        """Push it, and ask for weights; the step is taken where the optimizer is, `step` is not called."""
         self._server.exchange(scale)
         return None
