@@ -61,6 +61,8 @@ def test_the_notation_knows_it() -> None:
         {"copies": 3, "servers": 3},
         {"backup_workers": 1, "staleness": 1},
         {"per_update": 1},
+        {"start": 10},
+        {"staleness": 1, "start": -1},
         {"compensate": DelayCompensation()},
         {"compensate": 3, "staleness": 1},
         {"slice_bytes": 0},
@@ -331,9 +333,24 @@ def test_the_bound_is_never_exceeded_and_every_micro_batch_is_used_once(stalenes
     shares = sorted((t, m) for trace, *_ in traces for t, mine, *_ in trace for m in mine)
     assert shares == [(t, m) for t in range(20) for m in range(6)]
     assert [count for _, count, _ in traces] == pytest.approx([20] * 3)  # one step for each global batch
+    assert min(staleness, 2) <= max(map(max, lateness(traces).values())) <= staleness  # and made use of
+
+
+def lateness(traces) -> dict[int, list[int]]:
+    """For each step, how many steps behind its shares' weights were."""
     ended = [(end, t) for trace, *_ in traces for t, _, _, end in trace]
-    late = [t - min([s for end, s in ended if end > began] + [t]) for trace, *_ in traces for t, _, began, _ in trace]
-    assert min(staleness, 2) <= max(late) <= staleness  # never exceeded, and made use of
+    late: dict[int, list[int]] = {}
+    for t, _, began, _ in (share for trace, *_ in traces for share in trace):
+        late.setdefault(t, []).append(t - min([s for end, s in ended if end > began] + [t]))
+    return late
+
+
+@pytest.mark.parametrize("per_update", [None, 2])
+def test_nothing_is_late_before_the_start(per_update) -> None:
+    sync = ParameterServer(staleness=INF, start=8, per_update=per_update)
+    late = lateness(simulate(3, walk, sync, 20, [0.1, 1.0, 3.0].__getitem__, 6))
+    assert all(late[t] == [0] * len(late[t]) for t in range(8))
+    assert max(max(late[t]) for t in range(8, 20)) >= 1
 
 
 def test_a_fast_worker_waits_only_at_the_bound() -> None:

@@ -61,6 +61,8 @@ class ParameterServer:
             its weights.
         per_update: micro-batches that make one step of a server; None: a global batch. 1 is the classic asynchronous
             SGD, of as many steps as there are micro-batches. With staleness only.
+        start: steps at the beginning of training, of which every micro-batch is computed on weights of that step: while
+            they move fast, old gradients do most harm (the warm start of Dean et al.). With staleness only.
 
     With backup workers, with ``overlap=False``, in a compiled model and in loops of the user's own all weights are
     waited for before the step ends.
@@ -76,9 +78,10 @@ class ParameterServer:
     copies: int | None = None
     slice_bytes: int = 1 << 20
     per_update: int | None = None
+    start: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("servers", 1), ("backup_workers", 0), ("slice_bytes", 1), ("per_update", 1)):
+        for name, least in (("servers", 1), ("backup_workers", 0), ("slice_bytes", 1), ("per_update", 1), ("start", 0)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(f"{name}={value!r} is not a whole number from {least}")
@@ -88,8 +91,8 @@ class ParameterServer:
             raise ValueError(f"copies={self.copies!r}: 1, or 2 with more than one server")
         if self.backup_workers and self.staleness:
             raise ValueError(f"backup_workers={self.backup_workers} with staleness={self.staleness}: choose one")
-        if not self.staleness and (self.per_update or self.compensate):
-            raise ValueError("per_update and compensate are about staleness, which is 0")
+        if not self.staleness and (self.per_update or self.compensate or self.start):
+            raise ValueError("per_update, compensate and start are about staleness, which is 0")
         if self.compensate is not None and not callable(getattr(self.compensate, "correct", None)):
             raise ValueError(f"compensate={self.compensate!r} is neither DelayCompensation nor ScaledByStaleness")
 
@@ -136,7 +139,7 @@ class ParameterServer:
         if self.lockstep:
             return LockstepServer(*world)
         own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)
-        pace = Pace(micro_batches, needed, self.staleness)
+        pace = Pace(micro_batches, needed, self.staleness, self.start)
         dealing = None if self.backup_workers else Dealing(comm, micro_batches, needed)
         return WalkingServer(*world, pace=pace, dealing=dealing, own=own)
 

@@ -33,10 +33,12 @@ class Pace:
         micro_batches: of a step of the loop.
         needed: micro-batches that make a step of the server.
         staleness: how many of the server's steps weights may be behind; infinity: any.
+        start: the step of the loop before which they may not be behind its beginning.
     """
 
-    def __init__(self, micro_batches: int, needed: int, staleness: float) -> None:
+    def __init__(self, micro_batches: int, needed: int, staleness: float, start: int = 0) -> None:
         self._micro_batches, self._needed, self._staleness = micro_batches, needed, staleness
+        self._start = start
         self.first = 0
 
     def tick(self, share: Share) -> int:
@@ -46,6 +48,9 @@ class Pace:
 
     def need(self, share: Share) -> int:
         """The least version for `share`."""
+        step, _ = share
+        if step < self._start:
+            return self.tick((step, range(1)))
         return 0 if math.isinf(self._staleness) else max(0, self.tick(share) - int(self._staleness))
 
 
