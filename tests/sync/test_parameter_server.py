@@ -62,7 +62,7 @@ def test_the_notation_knows_it() -> None:
         {"backup_workers": 1, "staleness": 1},
         {"per_update": 1},
         {"start": 10},
-        {"staleness": 1, "start": -1},
+        {"start": -1, "staleness": 1},
         {"compensate": DelayCompensation()},
         {"compensate": 3, "staleness": 1},
         {"slice_bytes": 0},
