@@ -1,6 +1,6 @@
 """Real worker processes for tests.
 
-One forkserver serves the whole session: it has imported torch once, so that a worker costs about 0.1 s.
+One forkserver serves the whole session: it has imported once what workers use, so that a worker costs about 0.1 s.
 
     results = run(3, work, "an argument")         # calls work(rank, size, "an argument") in 3 processes
     with start(2, work) as workers:               # the same, with the processes in hand
@@ -10,6 +10,7 @@ One forkserver serves the whole session: it has imported torch once, so that a w
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import time
@@ -24,7 +25,12 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["torch", "torch.distributed", "unisono.comm", __name__]
+# Whatever a worker imports for itself takes its time in every worker. torch._dynamo comes with the first optimizer, the
+# others with training, with the built-in digits, with worker 0's scalars and with the modules that hold the tests.
+PRELOAD = [
+    "torch._dynamo", "torch.distributed", "unisono.work", "sklearn.datasets", "torch.utils.tensorboard", "pytest",
+    "hypothesis", __name__,
+]  # fmt: skip
 
 
 class ChildFailed(AssertionError):
@@ -115,6 +121,7 @@ def run(size: int, function: Callable[..., Any], *args: Any, timeout_seconds: fl
 
 def _main(message: bytes, rank: int, size: int, outcome: Connection) -> None:
     try:
+        gc.freeze()  # else the first collection touches, and so copies, all that the forkserver has imported
         torch.set_num_threads(1)
         function, args = pickle.loads(message)  # noqa: S301 (our own parent wrote it)
         answer = pickle.dumps((True, function(rank, size, *args)))

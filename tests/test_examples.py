@@ -20,7 +20,6 @@ README = (ROOT / "README.md").read_text()
 WAYS = {
     "alone": [],
     "launch": ["-m", "unisono", "launch", "--workers", "2"],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
 }
 
 
@@ -40,7 +39,8 @@ def test_the_readme_shows_the_example_as_it_is(example: Path) -> None:
     assert f"examples/{example.name}" in README
 
 
-def test_a_custom_loop_has_the_same_weights_alone_launched_and_under_torchrun(tmp_path: Path) -> None:
+def test_a_custom_loop_has_the_same_weights_alone_and_launched(tmp_path: Path) -> None:
+    """And, as test_launchers.py shows, under torchrun and others."""
     last = {way: said(tmp_path, *words, EXAMPLES / "custom_loop.py").splitlines()[-1] for way, words in WAYS.items()}
     assert len(set(last.values())) == 1, last
     found = re.fullmatch(r"loss (\S+)  weights [0-9a-f]{64}", last["alone"])

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import training
 from tests.launch.hosts import ADDRESSES, Hosts, two_hosts
 from tests.launch.observation import session, within
+from unisono.source import Source
 
 pytestmark = pytest.mark.root
 EXAMPLES = Path(__file__).parents[1] / "examples"
+BLOBS = f"{EXAMPLES / 'own_task.py'}:blobs"
 UNISONO = (sys.executable, "-m", "unisono")
 DEADLINE_SECONDS = 4.0
 
@@ -42,19 +45,19 @@ def torchrun(hosts: Hosts, *script: str | Path, workers: int = 2) -> str:
 def test_training_on_two_hosts_gives_the_weights_of_one_process_also_after_a_resume(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    """The run lies on the first host only."""
-    train = [*UNISONO, "train", "digits"]
+    """The run lies on the first host only, and goes on with half as many workers."""
+    train = [*UNISONO, "train", BLOBS]
     options = ["--compress", "Exact()", "--schedule", "Constant()", "--checkpoint-every", "2"]
-    alone = [*train, *options, "--steps", "8", "--run", "alone"]
-    subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    settings = {"compress": "Exact()", "schedule": "Constant()", "steps": 8}
+    alone = training.train(1, Source(BLOBS, {}, str(tmp_path)), tmp_path / "alone", **settings)
     torchrun(hosts, *train, *options, "--steps", "5", "--run", "run")
-    torchrun(hosts, *train, "--run", "run", "--resume", "--steps", "8")
+    torchrun(hosts, *train, "--run", "run", "--resume", "--steps", "8", workers=1)
     assert list(hosts.homes[1].iterdir()) == [hosts.homes[1] / "stderr"]
     events = [json.loads(line) for line in (hosts.homes[0] / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [2, 4, 5, 6, 8]
     assert [event["first_step"] for event in events if event["event"] == "start"] == [0, 5]
-    summaries = [json.loads((at / "summary.json").read_text()) for at in (tmp_path / "alone", hosts.homes[0] / "run")]
-    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+    summary = json.loads((hosts.homes[0] / "run" / "summary.json").read_text())
+    assert summary["weights_sha256"] == alone["weights_sha256"]
 
 
 def test_a_custom_loop_on_two_hosts_gives_the_weights_of_one_process(hosts: Hosts) -> None:

@@ -17,7 +17,8 @@ from tests.launch import slurm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 UNISONO = [sys.executable, "-m", "unisono"]
-DIGITS = [*UNISONO, "train", "digits", "--steps", "5", "--checkpoint-every", "2", "--compress", "Exact()"]
+BLOBS = [*UNISONO, "train", f"{EXAMPLES / 'own_task.py'}:blobs"]
+TRAIN = [*BLOBS, "--steps", "5", "--checkpoint-every", "2", "--compress", "Exact()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--"]
 MPIRUN = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
@@ -35,9 +36,9 @@ def weights(run: Path) -> str:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """What our launcher comes to: the weights of `DIGITS`, and the last line of the custom loop."""
+    """What our launcher comes to: the weights of `TRAIN`, and the last line of the custom loop."""
     at = tmp_path_factory.mktemp("ours")
-    printed([*DIGITS, "--workers", "2", "--run", "run"], at)
+    printed([*TRAIN, "--workers", "2", "--run", "run"], at)
     lines = printed([*UNISONO, "launch", "--workers", "2", str(EXAMPLES / "custom_loop.py")], at)
     return weights(at / "run"), lines.splitlines()[-1]
 
@@ -61,7 +62,7 @@ def launcher(name: str, at: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
 def test_under_launchers_of_others_the_weights_are_the_same(name: str, ours: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     with launcher(name, tmp_path / "cluster") as (start, environ):
-        printed([*start, *DIGITS, "--run", "run"], tmp_path, environ)
+        printed([*start, *TRAIN, "--run", "run"], tmp_path, environ)
         loop = printed([*start, sys.executable, str(EXAMPLES / "custom_loop.py")], tmp_path, environ)
     assert weights(tmp_path / "run") == ours[0]
     assert loop.splitlines()[-1] == ours[1]

@@ -89,13 +89,13 @@ def test_dict_batches_tuple_inputs_and_token_weights_from_a_script_without_a_mai
         assert found == pytest.approx(plain, abs=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_compiled_model_computes_the_same(size, tmp_path) -> None:
+def test_a_compiled_model_computes_the_same_on_any_number_of_workers(tmp_path) -> None:
     task = source("regression", optimizer="sgd")  # Adam would enlarge the rounding of gradients that are zero
-    eager = train(size, task, tmp_path / "eager", steps=4)
-    compiled = train(size, task, tmp_path / "compiled", steps=4, compile=True)
-    assert compiled["loss"] == pytest.approx(eager["loss"], abs=1e-5)
-    assert compiled["metrics"] == pytest.approx(eager["metrics"], abs=1e-5)
+    for size in (1, 2):  # what one worker has compiled, torch finds again for two
+        eager = train(size, task, tmp_path / f"eager-{size}", steps=4)
+        compiled = train(size, task, tmp_path / f"compiled-{size}", steps=4, compile=True)
+        assert compiled["loss"] == pytest.approx(eager["loss"], abs=1e-5)
+        assert compiled["metrics"] == pytest.approx(eager["metrics"], abs=1e-5)
 
 
 # --- what a task cannot be

@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any
 
 import pytest
 
+from tests import processes
 from tests.launch.observation import session, within
 from unisono.checkpoint import checkpoints
+from unisono.cli import main
 
 TASK = """
 import os
@@ -73,8 +76,23 @@ def command(*words: str | Path) -> list[str]:
 
 
 def unisono(at: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command with `words`, in directory `at`, to its end."""
-    return subprocess.run(command(*words), cwd=at, capture_output=True, text=True, timeout=60, check=False)
+    """The command with `words`, in directory `at`, to its end; in a process that has imported torch already."""
+    line = [str(word) for word in words]
+    return subprocess.CompletedProcess(line, *processes.run(1, _unisono, at, line)[0])
+
+
+def _unisono(rank: int, size: int, at: Path, words: list[str]) -> tuple[int, str, str]:
+    """Its exit code, and what it and its processes have written to stdout and stderr."""
+    os.chdir(at)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        code = main(words)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for file in (out, err):
+            file.seek(0)
+        return code, out.read(), err.read()
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def test_every_synchronizer_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sync", "compress"), zip(ROWS, cycle(COMPRESS)), ids=lambda v: v if isinstance(v, str) else notation.show(v)
+    ("sync", "compress"), list(zip(ROWS, cycle(COMPRESS))), ids=lambda v: v if isinstance(v, str) else notation.show(v)
 )
 def test_it_trains_and_its_checkpoint_opens_under_another(sync: Synchronizer, compress: str, tmp_path: Path) -> None:
     settings = {"workers": 2, "threads": 1, "compress": compress, "checkpoint_every": 8, "evaluate_every": 8}

@@ -35,10 +35,10 @@ def train(size: int, task: Source, path: Path, **settings: Any) -> dict[str, Any
 
 
 def start(size: int, task: Source, path: Path, settings: Mapping[str, Any]) -> list[Any]:
-    """What every worker returns."""
+    """What every worker returns; each computes on one thread, as they share the machine with other tests."""
     path.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as meeting:
-        return processes.run(size, _worker, task, dict(settings), path, meeting, timeout_seconds=120)
+        return processes.run(size, _worker, task, {"threads": 1, **settings}, path, meeting, timeout_seconds=120)
 
 
 def _worker(rank: int, size: int, task: Source, settings: dict[str, Any], path: Path, meeting: str) -> dict[str, Any]:

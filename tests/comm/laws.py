@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (3, 0, 2), (3, 5), (1001,
 
 def sample(rank: int, dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
     """Small whole numbers: their sums are exact in every dtype and in any order."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randint(0, 8, shape, generator=generator).to(dtype)
+    return _drawn(1000 * seed + rank, shape).to(dtype, copy=True)
+
+
+@lru_cache(maxsize=1024)  # every verb and dtype asks for the same ones, and to draw them takes longer than to send them
+def _drawn(seed: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randint(0, 8, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -186,9 +186,9 @@ def conduct(subject: Subject, directory: Path, moments: int, seed: int = 0) -> l
     return found
 
 
-def training(workers: int, steps: int) -> Subject:
-    """A run of the built-in digits that writes a checkpoint every 5 steps."""
-    command = (sys.executable, "-m", "unisono", "train", "digits", "--run", "{directory}/run")
+def training(workers: int, steps: int, task: str = "digits") -> Subject:
+    """A run that writes a checkpoint every 5 steps."""
+    command = (sys.executable, "-m", "unisono", "train", task, "--run", "{directory}/run")
     options = f"--workers {workers} --steps {steps} --checkpoint-every 5 --compress Exact()".split()
 
     def summary(at: Path) -> Any:
