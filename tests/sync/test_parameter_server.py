@@ -62,6 +62,7 @@ def test_the_notation_knows_it() -> None:
         {"backup_workers": 1, "staleness": 1},
         {"per_update": 1},
         {"start": 10},
+        {"lease": 1},
         {"start": -1, "staleness": 1},
         {"compensate": DelayCompensation()},
         {"compensate": 3, "staleness": 1},
@@ -86,6 +87,8 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_with_the_cure() -> 
         bound_alone(ParameterServer(backup_workers=1), sgd([w]), {"w": w})
     with pytest.raises(InvalidInput, match="per_update = 4"):
         bound_alone(ParameterServer(staleness=1, per_update=4), sgd([w]), {"w": w}, micro_batches=6)
+    with pytest.raises(InvalidInput, match="lease = 4"):
+        bound_alone(ParameterServer(staleness=1, lease=4), sgd([w]), {"w": w}, micro_batches=6)
 
 
 # --- slices
@@ -372,6 +375,22 @@ def test_workers_keep_their_own_speeds() -> None:
     seconds = max(end for *_, end in outcome)
     possible = sum(1 / s for s in speeds)
     assert 60 * 4 / seconds >= 0.85 * possible
+
+
+def test_smaller_leases_leave_less_to_wait_for() -> None:
+    """Nobody computes on old weights here, so all wait for the last lease of each step."""
+    speeds = [0.1, 0.1, 0.1, 0.1 / 0.3]
+    possible = 40 * 16 / sum(1 / s for s in speeds)
+    seconds = {}
+    for lease in (4, 1):
+        sync = ParameterServer(staleness=INF, start=40, lease=lease)
+        outcome = simulate(4, walk, sync, 40, speeds.__getitem__, 16)
+        shares = [mine for trace, *_ in outcome for _, mine, *_ in trace]
+        assert {len(mine) for mine in shares} == {lease}
+        assert sum(map(len, shares)) == 40 * 16
+        seconds[lease] = max(end for *_, end in outcome)
+    assert possible / seconds[1] > 0.7
+    assert possible / seconds[4] < 0.5
 
 
 def test_a_stretch_ends_for_all_after_the_step_that_was_begun() -> None:

@@ -115,14 +115,14 @@ class Dealing:
 
     Args:
         micro_batches: of one step.
-        together: of how many whole leases have to be; a divisor of `micro_batches`, by default all of it.
+        size: micro-batches of a lease; a divisor of `micro_batches`. Default: about a worker's part of a step.
 
     Attributes:
         dealt: after `shares` has ended: the step before which everything is dealt out, the same on all workers.
     """
 
-    def __init__(self, comm: Communicator, micro_batches: int, together: int | None = None) -> None:
-        self._host(comm, Dealer(micro_batches, lease(together or micro_batches, comm.size)))
+    def __init__(self, comm: Communicator, micro_batches: int, size: int | None = None) -> None:
+        self._host(comm, Dealer(micro_batches, size or lease(micro_batches, comm.size)))
 
     def _host(self, comm: Communicator, actor: Actor) -> None:
         self._line: Line = comm.host(actor)[0]

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import InvalidInput
-from unisono.sync.dealing import Dealing
+from unisono.sync.dealing import Dealing, lease
 from unisono.sync.server.bound import BoundServer
 from unisono.sync.server.compensation import Compensation
 from unisono.sync.server.conversation import Conversation
@@ -63,6 +63,9 @@ class ParameterServer:
             SGD, of as many steps as there are micro-batches. With staleness only.
         start: steps at the beginning of training, of which every micro-batch is computed on weights of that step: while
             they move fast, old gradients do most harm (the warm start of Dean et al.). With staleness only.
+        lease: micro-batches that a worker is given at once and pushes as one; None: its part of an update, if all were
+            as fast. Smaller leases travel more often, are less often late, and leave less to wait for. With staleness
+            only.
 
     With backup workers, with ``overlap=False``, in a compiled model and in loops of the user's own all weights are
     waited for before the step ends.
@@ -79,9 +82,11 @@ class ParameterServer:
     slice_bytes: int = 1 << 20
     per_update: int | None = None
     start: int = 0
+    lease: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("servers", 1), ("backup_workers", 0), ("slice_bytes", 1), ("per_update", 1), ("start", 0)):
+        leasts = {"servers": 1, "backup_workers": 0, "slice_bytes": 1, "per_update": 1, "start": 0, "lease": 1}
+        for name, least in leasts.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(f"{name}={value!r} is not a whole number from {least}")
@@ -91,8 +96,8 @@ class ParameterServer:
             raise ValueError(f"copies={self.copies!r}: 1, or 2 with more than one server")
         if self.backup_workers and self.staleness:
             raise ValueError(f"backup_workers={self.backup_workers} with staleness={self.staleness}: choose one")
-        if not self.staleness and (self.per_update or self.compensate or self.start):
-            raise ValueError("per_update, compensate and start are about staleness, which is 0")
+        if not self.staleness and (self.per_update or self.compensate or self.start or self.lease):
+            raise ValueError("per_update, compensate, start and lease are about staleness, which is 0")
         if self.compensate is not None and not callable(getattr(self.compensate, "correct", None)):
             raise ValueError(f"compensate={self.compensate!r} is neither DelayCompensation nor ScaledByStaleness")
 
@@ -140,7 +145,7 @@ class ParameterServer:
             return LockstepServer(*world)
         own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)
         pace = Pace(micro_batches, needed, self.staleness, self.start)
-        dealing = None if self.backup_workers else Dealing(comm, micro_batches, needed)
+        dealing = None if self.backup_workers else Dealing(comm, micro_batches, self.lease or lease(needed, comm.size))
         return WalkingServer(*world, pace=pace, dealing=dealing, own=own)
 
     def _check(self, workers: int, micro_batches: int) -> None:
@@ -150,6 +155,10 @@ class ParameterServer:
         if self.per_update and micro_batches % self.per_update:
             raise InvalidInput("per_update", self.per_update, f"the {micro_batches} micro-batches of a global batch "
                                "are no whole number of updates", "use a divisor, or leave it out")  # fmt: skip
+        needed = self.per_update or micro_batches
+        if self.lease and needed % self.lease:
+            raise InvalidInput("lease", self.lease, f"the {needed} micro-batches of an update are no whole number of "
+                               "leases", "use a divisor, or leave it out")  # fmt: skip
 
     def _config(
         self,
