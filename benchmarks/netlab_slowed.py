@@ -2,7 +2,8 @@
 
 Each worker is a host (`benchmarks.netlab`) whose processes together may use a share of one core, by a control group:
 three have 50 %, the slow one 15 %, together 165 % of the two cores, so that none takes from another. In every
-repeat each kind of worker is also measured alone, with the same quota; their sum is what could be reached.
+repeat each kind of worker is also measured alone, with the same quota and a quarter of the global batch; their sum is
+what could be reached.
 The links have no limit. The final loss is that on held-out text after the same number of samples; that of all-reduce
 does not depend on anybody's speed and is found without quotas.
 
@@ -24,8 +25,8 @@ from benchmarks.netlab.ways import Measured, Run, Way, attempts, train
 
 SYNCHRONOUS = Way("all-reduce")
 KEEPING = (  # what is claimed to keep up
-    Way("asynchronous server", "--sync 'ParameterServer(staleness=inf, start=20)'"),
-    Way("bounded server", "--sync 'ParameterServer(staleness=2, start=20)'"),
+    Way("asynchronous server", "--sync 'ParameterServer(staleness=inf, lease=1)'"),
+    Way("bounded server", "--sync 'ParameterServer(staleness=2, lease=1)'"),
     Way("asynchronous gossip", "--sync 'Gossip(asynchronous=True)'"),
 )
 WAITING = (
@@ -62,17 +63,17 @@ def measure(way: Way, run: Run, quotas: Sequence[float | None], stop_after: int 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, repeats=3)
     parser.add_argument("--only", nargs="+", metavar="WAY")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--context", type=int, default=64, help="bytes per window")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--context", type=int, default=128, help="bytes per window")
     parser.add_argument("--global-batch", type=int, default=256, help="windows per step")
-    parser.add_argument("--micro-batch", type=int, default=16, help="windows that a worker computes at once")
+    parser.add_argument("--micro-batch", type=int, default=8, help="windows that a worker computes at once")
     parser.add_argument("--cores", type=float, default=0.5, help="what a worker may use of a core")
     parser.add_argument("--slowed-to", type=float, default=0.3, help="the slow one's part of that")
     asked = parser.parse_args(arguments)
     run = Run(context=asked.context, global_batch=asked.global_batch, micro_batch=asked.micro_batch,
               steps=asked.steps, evaluate_every=asked.steps)  # fmt: skip
     timed = dataclasses.replace(run, evaluate_every=0)
-    own = dataclasses.replace(timed, global_batch=run.micro_batch)
+    own = dataclasses.replace(timed, global_batch=run.global_batch // 4)
     fast, slow = asked.cores, asked.cores * asked.slowed_to
     quotas = [fast, fast, fast, slow]
     wanted = lambda way: asked.only is None or way.name in asked.only
@@ -83,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for way in filter(wanted, WAITING)
         }
         ways[UNLIMITED] = functools.partial(measure, SYNCHRONOUS, run, [None] * len(quotas))
-        ways[FAST] = functools.partial(measure, SYNCHRONOUS, own, [fast], stop_after=4 * TIMED_STEPS)
-        ways[SLOW] = functools.partial(measure, SYNCHRONOUS, own, [slow], stop_after=4 * TIMED_STEPS)
+        ways[FAST] = functools.partial(measure, SYNCHRONOUS, own, [fast], stop_after=TIMED_STEPS)
+        ways[SLOW] = functools.partial(measure, SYNCHRONOUS, own, [slow], stop_after=TIMED_STEPS)
         figures, left_out = attempts(ways, asked.repeats)
     except Unavailable as reason:
         print(f"left out: {reason}")
