@@ -18,7 +18,7 @@ from unisono.compress import Compressor
 from unisono.errors import Diverged, InvalidInput
 from unisono.optimizer import state_of
 from unisono.statistics import Statistics
-from unisono.sync import BoundSynchronizer, Change, LocalGradients, Share, Synchronizer
+from unisono.sync import BoundSynchronizer, Change, LocalGradients, Loop, Share, Synchronizer
 
 
 class Replica:
@@ -64,16 +64,8 @@ class Replica:
         if comm.size == 1 and all(compress.keeps(p.dtype) for p in parameters.values()):
             self._sync = LocalGradients(parameters)  # with nobody to agree with and nothing to round
         else:
-            self._sync = sync.bind(
-                parameters,
-                comm.lane("gradients"),
-                compress,
-                optimizer=optimizer,
-                micro_batches=micro_batches,
-                control=2 * micro_batches + extra,
-                overlap=overlap,
-                sparse=sparse_parameters(model),
-            )
+            loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, sparse_parameters(model))
+            self._sync = sync.bind(parameters, comm.lane("gradients"), compress, loop)
         # Weighted losses make autograd's own sum the mean, where it is this worker's alone.
         self._local = self._sync.local and listener is None
         self._comm = comm.lane("meeting")
@@ -302,13 +294,13 @@ def check_trainable(model: nn.Module) -> None:
                                "hold it as real numbers and use torch.view_as_complex")  # fmt: skip
 
 
-def sparse_parameters(model: nn.Module) -> set[str]:
+def sparse_parameters(model: nn.Module) -> frozenset[str]:
     """Names of the weights of embeddings that ask for sparse gradients."""
-    return {
+    return frozenset(
         f"{path}.weight".lstrip(".")
         for path, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
+    )
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from unisono.comm import simulate
 from unisono.compress import Cast, Exact
 from unisono.errors import Diverged, UnisonoError
 from unisono.replica import Replica
-from unisono.sync import AllReduce
+from unisono.sync import AllReduce, Loop
 from unisono.sync.buckets import cut, gaps, pack, unpack
 
 SMALL = AllReduce(bucket_bytes=600, first_bytes=100)
@@ -53,7 +53,7 @@ def test_a_nan_in_a_control_word_stays_a_nan() -> None:
 def test_control_words_of_all_workers_arrive(compress) -> None:
     def run(comm):
         p = parameters(40)
-        bound = SMALL.bind(p, comm, compress, optimizer=sgd(p.values()), control=3)
+        bound = SMALL.bind(p, comm, compress, Loop(sgd(p.values()), control=3))
         bound.close([comm.rank + 0.1 if i == comm.rank else 0.0 for i in range(3)])
         bound.offer("p0", torch.ones(40), 1.0)
         return bound.settle().control
@@ -74,7 +74,7 @@ def test_buckets_are_launched_while_backward_runs_and_in_order() -> None:
                 return comm.sum(x)
 
         given = parameters(100, 200, 300, 400)
-        bound = AllReduce(bucket_bytes=1, first_bytes=1).bind(given, Watched(), Cast(), optimizer=sgd(given.values()))
+        bound = AllReduce(bucket_bytes=1, first_bytes=1).bind(given, Watched(), Cast(), Loop(sgd(given.values())))
         bound.close([])
         for name in ("p2", "p3"):  # the second bucket fills first, and has to wait for the first
             before = len(starts)
@@ -91,7 +91,7 @@ def test_buckets_are_launched_while_backward_runs_and_in_order() -> None:
 def test_a_gradient_after_its_exchange_is_refused_with_the_cure() -> None:
     def run(comm):
         ps = parameters(3, 3)
-        bound = AllReduce(bucket_bytes=1, first_bytes=1).bind(ps, comm, Cast(), optimizer=sgd(ps.values()))
+        bound = AllReduce(bucket_bytes=1, first_bytes=1).bind(ps, comm, Cast(), Loop(sgd(ps.values())))
         bound.close([])
         bound.offer("p1", torch.ones(3), 1.0)
         with pytest.raises(UnisonoError, match=r"p1 came once more .* overlap=False"):

@@ -20,7 +20,7 @@ from unisono.comm import Communicator, Link, simulate
 from unisono.comm.service import Message
 from unisono.compress import Cast, Compressor, Exact, Memory, OneBit, Quantize, RandomK, TopK, TwoBit
 from unisono.config import Config
-from unisono.sync import AllReduce, Complete, Gossip, OnePeerExponential, RandomPairs, Ring, Synchronizer, Torus
+from unisono.sync import AllReduce, Complete, Gossip, Loop, OnePeerExponential, RandomPairs, Ring, Synchronizer, Torus
 from unisono.sync.likeness import Likeness, fit, gamma
 from unisono.sync.partner import Partner
 from unisono.sync.weights import Weights
@@ -57,7 +57,7 @@ class Walker:
         self.target = torch.randn(numbers, generator=random, dtype=torch.float64)
         self.w = nn.Parameter(torch.zeros(numbers, dtype=torch.float64))
         self.optimizer = torch.optim.SGD([self.w], lr)
-        self.bound = sync.bind({"w": self.w}, comm, compress, optimizer=self.optimizer, control=comm.size)
+        self.bound = sync.bind({"w": self.w}, comm, compress, Loop(self.optimizer, control=comm.size))
         self.comm = comm
 
     def step(self) -> torch.Tensor:

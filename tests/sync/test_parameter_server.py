@@ -26,7 +26,7 @@ from unisono.compress import Cast, Exact, Quantize, Span, TwoBit
 from unisono.errors import InvalidInput, PeerLost
 from unisono.optimizer import load_state, state_of
 from unisono.replica import Replica, weights_of
-from unisono.sync import AllReduce, DelayCompensation, ParameterServer, ScaledByStaleness
+from unisono.sync import AllReduce, DelayCompensation, Loop, ParameterServer, ScaledByStaleness
 from unisono.sync.server.actor import MOVED, Server
 from unisono.sync.server.keeper import Keeper, Lot, Push, Terms
 from unisono.sync.server.slices import cut
@@ -76,7 +76,7 @@ def test_what_cannot_be_is_refused_in_words(options) -> None:
 
 
 def bound_alone(sync, optimizer, parameters, **options):
-    return simulate(1, lambda comm: sync.bind(parameters, comm, Cast(), optimizer=optimizer, **options))
+    return simulate(1, lambda comm: sync.bind(parameters, comm, Cast(), Loop(optimizer, **options)))
 
 
 def test_an_optimizer_that_needs_whole_parameters_is_refused_with_the_cure() -> None:

@@ -19,6 +19,7 @@ from unisono.sync import (
     BlockMomentum,
     DiLoCo,
     LocalSGD,
+    Loop,
     Momentum,
     Nesterov,
 )
@@ -58,7 +59,7 @@ class Life:
         self.comm, self.seconds = comm, seconds
         self.parameters = {f"p{i}": nn.Parameter(x.clone()) for i, x in enumerate(tensors or start())}
         self.optimizer = torch.optim.SGD(self.parameters.values(), LR, momentum=momentum)
-        self.bound = sync.bind(self.parameters, comm, compress or Cast(), optimizer=self.optimizer, control=comm.size)
+        self.bound = sync.bind(self.parameters, comm, compress or Cast(), Loop(self.optimizer, control=comm.size))
         self.heard: dict[int, list[float]] = {}
         self.step_seconds: list[float] = []
 

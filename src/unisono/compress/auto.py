@@ -60,7 +60,7 @@ class Auto(Delegate):
 
     candidates: tuple[Compressor, ...] = (Cast(), Cast("bf16"), Quantize(8), Quantize(4), PowerSGD(4))
     fixed: Compressor = Quantize(8)
-    gain: float = 0.1
+    gain: float = 0.05
     steps: int = 6
     again: int = 1000
 

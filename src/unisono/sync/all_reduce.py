@@ -7,19 +7,18 @@ that travel while backward still runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import UnisonoError
 from unisono.sync.adasum import adasum
 from unisono.sync.reduction import Agreed, How, Reduction, mean
-from unisono.sync.synchronizer import Lockstep
+from unisono.sync.synchronizer import Lockstep, Loop
 
 
 @dataclass(frozen=True)
@@ -47,21 +46,12 @@ class AllReduce:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a whole number from 1")
 
     def bind(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Communicator,
-        compress: Compressor,
-        *,
-        optimizer: Optimizer,
-        micro_batches: int = 1,
-        control: int = 0,
-        overlap: bool = True,
-        sparse: Collection[str] = (),
+        self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
     ) -> BoundAllReduce:
         """See `Synchronizer.bind`."""
         reduction = Reduction(parameters, comm, compress, bucket_bytes=self.bucket_bytes, first_bytes=self.first_bytes,
-                              control=control, overlap=overlap, how=_HOW[self.reduce])  # fmt: skip
-        return BoundAllReduce(parameters, reduction, frozenset(sparse))
+                              control=loop.control, overlap=loop.overlap, how=_HOW[self.reduce])  # fmt: skip
+        return BoundAllReduce(parameters, reduction, loop.sparse)
 
 
 _HOW: dict[str, How] = {"mean": mean, "adasum": adasum}

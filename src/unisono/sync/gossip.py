@@ -17,21 +17,20 @@ gets, so that the mean over all replicas stays as it is. Gamma follows from what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from unisono.comm import Communicator, Work
 from unisono.compress import Compressor
 from unisono.sync.likeness import Likeness, gamma, letter_bytes
 from unisono.sync.local import LocalGradients, LocalMean
 from unisono.sync.partner import BoundPartners
-from unisono.sync.synchronizer import AllHere, BoundSynchronizer, Share
+from unisono.sync.synchronizer import AllHere, BoundSynchronizer, Loop, Share
 from unisono.sync.topology import Parts, Ring, Topology
 from unisono.sync.weights import Weights, mean
 
@@ -71,21 +70,12 @@ class Gossip:
             raise ValueError(f"push_sum=False: in the directed {self.topology!r} weights would not stay a mean")
 
     def bind(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Communicator,
-        compress: Compressor,
-        *,
-        optimizer: Optimizer,
-        micro_batches: int = 1,
-        control: int = 0,
-        overlap: bool = True,
-        sparse: Collection[str] = (),
+        self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
     ) -> BoundSynchronizer:
         """See `Synchronizer.bind`."""
         if self.asynchronous:
-            return BoundPartners(parameters, comm, compress, self.topology, micro_batches, self.seed)
-        return BoundGossip(parameters, comm, compress, self, control)
+            return BoundPartners(parameters, comm, compress, self.topology, loop.micro_batches, self.seed)
+        return BoundGossip(parameters, comm, compress, self, loop.control)
 
 
 class BoundGossip(AllHere):

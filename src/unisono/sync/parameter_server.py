@@ -21,7 +21,7 @@ sent in the order in which the model registers its parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from unisono.sync.server.slices import Slice, cut
 from unisono.sync.server.stepping import kind_of, numbers_of
 from unisono.sync.server.values import write
 from unisono.sync.server.walking import Pace, WalkingServer
+from unisono.sync.synchronizer import Loop
 
 SERVICE = "unisono.sync.server.actor:serve"
 
@@ -112,35 +113,27 @@ class ParameterServer:
         return not self.staleness and not self.backup_workers
 
     def bind(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Communicator,
-        compress: Compressor,
-        *,
-        optimizer: Optimizer,
-        micro_batches: int = 1,
-        control: int = 0,
-        overlap: bool = True,
-        sparse: Collection[str] = (),
+        self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
     ) -> BoundServer:
         """See `Synchronizer.bind`.
 
         Raises:
             InvalidInput: an optimizer that cannot step slices; numbers that do not fit the workers or micro-batches.
         """
+        optimizer, micro_batches = loop.optimizer, loop.micro_batches
         self._check(comm.size, micro_batches)
         groups = _groups(parameters, optimizer)
         trained = {name: parameters[name] for name in groups}
         slices = cut(trained, compress, self.slice_bytes, self.servers)
         needed = self.per_update or micro_batches
         first = comm.size - self.backup_workers
-        terms = {"workers": comm.size, "control": control, "needed": first if self.backup_workers else needed}
+        terms = {"workers": comm.size, "control": loop.control, "needed": first if self.backup_workers else needed}
         lines = comm.serve(self.servers, SERVICE, self._config(slices, optimizer, groups, terms))
         conversations = [
             Conversation(s, [lines[(s + i) % self.servers] for i in range(self.shard_copies)])
             for s in range(self.servers)
         ]
-        world = trained, comm.lane("workers"), slices, conversations, optimizer, overlap
+        world = trained, comm.lane("workers"), slices, conversations, optimizer, loop.overlap
         if self.lockstep:
             return LockstepServer(*world)
         own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)

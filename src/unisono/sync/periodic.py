@@ -11,14 +11,13 @@ fragments, in turn, and a mean walk is taken in some steps after the walks were 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from unisono.comm import Communicator
 from unisono.compress import Cast, Compressor
@@ -26,7 +25,7 @@ from unisono.sync.all_reduce import AllReduce, BoundAllReduce
 from unisono.sync.fragment import Fragment
 from unisono.sync.local import LocalGradients
 from unisono.sync.rhythm import Rhythm, divide
-from unisono.sync.synchronizer import AllHere, Change, Share
+from unisono.sync.synchronizer import AllHere, Change, Loop, Share
 from unisono.sync.weights import Weights, mean
 
 
@@ -38,24 +37,14 @@ class Periodic:
         raise NotImplementedError
 
     def bind(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Communicator,
-        compress: Compressor,
-        *,
-        optimizer: Optimizer,
-        micro_batches: int = 1,
-        control: int = 0,
-        overlap: bool = True,
-        sparse: Collection[str] = (),
+        self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
     ) -> BoundPeriodic:
         """See `Synchronizer.bind`. Raises `InvalidInput` if there are more fragments than parameters."""
         rhythm = self.rhythm(comm.size)
         together = None
         if rhythm.start:
-            together = AllReduce().bind(parameters, comm.lane("synchronous"), compress, optimizer=optimizer,
-                                        control=control, overlap=overlap, sparse=sparse)  # fmt: skip
-        return BoundPeriodic(rhythm, parameters, comm, compress, control, together)
+            together = AllReduce().bind(parameters, comm.lane("synchronous"), compress, loop)
+        return BoundPeriodic(rhythm, parameters, comm, compress, loop.control, together)
 
 
 class Standing(Enum):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -105,29 +106,35 @@ class BoundSynchronizer(Protocol):
         """Take up the `state` of another life of the same value. The parameters are already that life's."""
 
 
+@dataclass(frozen=True)
+class Loop:
+    """What a synchronizer is told of the training loop.
+
+    Args:
+        optimizer: of the parameters; its groups' numbers (learning rate) may change before every step.
+        micro_batches: of one step, over all workers.
+        control: length of the control word in numbers.
+        overlap: exchange while backward, and where weights may come late the forward pass, still runs.
+        sparse: names of parameters whose optimizer wants sparse gradients.
+    """
+
+    optimizer: Optimizer
+    micro_batches: int = 1
+    control: int = 0
+    overlap: bool = True
+    sparse: frozenset[str] = frozenset()
+
+
 class Synchronizer(Protocol):
     """How replicas agree, as a frozen value."""
 
     def bind(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Communicator,
-        compress: Compressor,
-        *,
-        optimizer: Optimizer,
-        micro_batches: int = 1,
-        control: int = 0,
-        overlap: bool = True,
-        sparse: Collection[str] = (),
+        self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
     ) -> BoundSynchronizer:
         """Give the value its world; all workers have the same weights and optimizer state now.
 
         Args:
             parameters: global name to trainable parameter, each tensor once, in an order that all workers share.
-            optimizer: of these parameters; its groups' numbers (learning rate) may change before every step.
-            micro_batches: of one step, over all workers.
-            control: length of the control word in numbers.
-            sparse: names of parameters whose optimizer wants sparse gradients.
         """
 
 
