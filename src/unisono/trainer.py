@@ -70,6 +70,7 @@ class Trainer:
     done: int = 0
     evaluated: int = 0
     seconds: float = 0.0
+    evaluating_seconds: float = 0.0
     stopping: bool = False
 
     def run(self, first_step: int) -> Outcome:
@@ -102,7 +103,7 @@ class Trainer:
                     break
             if dealt:
                 self.meet_after(self.replica.dealt)
-        self.seconds = self.comm.now() - began
+        self.seconds = self.comm.now() - began - self.evaluating_seconds
         self.replica.meet()
         self.persistence.finish(self.done)
         if self.evaluator and self.done == self.steps:
@@ -159,8 +160,10 @@ class Trainer:
     def evaluate(self) -> None:
         """Metrics on held-out data of what the replicas agree on."""
         assert self.evaluator is not None
+        began = self.comm.now()
         with self.replica.shared():
             self.last_metrics = self.evaluator(self.model)
+        self.evaluating_seconds += self.comm.now() - began
         self.evaluated = self.done
         self.record.metrics(self.done, self.last_metrics)
 

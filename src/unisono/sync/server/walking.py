@@ -25,6 +25,8 @@ from unisono.sync.server.slices import Slice
 from unisono.sync.server.stepping import numbers_of
 from unisono.sync.synchronizer import Share
 
+_SMALL_PART = 1 / 16
+
 
 class Pace:
     """Which weights a share may be computed on.
@@ -45,6 +47,10 @@ class Pace:
         """The server's step that `share` is part of, from 0 at `first`."""
         step, micro_batches = share
         return ((step - self.first) * self._micro_batches + micro_batches.start) // self._needed
+
+    def part(self, share: Share) -> float:
+        """How much of one of the server's steps `share` is."""
+        return len(share[1]) / self._needed
 
     def need(self, share: Share) -> int:
         """The least version for `share`."""
@@ -141,11 +147,15 @@ class WalkingServer(BoundServer):
         share = self._dealing.finished() if self._stretches else (self._pushes, self._own)
         self._pushes += 1
         groups, tick = numbers_of(self.optimizer), self._pace.tick(share)
+        version = self._needed_after(tick)
+        # Weights that lack a small part of an update are as good, and come without waiting for it to be added.
+        first = self.defers and self._pace.part(share) <= _SMALL_PART
+        if version is not None and first:
+            self.ask(version)
         for out in self.outgoing:
             out.leaving = out.push(self._pushes, groups, tick=tick, count=len(share[1]), scale=scale)
             out.applied = True
-        version = self._needed_after(tick)
-        if version is not None:
+        if version is not None and not first:
             self.ask(version)
         if not self.defers:
             self.finish()
