@@ -21,7 +21,7 @@ from tests.processes import run
 from tests.sync.nets import adamw, advance, bound, plain, sgd, train
 from unisono import notation
 from unisono.checkpoint import fingerprint
-from unisono.comm import Communicator, Message, simulate
+from unisono.comm import Communicator, Link, Message, simulate
 from unisono.compress import Cast, Exact, Quantize, Span, TwoBit
 from unisono.errors import InvalidInput, PeerLost
 from unisono.optimizer import load_state, state_of
@@ -289,8 +289,8 @@ class Counter(nn.Module):
         return -self.weight.sum()
 
 
-def counting(comm, sync, *, micro_batches=4, optimizer=lambda p: torch.optim.SGD(p, 1.0), compress=Cast()):
-    model = Counter()
+def counting(comm, sync, *, micro_batches=4, optimizer=lambda p: torch.optim.SGD(p, 1.0), compress=Cast(), numel=5):
+    model = Counter(numel)
     return Replica(model, optimizer(model.parameters()), comm, sync=sync, compress=compress,
                    micro_batches=micro_batches, reference=float(micro_batches))  # fmt: skip
 
@@ -375,6 +375,26 @@ def test_workers_keep_their_own_speeds() -> None:
     seconds = max(end for *_, end in outcome)
     possible = sum(1 / s for s in speeds)
     assert 60 * 4 / seconds >= 0.85 * possible
+
+
+@pytest.mark.parametrize(("lease", "waits"), [(1, lambda s: s < 0.2), (4, lambda s: s > 1.0)])
+def test_who_pushes_a_small_part_of_an_update_does_not_wait_until_it_is_added(lease, waits) -> None:
+    """A push takes a second on the wire, and computing longer. Weights that are the old ones travel as a few bytes."""
+    compute_seconds, link = 5.0, Link(bytes_per_second=1000.0, latency_seconds=0.0)
+
+    def run(comm):
+        replica = counting(comm, ParameterServer(staleness=INF, lease=lease), micro_batches=32, numel=250)
+        begun = []
+        for _, mine in replica.shares(0, 1, lambda: False):
+            replica.need()
+            begun.append(comm.now())
+            one_step(replica, mine, before=lambda: comm.compute(compute_seconds))
+        replica.meet()
+        return [after - before - lease * compute_seconds for before, after in pairwise(begun)]
+
+    waited = [seconds for each in simulate(2, run, link=link) for seconds in each[:-1]]
+    assert len(waited) >= 4
+    assert all(waits(seconds) for seconds in waited)
 
 
 def test_smaller_leases_leave_less_to_wait_for() -> None:
