@@ -7,8 +7,8 @@ what could be reached.
 The links have no limit. The final loss is that on held-out text after the same number of samples; that of all-reduce
 does not depend on anybody's speed and is found without quotas.
 
-Samples per second of runs to the end are what ``summary.json`` says, start and warm-up included; of those that wait
-for the slow worker, whose steps are all alike, the global batch over the mean of a few steps.
+Samples per second are the global batch over the mean seconds of a step, the first ones left out; ways that wait for
+the slow worker, whose steps are all alike, take a few steps only.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class Figure:
 
 def figure(measured: Measured, global_batch: int) -> Figure:
     """Of one run that went to its end."""
-    by_steps = global_batch / measured.trace.step_seconds(WARM_STEPS)
     bits = measured.trace.evaluations[-1].value if measured.trace.evaluations else float("nan")
-    return Figure(float(measured.summary.get("samples_per_second", by_steps)), bits)
+    return Figure(global_batch / measured.trace.step_seconds(WARM_STEPS), bits)
 
 
 def measure(way: Way, run: Run, quotas: Sequence[float | None], stop_after: int | None = None) -> Figure:
