@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 from benchmarks import harness
@@ -45,6 +46,11 @@ class Figure:
 
     samples_per_second: float
     bits_per_byte: float
+
+    @property
+    def known(self) -> dict[str, float]:
+        """What was measured; the loss only of runs to the end."""
+        return {name: value for name, value in vars(self).items() if not math.isnan(value)}
 
 
 def figure(measured: Measured, global_batch: int) -> Figure:
@@ -108,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]  # fmt: skip
     return harness.conclude(
         "netlab_slowed", judged, asked.json, run=vars(run), cores=quotas, left_out=left_out,
-        figures={name: [vars(f) for f in each] for name, each in figures.items()})  # fmt: skip
+        figures={name: [f.known for f in each] for name, each in figures.items()})  # fmt: skip
 
 
 def told(figures: dict[str, list[Figure]], total: Sequence[float]) -> None:
@@ -120,7 +126,8 @@ def told(figures: dict[str, list[Figure]], total: Sequence[float]) -> None:
         speeds = [f.samples_per_second for f in figures[name]]
         share = Spread.of([speed / whole for speed, whole in zip(speeds, total, strict=True)])
         bits = Spread.of([f.bits_per_byte for f in figures[name]])
-        print(f"  {name:22}  {Spread.of(speeds)} samples/s  {share} of the sum  {bits} bits per byte")
+        loss = "" if math.isnan(bits.median) else f"  {bits} bits per byte"
+        print(f"  {name:26}  {Spread.of(speeds)} samples/s  {share} of the sum{loss}")
 
 
 if __name__ == "__main__":
