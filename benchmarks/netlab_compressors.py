@@ -40,7 +40,7 @@ def told(rate: str, measured: Mapping[str, Sequence[Measured]], seconds: Mapping
             f"  {name:14}  {Spread.of([1e3 * s for s in seconds[name]])} ms per step  {sent:.3f} MB per step and host"
         )
     logs = [m.said for m in measured.get(AUTO, [])[:1]]
-    chosen = [line for log in logs for line in log.splitlines() if "Auto" in line]
+    chosen = [line for log in logs for line in log.splitlines() if " numbers: " in line]
     print("\n".join(f"    {line}" for line in chosen), flush=True)
 
 
