@@ -378,13 +378,22 @@ def test_workers_keep_their_own_speeds() -> None:
     assert 60 * 4 / seconds >= 0.85 * possible
 
 
-@pytest.mark.parametrize(("lease", "waits"), [(1, lambda s: s < 0.5), (4, lambda s: s > 1.0)])
-def test_who_pushes_a_small_part_of_an_update_does_not_wait_until_it_is_added(lease, waits) -> None:
+@pytest.mark.parametrize(
+    ("lease", "compensate", "waits"),
+    [
+        (1, None, lambda s: s < 0.5),
+        (1, ScaledByStaleness(), lambda s: s < 0.5),
+        (1, DelayCompensation(), lambda s: s > 1.0),  # looks at what the push was computed on
+        (4, None, lambda s: s > 1.0),
+    ],
+)
+def test_who_pushes_a_small_part_of_an_update_does_not_wait_until_it_is_added(lease, compensate, waits) -> None:
     """A push takes a second on the wire, and computing longer. Weights that are the old ones travel as a few bytes."""
     compute_seconds, link = 5.0, Link(bytes_per_second=1000.0, latency_seconds=0.0)
 
     def run(comm):
-        replica = counting(comm, ParameterServer(staleness=INF, lease=lease), micro_batches=32, numel=250)
+        replica = counting(comm, ParameterServer(staleness=INF, lease=lease, compensate=compensate),
+                           micro_batches=32, numel=250)  # fmt: skip
         begun = []
         for _, mine in replica.shares(0, 1, lambda: False):
             replica.need()

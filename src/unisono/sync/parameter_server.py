@@ -43,6 +43,7 @@ from unisono.sync.server.walking import Pace, WalkingServer
 from unisono.sync.synchronizer import Loop
 
 SERVICE = "unisono.sync.server.actor:serve"
+_SMALL_PART = 1 / 16  # of an update: weights that lack so much are as good
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,12 @@ class ParameterServer:
             return LockstepServer(*world)
         own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)
         pace = Pace(micro_batches, needed, self.staleness, self.start)
-        dealing = None if self.backup_workers else Dealing(comm, micro_batches, self.lease or lease(needed, comm.size))
-        return WalkingServer(*world, pace=pace, dealing=dealing, own=own)
+        size = self.lease or lease(needed, comm.size)
+        dealing = None if self.backup_workers else Dealing(comm, micro_batches, size)
+        # A correction compares with the weights that a worker was given last: those that its push was computed on.
+        looks_back = self.compensate is not None and self.compensate.looks_back
+        asks_first = size <= _SMALL_PART * needed and not looks_back
+        return WalkingServer(*world, pace=pace, dealing=dealing, own=own, asks_first=asks_first)
 
     def _check(self, workers: int, micro_batches: int) -> None:
         if self.backup_workers >= workers:

@@ -25,8 +25,6 @@ from unisono.sync.server.slices import Slice
 from unisono.sync.server.stepping import numbers_of
 from unisono.sync.synchronizer import Share
 
-_SMALL_PART = 1 / 16
-
 
 class Pace:
     """Which weights a share may be computed on.
@@ -48,10 +46,6 @@ class Pace:
         step, micro_batches = share
         return ((step - self.first) * self._micro_batches + micro_batches.start) // self._needed
 
-    def part(self, share: Share) -> float:
-        """How much of one of the server's steps `share` is."""
-        return len(share[1]) / self._needed
-
     def need(self, share: Share) -> int:
         """The least version for `share`."""
         step, _ = share
@@ -66,6 +60,8 @@ class WalkingServer(BoundServer):
     Args:
         dealing: where work comes from; None: each worker has its `own` part of all steps that it is in time for.
         own: what it computes of each step if nobody asks for shares.
+        asks_first: whether weights are asked for before the push. They lack it then, and come without waiting until it
+            is added up.
 
     Attributes:
         dropped: slices of gradients that came too late.
@@ -85,12 +81,14 @@ class WalkingServer(BoundServer):
         pace: Pace,
         dealing: Dealing | None,
         own: range,
+        asks_first: bool,
     ) -> None:
         super().__init__(parameters, comm, slices, conversations, optimizer, overlap)
         self._pace, self._own, self._in_turn = pace, own, dealing is None
         self._dealing = dealing or TakingTurns(self.comm, own, self._earliest)
         # In turn, which step is next is known only when the weights for it are here.
         self.defers = overlap and not self._in_turn
+        self._asks_first = asks_first and self.defers
         self._pushes = self._stretches = 0
         self.dropped = 0
 
@@ -148,14 +146,12 @@ class WalkingServer(BoundServer):
         self._pushes += 1
         groups, tick = numbers_of(self.optimizer), self._pace.tick(share)
         version = self._needed_after(tick)
-        # Weights that lack a small part of an update are as good, and come without waiting for it to be added.
-        first = self.defers and self._pace.part(share) <= _SMALL_PART
-        if version is not None and first:
+        if version is not None and self._asks_first:
             self.ask(version)
         for out in self.outgoing:
             out.leaving = out.push(self._pushes, groups, tick=tick, count=len(share[1]), scale=scale)
             out.applied = True
-        if version is not None and not first:
+        if version is not None and not self._asks_first:
             self.ask(version)
         if not self.defers:
             self.finish()
