@@ -134,6 +134,8 @@ def broken_messages(server: Target) -> None:
     for length in (1, 31, 32, 40, len(good) - 1):
         with server.trusted() as wire:
             wire.sendall(good[:length])
+            wire.shutdown(socket.SHUT_WR)
+            assert ended(wire), length
 
 
 TEXTS = [

@@ -57,14 +57,14 @@ class Desk:
         self._connections[sender].start()
 
     def leave(self, sender: int) -> None:
-        """The connection of `sender` has ended."""
-        with self._lock:
-            del self._connections[sender]
+        """The connection of `sender` has ended; from now on it may come again, to an actor that knows of the end."""
         self._open.wait()
         try:
             self.run(lambda actor: actor.lost(sender))
         except Exception:
             LOG.exception("actor %d failed when it lost %s", self.number, name_of(sender))
+        with self._lock:
+            del self._connections[sender]
 
     def note_broken(self, sender: int, error: BrokenMessage) -> None:
         """Say so of the 1st, 2nd, 4th, 8th ... broken message: nobody can fill a log."""
@@ -134,9 +134,9 @@ class _Connection:
         except Exception:
             LOG.exception("actor %d failed at a message of %s", self._desk.number, name_of(self._sender))
         finally:
+            self._desk.leave(self._sender)  # first: who sees the end may be back at once
             self._outbox.close()
             self._wire.close()
-            self._desk.leave(self._sender)
 
     def _hand_in(self, arrival: Arrival, actor: Actor) -> None:
         answered = False

@@ -1,0 +1,51 @@
+"""Who comes to an actor, and goes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+
+from tests.comm.actors import Echo
+from unisono.comm import Message, frames
+from unisono.comm.desk import Desk
+
+
+class SlowToGrasp(Echo):
+    """Takes its time over the news that somebody is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.grasped = threading.Event(), threading.Event()
+
+    def lost(self, sender: int) -> None:
+        self.told.set()
+        self.grasped.wait()
+        super().lost(sender)
+
+
+def test_who_sees_its_connection_end_may_come_back_at_once() -> None:
+    actor = SlowToGrasp()
+    desk = Desk(actor, 0, lambda sender, nbytes: None)
+    desk.meet([])
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10.0)
+    desk.welcome(theirs, 7)
+    ours.sendall(bytes(64))  # a message it is not
+    assert actor.told.wait(10.0)
+    ours.setblocking(False)
+    with pytest.raises(BlockingIOError):  # the end is not to be seen before the actor knows of it
+        ours.recv(1)
+    ours.settimeout(10.0)
+    actor.grasped.set()
+    with closing(ours):
+        assert ours.recv(1) == b""
+    again, theirs = socket.socketpair()
+    again.settimeout(10.0)
+    with closing(again):
+        desk.welcome(theirs, 7)
+        again.sendall(b"".join(frames.encode(Message("value"))))
+        assert again.recv(4) == b"uni1"
+    desk.close()
