@@ -8,10 +8,11 @@ import torch
 from unisono.comm import simulate
 from unisono.comm.link import Link as Wires
 from unisono.compress import Auto, Cast, Compressor, Memory, OneBit, Quantize, TopK
-from unisono.compress.forecast import HIDES, Candidate, Link, Pace, fit, forecast, pace, pick
+from unisono.compress.forecast import HIDES, Candidate, Forecast, Link, Pace, fit, forecast, heats, pace, pick
 from unisono.sync.flow import Flow
 
-STEPS = 12
+AUTO = Auto(steps=4)
+STEPS = AUTO.steps * (len(AUTO.candidates) + 2) + 3  # until it has chosen, and some
 SLOW, FAST = Wires(25e6 / 8, 1e-3), Wires(10e9 / 8, 20e-6)
 
 
@@ -63,13 +64,24 @@ CANDIDATES = [
 )
 def test_it_declines_where_compression_does_not_pay(seconds_per_byte, compute, chosen) -> None:
     links = dict.fromkeys(("sum", "exchange", "gather"), Link(1e-4, seconds_per_byte))
-    assert pick([forecast(c, links, Pace(compute, HIDES * compute)) for c in CANDIDATES], 0.1) == chosen
+    steps = [forecast(c, links, Pace(compute, HIDES * compute)).step_seconds for c in CANDIDATES]
+    assert pick(steps, 0.1) == chosen
 
 
 def test_a_less_faithful_candidate_has_to_save_the_gain() -> None:
-    links = {"sum": Link(0.0, 1e-8)}
-    steps = [forecast(Candidate("", 0.0, (("sum", size),)), links, Pace(0.0, 0.0)) for size in (1000, 950, 880, 870)]
-    assert [pick(steps, gain) for gain in (0.0, 0.1, 0.2)] == [3, 2, 0]
+    assert [pick([1000, 950, 880, 870], gain) for gain in (0.0, 0.1, 0.2)] == [3, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tried"),
+    [
+        ([1.0, 1.0, 1.0], (0, 1, 2, 0)),
+        ([1.4, 1.0, 1.6], (0, 1, 1, 1)),  # the last is out of the question
+        ([9.0, 2.0, 1.0], (2, 2, 2, 2)),
+    ],
+)
+def test_what_is_out_of_the_question_is_not_tried(seconds, tried) -> None:
+    assert heats([Forecast(0.0, 0.0, each) for each in seconds], 0.1) == tried
 
 
 def train(comm, compress: Compressor, compute: float, numel: int, steps: int, drop: int = -1) -> list[float]:
@@ -93,9 +105,9 @@ def train(comm, compress: Compressor, compute: float, numel: int, steps: int, dr
 
 
 @pytest.mark.parametrize(("link", "declines"), [(SLOW, False), (FAST, True)])
-@pytest.mark.parametrize("drop", [-1, 0, 3, 6])
+@pytest.mark.parametrize("drop", [-1, 0, 3, 6, STEPS - 3])
 def test_all_workers_choose_alike_whatever_step_is_dropped(link, declines, drop) -> None:
-    results = simulate(3, train, Auto(), 0.05, 50_000, STEPS, drop, link=link)
+    results = simulate(3, train, AUTO, 0.05, 50_000, STEPS, drop, link=link)
     chosen = [result[0] for result in results]
     assert len(set(chosen)) == 1
     assert (chosen[0] == 0) is declines
@@ -104,23 +116,23 @@ def test_all_workers_choose_alike_whatever_step_is_dropped(link, declines, drop)
 @pytest.mark.parametrize("link", [SLOW, Wires(100e6 / 8, 1e-3), Wires(1e9 / 8, 1e-4), FAST])
 def test_it_is_as_fast_as_the_best_fixed_choice(link) -> None:
     """On the made-up clock, where arithmetic takes no time: within the gain."""
-    fixed = [simulate(3, train, c, 0.02, 50_000, 2, link=link)[0][1] for c in Auto().candidates]
-    own = simulate(3, train, Auto(), 0.02, 50_000, STEPS, link=link)[0][1]
+    fixed = [simulate(3, train, c, 0.02, 50_000, 2, link=link)[0][1] for c in AUTO.candidates]
+    own = simulate(3, train, AUTO, 0.02, 50_000, STEPS, link=link)[0][1]
     assert own <= 1.15 * min(fixed)
 
 
 def test_it_measures_again_and_follows_a_link_that_changed() -> None:
     def changed(comm) -> tuple[int, int]:
-        compress, memory, seen = Auto(again=8), Memory(), []
-        for step in range(30):
-            if step == 12:
+        compress, memory, seen = Auto(steps=4, again=STEPS), Memory(), []
+        for step in range(3 * STEPS):
+            if step == STEPS:
                 comm.world.links[:] = [FAST] * comm.size
             comm.compute(0.05)
             total = torch.randn(50_000, generator=torch.Generator().manual_seed(step))
             Flow(compress.mean(total, (), comm, memory, torch.float32)).wait()
             memory.commit()
             seen.append(memory.get("chosen"))
-        return seen[9], seen[-1]
+        return seen[STEPS - 1], seen[-1]
 
     for before, after in simulate(2, changed, link=SLOW):
         assert before > 0
@@ -129,12 +141,12 @@ def test_it_measures_again_and_follows_a_link_that_changed() -> None:
 
 def test_each_decision_is_one_sentence_with_its_figures(caplog) -> None:
     with caplog.at_level(logging.INFO, logger="unisono"):
-        simulate(3, train, Auto(), 0.05, 50_000, STEPS, link=SLOW)
+        simulate(3, train, AUTO, 0.05, 50_000, STEPS, link=SLOW)
     said = [record.message for record in caplog.records]
     assert len(said) == 2  # one for each bucket, by one worker
     assert "a bucket of 50000 numbers: " in said[0]
     assert "25 Mbit/s" in said[0]
-    for word in ("ms of latency", "ms of arithmetic", "predicted to take", "with Cast(to='own')"):
+    for word in ("ms of latency", "ms of arithmetic", "a step takes", "would take", " took "):
         assert word in said[0]
 
 
@@ -143,7 +155,7 @@ def test_what_the_others_owed_is_forgotten_when_one_is_chosen() -> None:
         memory = Memory()
         for step in range(STEPS):
             total = torch.randn(1000, generator=torch.Generator().manual_seed(step))
-            Flow(Auto().mean(total, (), comm, memory, torch.float32)).wait()
+            Flow(AUTO.mean(total, (), comm, memory, torch.float32)).wait()
             memory.commit()
         return set(memory._parts) - {str(memory.get("chosen"))}
 
@@ -158,7 +170,7 @@ def test_what_the_others_owed_is_forgotten_when_one_is_chosen() -> None:
         (lambda: Auto((Cast(), __import__("unisono.compress").compress.Exact())), "another type"),
         (lambda: Auto(gain=1.0), "gain=1.0"),
         (lambda: Auto(steps=2), "steps=2"),
-        (lambda: Auto(again=6), "again=6"),
+        (lambda: Auto(again=42), "above the 42 steps"),
         (lambda: Auto((Quantize(8), TopK(0.01)), fixed=3), "no compressor"),
     ],
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from unisono.compress.cast import Cast
 from unisono.compress.compressor import Codec, Compressor, Mean, Wire
 from unisono.compress.delegate import Delegate, check_compressor
-from unisono.compress.forecast import Candidate, Forecast, Link, Pace, fit, forecast, pace, pick, reason
+from unisono.compress.forecast import Candidate, Forecast, Link, Pace, fit, forecast, heats, pace, pick
 from unisono.compress.memory import Memory
 from unisono.compress.power_sgd import PowerSGD
 from unisono.compress.probe import probe, slowest
@@ -39,9 +40,12 @@ class Auto(Delegate):
     of arithmetic and the messages; and sends messages of growing size, which gives latency and rate of each verb. For
     `steps` steps it then goes by the candidate that is fastest where nothing is hidden behind computing, and measures
     whole steps and how long it waits. From these figures, each of the slowest worker, `forecast` says how long a step
-    takes with each candidate; all workers know the same figures, and so decide alike. A candidate is taken only where
-    the step is shorter by `gain` than with the ones before it: list the most faithful first. After `again` steps all
-    is measured again. Every decision is one sentence in the log, by worker 0.
+    takes with each candidate in this bucket. What it cannot know (workers that share a processor, a link that others
+    load) a trial shows: the candidates that it does not rule out are tried in all buckets, one after the other, for
+    `steps` steps each, and at last what it holds best for each bucket by itself. The shortest step wins. All workers
+    know the same figures, and so decide alike. A candidate is taken only where the step is shorter by `gain` than with
+    the ones before it: list the most faithful first. After `again` steps all is measured again. Every decision is one
+    sentence in the log, by worker 0.
 
     What has no `mean` (servers, gossip) needs messages of one length that is known beforehand: there, this is `fixed`.
 
@@ -50,12 +54,12 @@ class Auto(Delegate):
             what is learned; `OneBit` and `TopK` send less, and may need more steps than they save.
         fixed: what it is where there is no `mean`.
         gain: least part of a step that a less faithful candidate has to save.
-        steps: steps whose duration is measured, at least 3.
+        steps: steps for which each is tried, at least 4.
         again: steps from one measurement to the next; 0 measures once.
 
     Raises:
         ValueError: no candidates; one that is no compressor, or that sums in another type than the others (`Exact`);
-            `gain` outside 0..1; `steps` below 3; `again` neither 0 nor above `steps`.
+            `gain` outside 0..1; `steps` below 4; `again` neither 0 nor more steps than measuring takes.
     """
 
     candidates: tuple[Compressor, ...] = (Cast(), Cast("bf16"), Quantize(8), Quantize(4), PowerSGD(4))
@@ -73,10 +77,11 @@ class Auto(Delegate):
                 raise ValueError(f"candidates: {candidate!r} sums in another type than the others")
         if not 0 <= self.gain < 1:
             raise ValueError(f"gain={self.gain!r} is not from 0 to below 1")
-        if not isinstance(self.steps, int) or self.steps < 3:
-            raise ValueError(f"steps={self.steps!r} is not a whole number from 3")
-        if not isinstance(self.again, int) or (self.again != 0 and self.again <= self.steps):
-            raise ValueError(f"again={self.again!r} is neither 0 nor above steps={self.steps}")
+        if not isinstance(self.steps, int) or self.steps < 4:
+            raise ValueError(f"steps={self.steps!r} is not a whole number from 4")
+        measuring = self.steps * (len(self.candidates) + 2)
+        if not isinstance(self.again, int) or (self.again != 0 and self.again <= measuring):
+            raise ValueError(f"again={self.again!r} is neither 0 nor above the {measuring} steps that measuring takes")
 
     @property
     def stands_for(self) -> Compressor:
@@ -104,31 +109,25 @@ class Auto(Delegate):
     def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
         if comm.size == 1:  # nothing travels
             return (yield from self.candidates[0].mean(total, spans, comm, memory.part("0"), dtype))
-        step: int = memory.get("step", 0)
-        chosen: int | None = memory.get("chosen")
-        figures: Figures | None = memory.get("figures")
-        laps: tuple[_Lap, ...] = memory.get("laps", ())
-        if figures is None or (self.again and step == self.again):
-            step, laps = 0, ()
-            figures = self._measure(total, spans, comm, dtype, chosen)
-            memory.put("figures", figures)
+        trial: Trial | None = memory.get("trial")
+        if trial is None or (self.again and trial.step == self.again):
+            trial = self._measure(total, spans, comm, dtype, memory.get("chosen"))
         start, sent = comm.now(), comm.bytes_sent
-        if step == self.steps:
-            chosen = self._decide(figures, laps, _Lap(start, sent, sent, 0.0), comm, total, spans)
-            memory.put("chosen", chosen)
+        if trial.is_over(self.steps):
+            trial = self._go_on(trial, _Lap(start, sent, sent, 0.0), comm, total, spans)
+            memory.put("chosen", trial.chosen)
             for i in range(len(self.candidates)):
-                if i != chosen:
+                if trial.chosen not in (None, i):
                     memory.forget(str(i))
-        now = figures.first if step < self.steps or chosen is None else chosen
+        now = trial.candidate(self.steps)
         steps = self.candidates[now].mean(total, spans, comm, memory.part(str(now)), dtype)
         result, blocked = yield from _watched(steps, comm)
-        memory.put("step", step + 1)
-        memory.put("laps", (*laps, _Lap(start, sent, comm.bytes_sent, blocked)) if step < self.steps else ())
+        memory.put("trial", trial.after(_Lap(start, sent, comm.bytes_sent, blocked)))
         return result
 
     def _measure(
         self, total: Tensor, spans: Sequence[Span], comm: Wire, dtype: torch.dtype, chosen: int | None
-    ) -> Figures:
+    ) -> Trial:
         """The figures of arithmetic and link; waits for the peers, so that nothing but the messages is measured."""
         alone = [rehearse(repr(c), c, total, spans, comm, dtype) for c in self.candidates]
         of_all = slowest([c.arithmetic_seconds for c in alone], comm, total.device)
@@ -139,64 +138,34 @@ class Auto(Delegate):
         links = {verb: fit(probe(verb, size, comm, total.device)) for verb, size in largest.items()}
         first = chosen
         if first is None:
-            first = pick([forecast(c, links, Pace(0.0, 0.0)) for c in candidates], self.gain)
-        return Figures(tuple(candidates), links, first)
+            first = pick([forecast(c, links, Pace(0.0, 0.0)).step_seconds for c in candidates], self.gain)
+        return Trial(Figures(tuple(candidates), links), (first,))
 
-    def _decide(
-        self, figures: Figures, laps: Sequence[_Lap], now: _Lap, comm: Wire, total: Tensor, spans: Sequence[Span]
-    ) -> int:
-        """The candidate for the steps to come."""
-        ends = [*laps[2:], now]  # other buckets have measured in the first lap
-        pairs = list(zip(laps[1:], ends))
-        taken = median(end.start - lap.start for lap, end in pairs)
-        sent_by = [(lap.sent_after - lap.sent_before, end.sent_before - lap.sent_before) for lap, end in pairs]
-        own = median(here / max(1, everywhere) for here, everywhere in sent_by)
-        waited = median(lap.blocked_seconds for lap, _ in pairs)
-        # Who is slowest waits least: for the link, not for others.
-        figures_of_all = slowest([taken, min(1.0, max(own, 1e-6)), -waited], comm, total.device)
-        decision = figures.decide(figures_of_all[0], -figures_of_all[2], figures_of_all[1], self.gain)
+    def _go_on(self, trial: Trial, now: _Lap, comm: Wire, total: Tensor, spans: Sequence[Span]) -> Trial:
+        """The heats that follow the first, or the decision that follows the last."""
+        figures = trial.figures
+        if not trial.forecasts:
+            laps = [*trial.laps[1:], now]  # other buckets have measured in the first lap
+            pairs = list(pairwise(laps))
+            step = median(end.start - lap.start for lap, end in pairs)
+            own = median(
+                (lap.sent_after - lap.sent_before) / max(1, end.sent_before - lap.sent_before) for lap, end in pairs
+            )
+            waited = median(lap.blocked_seconds for lap, _ in pairs)
+            # Who is slowest waits least: for the link, not for others.
+            step, own, waited = slowest([step, min(1.0, max(own, 1e-6)), -waited], comm, total.device)
+            forecasts = figures.forecasts(trial.heats[0], step, -waited, own)
+            return replace(trial, forecasts=forecasts, heats=(trial.heats[0], *heats(forecasts, self.gain)))
+        starts = [*(lap.start for lap in trial.laps), now.start]
+        # Its first step still ends what the heat before has begun.
+        taken = [
+            median(_differences(starts[i + 1 : i + self.steps + 1])) for i in range(0, len(trial.laps), self.steps)
+        ]
+        won = pick(slowest(taken[1:], comm, total.device), self.gain)
+        trial = replace(trial, taken=tuple(taken[1:]), chosen=trial.heats[1 + won])
         if comm.rank == 0:
-            LOG.info("%s of %d numbers: %s", _title(spans), total.numel(), figures.words(decision, comm.size))
-        return decision.chosen
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was chosen, and by which forecasts."""
-
-    chosen: int
-    forecasts: tuple[Forecast, ...]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What all workers know of a bucket: its candidates, the link, and the candidate to begin with."""
-
-    candidates: tuple[Candidate, ...]
-    links: dict[str, Link]
-    first: int
-
-    def decide(self, step_seconds: float, blocked_seconds: float, share: float, gain: float) -> Decision:
-        """By steps with the first candidate, see `pace`."""
-        measured = pace(self.candidates[self.first], self.links, step_seconds, blocked_seconds, share)
-        forecasts = tuple(forecast(c, self.links, measured) for c in self.candidates)
-        return Decision(pick(forecasts, gain), forecasts)
-
-    def words(self, decision: Decision, workers: int) -> str:
-        """The decision in a sentence."""
-        i = decision.chosen
-        candidate, step = self.candidates[i], decision.forecasts[i]
-        verb = candidate.messages[0][0] if candidate.messages else next(iter(self.links))
-        link = self.links[verb]
-        rate = f"{8e-6 * _CARRIES[verb](workers) / link.seconds_per_byte:.3g}" if link.seconds_per_byte else "unlimited"
-        why = reason([c.name for c in self.candidates], decision.forecasts, i)
-        return (
-            f"{'not compressed, ' if i == 0 else ''}{candidate.name}: a step is predicted to take "
-            f"{step.step_seconds * 1e3:.3g} ms ({decision.forecasts[0].step_seconds * 1e3:.3g} ms with "
-            f"{self.candidates[0].name}); here {candidate.arithmetic_seconds * 1e3:.3g} ms of arithmetic and "
-            f"{candidate.exchange_seconds(self.links) * 1e3:.3g} ms on a link of {rate} Mbit/s with "
-            f"{link.latency_seconds * 1e3:.3g} ms of latency; {why}"
-        )
+            LOG.info("%s of %d numbers: %s", _title(spans), total.numel(), trial.words(comm.size))
+        return trial
 
 
 @dataclass(frozen=True)
@@ -208,6 +177,79 @@ class _Lap:
     sent_before: int
     sent_after: int
     blocked_seconds: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What all workers know of a bucket before anything is tried: its candidates, and the link."""
+
+    candidates: tuple[Candidate, ...]
+    links: dict[str, Link]
+
+    def forecasts(self, begun: int, step_seconds: float, blocked_seconds: float, share: float) -> tuple[Forecast, ...]:
+        """A step with each candidate, by steps that took so long with candidate `begun`, see `pace`."""
+        measured = pace(self.candidates[begun], self.links, step_seconds, blocked_seconds, share)
+        return tuple(forecast(c, self.links, measured) for c in self.candidates)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How far a bucket is on its way to a choice.
+
+    Attributes:
+        heats: candidates that are tried, of those heats that are settled: the first one, then all.
+        laps: steps so far; none is kept once the choice is made.
+        forecasts: of all candidates, by the first heat.
+        taken: median seconds of a step in each heat after the first, on the slowest worker.
+        chosen: the candidate from now on.
+        step: steps since the trial began.
+    """
+
+    figures: Figures
+    heats: tuple[int, ...]
+    laps: tuple[_Lap, ...] = ()
+    forecasts: tuple[Forecast, ...] = ()
+    taken: tuple[float, ...] = ()
+    chosen: int | None = None
+    step: int = 0
+
+    def is_over(self, steps: int) -> bool:
+        """Whether the heats that are settled have been run, and more is to be decided."""
+        return self.chosen is None and self.step == steps * len(self.heats)
+
+    def candidate(self, steps: int) -> int:
+        """Whose turn it is."""
+        return self.heats[self.step // steps] if self.chosen is None else self.chosen
+
+    def after(self, lap: _Lap) -> Trial:
+        """One step later."""
+        laps = (*self.laps, lap) if self.chosen is None else ()
+        return replace(self, step=self.step + 1, laps=laps)
+
+    def words(self, workers: int) -> str:
+        """The decision in a sentence."""
+        i, candidates, links = self.chosen, self.figures.candidates, self.figures.links
+        assert i is not None, "nothing is chosen yet"
+        candidate = candidates[i]
+        verb = candidate.messages[0][0] if candidate.messages else next(iter(links))
+        link = links[verb]
+        rate = f"{8e-6 * _CARRIES[verb](workers) / link.seconds_per_byte:.3g}" if link.seconds_per_byte else "unlimited"
+        rivals = [self._rival(k) for k in range(len(candidates)) if k != i]
+        return (
+            f"{'not compressed, ' if i == 0 else ''}{candidate.name}: a step takes {self._seconds(i) * 1e3:.3g} ms; "
+            f"here {candidate.arithmetic_seconds * 1e3:.3g} ms of arithmetic and "
+            f"{candidate.exchange_seconds(links) * 1e3:.3g} ms on a link of {rate} Mbit/s with "
+            f"{link.latency_seconds * 1e3:.3g} ms of latency; {', '.join(rivals) or 'there is no other candidate'}"
+        )
+
+    def _seconds(self, i: int) -> float:
+        """The shortest step that was seen with candidate `i`, or its forecast."""
+        seen = [taken for tried, taken in zip(self.heats[1:], self.taken) if tried == i]
+        return min(seen, default=self.forecasts[i].step_seconds)
+
+    def _rival(self, i: int) -> str:
+        tried = i in self.heats[1:]
+        return f"{self.figures.candidates[i].name} {'took' if tried else 'would take'} {self._seconds(i) * 1e3:.3g} ms"
 
 
 class _Watched:
@@ -243,3 +285,7 @@ def _title(spans: Sequence[Span]) -> str:
     if not spans:
         return "a bucket"
     return f"{spans[0].name} to {spans[-1].name}" if len(spans) > 1 else spans[0].name
+
+
+def _differences(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(times)]

@@ -17,6 +17,9 @@ HIDES = 0.5
 """Part of a step's computing behind which buckets can travel, where that much has not been tried: backward is two
 thirds of it, and the last bucket fills at its end."""
 
+WORTH_TRYING = 1.5
+"""A candidate with a longer forecast than so many times the best one's is not tried: forecasts err by a third where
+workers share a processor."""
 
 _NOTHING = 0.1  # of an exchange; shorter waits are those of a clock and of unequal workers
 
@@ -106,24 +109,23 @@ def forecast(candidate: Candidate, links: Mapping[str, Link], pace: Pace) -> For
     return Forecast(candidate.arithmetic_seconds, exchange, pace.computing_seconds + shown / pace.share)
 
 
-def pick(forecasts: Sequence[Forecast], gain: float) -> int:
-    """Which of `forecasts`, the most faithful first: a later one only where its step is shorter by `gain` (0.1 is
-    ten percent) than that of the best before it."""
+def pick(step_seconds: Sequence[float], gain: float) -> int:
+    """Which of some steps, that of the most faithful candidate first: a later one only where it is shorter by `gain`
+    (0.1 is ten percent) than the best before it."""
     best = 0
-    for i, candidate in enumerate(forecasts):
-        if candidate.step_seconds < (1 - gain) * forecasts[best].step_seconds:
+    for i, seconds in enumerate(step_seconds):
+        if seconds < (1 - gain) * step_seconds[best]:
             best = i
     return best
 
 
-def reason(names: Sequence[str], forecasts: Sequence[Forecast], chosen: int) -> str:
-    """Why, as the end of a sentence."""
-    rivals = [i for i in range(len(names)) if i != chosen]
-    if not rivals:
-        return "there is no other candidate"
-    rival = min(rivals, key=lambda i: forecasts[i].step_seconds)
-    own, other = forecasts[chosen], forecasts[rival]
-    if other.step_seconds >= own.step_seconds:
-        return f"the next best, {names[rival]}, would take {other.step_seconds * 1e3:.3g} ms"
-    saved = 1 - other.step_seconds / own.step_seconds
-    return f"{names[rival]} would save {saved:.1%} of it only"
+def heats(forecasts: Sequence[Forecast], gain: float) -> tuple[int, ...]:
+    """Which candidate a bucket goes by in each heat: every candidate in its turn, the favourite in place of those
+    that are out of the question, and the favourite at the end. So that all buckets are in the same heat, there are as
+    many for each of them."""
+    steps = [each.step_seconds for each in forecasts]
+    favourite = pick(steps, gain)
+    return (
+        *(i if seconds <= WORTH_TRYING * steps[favourite] else favourite for i, seconds in enumerate(steps)),
+        favourite,
+    )
