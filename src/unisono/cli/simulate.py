@@ -26,7 +26,7 @@ OPTIONS = {
     "--link": ("RATE", "rate of a worker's link in each direction: 100Mbit, 12.5MB/s; or one for each: 1Gbit,25Mbit "
                "[10Gbit]"),
     "--latency": ("TIME", "what the shortest message takes: 20ms; or one for each worker; on gloo "
-                  "about three times the delay between hosts [50us]"),
+                  "about twice the delay between hosts [50us]"),
     "--compute": ("TIME", "what forward and backward of one worker's share of a step take, which is global_batch / "
                   "workers samples: 50ms, 50ms±10%%, 40ms..80ms; or one for each worker: 50ms,50ms,170ms; auto "
                   "measures it here, on one thread [auto]"),

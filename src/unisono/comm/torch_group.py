@@ -194,14 +194,16 @@ class TorchGroup(Conversation):
         sequence, self._sequence = self._sequence, self._sequence + 1
         agreed = record.agreed_part(verb, sequence, numel, dtype, root)
         spoken = [*agreed, *record.pairs(self.size, sends or {}), *record.pairs(self.size, expects or {})]
-        mine, everybody = torch.tensor(spoken), torch.empty(self.size * len(spoken), dtype=torch.int64)
-        options = c10d.AllgatherOptions()
+        # Straight to everybody: a ring would take as many messages one after the other as there are peers.
+        mine = torch.tensor(spoken).repeat(self.size)
+        everybody = torch.empty_like(mine)
+        options = c10d.AllToAllOptions()
         options.timeout = _LONG
         arrival = None
         try:
             if self._failure is None:
                 with _peer_lost_for(verb):
-                    arrival = self._under_way(self._headers._allgather_base(everybody, mine, options))
+                    arrival = self._under_way(self._headers.alltoall_base(everybody, mine, [], [], options))
         except PeerLost as error:
             self._fail(error)
         return self._begin(verb, self._steps(verb, sequence, arrival, everybody.view(self.size, -1), payload))

@@ -158,11 +158,9 @@ class Auto(Delegate):
             return replace(trial, forecasts=forecasts, heats=(trial.heats[0], *heats(forecasts, self.gain)))
         starts = [*(lap.start for lap in trial.laps), now.start]
         # Its first step still ends what the heat before has begun.
-        taken = [
-            median(_differences(starts[i + 1 : i + self.steps + 1])) for i in range(0, len(trial.laps), self.steps)
-        ]
-        won = pick(slowest(taken[1:], comm, total.device), self.gain)
-        trial = replace(trial, taken=tuple(taken[1:]), chosen=trial.heats[1 + won])
+        seen = [median(_differences(starts[i + 1 : i + self.steps + 1])) for i in range(0, len(trial.laps), self.steps)]
+        taken = slowest(seen[1:], comm, total.device)
+        trial = replace(trial, taken=tuple(taken), chosen=trial.heats[1 + pick(taken, self.gain)])
         if comm.rank == 0:
             LOG.info("%s of %d numbers: %s", _title(spans), total.numel(), trial.words(comm.size))
         return trial
