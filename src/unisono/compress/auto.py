@@ -94,6 +94,12 @@ class Auto(Delegate):
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         return self
 
+    def is_one_sum(self, memory: Memory) -> bool:
+        trial: Trial | None = memory.get("trial")
+        if trial is None or trial.chosen is None or trial.step == self.again:
+            return False
+        return self.candidates[trial.chosen].is_one_sum(memory.part(str(trial.chosen)))
+
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
 

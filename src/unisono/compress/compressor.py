@@ -42,7 +42,7 @@ class Compressor(Protocol):
     Totals are flat, of dtype `total_dtype`; `spans` say which parameters lie where in one (empty where it is a piece
     without structure). Inside a worker, micro-batches are summed by `add`; between workers, `mean` takes the weighted
     sum of all totals (weights already add up to 1, so that the sum is the mean). What a total's last elements carry
-    besides gradients (the control word) survives only where `adds_up` is true.
+    besides gradients (the control word) survives only where `is_one_sum` is true.
     """
 
     @property
@@ -55,6 +55,10 @@ class Compressor(Protocol):
 
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         """The compressor for parameter `name`; itself, unless it treats parameters differently."""
+
+    def is_one_sum(self, memory: Memory) -> bool:
+        """Whether the next `mean` with `memory` is one `sum`: always where `adds_up` is true, and perhaps for a while
+        where a choice is made. All workers know it alike."""
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of `dtype` are summed inside a worker."""
@@ -116,6 +120,9 @@ class Codec:
 
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         return self
+
+    def is_one_sum(self, memory: Memory) -> bool:
+        return self.adds_up
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype

@@ -70,26 +70,25 @@ class Reduction:
         self._overlap, self._silence = overlap, [0.0] * control
         cuts = cut(parameters, compress, bucket_bytes, first_bytes)
         tail = len(parameters) + 8 * control
-        if not cuts or not cuts[-1].compress.adds_up or how is not mean:  # the tail then travels by itself, as it is
-            device = cuts[-1].device if cuts else torch.device("cpu")
-            cuts.append(Cut((), torch.float32, device, 0, Cast()))
         # What takes more than one message starts the later ones when polled, which no two workers do at the same
         # moment: such buckets have a conversation of their own, in which one is over before the next begins.
         tiers = comm.tiers("hops")
-        hops = [bool(tiers) or (bool(c.spans) and (how is not mean or not c.compress.adds_up)) for c in cuts]
-        lane = comm.lane("hops") if any(hops) and not tiers else comm
-        self._buckets = [
-            Bucket(c, lane if hop else comm, how=how if c.spans else mean, tiers=tiers, hops=hop,
-                   tail=tail if c is cuts[-1] else 0)
-            for c, hop in zip(cuts, hops)
-        ]  # fmt: skip
-        self._place = {span.name: (bucket, i) for bucket in self._buckets for i, span in enumerate(bucket.cut.spans)}
+        add_up = [how is mean and c.compress.adds_up for c in cuts]
+        lane = comm if tiers or all(add_up) else comm.lane("hops")
+        self._gradients = [
+            Bucket(c, comm, lane, how=how, tiers=tiers, tail=tail if how is mean and c is cuts[-1] else 0) for c in cuts
+        ]
+        self._apart: list[Bucket] = []  # for a tail that travels by itself, as it is
+        if not add_up or not add_up[-1]:
+            nothing = Cut((), torch.float32, cuts[-1].device if cuts else torch.device("cpu"), 0, Cast())
+            self._apart = [Bucket(nothing, comm, comm, how=mean, tiers=tiers, tail=tail)]
+        self._place = {span.name: (bucket, i) for bucket in self._gradients for i, span in enumerate(bucket.cut.spans)}
         self.begin()
 
     @property
     def cuts(self) -> list[Cut]:
         """How the parameters lie in the buckets."""
-        return [bucket.cut for bucket in self._buckets]
+        return [bucket.cut for bucket in self._gradients]
 
     def begin(self) -> None:
         """A new round; what was added to one that was not committed is forgotten."""
@@ -97,8 +96,10 @@ class Reduction:
         self._control = self._silence
         self._launched = 0
         self._queue: deque[Bucket] = deque()
-        for bucket in self._buckets:
+        for bucket in [*self._gradients, *self._apart]:
             bucket.begin()
+        carried = bool(self._gradients) and self._gradients[-1].carries
+        self._buckets = self._gradients if carried else self._gradients + self._apart
 
     def close(self, control: list[float]) -> None:
         """What is added from now on is this worker's last of the round."""
@@ -158,7 +159,7 @@ class Reduction:
         """In the one order that all workers share. The last bucket waits for `launch`, where it is known who was
         used."""
         bucket = self._buckets[self._launched]
-        if bucket.tail:
+        if bucket is self._buckets[-1]:
             used = [float(seen) for b in self._buckets for seen in b.seen]
             bucket.write_tail(torch.cat([torch.tensor(used), pack(self._control).float()]))
         bucket.seal()
@@ -184,11 +185,11 @@ class Agreed:
 
     def norms(self) -> list[float]:
         """The 2-norm of each bucket."""
-        return [float(m.norm()) for b, m in zip(self._buckets, self.flats()) if b.cut.spans]
+        return [float(flat.norm()) for flat in self.flats()]
 
     def flats(self) -> list[Tensor]:
         """The mean of each bucket, laid out as in `Reduction.cuts`, to be read only and until the next round."""
-        return [mean[: bucket.cut.numel] for bucket, mean in zip(self._buckets, self.means)]
+        return [mean[: bucket.cut.numel] for bucket, mean in zip(self._buckets, self.means) if bucket.cut.spans]
 
     def results(self, scale: float = 1.0) -> dict[str, Tensor | None]:
         """``scale * mean`` by name, to be read only and until the next round; None for what no worker added to."""
@@ -201,11 +202,17 @@ class Agreed:
 
 
 class Bucket:
-    """One bucket in memory, and its exchange, which `hops` if it takes more than one message."""
+    """One bucket in memory, and its exchange, which `hops` if it takes more than one message; then on `lane`.
 
-    def __init__(self, plan: Cut, comm: Communicator, *, how: How, tiers: Tiers | None, tail: int, hops: bool) -> None:
-        self.cut, self.comm, self.tail, self.hops = plan, comm, tail, hops
-        self.how = by_tiers(tiers, how) if tiers else how
+    Args:
+        tail: room at the end for as many numbers, which travel along where the round's exchange `carries` them.
+    """
+
+    def __init__(
+        self, plan: Cut, comm: Communicator, lane: Communicator, *, how: How, tiers: Tiers | None, tail: int
+    ) -> None:
+        self.cut, self._tail, self._tiers, self._how = plan, tail, tiers, how
+        self._comm, self._lane = comm, lane
         self.memory = Memory()
         self.total = (tiers.within if tiers else comm).allocate(
             plan.numel + tail, plan.compress.total_dtype(plan.dtype)
@@ -222,6 +229,9 @@ class Bucket:
         self.launched = False
         self._flow: Flow | None = None
         self.memory.discard()
+        one_message = self._how is mean and self.cut.compress.is_one_sum(self.memory)
+        self.carries = one_message and self._tail > 0
+        self.hops = self._tiers is not None or not one_message
 
     def add(self, i: int, tensor: Tensor, weight: float) -> None:
         self.cut.compress.add(self.parts[i], tensor, weight, not self.seen[i])
@@ -237,8 +247,10 @@ class Bucket:
             silent.zero_()
 
     def start(self) -> None:
-        plan = self.cut
-        self._flow = Flow(self.how(plan.compress, self.total, plan.spans, self.comm, self.memory, plan.dtype))
+        plan, comm = self.cut, self._lane if self.hops else self._comm
+        total = self.total[: plan.numel + self._tail * self.carries]
+        how = by_tiers(self._tiers, self._how) if self._tiers else self._how
+        self._flow = Flow(how(plan.compress, total, plan.spans, comm, self.memory, plan.dtype))
 
     def poll(self) -> bool:
         return self._flow is not None and self._flow.poll()
