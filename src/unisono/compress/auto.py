@@ -96,9 +96,10 @@ class Auto(Delegate):
 
     def is_one_sum(self, memory: Memory) -> bool:
         trial: Trial | None = memory.get("trial")
-        if trial is None or trial.chosen is None or trial.step == self.again:
+        if trial is None or self._starts(trial) or trial.is_over(self.steps):  # there is to be measured or decided
             return False
-        return self.candidates[trial.chosen].is_one_sum(memory.part(str(trial.chosen)))
+        now = trial.candidate(self.steps)
+        return self.candidates[now].is_one_sum(memory.part(str(now)))
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
@@ -116,7 +117,7 @@ class Auto(Delegate):
         if comm.size == 1:  # nothing travels
             return (yield from self.candidates[0].mean(total, spans, comm, memory.part("0"), dtype))
         trial: Trial | None = memory.get("trial")
-        if trial is None or (self.again and trial.step == self.again):
+        if trial is None or self._starts(trial):
             trial = self._measure(total, spans, comm, dtype, memory.get("chosen"))
         start, sent = comm.now(), comm.bytes_sent
         if trial.is_over(self.steps):
@@ -130,6 +131,10 @@ class Auto(Delegate):
         result, blocked = yield from _watched(steps, comm)
         memory.put("trial", trial.after(_Lap(start, sent, comm.bytes_sent, blocked)))
         return result
+
+    def _starts(self, trial: Trial) -> bool:
+        """Whether all is measured again."""
+        return trial.step == self.again > 0
 
     def _measure(
         self, total: Tensor, spans: Sequence[Span], comm: Wire, dtype: torch.dtype, chosen: int | None
