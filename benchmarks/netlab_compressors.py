@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, repeats=3)
     parser.add_argument("--rates", nargs="+", default=RATES, help=f"of the links ({' '.join(RATES)})")
     parser.add_argument("--only", nargs="+", default=[AUTO, *FIXED], metavar="COMPRESSOR")
-    parser.add_argument("--warm-steps", type=int, default=24)
+    parser.add_argument("--warm-steps", type=int, default=48)
     parser.add_argument("--timed-steps", type=int, default=24)
     parser.add_argument("--hosts", type=int, default=4)
     asked = parser.parse_args(arguments)
