@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from unisono.batchnorm import synchronize_batchnorm
 from unisono.comm import Communicator
@@ -17,6 +18,7 @@ from unisono.config import Config
 from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
+from unisono.layout import Held, Places, Sample
 from unisono.notation import show
 from unisono.observe import Recorder
 from unisono.optimizer import LearningRate, prefer_fused
@@ -25,20 +27,35 @@ from unisono.replica import Replica, check_fit, check_trainable, sparse_paramete
 from unisono.schedule import Constant
 from unisono.task import Batch, Task, build_dataset
 from unisono.trainer import Trainer
+from unisono.wires import Wires
 
 
 class Feed:
-    """The plan of micro-batches, and the loader of worker `rank` of `size`; loaders are closed with `stack`."""
+    """The plan of micro-batches, and the loader of worker `rank` of `size`; loaders are closed with `stack`.
+
+    Raises:
+        InvalidInput: as `MicroBatchPlan`, `assign` and `Places`.
+    """
 
     def __init__(self, task: Task, config: Config, rank: int, size: int, stack: contextlib.ExitStack) -> None:
         self.task, self.config, self._stack = task, config, stack
         self.dataset = build_dataset(task.data)
         assert config.global_batch is not None
         self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
-        ranges = assign(self.plan.micro_batches, [1.0] * size)
-        self.mine = ranges[rank]
-        self.worker_of = [rank for rank, r in enumerate(ranges) for _ in r].__getitem__
+        self.places = Places(config.layout, size)
+        self.places.check_micro_batches(self.plan.micro_batches)
+        ranges = assign(self.plan.micro_batches, [1.0] * self.places.lanes)
+        self.mine = ranges[self.places.lane(rank)]
+        speakers = {self.places.lane(rank): rank for rank in reversed(range(size))}
+        self.worker_of = [speakers[lane] for lane, r in enumerate(ranges) for _ in r].__getitem__
         self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
+
+    def sample(self) -> Sample:
+        """The dataset's first two samples; no random stream moves."""
+        with torch.random.fork_rng(devices=[]):
+            first = [self.dataset[i] for i in range(min(2, len(self.dataset)))]
+        task = self.task
+        return Sample((task.collate or default_collate)(first), task.inputs, task.loss, task.weight)
 
     def loader(self, first_step: int) -> Loader:
         """Loads this worker's micro-batches from `first_step` on."""
@@ -49,8 +66,14 @@ class Feed:
         return loader
 
 
-def build(task: Task, config: Config, device: torch.device, comm: Communicator) -> tuple[nn.Module, Optimizer]:
-    """The model with its first weights, and its optimizer.
+def build(
+    task: Task, config: Config, device: torch.device, comm: Communicator, mesh: Any = None, sample: Sample | None = None
+) -> tuple[Held, Optimizer]:
+    """What this worker holds of the model, with its first weights, and the optimizer of that.
+
+    Args:
+        mesh: a DeviceMesh of all workers, where a replica lies on several.
+        sample: there, what it may be tried on.
 
     Raises:
         InvalidInput: what the task builds cannot be trained.
@@ -65,19 +88,24 @@ def build(task: Task, config: Config, device: torch.device, comm: Communicator) 
         model = synchronize_batchnorm(model, comm.lane("batchnorm"))
     check_trainable(model)
     model = model.to(device)
-    optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
-    check_fit(model, optimizer)
+    held = Held.whole(model)
+    if mesh is not None and sample is not None:
+        from unisono.layout.lay import lay  # imports more of torch than others need
+
+        held = lay(model, config.layout, mesh, sample)
+    optimizer = task.optimizer([p for p in held.local.parameters() if p.requires_grad])
+    check_fit(held.local, optimizer)
     prefer_fused(optimizer, sparse=bool(sparse_parameters(model)))
-    return model, optimizer
+    return held, optimizer
 
 
 def bind(
     task: Task,
     config: Config,
     feed: Feed,
-    model: nn.Module,
+    held: Held,
     optimizer: Optimizer,
-    comm: Communicator,
+    wires: Wires,
     *,
     persistence: Persistence,
     record: Recorder,
@@ -86,13 +114,15 @@ def bind(
     stop_asked: Callable[[], bool] = lambda: False,
     trainer: Callable[..., Trainer] = Trainer,
 ) -> Trainer:
-    """Give model and optimizer their replica, and all of it a `trainer`.
+    """Give what is held and its optimizer their replica, and all of it a `trainer`.
 
     Raises:
         InvalidInput: what is asked for cannot be combined.
     """
+    comm = wires.everybody
     replica = Replica(
-        model, optimizer, comm, sync=config.sync, compress=config.compress, micro_batches=feed.plan.micro_batches,
+        held.local, optimizer, wires.replicas, held=held, wires=wires, sync=config.sync, compress=config.compress,
+        micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=Persistence.WORDS * comm.size, lazy=not config.compile)  # fmt: skip
     persistence.attach(replica)
@@ -101,19 +131,20 @@ def bind(
     autocast = _autocast(config, device)
     task = dataclasses.replace(task, loss=within(autocast, task.loss))
     runs = forward(task, autocast)
-    called = torch.compile(model) if config.compile else model
+    called = torch.compile(held.model) if config.compile else held.model
     move = _mover(device)
     return trainer(
-        model=model,
+        model=held.model,
         replica=replica,
         loader=feed.loader(first_step),
         comm=comm,
         record=record,
         persistence=persistence,
         learning_rate=LearningRate(optimizer, config.lr),
-        evaluator=Evaluator(task, comm.lane("evaluation"), runs, move) if task.evaluate is not None else None,
+        evaluator=Evaluator(task, wires.replicas.lane("evaluation"), runs, move) if task.evaluate is not None else None,
         forward=lambda _, batch: runs(called, batch),
         loss=task.loss,
+        passage=held.passage,
         weight=task.weight or samples_in,
         move=move,
         seed=config.seed,

@@ -7,17 +7,32 @@ shares are on disk worker 0 commits the checkpoint, when one failed it is abando
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint import Loaded, Writer, compare
+from unisono.checkpoint import (
+    Box,
+    Loaded,
+    Opened,
+    Piece,
+    Spec,
+    Writer,
+    compare,
+    decode_holding,
+    encode_holding,
+    holding,
+    open_checkpoint,
+)
 from unisono.comm import Communicator
+from unisono.layout import Part
 from unisono.optimizer import load_state, state_of
 from unisono.replica import Replica, weights_of
+
+Receive = Callable[[str, Tensor], Tensor]  # of a checkpoint's tensor by name, and what it is like here
 
 
 class Persistence:
@@ -27,7 +42,9 @@ class Persistence:
         writer: writes this worker's share; None on a host from where the run's directory is not seen.
         every: steps between checkpoints; 0 writes one at the end only.
         meta: JSON that goes into every checkpoint's manifest.
-        comm: a lane of its own.
+        comm: a lane of its own, of all workers.
+        parts: where a replica lies on several workers, the box that each parameter here is of the whole one.
+        replicas: one of the workers at the same place of all replicas, where that is not all of them.
     """
 
     WORDS = 2  # numbers per worker in the control word: asked to stop, what became of its share
@@ -40,9 +57,13 @@ class Persistence:
         comm: Communicator,
         every: int,
         meta: Mapping[str, Any],
+        parts: Mapping[str, Part] | None = None,
+        replicas: Communicator | None = None,
     ) -> None:
         self._writer, self._model, self._optimizer, self._comm = writer, model, optimizer, comm
         self.every, self._meta = every, meta
+        self._parts, self._replicas = parts, replicas or comm
+        self._holders: list[dict[str, Piece]] | None = None  # what each worker has of a checkpoint's tensors
         self._shared: dict[str, Tensor] = {}
         self._replica: Replica | None = None
         self._pending = 0  # the step whose checkpoint is not yet committed or abandoned; 0: none
@@ -67,7 +88,10 @@ class Persistence:
         """
         self._hear(words[1 :: self.WORDS])
         if self._writer and self.every and not self._prepared:
-            self._writer.prepare(self._tensors())  # the optimizer's state is there from the first step on
+            tensors = self._tensors()
+            self._writer.prepare(
+                tensors, self._agreed_holders(tensors)
+            )  # the optimizer's state is there from the first step on
             self._prepared = True
         if self.due(done):
             self._take(done)
@@ -90,51 +114,97 @@ class Persistence:
             self._take(done)
         self._conclude()
 
-    def resume(self, loaded: Loaded | None) -> int:
-        """Take over worker 0's `loaded` state on all workers; returns the steps done so far.
+    def resume(self, found: Loaded | Opened | None) -> int:
+        """Take over the state that worker 0 has `found` on all workers; returns the steps done so far. Where a replica
+        lies on several, it has only been opened, and each reads its own boxes.
 
         Raises:
             CheckpointMismatch: on worker 0, another model's checkpoint; names the first tensor that differs.
         """
-        plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(loaded))))
+        plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(found))))
         if not plan:
             return 0
+        if self._parts is not None:
+            opened = found if isinstance(found, Opened) else open_checkpoint(plan["path"])
+            receive: Receive = lambda name, like: self._read(opened, name)
+        else:
+            loaded = found if isinstance(found, Loaded) else None
+            receive = lambda name, like: self._receive(loaded, name, like)
         weights = weights_of(self._model)
         with torch.no_grad():
             for name in sorted(weights):
-                weights[name].copy_(self._receive(loaded, f"model/{name}", weights[name]))
+                weights[name].copy_(receive(f"model/{name}", weights[name]))
         state = {
-            name: self._receive(loaded, f"optimizer/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
+            name: receive(f"optimizer/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
             for name, (kind, shape) in plan["tensors"].items()
+            if self._is_here(f"optimizer/{name}")
         }
-        load_state(self._optimizer, self._model, state, plan["numbers"])
+        numbers = {name: n for name, n in plan["numbers"].items() if self._is_here(f"optimizer/{name}")}
+        load_state(self._optimizer, self._model, state, numbers)
         self._shared = {
-            name: self._receive(loaded, f"sync/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
+            name: receive(f"sync/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
             for name, (kind, shape) in plan["shared"].items()
+            if self._is_here(f"sync/{name}")
         }
         self._last = int(plan["step"])
         return self._last
 
     def agree(self) -> None:
-        """Everybody takes worker 0's weights, so that all start from the same bits."""
+        """Everybody takes the first replica's weights, so that all start from the same bits."""
         with torch.no_grad():
             for _, tensor in sorted(weights_of(self._model).items()):
-                tensor.copy_(self._comm.broadcast(tensor.detach().clone()).wait())
+                tensor.copy_(self._replicas.broadcast(tensor.detach().clone()).wait())
 
-    def _inventory(self, loaded: Loaded | None) -> dict[str, Any]:
+    def _inventory(self, loaded: Loaded | Opened | None) -> dict[str, Any]:
         if loaded is None:
             return {}
-        found = {name: t for name, t in loaded.tensors.items() if name.startswith("model/")}
-        compare({f"model/{name}": (t.dtype, t.shape) for name, t in weights_of(self._model).items()}, found)
+        specs = loaded.specs if isinstance(loaded, Opened) else loaded.tensors
+        here = {f"model/{name}": (t.dtype, self._shape(name, t)) for name, t in weights_of(self._model).items()}
+        compare(here, {name: t for name, t in specs.items() if name.startswith("model/")})
         same = (
             loaded.meta["config"]["sync"] == self._meta["config"]["sync"]
         )  # else it would not know what to do with it
         return {
             "step": loaded.step,
+            "path": str(loaded.path),
             "numbers": loaded.meta["numbers"],
-            "tensors": _kinds(loaded, "optimizer/"),
-            "shared": _kinds(loaded, "sync/") if same else {},
+            "tensors": _kinds(specs, "optimizer/"),
+            "shared": _kinds(specs, "sync/") if same else {},
         }
+
+    def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        part = (self._parts or {}).get(name)
+        return part.shape if part else tuple(tensor.shape)
+
+    def _part(self, name: str) -> Part | None:
+        """The part that belongs to a checkpoint's tensor `name`: that of its parameter."""
+        kind, _, rest = name.partition("/")
+        inner = {"model": rest, "optimizer": rest.rpartition("/")[0], "sync": rest.partition("/")[2]}[kind]
+        return (self._parts or {}).get(inner)
+
+    def _is_here(self, name: str) -> bool:
+        """Whether this worker has a part in the checkpoint's tensor `name`, which is a parameter's."""
+        return self._parts is None or self._part(name) is not None or "/" not in name.partition("/")[2]
+
+    def _read(self, opened: Opened, name: str) -> Tensor:
+        part = self._part(name)
+        fits = part is not None and opened.specs[name].shape == part.shape
+        return opened.read(name, Box(part.shape, part.offset, part.size) if part and fits else None)
+
+    def _agreed_holders(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Piece]] | None:
+        """What each worker has; all call it alike."""
+        if self._parts is None:
+            return None
+        boxes = {}
+        for name, tensor in tensors.items():
+            part = self._part(name)
+            if part is not None and tuple(tensor.shape) == part.size:
+                boxes[name] = Box(part.shape, part.offset, part.size)
+        told = gather_text(self._comm, encode_holding(holding(tensors, boxes)))
+        holders = [decode_holding(text) for text in told]
+        if holders != self._holders:
+            self._holders = holders
+        return self._holders
 
     def _receive(self, loaded: Loaded | None, name: str, like: Tensor) -> Tensor:
         mine = loaded.tensors[name].to(like.device) if loaded else torch.empty_like(like.detach())
@@ -144,7 +214,9 @@ class Persistence:
         self._conclude()
         if self._writer:
             _, numbers = state_of(self._optimizer, self._model)
-            self._writer.stage(done, self._tensors(), {**self._meta, "numbers": numbers})
+            tensors = self._tensors()
+            holders = self._agreed_holders(tensors)
+            self._writer.stage(done, tensors, {**self._meta, "numbers": numbers}, holders)
         self._pending = self._last = done
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -190,10 +262,20 @@ class Persistence:
         self._pending = 0
 
 
-def _kinds(loaded: Loaded, prefix: str) -> dict[str, tuple[str, list[int]]]:
+def _kinds(specs: Mapping[str, Tensor | Spec], prefix: str) -> dict[str, tuple[str, list[int]]]:
     """Dtype and shape of the tensors under `prefix`."""
-    found = {name.removeprefix(prefix): t for name, t in loaded.tensors.items() if name.startswith(prefix)}
+    found = {name.removeprefix(prefix): t for name, t in specs.items() if name.startswith(prefix)}
     return {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in found.items()}
+
+
+def gather_text(comm: Communicator, text: str) -> list[str]:
+    """Everybody's `text`, by rank."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    lengths = comm.gather(torch.tensor([len(data)])).wait().view(-1).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = data
+    rows = comm.gather(padded).wait()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths)]
 
 
 def broadcast_text(comm: Communicator, text: str) -> str:

@@ -1,11 +1,11 @@
-"""One whole copy of the model on this worker: it hands gradients to the synchronizer as backward finishes them."""
+"""One copy of the model, whole or this worker's part: it hands gradients to the synchronizer as backward finishes
+them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from unisono.asking import Asking
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import Diverged, InvalidInput
+from unisono.layout import Held
 from unisono.optimizer import state_of
 from unisono.statistics import Statistics
 from unisono.sync import BoundSynchronizer, Change, LocalGradients, Loop, Share, Synchronizer
+from unisono.wires import Wires
 
 
 class Replica:
@@ -36,6 +38,8 @@ class Replica:
         extra: how many further numbers the control word has.
         listener: told the name of each parameter whose gradient is complete, before it is handed on; given by whoever
             leaves backward to the user's own loop.
+        held: this worker's part of the replica, where that lies on several; `model` is then ``held.local``.
+        wires: who talks with whom there; `comm` is then ``wires.replicas``.
         lazy: whether weights may come while the forward pass is under way, module by module, where the synchronizer
             can do so. Without meaning in the user's own loop, which may read weights whenever it likes.
     """
@@ -54,10 +58,13 @@ class Replica:
         overlap: bool = True,
         extra: int = 0,
         listener: Callable[[str], None] | None = None,
+        held: Held | None = None,
+        wires: Wires | None = None,
         lazy: bool = True,
     ) -> None:
         check_fit(model, optimizer)
         self.model, self.optimizer = model, optimizer
+        self._held, self._wires = held or Held.whole(model), wires or Wires.whole(comm)
         self._count, self._reference, self._clip = micro_batches, reference, clip
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sync: BoundSynchronizer
@@ -66,20 +73,21 @@ class Replica:
         else:
             loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, sparse_parameters(model))
             self._sync = sync.bind(parameters, comm.lane("gradients"), compress, loop)
-        # Weighted losses make autograd's own sum the mean, where it is this worker's alone.
-        self._local = self._sync.local and listener is None
+        # Weighted losses make autograd's own sum the mean, where it is this worker's or this replica's alone.
+        self._local = self._sync.local and listener is None and not self._wires.spread
+        self._weighted = self._local or self._wires.spread
         self._comm = comm.lane("meeting")
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
         self._asking: Asking | None = None
-        if self._sync.defers and lazy and listener is None and Asking.fits(model):
+        if self._sync.defers and lazy and listener is None and not self._wires.spread and Asking.fits(model):
             self._asking = Asking(model, self._names, self._sync.need)
-        self._statistics = Statistics(model, micro_batches, comm.lane("statistics") if self.lockstep else None)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._arrived, name))
-            for name, p in parameters.items()
-            if not self._local
-        ]
+        side_by_side = self._wires.lanes if self.lockstep else self._wires.shards
+        together = self.lockstep or self._wires.spread
+        self._statistics = Statistics(
+            self._held.model, micro_batches, side_by_side.lane("statistics") if together else None
+        )
+        self._hooks = [self._held.on_gradient(name, self._arrived) for name in parameters if not self._local]
         self.begin()
 
     @property
@@ -147,18 +155,32 @@ class Replica:
             if last:
                 self._statistics.send()
         if last:
-            self._sync.close(self._control + (extra or []))
+            control = self._control + (extra or [])
+            if self._wires.spread:
+                n, silent = self._count, [0.0] * self._count
+                control[:n] = control[:n] if self._wires.speaks else silent
+                control[n : 2 * n] = control[n : 2 * n] if self._wires.weighs else silent
+                said = torch.tensor(control, dtype=torch.float64)
+                control = self._wires.inside.sum(said).wait().tolist()
+            self._sync.close(control)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the micro-batch's mean `loss`, a scalar."""
         share = self._weight / self._reference
-        (loss * share if self._local and share != 1.0 else loss).backward()
+        (loss * share if self._weighted and share != 1.0 else loss).backward()
 
     def settle(self) -> Step:
         """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`."""
         if not self._local:
             self._take_what_lies_there()
         return Step(self, self._sync.settle())
+
+    def norm(self, change: Change) -> float:
+        """The 2-norm of `change` over all of the replica's parameters."""
+        if not self._wires.spread:
+            return change.norm()
+        square = torch.tensor([change.norm(self._held.elsewhere) ** 2], dtype=torch.float64)
+        return math.sqrt(float(self._wires.inside.sum(square).wait()))
 
     def unbind(self) -> None:
         """Leave the model as it was found, with all weights here."""
@@ -171,25 +193,23 @@ class Replica:
     def _take_what_lies_there(self) -> None:
         """Gradients that came past the hooks: the user's own, or of parameters that nobody told us of."""
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None:
-                name = self._names.get(id(parameter))
-                if name is None:
-                    raise InvalidInput(
-                        "optimizer", tuple(parameter.shape), "a parameter of this shape got a gradient, but was not "
-                        "trainable when the model was bound", "unfreeze or add it before")  # fmt: skip
-                self._arrived(name, parameter)
+            name = self._names.get(id(parameter))
+            if name is not None:
+                gradient = self._held.take(name)
+                if gradient is not None:
+                    self._arrived(name, gradient)
+            elif parameter.grad is not None:
+                raise InvalidInput(
+                    "optimizer", tuple(parameter.shape), "a parameter of this shape got a gradient, but was not "
+                    "trainable when the model was bound", "unfreeze or add it before")  # fmt: skip
 
-    def _arrived(self, name: str, parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        parameter.grad = None
+    def _arrived(self, name: str, gradient: Tensor) -> None:
         if self._asking:
             self._asking.came(name)
         if self._listener:
             self._listener(name)
-        self._sync.offer(
-            name, gradient.detach() if gradient.requires_grad else gradient, self._weight / self._reference
-        )
+        weight = 1.0 if self._weighted else self._weight / self._reference
+        self._sync.offer(name, gradient.detach() if gradient.requires_grad else gradient, weight)
 
 
 class Step:
@@ -246,7 +266,7 @@ class Step:
         total = math.fsum(self.weights)
         scale = self._replica._reference / total if total else 1.0
         if self._replica._clip is not None:
-            norm = self._change.norm() * scale
+            norm = self._replica.norm(self._change) * scale
             # The small number is torch.nn.utils.clip_grad_norm_'s.
             scale *= min(1.0, self._replica._clip / (norm + 1e-6))
         return scale

@@ -10,6 +10,8 @@ from unisono.compress import Exact
 from unisono.config import NONE, Config
 from unisono.data import default_micro_batch
 from unisono.errors import InvalidInput
+from unisono.layout import Places
+from unisono.notation import show
 from unisono.task import Task
 
 # What makes a run this run: with other values it would compute something else.
@@ -41,7 +43,29 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
             "on the number of workers, which Exact() promises that it does not", "leave one out")  # fmt: skip
+    if config.layout.workers > 1:
+        _check_spread(config)
     return config
+
+
+def _check_spread(config: Config) -> None:
+    """Raise `InvalidInput` where what is asked for cannot be with a replica on several workers."""
+    Places(config.layout, config.workers)
+    sync, layout = config.sync, show(config.layout)
+    if getattr(sync, "asynchronous", False) or getattr(sync, "staleness", 0) or getattr(sync, "backup_workers", 0):
+        raise InvalidInput(
+            "sync", show(sync), f"it hands micro-batches to workers one by one, and with {layout} a replica is several",
+            "write AllReduce(), LocalSGD(), DiLoCo(), Gossip() or ParameterServer(staleness=0)")  # fmt: skip
+    if isinstance(config.compress, Exact):
+        raise InvalidInput(
+            "compress", show(config.compress), f"with {layout} gradients are summed as floats inside a replica, so "
+            "that the bits depend on the layout", "leave one out")  # fmt: skip
+    if config.sync_batchnorm:
+        raise InvalidInput("sync_batchnorm", True, f"it does not know of {layout}", "leave one out")
+    if config.clip is not None and config.layout.tensor > 1 and hasattr(sync, "servers"):
+        raise InvalidInput(
+            "clip", config.clip, f"the servers would count what {layout} holds on several workers more than once",
+            "leave it out, or write AllReduce()")  # fmt: skip
 
 
 def check_same_run(config: Config, before: Mapping[str, Any]) -> None:

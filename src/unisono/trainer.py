@@ -23,6 +23,7 @@ from unisono.comm import Communicator
 from unisono.data import Loader, Turn, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator
+from unisono.layout import Passage
 from unisono.observe import Recorder
 from unisono.optimizer import LearningRate
 from unisono.persist import Persistence
@@ -37,6 +38,7 @@ class Trainer:
     Args:
         forward: ``forward(model, batch) -> output``.
         loss: ``loss(output, batch)``, a scalar.
+        passage: the context in which a micro-batch is computed, which knows what of it is this worker's.
         weight: what a batch counts in the mean over the global batch.
         move: brings a batch to the model's device.
         mine: the micro-batches of a step that this worker computes; `worker_of` says whose one is.
@@ -54,6 +56,7 @@ class Trainer:
     evaluator: Evaluator | None
     forward: Callable[[nn.Module, Batch], Any]
     loss: Callable[[Any, Batch], torch.Tensor]
+    passage: Passage
     weight: Callable[[Batch], float]
     move: Callable[[Batch], Batch]
     seed: int
@@ -147,12 +150,13 @@ class Trainer:
         `last` of this worker in this step."""
         seed_compute(stream(self.seed, t, m, "compute"))
         self.replica.enter(m, checked_weight(self.weight(batch)))
-        loss = self.loss(self.forward(self.model, batch), batch)
-        check_loss(loss)
-        self.replica.leave(
-            float(loss.detach()), last=last, extra=self.persistence.says(self.stop_asked()) if last else []
-        )
-        self.replica.backward(loss)
+        with self.passage(batch, self.loss) as (mine, loss_of):
+            loss = loss_of(self.forward(self.model, mine), mine)
+            check_loss(loss)
+            self.replica.leave(
+                float(loss.detach()), last=last, extra=self.persistence.says(self.stop_asked()) if last else []
+            )
+            self.replica.backward(loss)
 
     def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
         return {"loss": loss, "step_seconds": seconds, "samples_per_second": self.global_batch / seconds}

@@ -10,28 +10,33 @@ import resource
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unisono.assemble import Feed, bind, build
-from unisono.checkpoint import Event, Loaded, Writer, fingerprint, load_newest
-from unisono.comm import Communicator, connect
+from unisono.checkpoint import Event, Loaded, Opened, Writer, fingerprint, load_newest, newest, verified
+from unisono.comm import Communicator, Meeting
 from unisono.config import Config
 from unisono.directory import claimed
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
 from unisono.launch import Worker
+from unisono.layout import AXES, Places, Whole
+from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text
-from unisono.replica import weights_of
 from unisono.settings import check_same_run, settle
 from unisono.task import Task
 from unisono.trainer import Outcome, Trainer
+from unisono.wires import Wires
 from unisono.world import choose_device, fair_threads
 
 log = logging.getLogger("unisono")
+Found = Loaded | Opened
+Read = Callable[[Path, Callable[[CheckpointDamaged], None]], Found | None]
 
 
 def work(worker: Worker, order: Order) -> dict[str, Any]:
@@ -42,20 +47,22 @@ def work(worker: Worker, order: Order) -> dict[str, Any]:
     config = settle(task, order.settings)
     with contextlib.ExitStack() as stack:
         device = choose_device(config.device, who)
-        comm = connect(
-            who.rank, who.size, rendezvous=who.rendezvous, local_size=who.local_size, kind=config.communicator,
-            device=device, deadline_seconds=config.deadline_seconds)  # fmt: skip
+        meeting = Meeting(who.rank, who.size, who.rendezvous, who.local_size, config.communicator, device,
+                          config.deadline_seconds)  # fmt: skip
+        comm = meeting.among(range(who.size))
         stack.callback(comm.close)
         # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
         config = Config.of(json.loads(broadcast_text(comm, json.dumps(config.mapping()))))
         torch.set_num_threads(config.threads or fair_threads(who))
         feed = Feed(task, config, who.rank, who.size, stack)
         place = _place(comm, config, order, stack)
-        trainer, first_step = _set_up(worker, order, task, config, feed, device, comm, place, stack)
+        wires = _wires(meeting, comm, feed.places, who.rank)
+        stack.callback(wires.close)
+        trainer, first_step = _set_up(worker, order, task, config, feed, device, wires, place, stack)
         worker.stop.listen()
         startup = time.time() - order.began
         outcome = trainer.run(first_step)
-        return dataclasses.asdict(_result(order, trainer, outcome, first_step, startup, place.path))
+        return dataclasses.asdict(_result(order, trainer, wires, outcome, first_step, startup, place.path))
 
 
 def _set_up(
@@ -65,20 +72,24 @@ def _set_up(
     config: Config,
     feed: Feed,
     device: torch.device,
-    comm: Communicator,
+    wires: Wires,
     place: _Place,
     stack: contextlib.ExitStack,
 ) -> tuple[Trainer, int]:
     """Build everything and bind it; returns the trainer and the steps done by earlier lives of the run."""
-    model, optimizer = build(task, config, device, comm)
-    path = place.path
+    comm, path = wires.everybody, place.path
+    mesh, sample = (_mesh(feed.places, device), feed.sample()) if wires.spread else (None, None)
+    held, optimizer = build(task, config, device, comm, mesh, sample)
     record = _recorder(worker, path)
     stack.callback(record.close)
-    writer = _writer(comm, config, place, _teller(worker, record), stack)
+    writer = _writer(comm, config, place, _teller(worker, record), stack, wires.spread)
     meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
-    persistence = Persistence(writer, model, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta)
+    persistence = Persistence(
+        writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
+        held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None)  # fmt: skip
     persistence.agree()
-    loaded = _newest(config, path, meta, record) if config.resume and comm.rank == 0 else None
+    read: Read = partial(newest, read=verified) if wires.spread else load_newest
+    loaded = _newest(read, config, path, meta, record) if config.resume and comm.rank == 0 else None
     try:
         first_step = persistence.resume(loaded)
     except CheckpointMismatch as error:
@@ -87,14 +98,39 @@ def _set_up(
             "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
     _write_down(order, config, comm, path, record, first_step)
     trainer = bind(
-        task, config, feed, model, optimizer, comm, persistence=persistence, record=record, device=device,
+        task, config, feed, held, optimizer, wires, persistence=persistence, record=record, device=device,
         first_step=first_step, stop_asked=lambda: worker.stop.requested)  # fmt: skip
     return trainer, first_step
 
 
-def _result(order: Order, trainer: Trainer, outcome: Outcome, first_step: int, startup: float, path: Path) -> Result:
+def _wires(meeting: Meeting, comm: Communicator, places: Places, rank: int) -> Wires:
+    """Who talks with whom under the layout; all workers call it alike."""
+    if places.layout.workers == 1:
+        return Wires.whole(comm)
+    meeting.open_world()
+    here = places.of(rank)
+    return Wires(
+        comm,
+        replicas=meeting.among(places.along(rank, "replica"), "replicas"),
+        inside=meeting.among(places.along(rank, *AXES), "inside"),
+        lanes=meeting.among(places.along(rank, "replica", "shard"), "lanes"),
+        shards=meeting.among(places.along(rank, "shard"), "shards"),
+        speaks=here.tensor == 0,
+        weighs=here.tensor == here.context == 0,
+    )
+
+
+def _mesh(places: Places, device: torch.device) -> Any:
+    from unisono.layout.lay import mesh_of  # imports more of torch than others need
+
+    return mesh_of(places, device.type)
+
+
+def _result(
+    order: Order, trainer: Trainer, wires: Wires, outcome: Outcome, first_step: int, startup: float, path: Path
+) -> Result:
     peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
-    sent = trainer.comm.gather(torch.tensor([trainer.comm.bytes_sent])).wait()
+    sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
     trained = (outcome.steps - first_step) * trainer.global_batch
     seconds = sum(trainer.step_seconds) if trainer.replica.lockstep else trainer.seconds
     return Result(
@@ -102,7 +138,7 @@ def _result(order: Order, trainer: Trainer, outcome: Outcome, first_step: int, s
         samples=outcome.steps * trainer.global_batch,
         loss=outcome.loss,
         metrics=dict(outcome.metrics),
-        weights_sha256=fingerprint(weights_of(trainer.model)),
+        weights_sha256=fingerprint(Whole(trainer.model)),
         wall_seconds=time.time() - order.began,
         startup_seconds=startup,
         samples_per_second=trained / seconds if seconds else 0.0,
@@ -145,9 +181,18 @@ def _place(comm: Communicator, config: Config, order: Order, stack: contextlib.E
 
 
 def _writer(
-    comm: Communicator, config: Config, place: _Place, tell: Callable[[Event], None], stack: contextlib.ExitStack
+    comm: Communicator,
+    config: Config,
+    place: _Place,
+    tell: Callable[[Event], None],
+    stack: contextlib.ExitStack,
+    spread: bool,
 ) -> Writer | None:
     """This worker's hand in the checkpoints, if it can reach them."""
+    if spread and len(place.writers) < comm.size:
+        raise InvalidInput(
+            "layout", show(config.layout), f"every worker writes its own part of a checkpoint, and {place.path} is not "
+            f"the same directory on all {comm.size}", "give --run a directory that all hosts share")  # fmt: skip
     if comm.rank not in place.writers:
         return None
     rank, size = place.writers.index(comm.rank), len(place.writers)
@@ -186,7 +231,13 @@ def _teller(worker: Worker, record: Recorder) -> Callable[[Event], None]:
     return tell
 
 
-def _newest(config: Config, path: Path, meta: Mapping[str, Any], record: Recorder) -> Loaded | None:
+def _newest(
+    read: Read,
+    config: Config,
+    path: Path,
+    meta: Mapping[str, Any],
+    record: Recorder,
+) -> Found | None:
     """The newest sound checkpoint of the run, if it belongs to it. What is damaged is named and passed over.
 
     `meta` is what this life of the run would write into its own.
@@ -197,7 +248,7 @@ def _newest(config: Config, path: Path, meta: Mapping[str, Any], record: Recorde
         record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
 
     try:
-        loaded = load_newest(path / "checkpoints", damaged)
+        loaded = read(path / "checkpoints", damaged)
     except CheckpointDamaged as error:
         raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
     if loaded is None:

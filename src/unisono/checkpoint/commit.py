@@ -17,11 +17,17 @@ def commit_parts(temporary: Path, directory: Path, step: int, size: int, meta: A
     Manifest, rename, pointer: each is on the disk before the next begins.
 
     Raises:
-        CheckpointError: a part is missing, or is not of this step.
+        CheckpointError: a part is missing, is not of this step, or the parts do not make up whole tensors.
         OSError: the disk does not take it.
     """
     parts = [_complete(temporary, rank, step) for rank in range(size)]
-    place.write_durably(temporary / place.MANIFEST, encode_manifest(merged(step, meta, parts)))
+    try:
+        manifest = encode_manifest(merged(step, meta, parts))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    if len(manifest) > place.JSON_LIMIT:
+        raise CheckpointError(f"a manifest of {len(manifest)} bytes exceeds the {place.JSON_LIMIT} that are read again")
+    place.write_durably(temporary / place.MANIFEST, manifest)
     for rank in range(size):
         (temporary / report_file(rank)).unlink()
     place.sync_directory(temporary)

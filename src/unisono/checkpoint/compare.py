@@ -10,7 +10,7 @@ from unisono.checkpoint.container import Spec
 from unisono.errors import CheckpointMismatch
 
 
-def compare(expected: Mapping[str, tuple[dtype, tuple[int, ...]]], found: Mapping[str, Tensor]) -> None:
+def compare(expected: Mapping[str, tuple[dtype, tuple[int, ...]]], found: Mapping[str, Tensor | Spec]) -> None:
     """Check that `found` has the names, dtypes and shapes that are `expected`.
 
     Raises:

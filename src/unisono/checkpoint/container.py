@@ -95,8 +95,11 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
     return {name: Spec(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
 
 
-def container(specs: Mapping[str, Spec]) -> Container:
+def container(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> Container:
     """The file that holds tensors of these dtypes and shapes.
+
+    Args:
+        metadata: what else the header says, beside that the file is PyTorch's.
 
     Raises:
         CheckpointError: a dtype or a name that the format cannot hold, or too many tensors for one header.
@@ -105,7 +108,7 @@ def container(specs: Mapping[str, Spec]) -> Container:
         if spec.dtype not in CODES or name == "__metadata__":
             raise CheckpointError(f"tensor {name!r} of {spec} cannot be held by a safetensors file")
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offsets = [0]
     for name in order:
         offsets.append(offsets[-1] + specs[name].nbytes)

@@ -12,9 +12,12 @@ unsigned, little-endian, so that no two different sets of tensors have the same 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, uint8
+
+from unisono.checkpoint.container import Spec, dtype_name
+from unisono.checkpoint.stream import Source
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -23,14 +26,27 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     Strides, device and the mapping's order do not enter; any dense dtype and shape does, scalars and empty
     included.
     """
+    found = ((name, tensors[name]) for name in sorted(tensors))
+    return _digest((name, Spec(x.dtype, tuple(x.shape)), iter([raw_bytes(x)])) for name, x in found)
+
+
+def fingerprint_of(source: Source, prefix: str = "model/") -> str:
+    """The `fingerprint` of those tensors of an opened checkpoint whose names begin with `prefix`, which is taken off.
+
+    Whatever boxes were written, it is that of the whole tensors, read a few megabytes at a time.
+    """
+    names = sorted(name for name in source.specs if name.startswith(prefix))
+    return _digest((name.removeprefix(prefix), source.specs[name], source.stream(name)) for name in names)
+
+
+def _digest(tensors: Iterable[tuple[str, Spec, Iterator[memoryview]]]) -> str:
     digest = hashlib.sha256()
-    for name in sorted(tensors):
-        data = raw_bytes(tensors[name])
-        for text in (name, str(tensors[name].dtype).removeprefix("torch.")):
+    for name, spec, pieces in tensors:
+        for text in (name, dtype_name(spec.dtype)):
             digest.update(_number(len(text.encode())) + text.encode())
-        shape = tensors[name].shape
-        digest.update(_number(len(shape)) + b"".join(map(_number, shape)) + _number(data.nbytes))
-        digest.update(data)
+        digest.update(_number(len(spec.shape)) + b"".join(map(_number, spec.shape)) + _number(spec.nbytes))
+        for piece in pieces:
+            digest.update(piece)
     return digest.hexdigest()
 
 

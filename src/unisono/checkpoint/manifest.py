@@ -3,6 +3,9 @@
 `manifest.json` describes the whole checkpoint, `part-r.json` (while it is being written) the part of worker
 r. Both are *sealed* JSON: one object whose last field ``sha256`` is the SHA-256 of all bytes before that
 field.
+
+A tensor that lies whole in one part is written ``{"dtype", "shape", "part", "xxh3"}``, one that is cut
+``{"dtype", "shape", "boxes": [{"part", "offset", "size", "xxh3"}, ...]}``. Format 1 knows only the first.
 """
 
 from __future__ import annotations
@@ -14,21 +17,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.checkpoint.container import DTYPES, Spec, dtype_name
+from unisono.checkpoint.box import Box, check_tiling
+from unisono.checkpoint.container import DTYPES, dtype_name
+from unisono.checkpoint.holding import Piece
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
 SEAL = ',"sha256":"{}"}}\n'
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, and the 128-bit XXH3 of its bytes, by which damage is pinned to it.
+    """A box of a tensor, and the 128-bit XXH3 of its bytes, by which damage is pinned to it.
 
     It is a checksum against accidents: whoever may write the checkpoint may write its checksums too. A
     cryptographic hash would cost training ten times as much.
     """
 
-    spec: Spec
+    piece: Piece
     xxh3: str
 
 
@@ -51,6 +57,15 @@ class Manifest:
     step: int
     meta: Any
     parts: tuple[Part, ...]
+
+    @property
+    def tensors(self) -> dict[str, list[tuple[int, Entry]]]:
+        """By name: the boxes of each tensor, with the part that each is in; in the order in which they lie there."""
+        found: dict[str, list[tuple[int, Entry]]] = {}
+        for rank, part in enumerate(self.parts):
+            for name, entry in part.tensors.items():
+                found.setdefault(name, []).append((rank, entry))
+        return found
 
 
 def part_file(rank: int) -> str:
@@ -85,86 +100,121 @@ def unseal(sealed: bytes) -> dict[str, Any]:
 
 def encode_part(step: int, part: Part) -> bytes:
     """What a worker says of its part, sealed."""
-    tensors = {name: _encode_entry(entry) for name, entry in part.tensors.items()}
+    tensors = {name: _encode_spec(entry) | _encode_box(entry) for name, entry in part.tensors.items()}
     return seal({"format": FORMAT, "step": step, "bytes": part.nbytes, "tensors": tensors})
 
 
 def decode_part(sealed: bytes) -> tuple[int, Part]:
     """The step and the part. Raises ValueError where it is damaged."""
     fields = _versioned(sealed)
-    tensors = {name: _decode_entry(name, entry) for name, entry in _object(fields, "tensors").items()}
+    tensors = {name: _decode_entry(name, entry, entry) for name, entry in _object(fields, "tensors").items()}
     return _whole(fields, "step"), Part(_whole(fields, "bytes"), tensors)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as a file, sealed."""
-    parts = {part_file(r): {"bytes": p.nbytes} for r, p in enumerate(manifest.parts)}
-    tensors = {
-        name: _encode_entry(entry) | {"part": r}
-        for r, part in enumerate(manifest.parts)
-        for name, entry in part.tensors.items()
-    }
     fields = {
         "format": FORMAT,
         "step": manifest.step,
         "meta": manifest.meta,
-        "parts": parts,
-        "tensors": tensors,
+        "parts": {part_file(r): {"bytes": p.nbytes} for r, p in enumerate(manifest.parts)},
+        "tensors": {name: _encode_tensor(boxes) for name, boxes in manifest.tensors.items()},
     }
     return seal(fields)
 
 
 def decode_manifest(sealed: bytes) -> Manifest:
     """The manifest. Raises ValueError, which says what is wrong, for everything that this package did not
-    write."""
+    write; names the tensor and the region where boxes overlap or leave something out."""
     fields = _versioned(sealed)
     files = _object(fields, "parts")
     if list(files) != [part_file(r) for r in range(len(files))]:
         raise ValueError(f"parts are named {', '.join(map(repr, files))}")
     held: list[dict[str, Entry]] = [{} for _ in files]
-    for name, entry in _object(fields, "tensors").items():
-        rank = _whole(entry, "part") if isinstance(entry, dict) else -1
-        if not 0 <= rank < len(files):
-            raise ValueError(f"tensor {name!r} lies in no part")
-        held[rank][name] = _decode_entry(name, entry)
-    parts = tuple(Part(_whole(file, "bytes"), tensors) for file, tensors in zip(files.values(), held))
+    for name, tensor in _object(fields, "tensors").items():
+        for box in _boxes(name, tensor):
+            rank = _whole(box, "part") if isinstance(box, dict) else -1
+            if not 0 <= rank < len(files) or name in held[rank]:
+                raise ValueError(f"tensor {name!r} lies in no part, or twice in one")
+            held[rank][name] = _decode_entry(name, tensor, box)
     if "meta" not in fields:
         raise ValueError("meta is missing")
-    return Manifest(_whole(fields, "step"), fields["meta"], parts)
+    parts = tuple(Part(_whole(file, "bytes"), tensors) for file, tensors in zip(files.values(), held))
+    return _checked(Manifest(_whole(fields, "step"), fields["meta"], parts))
 
 
 def merged(step: int, meta: Any, parts: Sequence[Part]) -> Manifest:
-    """The manifest of these parts. Raises ValueError where two parts hold the same tensor."""
-    names = [name for part in parts for name in part.tensors]
-    if len(names) != len(set(names)):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two workers wrote tensor {twice!r}: they do not agree on who writes what")
-    return Manifest(step, meta, tuple(parts))
+    """The manifest of these parts. Raises ValueError where they do not make up whole tensors, each once."""
+    try:
+        return _checked(Manifest(step, meta, tuple(parts)))
+    except ValueError as error:
+        raise ValueError(f"{error}: the workers do not agree on who writes what") from None
 
 
-def _encode_entry(entry: Entry) -> dict[str, Any]:
-    return {
-        "dtype": dtype_name(entry.spec.dtype),
-        "shape": list(entry.spec.shape),
-        "xxh3": entry.xxh3,
-    }
+def _checked(manifest: Manifest) -> Manifest:
+    for name, found in manifest.tensors.items():
+        pieces = [entry.piece for _, entry in found]
+        for piece in pieces:
+            if piece.whole != pieces[0].whole:
+                raise ValueError(f"tensor {name!r} is {pieces[0].whole} in one part and {piece.whole} in another")
+        try:
+            check_tiling(pieces[0].box.shape, [piece.box for piece in pieces])
+        except ValueError as error:
+            raise ValueError(f"tensor {name!r}: {error}") from None
+    return manifest
 
 
-def _decode_entry(name: str, fields: Any) -> Entry:
-    shape, xxh3 = _field(fields, "shape", list), _field(fields, "xxh3", str)
-    dtype = DTYPES.get(_field(fields, "dtype", str))
+def _encode_tensor(boxes: Sequence[tuple[int, Entry]]) -> dict[str, Any]:
+    spec = _encode_spec(boxes[0][1])
+    found = [{"part": rank} | _encode_box(entry) for rank, entry in boxes]
+    return spec | found[0] if boxes[0][1].piece.box.is_whole else spec | {"boxes": found}
+
+
+def _encode_spec(entry: Entry) -> dict[str, Any]:
+    return {"dtype": dtype_name(entry.piece.dtype), "shape": entry.piece.box.shape}
+
+
+def _encode_box(entry: Entry) -> dict[str, Any]:
+    box = entry.piece.box
+    where = {} if box.is_whole else {"offset": box.offset, "size": box.size}
+    return where | {"xxh3": entry.xxh3}
+
+
+def _boxes(name: str, tensor: Any) -> list[Any]:
+    if not isinstance(tensor, dict) or "boxes" not in tensor:
+        return [tensor]
+    if "part" in tensor or not tensor["boxes"]:
+        raise ValueError(f"tensor {name!r} is both whole and cut, or nowhere")
+    boxes: list[Any] = _field(tensor, "boxes", list)
+    return boxes
+
+
+def _decode_entry(name: str, spec: Any, fields: Any) -> Entry:
+    shape, dtype = _field(spec, "shape", list), DTYPES.get(_field(spec, "dtype", str))
     if dtype is None or not all(_is_whole(n) for n in shape):
         raise ValueError(f"tensor {name!r} has no possible dtype and shape")
     # Torch counts in 63 bits; an empty tensor may still claim absurd lengths elsewhere.
     if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**63:
         raise ValueError(f"tensor {name!r} claims more bytes than a machine can have")
-    return Entry(Spec(dtype, tuple(shape)), xxh3)
+    return Entry(Piece(dtype, _decode_box(name, tuple(shape), fields)), _field(fields, "xxh3", str))
+
+
+def _decode_box(name: str, shape: tuple[int, ...], fields: Any) -> Box:
+    if "offset" not in fields and "size" not in fields:
+        return Box.whole(shape)
+    offset, size = _field(fields, "offset", list), _field(fields, "size", list)
+    if not all(_is_whole(n) for n in (*offset, *size)):
+        raise ValueError(f"tensor {name!r} has no possible box")
+    try:
+        return Box(shape, tuple(offset), tuple(size))
+    except ValueError as error:
+        raise ValueError(f"tensor {name!r}: {error}") from None
 
 
 def _versioned(sealed: bytes) -> dict[str, Any]:
     fields = unseal(sealed)
-    if fields.get("format") != FORMAT:
-        raise ValueError(f"format {fields.get('format')!r} is not {FORMAT}, which this version reads")
+    if fields.get("format") not in READABLE:
+        raise ValueError(f"format {fields.get('format')!r} is none of {READABLE}, which this version reads")
     return fields
 
 

@@ -31,11 +31,11 @@ def write_part(
     step: int,
     container: Container,
     image: memoryview,
-    digests: Mapping[str, str],
+    tensors: Mapping[str, Entry],
     stopped: Callable[[], bool],
 ) -> Part:
     """Write the file image durably into `directory`, then its report, whose presence says that the part is
-    complete. `digests`: each tensor's, taken when it was copied.
+    complete. `tensors`: what the image holds, with the digests taken when it was copied.
 
     Raises:
         OSError: the disk does not take it; what was written of it is removed.
@@ -45,7 +45,7 @@ def write_part(
     report.unlink(missing_ok=True)
     try:
         _stream(path, image, container.nbytes, stopped)
-        part = Part(container.nbytes, {slot.name: Entry(slot.spec, digests[slot.name]) for slot in container.slots})
+        part = Part(container.nbytes, tensors)
         write_durably(report, encode_part(step, part))
     except (OSError, Stopped):
         with contextlib.suppress(OSError):  # the first error is the one that tells

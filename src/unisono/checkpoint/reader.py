@@ -6,19 +6,15 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
-from xxhash import xxh3_128
 
 from unisono.checkpoint import directory as place
-from unisono.checkpoint.container import Slot, container
-from unisono.checkpoint.fingerprint import raw_bytes
-from unisono.checkpoint.manifest import Entry, Manifest, Part, decode_manifest, part_file
-from unisono.errors import CheckpointDamaged, CheckpointError
+from unisono.checkpoint.opened import Opened, open_checkpoint
+from unisono.errors import CheckpointDamaged
 
-CHUNK = 32 << 20  # bytes
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,13 @@ class Loaded:
     path: Path
 
 
-def load_newest(directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]) -> Loaded | None:
-    """The newest sound checkpoint; None where there is none at all. What is damaged is told and passed over.
+def newest(
+    directory: str | os.PathLike[str],
+    on_damaged: Callable[[CheckpointDamaged], None],
+    read: Callable[[Path], Read],
+) -> Read | None:
+    """What `read` makes of the newest checkpoint that it does not find damaged; None where there is none at all. What
+    is damaged is told and passed over.
 
     Raises:
         CheckpointDamaged: there are checkpoints, but not one is sound.
@@ -46,7 +47,7 @@ def load_newest(directory: str | os.PathLike[str], on_damaged: Callable[[Checkpo
         on_damaged(damage)
     for step in place.newest_first(list(found), latest):
         try:
-            return load(found[step])
+            return read(found[step])
         except CheckpointDamaged as damage:
             on_damaged(damage)
     if found:
@@ -54,63 +55,21 @@ def load_newest(directory: str | os.PathLike[str], on_damaged: Callable[[Checkpo
     return None
 
 
+def open_newest(directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]) -> Opened | None:
+    """The newest checkpoint that can be opened, to be read piece by piece; see `newest` and `open_checkpoint`."""
+    return newest(directory, on_damaged, open_checkpoint)
+
+
+def load_newest(directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]) -> Loaded | None:
+    """The newest sound checkpoint, whole; see `newest`."""
+    return newest(directory, on_damaged, load)
+
+
 def load(path: str | os.PathLike[str]) -> Loaded:
-    """The checkpoint in directory `path`.
+    """All of the checkpoint in directory `path`.
 
     Raises:
         CheckpointDamaged: names the file, and where possible the tensor, that is not what was written.
     """
-    path = Path(path)
-    manifest = _manifest(path)
-    tensors: dict[str, Tensor] = {}
-    for rank, part in enumerate(manifest.parts):
-        file = path / part_file(rank)
-        try:
-            tensors |= _read_part(file, part)
-        except (OSError, ValueError, CheckpointError, MemoryError, RuntimeError) as error:
-            raise _damaged(file, error) from error
-    return Loaded(manifest.step, tensors, manifest.meta, path)
-
-
-def _manifest(path: Path) -> Manifest:
-    file = path / place.MANIFEST
-    try:
-        manifest = decode_manifest(place.read_small(file, place.JSON_LIMIT))
-    except (OSError, ValueError) as error:
-        raise _damaged(file, error) from error
-    if place.step_of(path.name.strip(".").removesuffix(".replaced")) not in (None, manifest.step):
-        raise CheckpointDamaged(f"{file}: it is the manifest of step {manifest.step}")
-    return manifest
-
-
-def _damaged(file: Path, error: BaseException) -> CheckpointDamaged:
-    what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return CheckpointDamaged(f"{file}: {what or type(error).__name__}")
-
-
-def _read_part(file: Path, part: Part) -> dict[str, Tensor]:
-    expected = container({name: entry.spec for name, entry in part.tensors.items()})
-    with open(place.open_to_read(file), "rb", buffering=0) as stream:
-        length = os.fstat(stream.fileno()).st_size
-        # All lengths must agree before memory is taken.
-        if length != part.nbytes or length != expected.nbytes:
-            raise ValueError(f"{length} bytes long, where {part.nbytes} were written for {expected.nbytes} to hold")
-        if stream.read(len(expected.header)) != expected.header:
-            raise ValueError("its header is not what was written")
-        return {slot.name: _read_tensor(stream.fileno(), slot, part.tensors[slot.name]) for slot in expected.slots}
-
-
-def _read_tensor(descriptor: int, slot: Slot, entry: Entry) -> Tensor:
-    tensor, digest = torch.empty(slot.spec.shape, dtype=slot.spec.dtype), xxh3_128()
-    memory = raw_bytes(tensor)
-    for begin in range(0, len(memory), CHUNK):
-        rest = memory[begin : begin + CHUNK]
-        while rest:
-            count = os.readv(descriptor, [rest])
-            if not count:
-                raise ValueError("it became shorter while it was read")
-            digest.update(rest[:count])
-            rest = rest[count:]
-    if digest.hexdigest() != entry.xxh3:
-        raise ValueError(f"the bytes of tensor {slot.name!r} are not what was written")
-    return tensor
+    opened = open_checkpoint(path)
+    return Loaded(opened.step, {name: opened.read(name) for name in opened.specs}, opened.meta, opened.path)

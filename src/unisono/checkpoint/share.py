@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Item = TypeVar("Item", bound=Hashable)
 
 
 def share_out(sizes: Mapping[str, int], workers: int) -> list[list[str]]:
-    """The names that each worker writes, balanced by bytes; the same on every worker for the same sizes.
-
-    Largest first, each to the worker with the least so far (Graham 1969, LPT: no worker gets more than 4/3
-    of the best possible maximum). Ties go by name and by rank. Every name is in exactly one list; a list is
-    sorted and may be empty.
+    """The names that each worker writes where everybody has everything, balanced by bytes; see `deal`.
 
     Args:
         sizes: bytes of each tensor.
@@ -22,10 +21,38 @@ def share_out(sizes: Mapping[str, int], workers: int) -> list[list[str]]:
     """
     if workers < 1:
         raise ValueError(f"workers={workers!r} is below 1")
-    shares: list[list[str]] = [[] for _ in range(workers)]
-    loads = [(0, rank) for rank in range(workers)]
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, rank = loads[0]
-        shares[rank].append(name)
-        heapq.heapreplace(loads, (load + sizes[name], rank))
-    return [sorted(share) for share in shares]
+    return deal(sizes, dict.fromkeys(sizes, tuple(range(workers))), workers)
+
+
+def deal(sizes: Mapping[Item, int], holders: Mapping[Item, Sequence[int]], workers: int) -> list[list[Item]]:
+    """What each worker writes, balanced by bytes; the same on every worker for the same arguments.
+
+    What one worker alone holds is its own to write. Of the rest, largest first, each goes to that of its holders with
+    the least so far (Graham 1969, LPT: where all hold everything, no worker gets more than 4/3 of the best possible
+    maximum). Ties go by item and by rank. Every item is in exactly one list; a list is sorted and may be empty.
+
+    Args:
+        sizes: bytes of each item.
+        holders: the workers that have it, in order.
+        workers: how many there are.
+    """
+    shares: list[list[Item]] = [[] for _ in range(workers)]
+    loads = [0] * workers
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    order: Any = lambda item: (len(holders[item]) > 1, -sizes[item], item)
+    for item in sorted(sizes, key=order):
+        who = tuple(holders[item])
+        if len(who) == 1:
+            rank = who[0]
+        else:
+            rank = _least(heaps.setdefault(who, [(0, rank) for rank in who]), loads)
+        shares[rank].append(item)
+        loads[rank] += sizes[item]
+    return [sorted(share) for share in shares]  # type: ignore[type-var]
+
+
+def _least(heap: list[tuple[int, int]], loads: Sequence[int]) -> int:
+    """The rank with the least so far. What the heap says of others may be old: too little, never too much."""
+    while heap[0][0] != loads[heap[0][1]]:
+        heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+    return heap[0][1]

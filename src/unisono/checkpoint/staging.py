@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
-from unisono.checkpoint.container import PAGE, Container
+from unisono.checkpoint.container import PAGE, container
 from unisono.checkpoint.fingerprint import raw_bytes
+from unisono.checkpoint.holding import Piece
+from unisono.checkpoint.manifest import Entry
 
 PIECE = 512 << 10  # bytes: half of a small second-level cache, and enough to let go of the interpreter's lock
 
@@ -21,23 +23,24 @@ class Staging:
     """Memory for one file. Taken and touched once, then used for every checkpoint of the same tensors.
 
     Args:
-        container: what the file holds.
+        pieces: what the file holds, by name.
         pinned: take memory that a CUDA device can copy to while the host goes on.
     """
 
-    def __init__(self, container: Container, pinned: bool) -> None:
-        self.container = container
-        length = -(-container.nbytes // PAGE) * PAGE
+    def __init__(self, pieces: Mapping[str, Piece], pinned: bool) -> None:
+        self._pieces, self.container = pieces, container({name: piece.spec for name, piece in pieces.items()})
+        length = -(-self.container.nbytes // PAGE) * PAGE
         self.image = _pinned(length) if pinned else _pages(length)
         image = np.frombuffer(self.image, dtype=np.uint8)
         image.fill(0)  # the kernel hands out pages at the first touch; better now than inside the copy
-        image[: len(container.header)] = np.frombuffer(container.header, dtype=np.uint8)
+        header = np.frombuffer(self.container.header, dtype=np.uint8)
+        image[: len(header)] = header
 
     def copy(self, tensors: Mapping[str, Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
         """Take over the numbers; returns when they are here. Big copies do not hold the interpreter's
         lock."""
         image = np.frombuffer(self.image, dtype=np.uint8)
-        self.digests: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for slot in self.container.slots:
             source, target = tensors[slot.name].detach(), image[slot.begin : slot.end]
             if source.is_cuda:
@@ -45,12 +48,13 @@ class Staging:
                 with torch.cuda.stream(streams[source.get_device()]):
                     like.copy_(source, non_blocking=True)
             else:
-                self.digests[slot.name] = _copy_and_digest(target, np.frombuffer(raw_bytes(source), dtype=np.uint8))
+                digests[slot.name] = _copy_and_digest(target, np.frombuffer(raw_bytes(source), dtype=np.uint8))
         for stream in streams:
             stream.synchronize()
         for slot in self.container.slots:
-            if slot.name not in self.digests:
-                self.digests[slot.name] = xxh3_128(self.image[slot.begin : slot.end]).hexdigest()
+            if slot.name not in digests:
+                digests[slot.name] = xxh3_128(self.image[slot.begin : slot.end]).hexdigest()
+        self.tensors = {slot.name: Entry(self._pieces[slot.name], digests[slot.name]) for slot in self.container.slots}
 
 
 def _copy_and_digest(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> str:

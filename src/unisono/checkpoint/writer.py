@@ -26,13 +26,17 @@ import torch
 from torch import Tensor
 
 from unisono.checkpoint import directory as place
+from unisono.checkpoint.box import Box
 from unisono.checkpoint.commit import commit_parts
-from unisono.checkpoint.container import Container, container, specs_of
+from unisono.checkpoint.container import Container, Spec, specs_of
+from unisono.checkpoint.holding import Holding, Piece, shares
 from unisono.checkpoint.part import Stopped, write_part
-from unisono.checkpoint.share import share_out
 from unisono.checkpoint.staging import Staging
 from unisono.checkpoint.words import reason
 from unisono.errors import CheckpointError
+
+Holders = Sequence[Holding] | None  # by worker; None: everybody holds everything
+Specs = Mapping[str, Spec]
 
 
 class Phase(StrEnum):
@@ -109,6 +113,7 @@ class Writer:
         self._directory, self._rank, self._size, self._keep = Path(directory), rank, size, keep
         self._on_event, self._attempt = on_event, attempt
         self._staging: Staging | None = None
+        self._planned: tuple[Specs, Holders] | None = None  # what the staging's memory is for
         self._copying: Future[Staging] | None = None
         self._jobs: list[Future[Any]] = []
         self._meta: dict[int, str] = {}
@@ -129,28 +134,37 @@ class Writer:
         """Whether anything that was asked for is still to be done."""
         return any(not job.done() for job in self._jobs)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], holders: Holders = None) -> None:
         """Take the memory for copies of `tensors` now, in the background, and not at the first `stage`.
         Optional."""
+        self._check(tensors, holders)
         specs, pinned = specs_of(tensors), any(x.is_cuda for x in tensors.values())
-        self._jobs.append(self._copier.submit(self._prepare, specs, pinned))
+        self._jobs.append(self._copier.submit(self._prepare, specs, holders, pinned))
 
-    def stage(self, step: int, tensors: Mapping[str, Tensor], meta: Any = None) -> None:
+    def stage(self, step: int, tensors: Mapping[str, Tensor], meta: Any = None, holders: Holders = None) -> None:
         """Begin the checkpoint of `step`; returns at once.
 
-        The tensors must not change until `staged` returns. `meta` is anything that JSON can hold, taken over
-        now; only that of worker 0 is kept. Waits first for an earlier checkpoint that is still on its way:
-        ask `busy`.
+        The tensors must not change until `staged` returns. Waits first for an earlier checkpoint that is still on its
+        way: ask `busy`.
+
+        Args:
+            tensors: what this worker holds, by global name.
+            meta: anything that JSON can hold, taken over now; only that of worker 0 is kept.
+            holders: what each worker holds, by rank, the same on all; see `holding`. Each box is written once, by one
+                of those that have it. None: everybody holds `tensors`, whole. The same object, where nothing changed,
+                saves work.
 
         Raises:
             TypeError: `meta` is not JSON.
+            ValueError: `tensors` are not what ``holders[rank]`` says.
         """
+        self._check(tensors, holders)
         self.finish()
         if self._rank == 0:
             self._meta[step] = json.dumps(meta)
         self._abandoned.discard(step)
         self._update(step=step, phase=Phase.STAGING, error="")
-        self._copying = self._copier.submit(self._copy, dict(tensors), _streams(tensors))
+        self._copying = self._copier.submit(self._copy, dict(tensors), holders, _streams(tensors))
         self._jobs.append(self._scribe.submit(self._write, step, self._copying))
 
     def staged(self) -> None:
@@ -197,23 +211,33 @@ class Writer:
         except OSError as error:
             raise CheckpointError(f"{self._directory} cannot hold checkpoints: {error.strerror}") from error
 
+    def _check(self, tensors: Mapping[str, Tensor], holders: Holders) -> None:
+        """Raise ValueError where this worker holds something else than it has told."""
+        if holders is None:
+            return
+        if len(holders) != self._size:
+            raise ValueError(f"{len(holders)} workers are said to hold something, and {self._size} write")
+        told, here = {name: piece.spec for name, piece in holders[self._rank].items()}, specs_of(tensors)
+        if told != here:
+            name = min(name for name in told.keys() | here.keys() if told.get(name) != here.get(name))
+            raise ValueError(f"tensor {name!r} is {here.get(name, 'not')} here; {told.get(name, 'none')} was told")
+
     # Everything below runs in the background.
 
-    def _prepare(self, specs: Mapping[str, Any], pinned: bool) -> None:
+    def _prepare(self, specs: Specs, holders: Holders, pinned: bool) -> None:
         with contextlib.suppress(Exception):  # the same happens at `stage`, and is told there
-            self._memory(specs, pinned)
+            self._memory(specs, holders, pinned)
 
-    def _memory(self, specs: Mapping[str, Any], pinned: bool) -> Staging:
-        sizes = {name: spec.nbytes for name, spec in specs.items()}
-        share = share_out(sizes, self._size)[self._rank]
-        file = container({name: specs[name] for name in share})
-        if self._staging is None or self._staging.container != file:
+    def _memory(self, specs: Specs, holders: Holders, pinned: bool) -> Staging:
+        if self._staging is None or self._planned != (specs, holders):
+            whole = {name: Piece(spec.dtype, Box.whole(spec.shape)) for name, spec in specs.items()}
+            pieces = shares(holders or [whole] * self._size)[self._rank]
             self._staging = None  # the old memory goes before the new is taken
-            self._staging = Staging(file, pinned)
+            self._staging, self._planned = Staging(pieces, pinned), (specs, holders)
         return self._staging
 
-    def _copy(self, tensors: Mapping[str, Tensor], streams: list[torch.cuda.Stream]) -> Staging:
-        staging = self._memory(specs_of(tensors), bool(streams))
+    def _copy(self, tensors: Mapping[str, Tensor], holders: Holders, streams: list[torch.cuda.Stream]) -> Staging:
+        staging = self._memory(specs_of(tensors), holders, bool(streams))
         staging.copy(tensors, streams)
         return staging
 
@@ -225,7 +249,7 @@ class Writer:
             self._update(phase=Phase.WRITING)
             path = place.temporary(self._directory, step, self._attempt)
             path.mkdir(mode=0o700, exist_ok=True)
-            write_part(path, self._rank, step, file, staging.image, staging.digests, lambda: self._unwanted(step))
+            write_part(path, self._rank, step, file, staging.image, staging.tensors, lambda: self._unwanted(step))
             self._update(phase=Phase.WRITTEN, written=step)
         except Stopped:
             self._update(phase=Phase.FAILED, error="abandoned", failed=step)

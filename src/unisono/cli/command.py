@@ -18,6 +18,7 @@ commands:
   simulate TASK  forecast what training is like on other networks, with learning that is real
   launch SCRIPT  run a script with its own training loop on several workers
   tasks          list the built-in tasks and their options
+  checkpoint     show and verify checkpoints, convert them to safetensors and back
 
   --version      print the version
   --help         print this; also after a command
@@ -85,11 +86,18 @@ def _tasks(given: list[str]) -> int:
     return tasks(given)
 
 
+def _checkpoint(given: list[str]) -> int:
+    from unisono.cli.checkpoint import checkpoint
+
+    return checkpoint(given)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "simulate": _simulate,
     "launch": _launch,
     "tasks": _tasks,
+    "checkpoint": _checkpoint,
 }
 
 

@@ -2,6 +2,7 @@ from unisono.comm.alone import Alone as Alone
 from unisono.comm.communicator import Communicator as Communicator
 from unisono.comm.communicator import Header as Header
 from unisono.comm.communicator import Work as Work
+from unisono.comm.connect import Meeting as Meeting
 from unisono.comm.connect import connect as connect
 from unisono.comm.faulty import Appointment as Appointment
 from unisono.comm.faulty import Delay as Delay

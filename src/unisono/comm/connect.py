@@ -8,9 +8,12 @@ import os
 import secrets
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
@@ -19,7 +22,7 @@ from unisono.comm.board import Board
 from unisono.comm.communicator import Communicator
 from unisono.comm.memory import MemoryUnavailable, check_platform, create, open_of
 from unisono.comm.peers import Peers
-from unisono.comm.rendezvous import open_store, own_address, parse_rendezvous
+from unisono.comm.rendezvous import interface_of, open_store, own_address, parse_rendezvous
 from unisono.comm.shared_memory import Host, SharedMemory
 from unisono.comm.tiers import Part, Tiers
 from unisono.comm.torch_group import TorchGroup
@@ -55,37 +58,96 @@ def connect(
         InvalidInput: what was asked for cannot work here.
         PeerLost: not all peers came within the deadline.
     """
-    device = device or torch.device("cpu")
-    chosen = _choose(kind, size, local_size, device)
-    if not 0 <= rank < size:
-        raise InvalidInput("rank", rank, f"is not one of the {size} workers", f"write 0 to {size - 1}")
-    if size == 1:
-        return Alone(device)
-    place = parse_rendezvous(rendezvous)
-    # Workers may meet at one place several times, one run after the other: each time has keys of its own.
-    _meetings[rendezvous] += 1
-    store = c10d.PrefixStore(f"meeting/{_meetings[rendezvous]}", open_store(place, rank, deadline_seconds))
-    if chosen == "shared_memory":
+    meeting = Meeting(rank, size, rendezvous, local_size, kind, device or torch.device("cpu"), deadline_seconds)
+    return meeting.among(range(size))
+
+
+class Meeting:
+    """A place where the workers of a run find each other, all of them or some; the arguments are those of `connect`."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        local_size: int,
+        kind: str,
+        device: torch.device,
+        deadline_seconds: float,
+    ) -> None:
+        self._rank, self._size, self._local_size = rank, size, local_size
+        self._kind, self._device, self._deadline_seconds = kind, device, deadline_seconds
+        _choose(kind, size, local_size, device)
+        if not 0 <= rank < size:
+            raise InvalidInput("rank", rank, f"is not one of the {size} workers", f"write 0 to {size - 1}")
+        if size == 1:
+            return
+        place = parse_rendezvous(rendezvous)
+        self._address = own_address(place)
+        # Workers may meet at one place several times, one run after the other: each time has keys of its own.
+        _meetings[rendezvous] += 1
+        self._store = c10d.PrefixStore(f"meeting/{_meetings[rendezvous]}", open_store(place, rank, deadline_seconds))
+
+    def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
+        """The wire between `ranks`, this worker among them: they call it alike, and become ``0 .. len(ranks)-1``.
+        Another `name` gives another wire between the same workers.
+
+        Raises:
+            InvalidInput: what was asked for cannot work here.
+            PeerLost: not all of them came within the deadline.
+        """
+        rank, size, local_size = ranks.index(self._rank), len(ranks), self._beside(ranks)
+        chosen = _choose(self._kind, size, local_size, self._device)
+        if size == 1:
+            return Alone(self._device)
+        store = c10d.PrefixStore("-".join([name, *map(str, ranks)]), self._store)
+        if chosen == "shared_memory":
+            try:
+                return share_memory(c10d.PrefixStore("memory", store), rank, size, self._deadline_seconds)
+            except MemoryUnavailable as reason:
+                chosen = "gloo"
+                if rank == 0:
+                    LOG.warning("shared memory cannot be used (%s): using gloo instead", reason)
+        group = TorchGroup(
+            c10d.PrefixStore(chosen, store),
+            rank,
+            size,
+            backend=chosen,
+            device=self._device,
+            address=self._address,
+            deadline_seconds=self._deadline_seconds,
+            service_address="127.0.0.1" if local_size == size else self._address,
+        )
+        if self._kind == "auto" and chosen == "gloo" and 1 < local_size < size and size % local_size == 0:
+            divide(group, store, local_size, self._address, self._deadline_seconds)
+        return group
+
+    def open_world(self) -> None:
+        """Make torch's default process group of all workers: what its own ways to cut a model talk through.
+
+        Raises:
+            PeerLost: not all of them came within the deadline.
+        """
+        interface = interface_of(self._address)
+        if interface:  # else it takes the address that the host's name stands for
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         try:
-            return share_memory(c10d.PrefixStore("memory", store), rank, size, deadline_seconds)
-        except MemoryUnavailable as reason:
-            chosen = "gloo"
-            if rank == 0:
-                LOG.warning("shared memory cannot be used (%s): using gloo instead", reason)
-    service_address = "127.0.0.1" if local_size == size else own_address(place)
-    group = TorchGroup(
-        c10d.PrefixStore(chosen, store),
-        rank,
-        size,
-        backend=chosen,
-        device=device,
-        address=own_address(place),
-        deadline_seconds=deadline_seconds,
-        service_address=service_address,
-    )
-    if kind == "auto" and chosen == "gloo" and 1 < local_size < size and size % local_size == 0:
-        divide(group, store, local_size, own_address(place), deadline_seconds)
-    return group
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
+                store=c10d.PrefixStore("world", self._store),
+                rank=self._rank,
+                world_size=self._size,
+                timeout=timedelta(seconds=self._deadline_seconds),
+            )
+        except RuntimeError as error:
+            raise PeerLost([], "connect", str(error).splitlines()[0]) from error
+
+    def _beside(self, ranks: Sequence[int]) -> int:
+        """How many of `ranks` share a host, where it is as many on each and neighbours share one; else 1."""
+        hosts = [rank // self._local_size for rank in ranks]
+        count = hosts.count(hosts[0])
+        blocks = [host for i, host in enumerate(hosts) if i % count == 0 for _ in range(count)]
+        return count if blocks[: len(hosts)] == hosts and len(set(hosts)) * count == len(hosts) else 1
 
 
 def divide(group: TorchGroup, store: c10d.Store, local_size: int, address: str, deadline_seconds: float) -> None:

@@ -1,2 +1,10 @@
+from unisono.layout.held import Held as Held
+from unisono.layout.held import Passage as Passage
+from unisono.layout.held import Whole as Whole
+from unisono.layout.layout import AXES as AXES
 from unisono.layout.layout import LAYOUTS as LAYOUTS
 from unisono.layout.layout import Layout as Layout
+from unisono.layout.parts import Part as Part
+from unisono.layout.places import Place as Place
+from unisono.layout.places import Places as Places
+from unisono.layout.sample import Sample as Sample

@@ -18,6 +18,7 @@ from unisono.observe import Nothing
 from unisono.persist import Persistence
 from unisono.plan.simulation import with_data
 from unisono.task import Task
+from unisono.wires import Wires
 
 _STEPS = 6  # of which the first, which also pays for what is made once, does not count
 _ENOUGH_SECONDS = 10.0
@@ -36,11 +37,12 @@ def share_seconds(task: Task, config: Config) -> float:
         config = replace(config, steps=_STEPS, epochs=None, load=Inline(), checkpoint_every=0, evaluate_every=0,
                          global_batch=mine * whole.plan.micro_batch, micro_batch=whole.plan.micro_batch)  # fmt: skip
         feed = Feed(task, config, 0, 1, stack)
-        model, optimizer = build(task, config, device, comm)
-        persistence = Persistence(None, model, optimizer, comm, 0, {})
+        held, optimizer = build(task, config, device, comm)
+        persistence = Persistence(None, held.local, optimizer, comm, 0, {})
         began = time.monotonic()
-        trainer = bind(task, config, feed, model, optimizer, comm, persistence=persistence, record=Nothing(),
-                       device=device, stop_asked=lambda: time.monotonic() - began > _ENOUGH_SECONDS)  # fmt: skip
+        trainer = bind(task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence,
+                       record=Nothing(), device=device,
+                       stop_asked=lambda: time.monotonic() - began > _ENOUGH_SECONDS)  # fmt: skip
         trainer.run(0)
     counted = trainer.step_seconds[1:] or trainer.step_seconds
     return statistics.median(counted) * whole.plan.micro_batches / config.workers / mine

@@ -30,6 +30,7 @@ from unisono.plan.compute import Compute, quantiles
 from unisono.plan.pace import Pace, PacedTrainer
 from unisono.replica import weights_of
 from unisono.task import Evaluation, Task, build_dataset
+from unisono.wires import Wires
 
 _PATIENCE_SECONDS = 1e9  # of virtual time: nobody is taken for lost because a link is slow
 Tell = Callable[[Mapping[str, Any]], None]
@@ -226,15 +227,15 @@ def _train(
 ) -> Life:
     device = torch.device("cpu")
     feed = Feed(task, config, comm.rank, comm.size, stack)
-    model, optimizer = build(task, config, device, comm)
-    persistence = Persistence(None, model, optimizer, comm.lane("checkpoint"), 0, {})
+    held, optimizer = build(task, config, device, comm)
+    persistence = Persistence(None, held.local, optimizer, comm.lane("checkpoint"), 0, {})
     persistence.agree()
     share = feed.plan.micro_batch / (cluster.share_samples or feed.plan.global_batch / comm.size)
-    pace = Pace(comm, model, lambda step: share * cluster.compute.seconds(config.seed, comm.rank, step),
+    pace = Pace(comm, held.model, lambda step: share * cluster.compute.seconds(config.seed, comm.rank, step),
                 by_module=not config.compile)  # fmt: skip
     record = _Ledger(comm, feed.plan.global_batch, tell if comm.rank == 0 else lambda message: None)
-    trainer = bind(task, config, feed, model, optimizer, comm, persistence=persistence, record=record, device=device,
-                   trainer=partial(PacedTrainer, pace=pace))  # fmt: skip
+    trainer = bind(task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence, record=record,
+                   device=device, trainer=partial(PacedTrainer, pace=pace))  # fmt: skip
     outcome = trainer.run(0)
-    weights = fingerprint(weights_of(model)) if comm.rank == 0 else ""
+    weights = fingerprint(weights_of(held.local)) if comm.rank == 0 else ""
     return Life(record.points, trainer.seconds, pace.busy_seconds, record.bytes, outcome.metrics, weights)

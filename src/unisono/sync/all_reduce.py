@@ -7,7 +7,7 @@ that travel while backward still runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +94,12 @@ class MeanGradient:
         self._mean: Agreed = reduction.wait()
         self.control = self._mean.control
 
-    def norm(self) -> float:
-        """The 2-norm of the mean gradient over all parameters."""
+    def norm(self, without: Collection[str] = ()) -> float:
+        """See `Change.norm`."""
+        if without:
+            found = self._mean.results()
+            counted = [g for name, g in found.items() if g is not None and name not in without]
+            return math.sqrt(math.fsum(float(g.norm()) ** 2 for g in counted))
         return math.sqrt(math.fsum(n * n for n in self._mean.norms()))
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:

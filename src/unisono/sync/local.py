@@ -5,7 +5,7 @@ The gradients stay where autograd adds them up, where whoever runs backward lets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -73,11 +73,12 @@ class LocalMean:
         self._parameters, self.control = parameters, control
         self._gradients = [p.grad for p in parameters.values() if p.grad is not None]
 
-    def norm(self) -> float:
-        """The 2-norm over all parameters."""
-        if not self._gradients:
+    def norm(self, without: Collection[str] = ()) -> float:
+        """See `Change.norm`."""
+        counted = [p.grad for name, p in self._parameters.items() if p.grad is not None and name not in without]
+        if not counted:
             return 0.0
-        dense = [g.coalesce().values() if g.is_sparse else g for g in self._gradients]
+        dense = [g.coalesce().values() if g.is_sparse else g for g in counted]
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)).double()))
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:

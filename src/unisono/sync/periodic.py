@@ -11,7 +11,7 @@ fragments, in turn, and a mean walk is taken in some steps after the walks were 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -203,9 +203,9 @@ class Stride:
         self._periodic, self._change = periodic, change
         self.agreed, self.control = synchronous, change.control
 
-    def norm(self) -> float:
+    def norm(self, without: Collection[str] = ()) -> float:
         """See `Change.norm`."""
-        return self._change.norm()
+        return self._change.norm(without)
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """The optimizer's step first, then what is due. A lost peer leaves the parameters after that step."""

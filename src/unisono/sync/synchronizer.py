@@ -35,9 +35,9 @@ class Change(Protocol):
     def agreed(self) -> bool:
         """Whether all workers have heard the same `control`. Where walks end in `apply`, it becomes true there."""
 
-    def norm(self) -> float:
-        """The 2-norm of the mean gradient over all parameters: the same bits on every worker in lockstep, else of
-        this worker's own mean."""
+    def norm(self, without: Collection[str] = ()) -> float:
+        """The 2-norm of the mean gradient over all parameters but some: the same bits on every worker in lockstep,
+        else of this worker's own mean."""
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Take the step of ``scale * mean gradient``: put it into the parameters' ``grad``, call `step` and take the

@@ -10,7 +10,7 @@ forward: need ──► waits for what has not arrived yet
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -94,8 +94,9 @@ class MeanAtServers:
         self._server, self.control = server, control
         self._norm: float | None = None
 
-    def norm(self) -> float:
-        """The 2-norm of the mean gradient over all parameters."""
+    def norm(self, without: Collection[str] = ()) -> float:
+        """See `Change.norm`; the servers know of no exceptions."""
+        assert not without
         if self._norm is None:
             self._norm = math.sqrt(self._server.square())
         return self._norm

@@ -9,7 +9,7 @@ answer to the push of a slice, to which the memory of its gradient belongs, befo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,8 +172,9 @@ class OwnGradient:
     def __init__(self, server: WalkingServer) -> None:
         self._server, self.control = server, server.control
 
-    def norm(self) -> float:
-        """The 2-norm of this worker's own mean gradient."""
+    def norm(self, without: Collection[str] = ()) -> float:
+        """See `Change.norm`; the servers know of no exceptions."""
+        assert not without
         return math.sqrt(self._server.square())
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:

@@ -1,0 +1,102 @@
+"""Checkpoints to and from plain safetensors, tensor by tensor: never the whole model in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from unisono.checkpoint import directory as place
+from unisono.checkpoint.box import Box
+from unisono.checkpoint.commit import commit_parts
+from unisono.checkpoint.container import Spec, container
+from unisono.checkpoint.holding import Piece
+from unisono.checkpoint.manifest import Entry, Part, encode_part, part_file
+from unisono.checkpoint.part import report_file
+from unisono.checkpoint.plain import INDEX
+from unisono.checkpoint.stream import Source, write_file
+
+
+def save_plain(
+    source: Source, path: Path, most_bytes: int | None = None, metadata: Mapping[str, str] | None = None
+) -> list[Path]:
+    """Write all tensors of `source` to a safetensors file, or to several with an index, as transformers reads them:
+    ``model-00001-of-00002.safetensors`` … and ``model.safetensors.index.json``. Gives the files.
+
+    They appear when all are complete, the index last.
+
+    Args:
+        path: of the one file (``model.safetensors``).
+        most_bytes: of tensors in one file; a larger tensor has a file of its own.
+        metadata: what the headers say beside.
+
+    Raises:
+        CheckpointDamaged: what was read is not what was written.
+        OSError: a file is there already, or the disk does not take it.
+    """
+    groups = _groups(source.specs, most_bytes)
+    names = {path.with_name(_numbered(path, i, len(groups))): group for i, group in enumerate(groups)}
+    index = [path.with_name(path.name + INDEX)] if len(groups) > 1 else []
+    for file in [*names, *index]:
+        if file.exists():
+            raise FileExistsError(17, os.strerror(17), str(file))
+    partial = {file: file.with_name(f".{file.name}.tmp") for file in names}
+    try:
+        for file, group in names.items():
+            partial[file].unlink(missing_ok=True)
+            write_file(partial[file], container({name: source.specs[name] for name in group}, metadata), source)
+        for file in names:
+            partial[file].replace(file)
+    finally:
+        for file in partial.values():
+            file.unlink(missing_ok=True)
+    for file in index:
+        place.write_durably(file, _index(source.specs, names))
+    place.sync_directory(path.parent)
+    return [*names, *index]
+
+
+def store(source: Source, directory: Path, step: int, meta: object) -> Path:
+    """Make all tensors of `source` the newest checkpoint of `directory`, as of `step`; gives its path.
+
+    Raises:
+        CheckpointDamaged: what was read is not what was written.
+        OSError: the disk does not take it.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = place.temporary(directory, step, "converted")
+    place.remove(temporary)
+    temporary.mkdir(mode=0o700)
+    try:
+        file = container(source.specs)
+        digests = write_file(temporary / part_file(0), file, source)
+        pieces = {slot.name: Piece(slot.spec.dtype, Box.whole(slot.spec.shape)) for slot in file.slots}
+        part = Part(file.nbytes, {name: Entry(piece, digests[name]) for name, piece in pieces.items()})
+        place.write_durably(temporary / report_file(0), encode_part(step, part))
+        commit_parts(temporary, directory, step, 1, meta)
+    finally:
+        place.remove(temporary)
+    return directory / place.step_name(step)
+
+
+def _groups(specs: Mapping[str, Spec], most_bytes: int | None) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    room = most_bytes
+    for name in sorted(specs):
+        if room is not None and specs[name].nbytes > room and groups[-1]:
+            groups.append([])
+            room = most_bytes
+        groups[-1].append(name)
+        room = None if room is None else room - specs[name].nbytes
+    return groups
+
+
+def _numbered(path: Path, number: int, count: int) -> str:
+    return path.name if count == 1 else f"{path.stem}-{number + 1:05d}-of-{count:05d}{path.suffix}"
+
+
+def _index(specs: Mapping[str, Spec], names: Mapping[Path, Sequence[str]]) -> bytes:
+    total = sum(spec.nbytes for spec in specs.values())
+    where = {name: file.name for file, group in names.items() for name in group}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True).encode()

@@ -1,0 +1,243 @@
+"""``unisono checkpoint``: look at checkpoints, verify them, and turn them into safetensors and back."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import CheckpointDamaged, InvalidInput, UnisonoError
+from unisono.notation import nearest
+
+if TYPE_CHECKING:
+    from unisono.checkpoint import Opened
+    from unisono.checkpoint.stream import Source
+
+USAGE = """\
+usage: unisono checkpoint show DIR
+       unisono checkpoint verify DIR
+       unisono checkpoint convert DIR --to FILE.safetensors [--all] [--max-shard-bytes SIZE]
+       unisono checkpoint convert --from FILE.safetensors DIR [--all]
+
+Look at what a run has written down. DIR is a run, its checkpoints, or one of them; of several, the newest.
+
+  show     the step, who wrote it, and every tensor
+  verify   read everything and compare every checksum; 1 is returned where something is damaged
+  convert  to safetensors, or from there to a checkpoint in a new DIR; tensor by tensor, whatever the model's size
+
+  --to FILE               the safetensors file to write
+  --from FILE             a safetensors file, an index, or a directory with model.safetensors or its index
+  --all                   everything, optimizer state included, under the names that it has in the checkpoint
+                          [weights only, under the model's names]
+  --max-shard-bytes SIZE  several files with an index, as transformers reads them, none larger than this: 5GB, 500MB
+"""
+_WEIGHTS = "model/"
+_OURS = "unisono"  # in a file's metadata: the step, and what else the checkpoint said
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def checkpoint(words: list[str]) -> int:
+    """Run the words after ``unisono checkpoint``; 0 when it is done, 1 where something is damaged.
+
+    Raises:
+        UnisonoError: what was written cannot work, or what is read is damaged.
+    """
+    if not words or "--help" in words or "-h" in words:
+        print(USAGE, end="")
+        return 0
+    verbs = {"show": _show, "verify": _verify, "convert": _convert}
+    if words[0] not in verbs:
+        raise InvalidInput("checkpoint", words[0], "it can do no such thing", nearest(words[0], list(verbs)))
+    options, rest = read(words[1:], _CONVERSION if words[0] == "convert" else {})
+    if len(rest) != 1:
+        given = " ".join(rest) or "(nothing)"
+        raise InvalidInput("DIR", given, "one directory is needed", f"write unisono checkpoint {words[0]} DIR")
+    try:
+        return verbs[words[0]](Path(rest[0]), options)
+    except OSError as error:
+        raise UnisonoError(f"{error.filename or rest[0]}: {error.strerror or error}") from error
+
+
+_CONVERSION = {"--to": True, "--from": True, "--max-shard-bytes": True, "--all": False}
+
+
+def read(words: Sequence[str], known: Mapping[str, bool]) -> tuple[dict[str, str], list[str]]:
+    """The options among `words`, and what else there is.
+
+    Args:
+        known: every option, and whether a value follows it.
+
+    Raises:
+        InvalidInput: an unknown option, or one without its value.
+    """
+    found: dict[str, str] = {}
+    rest, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-"):
+            rest.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if name not in known:
+            cure = nearest(name, list(known)) if known else "leave it out"
+            raise InvalidInput(name, value or "(nothing)", "there is no such option", cure)
+        if equals and not known[name]:
+            raise InvalidInput(name, value, "it takes no value", f"write {name}")
+        if known[name] and not equals and not left:
+            raise InvalidInput(name, "(nothing)", "a value is missing", f"write {name} VALUE")
+        found[name] = value if equals or not known[name] else left.pop(0)
+    return found, rest
+
+
+def _show(directory: Path, options: Mapping[str, str]) -> int:
+    from unisono.checkpoint.contents import contents
+
+    print("\n".join(contents(_newest(directory))))
+    return 0
+
+
+def _verify(directory: Path, options: Mapping[str, str]) -> int:
+    from unisono.checkpoint import damages, open_checkpoint
+    from unisono.checkpoint.contents import printable
+
+    damaged = _latest_is_damaged(directory)
+    for path in _found(directory):
+        words = [printable(sentence) for sentence in damages(path)]
+        if words:
+            print(f"{path}: damaged\n" + "\n".join(f"  {sentence}" for sentence in words))
+        else:
+            opened = open_checkpoint(path)
+            nbytes = sum(part.nbytes for part in opened.parts)
+            print(f"{path}: sound, step {opened.step}, {len(opened.specs)} tensors, {nbytes:,} bytes")
+        damaged |= bool(words)
+    return int(damaged)
+
+
+def _convert(directory: Path, options: Mapping[str, str]) -> int:
+    if ("--to" in options) == ("--from" in options):
+        raise InvalidInput("convert", str(directory), "either --to or --from is needed", "write --to model.safetensors")
+    return (_to if "--to" in options else _from)(directory, options)
+
+
+def _to(directory: Path, options: Mapping[str, str]) -> int:
+    from unisono.checkpoint import save_plain
+    from unisono.checkpoint.plain import INDEX
+
+    path, most = Path(options["--to"]), _size(options)
+    if path.suffix != ".safetensors":
+        raise InvalidInput("--to", str(path), "not a safetensors file", "write for instance --to model.safetensors")
+    if not path.parent.is_dir():
+        raise InvalidInput("--to", str(path), f"there is no directory {path.parent}", "make it, or name another file")
+    if there := [file for file in (path, path.with_name(path.name + INDEX)) if file.exists()]:
+        raise InvalidInput("--to", str(path), f"{there[0]} is there already", "name another file, or take it away")
+    opened = _newest(directory)
+    if "--all" in options:
+        told = json.dumps({"step": opened.step, "meta": opened.meta})
+        files = save_plain(opened, path, most, {_OURS: told})
+    else:
+        files = save_plain(_weights(opened, _WEIGHTS), path, most)
+    print("\n".join(map(str, files)))
+    return 0
+
+
+def _from(directory: Path, options: Mapping[str, str]) -> int:
+    from unisono.checkpoint import open_plain, store
+    from unisono.checkpoint.stream import Renamed
+
+    if "--max-shard-bytes" in options:
+        raise InvalidInput(
+            "--max-shard-bytes", options["--max-shard-bytes"], "a checkpoint is one file", "leave it out"
+        )
+    path = Path(options["--from"])
+    if not path.exists():
+        raise InvalidInput("--from", str(path), "there is no such file", "check the path")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidInput("DIR", str(directory), "something is there already", "name a new directory")
+    plain = open_plain(path)
+    step, meta, ours = _told(plain.metadata, path)
+    source: Source = plain
+    if "--all" not in options:
+        source = _weights(plain, _WEIGHTS if ours else "")
+        source = Renamed(source, {_WEIGHTS + name: name for name in source.specs})
+    print(store(source, directory, step, meta))
+    return 0
+
+
+def _weights(source: Source, prefix: str) -> Source:
+    """The tensors whose names begin with `prefix`, without it."""
+    from unisono.checkpoint.stream import Renamed
+
+    return Renamed(source, {name.removeprefix(prefix): name for name in source.specs if name.startswith(prefix)})
+
+
+def _told(metadata: Mapping[str, str], path: Path) -> tuple[int, Any, bool]:
+    """Step and meta of a checkpoint that was converted with all that it held, and whether it was."""
+    if _OURS not in metadata:
+        return 0, {"converted_from": path.name}, False
+    try:
+        told = json.loads(metadata[_OURS])
+        step, meta = told["step"], told["meta"]
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise ValueError(step)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise CheckpointDamaged(f"{path}: its metadata is not what was written") from None
+    return step, meta, True
+
+
+def _size(options: Mapping[str, str]) -> int | None:
+    text = options.get("--max-shard-bytes")
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,15})\s*([kKMGT]?B?)", text, re.ASCII)
+    size = int(match[1]) * _UNITS.get(match[2].upper().removesuffix("B") + "B", 1) if match else 0
+    if size < 1:
+        raise InvalidInput("--max-shard-bytes", text, "not a size of at least one byte", "write for instance 5GB")
+    return size
+
+
+def _found(directory: Path) -> list[Path]:
+    """The checkpoints in a run's directory, in a directory of checkpoints, or the one that `directory` is."""
+    from unisono.checkpoint import checkpoints
+    from unisono.checkpoint.directory import MANIFEST, step_of
+
+    if (directory / MANIFEST).exists() or (directory.is_dir() and step_of(directory.name) is not None):
+        return [directory]
+    found = [path for _, path in checkpoints(_home(directory))]
+    if not found:
+        raise InvalidInput(
+            "DIR", str(directory), "there is no checkpoint", "name a run, its checkpoints or one of them"
+        )
+    return found
+
+
+def _home(directory: Path) -> Path:
+    return directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
+
+
+def _newest(directory: Path) -> Opened:
+    from unisono.checkpoint import open_checkpoint, open_newest
+    from unisono.checkpoint.contents import printable
+
+    found = _found(directory)
+    if found == [directory]:
+        return open_checkpoint(directory)
+    opened = open_newest(_home(directory), lambda damage: print(printable(f"damaged: {damage}"), file=sys.stderr))
+    assert opened is not None  # else nothing would have been found
+    return opened
+
+
+def _latest_is_damaged(directory: Path) -> bool:
+    from unisono.checkpoint.contents import printable
+    from unisono.checkpoint.directory import read_latest
+
+    if _found(directory) == [directory]:
+        return False
+    try:
+        read_latest(_home(directory))
+    except CheckpointDamaged as damage:
+        print(printable(str(damage)))
+        return True
+    return False

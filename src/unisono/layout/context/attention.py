@@ -1,0 +1,112 @@
+"""Attention of a worker's queries to the keys and values of the whole sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unisono.errors import InvalidInput
+from unisono.layout.context.masks import causal, widened
+from unisono.layout.context.peers import Peers
+from unisono.layout.context.ring import ring
+from unisono.layout.context.split import Split
+
+FORMS = ("gather", "ring")
+
+
+def attend(
+    split: Split,
+    peers: Peers,
+    form: str,
+    keys: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention`` of local queries ``[..., local, E]`` over everybody's keys and values.
+
+    Where neither queries nor keys are the split sequence (a cross-attention to something that every worker has whole,
+    an attention over channels) it is torch's own.
+
+    Args:
+        form: ``gather`` holds all keys and values at once, ``ring`` those of two workers at most.
+        keys: false for padding, of the whole micro-batch ``[N, length]``, where no mask of the model says so.
+
+    Raises:
+        InvalidInput: dropout, a mask that fits neither the part nor the whole, or latent queries over local keys.
+    """
+    crossed = key.shape[-2] != split.local
+    if split.size == 1 or (crossed and not is_causal):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    _check(split, query, key, attn_mask, dropout_p, is_causal)
+    if keys is not None and query.dim() != 4:
+        raise InvalidInput("keys", f"queries {tuple(query.shape)}", "padding is known of [N, heads, tokens, E] only",
+                           "give attention batches and heads")  # fmt: skip
+    query, key, value = _autocast(query, key, value)
+    mask, is_causal = widened(attn_mask, is_causal, keys, split, peers)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    learned = mask is not None and mask.requires_grad  # its gradient is not the ring's to bring home
+    if form == "ring" and not learned:
+        return ring(query, key, value, mask, is_causal, scale, split, peers)
+    return gather(query, key, value, mask, is_causal, scale, split, peers)
+
+
+def gather(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    split: Split,
+    peers: Peers,
+) -> Tensor:
+    """All keys and values in one all-gather; in backward, one reduce-scatter (Dubey et al. 2024, 3.3.2)."""
+    everybody = peers.gather(torch.cat([key.reshape(-1), value.reshape(-1)]))
+    grouped = key.dim() > 2 and query.shape[-3] != key.shape[-3]
+    keys = split.join([row[: key.numel()].view(key.shape) for row in everybody], -2)
+    values = split.join([row[key.numel() :].view(value.shape) for row in everybody], -2)
+    if not is_causal:
+        return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
+    seen = causal(split, peers.rank, query.device)
+    rows = []
+    for i, (_, stop) in enumerate(split.spans(peers.rank)):  # no chunk computes what comes after it
+        mine = slice(i * split.chunk, (i + 1) * split.chunk)
+        rows.append(F.scaled_dot_product_attention(
+            query[..., mine, :], keys[..., :stop, :], values[..., :stop, :], seen[mine, :stop],
+            scale=scale, enable_gqa=grouped,
+        ))  # fmt: skip
+    return torch.cat(rows, -2)
+
+
+def _check(split: Split, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool) -> None:
+    what = f"queries {tuple(query.shape)}, keys {tuple(key.shape)}"
+    if dropout_p:
+        raise InvalidInput("dropout", dropout_p, f"attention over {split.size} workers has no dropout",
+                           "set the model's attention dropout to 0")  # fmt: skip
+    if is_causal and mask is not None:
+        raise InvalidInput("attn_mask", what, "attention takes a mask or is_causal=True, not both", "give one of them")
+    if not query.shape[-2] == key.shape[-2] == split.local:
+        raise InvalidInput(
+            "attention",
+            what,
+            f"a worker has {split.local} of {split.length} tokens, and these are not queries and keys of the same ones",
+            "use context=1 for models with latent queries or causal cross-attention",
+        )
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """What autocast would make of the operands of torch's own attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    wanted = torch.get_autocast_dtype(device)
+    return [x.to(wanted) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]

@@ -1,0 +1,77 @@
+"""What an explicit attention mask says about the whole sequence, where the model made it from a part."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unisono.errors import InvalidInput
+from unisono.layout.context.peers import Peers
+from unisono.layout.context.split import Split
+
+
+def widened(
+    mask: Tensor | None, is_causal: bool, keys: Tensor | None, split: Split, peers: Peers
+) -> tuple[Tensor | None, bool]:
+    """A mask with columns of all keys, in the sequence's order, and rows of the local queries or one for all.
+
+    * ``[..., length, length]``: the local queries' rows are taken;
+    * ``[..., local or 1, length or 1]``: as it is;
+    * ``[..., 1, local]``, a mask of keys: the peers' columns are gathered;
+    * ``[..., local, local]``, made by the model from local tokens: understood if it is a causal mask, else refused.
+
+    Returns:
+        The mask, None if there is none but a causal one, and whether there is that.
+
+    Raises:
+        InvalidInput: a mask that says nothing certain about the other workers' keys.
+    """
+    if mask is None or _is_causal(mask, split):
+        past = is_causal or mask is not None
+        return (None, past) if keys is None else (_padded(keys, past, split, peers.rank), False)
+    rows, columns = (mask.shape if mask.dim() > 1 else (1, *mask.shape))[-2:]
+    if columns == split.length and rows == split.length:
+        return split.part(mask, -2, peers.rank), False
+    if columns in (split.length, 1) and rows in (split.local, 1):
+        return mask.expand(*mask.shape[:-1], split.length), False
+    if columns == split.local and rows == 1:
+        return split.join(list(_gathered(mask, peers)), -1), False
+    raise _unknown(mask, split)
+
+
+def causal(split: Split, rank: int, device: torch.device) -> Tensor:
+    """True where a local query (row) may look at a key (column) under a causal mask, bool ``[local, length]``."""
+    return split.positions(rank, device)[:, None] >= torch.arange(split.length, device=device)
+
+
+def _padded(keys: Tensor, past: bool, split: Split, rank: int) -> Tensor:
+    real = keys.bool()[:, None, None, :]
+    return real & causal(split, rank, keys.device) if past else real
+
+
+def _is_causal(mask: Tensor, split: Split) -> bool:
+    """Whether it is the causal mask of the local tokens; of a single token nobody can tell."""
+    if mask.shape[-2:] != (split.local, split.local) or split.local == 1:
+        return False
+    triangle = torch.ones(split.local, split.local, dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype == torch.bool:
+        return bool((mask == triangle).all())
+    least = torch.finfo(mask.dtype).min
+    return bool(((mask == 0) == triangle).all() and ((mask <= least) != triangle).all())
+
+
+def _gathered(mask: Tensor, peers: Peers) -> Tensor:
+    if mask.dtype == torch.bool:  # not every backend sends those
+        return peers.gather(mask.to(torch.uint8)).bool()
+    return peers.gather(mask)
+
+
+def _unknown(mask: Tensor, split: Split) -> InvalidInput:
+    return InvalidInput(
+        "attn_mask",
+        f"a mask {tuple(mask.shape)}",
+        f"with context = {split.size} a worker has {split.local} queries for {split.length} keys, and this mask does"
+        " not say what they see of the other workers' tokens",
+        f"pass is_causal=True, or a mask [..., {split.local} or {split.length}, {split.length}], and padding beside the"
+        " model's inputs",
+    )

@@ -1,0 +1,96 @@
+"""Positions that a model makes for itself in `forward`, where they must be those of a worker's own tokens.
+
+A model counts the tokens that it gets (``torch.arange(t)``) or takes as many rows of a table of positions
+(``table[:t]``). On a worker *t* is the local length, and both would begin at 0. What is done here is arithmetic on the
+arguments of such calls; that nothing else was meant by them is for `verify` to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.layout.context.split import Split
+
+
+def arange(split: Split, rank: int, *args: Any, **kwargs: Any) -> Tensor:
+    """``torch.arange``; where it counts local tokens from 0, their positions in the sequence."""
+    rest = {key: value for key, value in kwargs.items() if key not in ("start", "end", "step")}
+    if _bounds(args, kwargs) != (0, split.local, 1) or "out" in rest:
+        return torch.arange(*args, **kwargs)
+    real = any(isinstance(x, float) for x in (*args, kwargs.get("end"), kwargs.get("start")))
+    kind = float if real else int
+    return torch.cat([torch.arange(kind(start), kind(stop), **rest) for start, stop in split.spans(rank)])
+
+
+def index(split: Split, rank: int, table: Tensor, key: Any) -> Tensor:
+    """``table[key]``; where it takes the first rows, as many as local tokens, those of the local tokens.
+
+    Only of tensors that are no function of the tokens (weights, buffers, constants) and at least as long as the
+    sequence. Two such slices are a square mask: rows are the local tokens', columns all of the sequence.
+    """
+    entries = list(key) if isinstance(key, tuple) else [key]
+    hits = _hits(split, table, entries) if _is_constant(table) else []
+    if len(hits) not in (1, 2):
+        return table[key]
+    if len(hits) == 2:
+        entries[hits[1]] = slice(0, split.length)
+    return _pieces(split, rank, _kept(entries, table.dim(), hits[0]), lambda span: _at(table, entries, hits[0], span))
+
+
+def narrow(split: Split, rank: int, table: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """``table.narrow(dim, start, length)``, as `index`."""
+    local = (start, length) == (0, split.local) and table.shape[dim] >= split.length
+    if not local or not _is_constant(table):
+        return table.narrow(dim, start, length)
+    return _pieces(split, rank, dim, lambda span: table.narrow(dim, span.start, span.stop - span.start))
+
+
+def _is_constant(table: Tensor) -> bool:
+    """Whether it is, or looks into, a weight or what has no gradient, so that no tokens went into it."""
+    source = table if table._base is None else table._base
+    return source.grad_fn is None
+
+
+def _pieces(split: Split, rank: int, dim: int, piece: Callable[[slice], Tensor]) -> Tensor:
+    pieces = [piece(slice(*span)) for span in split.spans(rank)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _at(table: Tensor, entries: list[Any], place: int, span: slice) -> Tensor:
+    return table[tuple(span if i == place else entry for i, entry in enumerate(entries))]
+
+
+def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    names = ("end",) if len(args) == 1 and "end" not in kwargs else ("start", "end", "step")
+    given = {"start": 0, "step": 1, **dict(zip(names, args)), **{k: kwargs[k] for k in names if k in kwargs}}
+    bounds = given["start"], given.get("end"), kwargs.get("step", given["step"])
+    return bounds if all(isinstance(x, int | float) and not isinstance(x, bool) for x in bounds) else None
+
+
+def _hits(split: Split, table: Tensor, entries: list[Any]) -> list[int]:
+    """Which entries of an index are slices of the first local-length rows of a dimension that has the sequence's."""
+    if not all(x is None or x is Ellipsis or isinstance(x, slice) or type(x) is int for x in entries):
+        return []
+    skipped = table.dim() - sum(x is not None and x is not Ellipsis for x in entries)
+    hits, dim = [], 0
+    for place, entry in enumerate(entries):
+        if isinstance(entry, slice) and table.shape[dim] >= split.length and _is_first(entry, split.local):
+            hits.append(place)
+        dim += skipped if entry is Ellipsis else int(entry is not None)
+    return hits
+
+
+def _is_first(entry: slice, count: int) -> bool:
+    start, step = (0 if entry.start is None else entry.start), (1 if entry.step is None else entry.step)
+    return all(type(x) is int for x in (start, entry.stop, step)) and (start, entry.stop, step) == (0, count, 1)
+
+
+def _kept(entries: list[Any], dims: int, place: int) -> int:
+    """The dimension of the result that an entry of the index becomes."""
+    taken = entries[:place]
+    ellipsis = dims - sum(x is not None and x is not Ellipsis for x in entries) if Ellipsis in taken else 0
+    return ellipsis + sum(x is None or isinstance(x, slice) for x in taken)

@@ -1,0 +1,98 @@
+"""Which tokens of a sequence each worker has: arithmetic and slicing, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.errors import InvalidInput
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A sequence of `length` tokens over `size` workers.
+
+    Balanced: 2 * size chunks, of which worker r has chunks r and 2 * size - 1 - r, so that under a causal mask, where a
+    late token looks back on more than an early one, all workers have equally much to do. Else worker r has chunk r of
+    `size`. A worker's tokens keep their order in both.
+
+    Args:
+        length: tokens of the whole sequence.
+        size: workers that share it.
+        balanced: two chunks for each worker rather than one.
+
+    Raises:
+        InvalidInput: the sequence cannot be cut into equal chunks.
+    """
+
+    length: int
+    size: int
+    balanced: bool = True
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.length % self.pieces:
+            nearest = max(1, round(self.length / self.pieces)) * self.pieces
+            what = f"{self.pieces} chunks of one length" if self.pieces > 1 else "tokens"
+            raise InvalidInput(
+                "sequence length",
+                self.length,
+                f"context = {self.size} needs {what}, a multiple of {self.pieces}",
+                f"pad or cut sequences: the nearest length that works is {nearest}",
+            )
+
+    @property
+    def pieces(self) -> int:
+        """Chunks in all; the length is a multiple of them."""
+        return 2 * self.size if self.balanced and self.size > 1 else self.size
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return self.length // self.pieces
+
+    @property
+    def local(self) -> int:
+        """Tokens of a worker."""
+        return self.length // self.size
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """The chunks of worker `rank`, in the order of the sequence."""
+        return (rank,) if self.pieces == self.size else (rank, self.pieces - 1 - rank)
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """Where the chunks of worker `rank` begin and end in the sequence."""
+        return tuple((c * self.chunk, (c + 1) * self.chunk) for c in self.chunks(rank))
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """Where each token of worker `rank` stands in the sequence, int64 (local,)."""
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans(rank)])
+
+    def part(self, whole: Tensor, dim: int, rank: int) -> Tensor:
+        """The tokens of worker `rank`, of a tensor with the whole sequence along `dim`."""
+        pieces = [whole.narrow(dim, start, stop - start) for start, stop in self.spans(rank)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole sequence along `dim`, of every worker's part of it, by rank."""
+        pieces = {
+            c: part.narrow(dim, i * self.chunk, self.chunk)
+            for rank, part in enumerate(parts)
+            for i, c in enumerate(self.chunks(rank))
+        }
+        return torch.cat([pieces[c] for c in sorted(pieces)], dim)
+
+    def visible(self, rank: int, peer: int) -> Iterator[tuple[Span, int, bool]]:
+        """What the queries of `rank` see of the keys of `peer` under a causal mask, block by block.
+
+        Yields a span of local queries, how many of the peer's keys (from its first) they see, and whether the last
+        chunk of those is seen only up to each query's own token. Blocks that nobody sees are left out.
+        """
+        for i, mine in enumerate(self.chunks(rank)):
+            seen = sum(theirs <= mine for theirs in self.chunks(peer))
+            if seen:
+                yield (i * self.chunk, (i + 1) * self.chunk), seen * self.chunk, mine in self.chunks(peer)

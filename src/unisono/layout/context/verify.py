@@ -1,0 +1,205 @@
+"""Does a model come out the same on parts of a sequence? Tried in one process, before anything is trained."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from unisono.errors import InvalidInput
+from unisono.layout.context.attending import attending
+from unisono.layout.context.batch import length, part_loss, share, take, tensors
+from unisono.layout.context.split import Split
+from unisono.layout.context.together import Together, together
+
+Forward = Callable[[Any], Any]
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_CURE = (
+    "let forward take the positions of its tokens as an input (position_ids, as models of transformers do), and keep"
+    " what mixes tokens in scaled_dot_product_attention; or use context=1"
+)
+
+
+def verify(
+    model: nn.Module,
+    sample: Any,
+    size: int,
+    *,
+    balanced: bool = True,
+    forward: Forward | None = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    weight: Callable[[Any], float] | None = None,
+    dim: int = 1,
+    padding: str | None = None,
+) -> None:
+    """Compare `model` on `sample` with `size` simulated workers that have a part of it each: outputs and gradients.
+
+    Weights are disturbed for the while, so that tables that begin as zeros count, and dropout of activations is off.
+    Needs memory for the weights twice. Try it on lengths that will be trained on: a number in the model that happens
+    to be the local length can be taken for it.
+
+    Args:
+        model: whole and plain, before it is wrapped or cut.
+        sample: a batch; the model is called with it, or with what `forward` makes of it.
+        forward: ``forward(batch)``, the model's output; default: a tuple's elements are arguments, a mapping's keys.
+        loss: the task's; if given, the parts' losses are compared with the whole's as well.
+        weight: the task's, see `share`.
+        dim: the dimension of the batch's tensors that is the sequence.
+        padding: key of a mapping's padding mask ``[N, length]``, true for tokens: the parts' attention is
+            told about it, and the model on parts is not (``attention_mask`` of models of transformers).
+
+    Raises:
+        InvalidInput: it differs; names the first module that does, and what to do.
+    """
+    split = Split(length(sample, dim), size, balanced)
+    run = forward or (lambda batch: _call(model, batch))
+    with _disturbed(model), _Quiet():
+        try:
+            found = _difference(model, sample, split, run, loss, weight, dim, padding)
+        except InvalidInput:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            found = f"it cannot run on a part of a sequence ({type(error).__name__}: {str(error).splitlines()[0]})"
+        if found:
+            raise InvalidInput("context", size, f"{type(model).__name__} on parts of a sequence: {found}", _CURE)
+
+
+def _difference(
+    model: nn.Module, sample: Any, split: Split, run: Forward, loss: Any, weight: Any, dim: int, padding: str | None
+) -> str | None:
+    """What differs, in words; None if nothing does."""
+    parts = [take(sample, split, r, dim, {padding} if padding else ()) for r in range(split.size)]
+    keys = sample[padding] if padding else None
+    idents = [0] * split.size
+
+    def member(peers: Together) -> Any:
+        idents[peers.rank] = threading.get_ident()
+        with _Quiet(), attending(peers, split, "gather", keys):
+            return run(parts[peers.rank])
+
+    with _noted(model) as notes:
+        output = run(sample)
+        outputs = together(split.size, member)
+    differs = _first_module(notes[threading.get_ident()], [notes[i] for i in idents], split)
+    joined = [_joined(pieces, of, split, dim) for of, *pieces in zip(tensors(output), *map(tensors, outputs))]
+    if any(got is not None and not _close(got, want) for got, want in zip(joined, tensors(output))):
+        return f"the output differs{differs}"
+    if loss is None:
+        goal, goals = _score(tensors(output)), _score([x for x in joined if x is not None])
+    else:
+        shares = [share(weight, sample, split, r, dim) for r in range(split.size)]
+        goal = loss(output, sample)
+        goals = torch.stack([part_loss(loss, *of) for of in zip(outputs, parts, shares)]).sum()
+        if not _close(goals, goal):
+            return (
+                f"the parts' losses add up to {goals.item():.6g} instead of {goal.item():.6g}, with equal outputs"
+                " (does the loss look at several tokens? does the task's weight count the tokens that the loss does?)"
+            )
+    return _gradients(model, goal, goals, differs)
+
+
+def _gradients(model: nn.Module, goal: Tensor, goals: Tensor, differs: str) -> str | None:
+    names, weights = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
+    want = torch.autograd.grad(goal, weights, allow_unused=True)
+    got = torch.autograd.grad(goals, weights, allow_unused=True)
+    scale = max((float(g.abs().max()) for g in want if g is not None and g.numel()), default=0.0)
+    for name, a, b in zip(names, got, want):
+        a, b = (torch.zeros(()) if g is None else g for g in (a, b))
+        if not _close(a, b, scale * 1e-2):
+            return f"the gradient of {name} differs{differs}"
+    return None
+
+
+def _first_module(whole: Mapping[str, Tensor], parts: list[dict[str, Tensor]], split: Split) -> str:
+    for name, want in whole.items():
+        pieces = [part[name] for part in parts if name in part]
+        joined = [_joined(pieces, want, split, d) for d in range(want.dim()) if len(pieces) == split.size]
+        if any(got is not None and not _close(got, want) for got in joined):
+            return f", first in {name}"
+    return ""
+
+
+def _joined(pieces: list[Tensor], want: Tensor, split: Split, dim: int) -> Tensor | None:
+    """The parts as a whole of the shape wanted; None where they are no parts along `dim`."""
+    cut = (*want.shape[:dim], split.local, *want.shape[dim + 1 :])
+    if want.dim() <= dim or want.shape[dim] != split.length or any(piece.shape != cut for piece in pieces):
+        return None
+    return split.join(pieces, dim)
+
+
+def _score(outputs: list[Tensor]) -> Tensor:
+    """A number in which every output counts differently."""
+    floating = [x for x in outputs if x.is_floating_point() and x.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    return torch.stack([
+        (x.float() * torch.randn(x.shape, generator=generator).to(x.device)).mean() for x in floating
+    ]).sum()  # fmt: skip
+
+
+def _close(got: Tensor, want: Tensor, least: float = 0.0) -> bool:
+    """Equal within what another order of sums changes, by the size of what is wanted."""
+    if not want.is_floating_point():
+        return bool((got == want).all())
+    rough = 5e-2 if want.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    got, want = got.detach().double(), want.detach().double()
+    scale = float(want.abs().nan_to_num(0.0, 0.0, 0.0).max()) if want.numel() else 0.0
+    return torch.allclose(got, want, rtol=0.0, atol=rough * max(scale, least, 1e-12), equal_nan=True)
+
+
+@contextmanager
+def _noted(model: nn.Module) -> Iterator[dict[int, dict[str, Tensor]]]:
+    """What every module gave first, by thread and by name, in the order in which they finished."""
+    notes: dict[int, dict[str, Tensor]] = defaultdict(dict)
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                notes[threading.get_ident()].setdefault(name, output.detach())
+
+        return hook
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
+    try:
+        yield notes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _disturbed(model: nn.Module) -> Iterator[None]:
+    """Add some noise to the weights; they and the buffers come back bit by bit."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    try:
+        for p, kept in weights:
+            p.data = kept + 0.05 * torch.randn(p.shape, generator=generator).to(kept)
+        yield
+    finally:
+        for p, kept in weights:
+            p.data = kept
+        for b, before in buffers:
+            b.copy_(before)
+
+
+class _Quiet(TorchFunctionMode):
+    """No dropout of activations."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DROPOUTS:
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)

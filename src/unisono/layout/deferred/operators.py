@@ -1,0 +1,82 @@
+"""What the recorder has to know about torch's operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+# they overwrite every element of their first argument without looking at it, with as many draws as it has elements
+_FILLS = {
+    "aten::" + name
+    for name in (
+        *(
+            "zero_",
+            "fill_",
+            "copy_",
+            "normal_",
+            "uniform_",
+            "random_",
+            "bernoulli_",
+            "exponential_",
+            "geometric_",
+        ),
+        *("log_normal_", "cauchy_"),
+    )
+}
+# they look at shape, strides and dtype of their first argument only
+_OUTLINES = {
+    "aten::" + name
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+    )
+}
+_EXOTIC = ("sparse", "mkldnn", "quantize", "nested")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What matters of an operator.
+
+    Args:
+        written: positions and keywords of arguments that it writes to.
+        draws: it takes random numbers.
+        fills: what it writes to, it overwrites wholly.
+        outline: of its first argument only the geometry counts.
+        restrides: it changes where a tensor lies, and no content.
+        unforeseen: its result, or the shape of it, depends on content.
+        has_device: it takes a device.
+        strided: it knows only tensors that are plain memory.
+    """
+
+    written: frozenset[int | str]
+    draws: bool
+    fills: bool
+    outline: bool
+    restrides: bool
+    unforeseen: bool
+    has_device: bool
+    strided: bool
+
+
+@cache
+def traits(operator: Any) -> Traits:
+    """The traits of one overload, from its schema and tags."""
+    schema, tags = operator._schema, operator.tags
+    written: set[int | str] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {position, argument.name}
+    return Traits(
+        written=frozenset(written),
+        draws=torch.Tag.nondeterministic_seeded in tags,
+        fills=schema.name in _FILLS,
+        outline=schema.name in _OUTLINES,
+        restrides=torch.Tag.inplace_view in tags,
+        unforeseen=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
+        has_device=any(argument.name == "device" for argument in schema.arguments),
+        strided=not any(word in schema.name for word in _EXOTIC),
+    )

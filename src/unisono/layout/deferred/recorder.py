@@ -1,0 +1,192 @@
+"""What operators do to memory is foreseen on the meta device and written down."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import _disable_current_modes
+
+from unisono.layout.deferred.draws import Draws
+from unisono.layout.deferred.operators import Traits, traits
+from unisono.layout.deferred.replay import last_draws, replay
+from unisono.layout.deferred.slots import emptied
+from unisono.layout.deferred.tape import Draw, Operation, Outline, Place, Tape, leaves, replaced
+
+_SMALL_BYTES = 1 << 16  # what was read and is not larger is kept, so that it need not be computed again
+_CPU = torch.device("cpu")
+
+
+class Refused(Exception):
+    """This build cannot be put off; the message says why."""
+
+
+class Recorder:
+    """Gives out tensors on the meta device that pass for tensors on the CPU, and writes a tape."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self.ends: dict[torch.Generator, Tensor | int] = {}
+        self.refusal = ""
+        self.sharing = False
+        self._numbers: dict[int, int] = {}  # of storages, by their address
+        self._outside: set[int] = set()  # numbers of stand-ins for memory that others see too
+        self._draws = Draws()
+
+    def close(self) -> None:
+        """Put the generators back to where they were; nothing is recorded any more."""
+        self.ends = self._draws.close()
+
+    def refuse(self, why: str) -> NoReturn:
+        """Give up, even where the user's code catches all errors."""
+        self.refusal = self.refusal or why
+        raise Refused(why)
+
+    def place(self, tensor: Tensor) -> Place | None:
+        """Where a tensor lies, or None for one that is not of this recording."""
+        if tensor.layout is not torch.strided or tensor.device.type != "meta":
+            return None
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        return None if number is None else Place.of(tensor, number)
+
+    def read(self, *tensors: Tensor) -> list[Tensor]:
+        """The present content of stand-ins, computed now; no mode hears of it."""
+        places = [place for tensor in tensors if (place := self.place(tensor)) is not None]
+        wanted = {place.storage for place in places}
+        contents: dict[int, UntypedStorage] = {}
+        ends = last_draws(self.tape, wanted)
+        stand_ins = {generator: generator.get_state() for generator in ends}
+        with _disable_current_modes():
+            replay(self.tape, wanted, ends, contents.__setitem__)
+            for generator, end in ends.items():
+                if isinstance(end, int):
+                    self.tape.states[end] = generator.get_state()
+                generator.set_state(stand_ins[generator])
+            for number, content in contents.items():
+                if content.nbytes() <= _SMALL_BYTES:
+                    self.tape.add_content(number, content.clone())
+            return [place.on(contents[place.storage]) for place in places]
+
+    def operation(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do on the meta device what was asked for, and write it down."""
+        if operator is torch.ops.aten.lift_fresh.default and args[0].device.type == "cpu":
+            return self.stand_in(args[0], outside=self.sharing)
+        trait = traits(operator)
+        if not trait.strided or kwargs.get("layout") not in (None, torch.strided):
+            self.refuse(f"{operator} makes a tensor that is not plain memory")
+        if trait.restrides:
+            return operator(*args, **kwargs)
+        self.check_device(kwargs.get("device"))
+        args, kwargs = replaced(args, self._ghost), replaced(kwargs, self._ghost)
+        result = self._foresee(operator, trait, args, kwargs)
+        self._note(operator, trait, args, kwargs, result)
+        return result
+
+    def _foresee(self, operator: Any, trait: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result on the meta device; where that cannot tell, from real content."""
+        if not trait.unforeseen:
+            elsewhere = {key: None if key in ("generator", "pin_memory") else kwargs[key] for key in kwargs}
+            if trait.has_device:
+                elsewhere["device"] = "meta"
+            try:
+                return operator(*args, **elsewhere)
+            except (NotImplementedError, RuntimeError) as error:
+                if trait.draws:
+                    self.refuse(f"{operator} draws random numbers and cannot be put off: {error}")
+        ghosts = list(leaves((args, kwargs), Tensor))
+        reals = dict(zip(map(id, ghosts), self.read(*ghosts), strict=True))
+        real = lambda value: reals[id(value)] if isinstance(value, Tensor) else value
+        here = {"device": _CPU} if trait.has_device else {}
+        with torch.no_grad():
+            result = operator(*replaced(args, real), **replaced(kwargs, real) | here)
+        known = {id(reals[id(ghost)]): ghost for ghost in ghosts}
+
+        def ghost_of(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return known[id(value)] if id(value) in known else emptied(value)
+
+        return replaced(result, ghost_of)
+
+    def _note(self, operator: Any, trait: Traits, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        fresh = tuple(self._fresh(tensor) for tensor in leaves(result, Tensor))
+        writes = {place.storage for place in fresh if place is not None}
+        reads: set[int] = set()
+        for key, value in (*enumerate(args), *kwargs.items()):
+            for place in map(self.place, leaves(value, Tensor)):
+                assert place is not None
+                if key in trait.written:
+                    writes.add(place.storage)
+                if key in trait.written and trait.fills and self._covers(place):
+                    continue
+                if not (trait.outline and key == 0):
+                    reads.add(place.storage)
+        if writes & self._outside:
+            self.refuse(f"{operator} writes to memory that is not the model's alone")
+        if not writes and not trait.draws:
+            return
+        draw = self._draw(kwargs.get("generator")) if trait.draws else None
+        args, kwargs = self._places(trait, args, kwargs)
+        if trait.has_device:
+            kwargs["device"] = _CPU
+        memory, dtype = (frozenset(reads), frozenset(writes)), torch.get_default_dtype()
+        self.tape.add(Operation(operator, args, kwargs, fresh, *memory, draw, dtype))
+
+    def _places(self, trait: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        place = lambda value: self.place(value) if isinstance(value, Tensor) else value
+        args, kwargs = replaced(args, place), replaced(kwargs, place)
+        if trait.outline and isinstance(args[0], Place):
+            args = (Outline(args[0]), *args[1:])
+        return args, kwargs
+
+    def _covers(self, place: Place) -> bool:
+        return place.covers(self.tape.storages[place.storage].nbytes())
+
+    def _draw(self, generator: torch.Generator | None) -> Draw:
+        generator = torch.default_generator if generator is None else generator
+        if generator.device.type != "cpu":
+            self.refuse(f"it draws from a generator on {generator.device}")
+        return Draw(generator, self._draws.draw(generator, len(self.tape.operations)))
+
+    def _fresh(self, tensor: Tensor) -> Place | None:
+        """The place of a tensor in new memory."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._numbers:
+            return None
+        self._numbers[storage._cdata] = self.tape.add_storage(storage)
+        return Place.of(tensor, self._numbers[storage._cdata])
+
+    def _ghost(self, value: Any) -> Any:
+        """What stands in for an argument on the meta device."""
+        if not isinstance(value, Tensor):
+            return value
+        plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+        if not plain or value.layout is not torch.strided:
+            self.refuse(f"it uses a {type(value).__name__} of layout {value.layout}")
+        if value.is_conj() or value.is_neg():
+            self.refuse("it uses a lazily conjugated or negated tensor")
+        if value.device.type == "meta":
+            if value.untyped_storage()._cdata not in self._numbers:
+                self.refuse("it uses a tensor that was on the meta device before")
+            return value
+        self.check_device(value.device)
+        return self.stand_in(value, outside=True)
+
+    def stand_in(self, real: Tensor, outside: bool) -> Tensor:
+        """A tensor on the meta device whose content is that of a real one."""
+        storage = real.untyped_storage()
+        number = self._numbers.get(storage._cdata)
+        if number is None:
+            number = self.tape.add_storage(UntypedStorage(storage.nbytes(), device="meta"))
+            self._numbers[storage._cdata] = self._numbers[self.tape.storages[number]._cdata] = number
+            self.tape.add_content(number, storage)
+            if outside:
+                self._outside.add(number)
+        return Place.of(real, number).on(self.tape.storages[number])
+
+    def check_device(self, device: Any) -> None:
+        """Refuse any device but the CPU."""
+        # questions about devices are answered with the CPU, but torch's own code sees that it is meta
+        if device is not None and torch.device(device).type not in ("cpu", "meta"):
+            self.refuse(f"it places tensors on {device}")

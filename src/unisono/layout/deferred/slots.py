@@ -1,0 +1,62 @@
+"""Where the modules of a model hold tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, each once under its first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+class Slots:
+    """The places in modules that hold a registered tensor; a tied one has several."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for module in model.modules():
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._slots[id(tensor)].append((module, key))
+
+    def replace(self, old: Tensor, new: Tensor) -> None:
+        """Put `new`, as a parameter if `old` is one, wherever `old` is registered."""
+        new = like(old, new)
+        new.__dict__.update(old.__dict__)
+        for module, key in self._slots[id(old)]:
+            setattr(module, key, new)
+
+
+def like(old: Tensor, new: Tensor) -> Tensor:
+    """`new`, as a parameter if `old` is one."""
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device of the same geometry."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def loose(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Tensors that modules hold beside their parameters: ``(holder, key, tensor)``, with ``holder[key]`` the tensor.
+
+    Looks at attributes, and into lists and dicts among them.
+    """
+    parameters = {id(parameter) for parameter in model.parameters()}
+    for module in model.modules():
+        attributes = vars(module)
+        for holder in (attributes, *(attributes[key] for key in attributes.keys() - _REGISTERED)):
+            if isinstance(holder, (dict, list)):
+                for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+                    if isinstance(value, Tensor) and id(value) not in parameters:
+                        yield holder, key, value
+
+
+_REGISTERED = {"_parameters", "_buffers", "_modules"}

@@ -1,0 +1,152 @@
+"""What a build did to memory, as values: operations between storages, with nothing in them yet."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: in which storage (its number on the tape), with strides and offset in elements."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, storage: int) -> Place:
+        """The place of `tensor`, whose storage has this number."""
+        return cls(storage, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        """The tensor at this place of a storage on any device."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+    def blank(self, device: str) -> Tensor:
+        """A tensor of this geometry with undefined content in a storage of its own."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+
+    def covers(self, nbytes: int) -> bool:
+        """Whether it is every byte of a storage of `nbytes`, each once."""
+        elements = 1
+        for stride, size in sorted(zip(self.stride, self.size, strict=True)):
+            if size != 1 and stride != elements:
+                return False
+            elements *= size
+        return elements * self.dtype.itemsize == nbytes
+
+
+@dataclass(frozen=True)
+class Outline:
+    """An argument of which only shape, strides and dtype count, as in ``zeros_like``."""
+
+    place: Place
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers taken from a generator.
+
+    Args:
+        generator: where from.
+        start: the generator's state before, or the operation whose drawing left it behind.
+    """
+
+    generator: torch.Generator
+    start: Tensor | int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call; tensors among the arguments are given by their places.
+
+    Args:
+        call: the operator.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        fresh: for every tensor that it returns, its place where that is new memory.
+        reads: storages whose content before the call counts.
+        writes: storages that hold something else after it; those not in `reads` are wholly defined by it.
+        draw: what it takes from a generator.
+        default_dtype: torch's default dtype at the call.
+    """
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fresh: tuple[Place | None, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    draw: Draw | None
+    default_dtype: torch.dtype
+
+
+@dataclass
+class Tape:
+    """Operations in the order in which they were called, and the storages that they are about.
+
+    Args:
+        operations: in order.
+        storages: stand-ins on the meta device (no bytes), by number.
+        writers: for every storage, its writing operations, ascending.
+        states: generator states after drawing operations, as far as they became known.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    storages: list[UntypedStorage] = field(default_factory=list)
+    writers: list[list[int]] = field(default_factory=list)
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+    def add_storage(self, stand_in: UntypedStorage) -> int:
+        """Number a new storage."""
+        self.storages.append(stand_in)
+        self.writers.append([])
+        return len(self.storages) - 1
+
+    def add(self, operation: Operation) -> None:
+        """Write down what was done next."""
+        for storage in operation.writes:
+            self.writers[storage].append(len(self.operations))
+        self.operations.append(operation)
+
+    def add_content(self, storage: int, content: UntypedStorage) -> None:
+        """From here on the storage holds `content`, of the same size, which must not change any more."""
+        place = Place(storage, torch.uint8, (content.nbytes(),), (1,), 0)
+        value = torch.empty(0, dtype=torch.uint8).set_(content)
+        copy, writes = torch.ops.aten.copy_.default, frozenset({storage})
+        self.add(Operation(copy, (place, value), {}, (None,), frozenset(), writes, None, torch.float32))
+
+    def last_writer(self, storage: int, before: int) -> int | None:
+        """The last operation before this one that wrote to the storage."""
+        writers = self.writers[storage]
+        found = bisect_left(writers, before)
+        return writers[found - 1] if found else None
+
+
+def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`value` with everything in its lists, tuples and dicts passed through `leaf`."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([replaced(item, leaf) for item in value])
+    if isinstance(value, dict):
+        return {key: replaced(item, leaf) for key, item in value.items()}
+    return leaf(value)
+
+
+def leaves(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
+    """Everything of a kind in lists, tuples and dicts, in order."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item, kind)
+    elif isinstance(value, dict):
+        yield from leaves(tuple(value.values()), kind)
+    elif isinstance(value, kind):
+        yield value

@@ -1,0 +1,140 @@
+"""What one worker holds of a replica, as everybody but the layout sees it: plain tensors under global names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from unisono.layout.parts import Part
+
+Loss = Callable[[Any, Any], Tensor]
+Passage = Callable[[Any, Loss], AbstractContextManager[tuple[Any, Loss]]]
+
+
+def _all_of_it(batch: Any, loss: Loss) -> AbstractContextManager[tuple[Any, Loss]]:
+    return nullcontext((batch, loss))
+
+
+@dataclass(frozen=True)
+class Held:
+    """One worker's part of a model.
+
+    Attributes:
+        model: what is called.
+        local: a module that holds, under the whole model's names, the parts of parameters that this worker has, as
+            plain parameters, and the buffers. Optimizer, synchronizer and checkpoint see nothing else. They share
+            memory with what `model` computes with.
+        leaves: for each of those names, the tensor where autograd leaves its gradient.
+        parts: for each of those names, the box that it is of the whole tensor.
+        elsewhere: names whose part another worker of the replica has too, and counts.
+        passage: a context in which a micro-batch is computed, given it and the task's loss: what of the batch, and
+            which part of the loss, are this worker's.
+    """
+
+    model: nn.Module
+    local: nn.Module
+    leaves: Mapping[str, nn.Parameter]
+    parts: Mapping[str, Part]
+    elsewhere: frozenset[str] = frozenset()
+    passage: Passage = _all_of_it
+
+    @staticmethod
+    def whole(model: nn.Module) -> Held:
+        """All of `model`, as it is."""
+        leaves = dict(model.named_parameters())
+        return Held(model, model, leaves, {name: Part.whole(name, tuple(p.shape)) for name, p in leaves.items()})
+
+    @staticmethod
+    def of(model: nn.Module, elsewhere: Collection[str] = ()) -> Held:
+        """The local parts of `model`, some of whose parameters are distributed tensors."""
+        leaves = dict(model.named_parameters())
+        parts = {name: _part(name, leaf) for name, leaf in leaves.items()}
+        return Held(model, _local(model), leaves, parts, frozenset(elsewhere))
+
+    def take(self, name: str) -> Tensor | None:
+        """The local part of the gradient of `name`, which is taken away; None where none has come."""
+        leaf = self.leaves[name]
+        gradient, leaf.grad = leaf.grad, None
+        return None if gradient is None else _local_of(gradient)
+
+    def on_gradient(self, name: str, arrived: Callable[[str, Tensor], None]) -> RemovableHandle:
+        """Call ``arrived(name, gradient)`` with each gradient of `name`, which is taken away."""
+
+        def take(leaf: Tensor) -> None:
+            gradient = self.take(name)
+            assert gradient is not None
+            arrived(name, gradient)
+
+        handle: RemovableHandle = self.leaves[name].register_post_accumulate_grad_hook(take)
+        return handle
+
+
+def _local(model: nn.Module) -> nn.Module:
+    """A tree of plain modules like `model`'s, with the local parts."""
+    root = nn.Module()
+    plain: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in plain:  # tied ones stay tied
+                plain[id(parameter)] = nn.Parameter(_local_of(parameter.detach()), parameter.requires_grad)
+            _home(root, path).register_parameter(name, plain[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            kept = name not in module._non_persistent_buffers_set
+            _home(root, path).register_buffer(name, buffer, persistent=kept)
+    return root
+
+
+def _home(root: nn.Module, path: str) -> nn.Module:
+    for word in _words(path):
+        if word not in root._modules:
+            root.add_module(word, nn.Module())
+        root = root.get_submodule(word)
+    return root
+
+
+def _words(path: str) -> Iterator[str]:
+    return (word for word in path.split(".") if word)
+
+
+def _is_distributed(x: Any) -> bool:
+    """Whether `x` is a DTensor, whose module takes a second to import where nobody uses it."""
+    return hasattr(x, "to_local")
+
+
+def _local_of(x: Any) -> Tensor:
+    local: Tensor = x.to_local() if _is_distributed(x) else x
+    return local
+
+
+def _part(name: str, leaf: Any) -> Part:
+    if not _is_distributed(leaf):
+        return Part.whole(name, tuple(leaf.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
+    # An empty part begins where torch likes.
+    return Part(name, tuple(leaf.shape), tuple(map(min, offset, leaf.shape)), tuple(size))
+
+
+class Whole(Mapping[str, Tensor]):
+    """Parameters and buffers of `model` under their global names, whole, and one at a time: where they lie on several
+    workers, all of these ask alike."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Any = self._found[name]
+        whole: Tensor = found.full_tensor() if _is_distributed(found) else found
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)

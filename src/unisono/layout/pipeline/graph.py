@@ -1,0 +1,208 @@
+"""A model's forward as a graph of calls to its units (torch.fx), divided into one graph per stage.
+
+Between units the model's own code becomes graph nodes, so whatever crosses a cut is known exactly: residual
+streams, several tensors at once, connections that skip stages. What depends on nothing but the model's inputs
+(positions, masks, sizes) is not sent but computed wherever it is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError
+
+_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal")
+
+
+class Untraceable(Exception):
+    """The model's code cannot be written as a graph; the reason is the message."""
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, opened: Collection[str]) -> None:
+        super().__init__()
+        self._opened = opened
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self._opened
+
+
+@dataclass
+class Chain:
+    """A traced model: nodes in the order of execution, and which of them carry tensors on the sample."""
+
+    model: nn.Module
+    graph: fx.Graph
+    tensors: set[str] = field(default_factory=set)
+
+    @property
+    def units(self) -> list[str]:
+        """Names of the modules that are called and hold parameters, in order of their first call."""
+        called = [n.target for n in self.graph.nodes if n.op == "call_module"]
+        return list(dict.fromkeys(u for u in called if any(True for _ in self.model.get_submodule(u).parameters())))
+
+
+def trace(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any]) -> Chain:
+    """The model as a chain of its units: every module but the `opened` ones is called as a whole.
+
+    Raises:
+        Untraceable: its own code depends on values or on the mode, or does what torch.fx cannot follow.
+    """
+    graph = _graph(model, opened, inputs)
+    mode = model.training
+    try:
+        model.train(not mode) if _plain_mode(model) else None
+        other = _graph(model, opened, inputs) if _plain_mode(model) else graph
+    finally:
+        model.train(mode) if _plain_mode(model) else None
+    if str(other) != str(graph):
+        raise Untraceable("its own code differs between training and evaluation")
+    chain = Chain(model, graph)
+    observer = _Observer(fx.GraphModule(model, graph), chain.tensors)
+    try:
+        with torch.no_grad():
+            observer.run(*[inputs[n.target] for n in graph.nodes if n.op == "placeholder"])
+    except Exception as error:
+        raise Untraceable(f"its graph does not run: {error}") from error
+    return chain
+
+
+def _plain_mode(model: nn.Module) -> bool:
+    return all(m.training == model.training for m in model.modules())
+
+
+def _graph(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any]) -> fx.Graph:
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if name not in inputs and parameter.default is not inspect.Parameter.empty
+    }
+    constants = {name: value for name, value in inputs.items() if value is None or isinstance(value, bool | int | str)}
+    try:
+        graph = _Tracer(opened).trace(model, {**defaults, **constants})
+    except (TraceError, TypeError, ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
+        raise Untraceable(f"torch.fx cannot follow its code: {error}") from error
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.target not in inputs:
+            for user in list(node.users):
+                graph.erase_node(user)
+            graph.erase_node(node)
+    return graph
+
+
+class _Observer(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, tensors: set[str]) -> None:
+        super().__init__(module)
+        self._tensors = tensors
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor):
+            self._tensors.add(n.name)
+        return value
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stage: its graph, and the names of the nodes whose values arrive and leave."""
+
+    body: fx.GraphModule
+    arrives: tuple[str, ...]
+    leaves: tuple[str, ...]
+
+
+class Division:
+    """`chain` divided at `cuts`: stage k + 1 begins at the call of ``cuts[k]``.
+
+    Raises:
+        Untraceable: something crosses a cut that is no tensor.
+    """
+
+    def __init__(self, chain: Chain, cuts: Sequence[str]) -> None:
+        self.chain, self.count = chain, len(cuts) + 1
+        self.home = _homes(chain.graph, cuts)
+        self.free = _from_inputs(chain)
+        self.uses: list[set[fx.Node]] = [set() for _ in range(self.count)]  # nodes that a stage computes or receives
+        for node in chain.graph.nodes:
+            if node.op != "placeholder" and node.op != "get_attr":
+                self._need(node, self.home[node])
+        self.crossing = [self._crosses(cut) for cut in range(1, self.count)]
+
+    def _need(self, node: fx.Node, stage: int) -> None:
+        if node in self.uses[stage]:
+            return
+        self.uses[stage].add(node)
+        if self.computes(node, stage):
+            for needed in node.all_input_nodes:
+                self._need(needed, stage)
+        elif node.name not in self.chain.tensors:
+            raise Untraceable(f"{node.name}, which is no tensor, would cross the cut into stage {stage}")
+
+    def computes(self, node: fx.Node, stage: int) -> bool:
+        """Whether a stage that needs `node` computes it rather than receives it."""
+        if self.home[node] == stage or node.op in ("placeholder", "get_attr") or node in self.free:
+            return True
+        return node.name not in self.chain.tensors and node.op in ("call_function", "call_method")
+
+    def _crosses(self, cut: int) -> list[fx.Node]:
+        """Nodes from before the cut that a stage after it receives."""
+        later = {n for stage in range(cut, self.count) for n in self.uses[stage] if not self.computes(n, stage)}
+        return [n for n in self.chain.graph.nodes if n in later and self.home[n] < cut]
+
+    def piece(self, stage: int) -> Piece:
+        """The graph of one stage, on the model's own modules and parameters."""
+        arrives = self.crossing[stage - 1] if stage else []
+        leaves = self.crossing[stage] if stage < self.count - 1 else []
+        graph, env = fx.Graph(), {}
+        for node in arrives:
+            env[node] = graph.placeholder(f"arrived_{node.name}")
+        for node in self.chain.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = graph.node_copy(node)
+            elif node.op == "output":
+                if stage == self.count - 1:
+                    graph.node_copy(node, lambda n: env[n])
+            elif node not in env and node in self.uses[stage]:
+                env[node] = graph.node_copy(node, lambda n: env[n])
+        if stage < self.count - 1:
+            graph.output(tuple(env[n] for n in leaves))
+        return Piece(fx.GraphModule(self.chain.model, graph), *(tuple(n.name for n in s) for s in (arrives, leaves)))
+
+
+def _homes(graph: fx.Graph, cuts: Sequence[str]) -> dict[fx.Node, int]:
+    home: dict[fx.Node, int] = {}
+    stage = 0
+    for node in graph.nodes:
+        if node.op == "call_module" and stage < len(cuts) and _within(str(node.target), cuts[stage]):
+            stage += 1
+        home[node] = stage
+    if stage < len(cuts):
+        raise Untraceable(f"{cuts[stage]} is not called after the cuts before it")
+    return home
+
+
+def _within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def _from_inputs(chain: Chain) -> set[fx.Node]:
+    """Nodes that depend on nothing but the model's inputs and buffers, by functions without a state."""
+    free: set[fx.Node] = set()
+    for node in chain.graph.nodes:
+        if node.op == "placeholder" or (node.op == "get_attr" and not _is_parameter(chain.model, str(node.target))):
+            free.add(node)
+        elif node.op in ("call_function", "call_method") and all(n in free for n in node.all_input_nodes):
+            name = str(getattr(node.target, "__name__", node.target))
+            if not name.endswith("_") and not any(word in name for word in _RANDOM):
+                free.add(node)
+    return free
+
+
+def _is_parameter(model: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    return isinstance(getattr(model.get_submodule(owner), leaf, None), nn.Parameter)

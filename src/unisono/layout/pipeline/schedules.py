@@ -1,0 +1,101 @@
+"""Which worker holds which stages, and which numbers of micro-batches a schedule can do: pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import pipelining
+
+from unisono.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a schedule asks for.
+
+    Args:
+        torch: its class.
+        several: whether a worker may hold several stages.
+        v: whether a worker's two stages lie mirrored (r and n-1-r) instead of in a loop (r, r + workers, ...).
+        rest: the schedule with the same places that takes any number of micro-batches.
+    """
+
+    torch: type
+    several: bool
+    v: bool
+    rest: str
+
+
+SCHEDULES = {
+    "GPipe": Kind(pipelining.ScheduleGPipe, False, False, "GPipe"),
+    "1F1B": Kind(pipelining.Schedule1F1B, False, False, "GPipe"),
+    "Interleaved1F1B": Kind(pipelining.ScheduleInterleaved1F1B, True, False, "LoopedBFS"),
+    "LoopedBFS": Kind(pipelining.ScheduleLoopedBFS, True, False, "LoopedBFS"),
+    "InterleavedZeroBubble": Kind(pipelining.ScheduleInterleavedZeroBubble, True, False, "LoopedBFS"),
+    "ZBVZeroBubble": Kind(pipelining.ScheduleZBVZeroBubble, True, True, "ZBVZeroBubble"),
+    "DualPipeV": Kind(pipelining.ScheduleDualPipeV, True, True, "ZBVZeroBubble"),
+}
+
+
+def kind(schedule: str) -> Kind:
+    """What the schedule of that name asks for. Raises `InvalidInput` where there is none."""
+    if schedule not in SCHEDULES:
+        raise InvalidInput("schedule", schedule, "no such schedule", f"choose one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[schedule]
+
+
+def stages_for(schedule: str, workers: int) -> int:
+    """How many stages to cut where nothing else is asked: two per worker where the schedule can use them."""
+    return workers * (2 if kind(schedule).several else 1)
+
+
+def worker_of(schedule: str, workers: int, stages: int, stage: int) -> int:
+    """The worker that holds `stage`."""
+    turn, worker = divmod(stage, workers)
+    return workers - 1 - worker if kind(schedule).v and turn % 2 else worker
+
+
+def stages_of(schedule: str, workers: int, stages: int, worker: int) -> tuple[int, ...]:
+    """The stages that `worker` holds, ascending."""
+    return tuple(s for s in range(stages) if worker_of(schedule, workers, stages, s) == worker)
+
+
+def possible(schedule: str, workers: int, stages: int, micro_batches: int) -> bool:
+    """Whether the schedule can do that many micro-batches in one step."""
+    if micro_batches < 1:
+        return False
+    if schedule in ("1F1B", "DualPipeV"):
+        return micro_batches >= stages
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        return micro_batches % max(1, micro_batches // workers) == 0
+    return True
+
+
+def check(schedule: str, workers: int, stages: int, micro_batches: int) -> None:
+    """Refuse what the schedule cannot do, before anything starts.
+
+    Raises:
+        InvalidInput: names the nearest number of stages or micro-batches that works.
+    """
+    chosen = kind(schedule)
+    if chosen.v and stages != 2 * workers:
+        raise InvalidInput("stages", stages, f"{schedule} wants two stages per worker", f"cut into {2 * workers}")
+    if not chosen.several and stages != workers:
+        raise InvalidInput("stages", stages, f"{schedule} wants one stage per worker", f"cut into {workers}")
+    if stages < workers or stages % workers:
+        near = max(1, round(stages / workers)) * workers
+        raise InvalidInput("stages", stages, f"not a multiple of the {workers} workers", f"cut into {near}")
+    if not possible(schedule, workers, stages, micro_batches):
+        near = nearest(schedule, workers, stages, micro_batches)
+        raise InvalidInput("micro_batches", micro_batches, f"{schedule} cannot do that many with {stages} stages on "
+                           f"{workers} workers", f"use {near} micro-batches per step")  # fmt: skip
+
+
+def nearest(schedule: str, workers: int, stages: int, micro_batches: int) -> int:
+    """The nearest number of micro-batches that the schedule can do; of two, the larger."""
+    away = 0
+    while True:
+        for candidate in (micro_batches + away, micro_batches - away):
+            if possible(schedule, workers, stages, candidate):
+                return candidate
+        away += 1

@@ -1,0 +1,285 @@
+"""A model cut into the stages of a pipeline, without a change to the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from unisono.errors import InvalidInput
+from unisono.layout.pipeline import standins
+from unisono.layout.pipeline.blocks import opened, units
+from unisono.layout.pipeline.cut import balance
+from unisono.layout.pipeline.graph import Chain, Division, Untraceable, trace
+from unisono.layout.pipeline.stage import Inputs, Stage, by_name
+
+CURE = 'name the cuts (cuts=("blocks.4",)), write the model as nn.Sequential, or use pipeline=1'
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A whole model as stages.
+
+    Args:
+        modules: one for each stage.
+        cuts: the module at which each stage but the first begins.
+        tied: parameters (by their name in the whole model) that more than one stage holds, and which stages.
+        units: what the stages were made of, in order.
+    """
+
+    modules: tuple[Stage, ...]
+    cuts: tuple[str, ...]
+    tied: Mapping[str, tuple[int, ...]]
+    units: tuple[str, ...]
+
+    def owner(self, name: str) -> int:
+        """The one stage that counts the parameter in norms and writes it into checkpoints."""
+        return next(s for s, stage in enumerate(self.modules) if name in stage.whole_names())
+
+    def __call__(self, inputs: Inputs) -> Any:
+        """The whole model's output, computed stage by stage in this process."""
+        named = by_name(self.modules[0].call_signature, inputs)
+        values: tuple[Tensor, ...] = ()
+        for stage in self.modules:
+            values = stage(*values, **named)
+        return self.modules[-1].assemble(values)
+
+
+@dataclass(frozen=True)
+class Joints:
+    """A model's chain: where it can be cut, and how."""
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    names: tuple[str, ...]  # units at which a stage can begin
+    units: tuple[str, ...]  # all units with parameters, in the order of their calls
+    chain: Chain | None
+    visits: tuple[standins.Visit, ...] = ()
+
+    def segments(self) -> list[tuple[str, ...]]:
+        """The units between the places where the model can be cut; one more than `names`."""
+        begins = [0, *(self.units.index(n) for n in self.names), len(self.units)]
+        return [self.units[a:b] for a, b in pairwise(begins)]
+
+    def bytes(self) -> list[int]:
+        """What the parameters of each segment weigh."""
+        return [sum(_bytes(self.model.get_submodule(u)) for u in segment) for segment in self.segments()]
+
+    def cut(self, cuts: Sequence[str]) -> Stages:
+        """The model cut at these units.
+
+        Raises:
+            InvalidInput: it cannot be cut there, or the stages do not compute what the model computes.
+        """
+        unknown = [c for c in cuts if c not in self.names]
+        if unknown and self.chain is None:
+            raise InvalidInput("cuts", unknown[0], f"{_named(self.model)} cannot be cut there",
+                               f"cut at {_list(self.names)}" if self.names else CURE)  # fmt: skip
+        try:
+            parts = self._graphs(cuts) if self.chain else self._stands(cuts)
+        except Untraceable as error:
+            raise InvalidInput("cuts", ", ".join(cuts), str(error), f"cut at {_list(self.names)}") from error
+        signature = inspect.signature(self.model.forward)
+        aliases = _aliases(self.model)
+        modules = tuple(
+            Stage(body, run, place == len(cuts), signature, aliases) for place, (body, run) in enumerate(parts)
+        )
+        stages = Stages(modules, tuple(cuts), _tied(modules), self.units)
+        _verify(self.model, stages, self.inputs)
+        return stages
+
+    def _graphs(self, cuts: Sequence[str]) -> list[tuple[nn.Module, Any]]:
+        assert self.chain is not None
+        division = Division(self.chain, cuts)
+        bodies = [division.piece(stage).body for stage in range(division.count)]
+        _adopt(self.model, bodies)
+        return [(body, partial(_call, body)) for body in bodies]
+
+    def _stands(self, cuts: Sequence[str]) -> list[tuple[nn.Module, Any]]:
+        begins = [0, *(self.units.index(c) for c in cuts), len(self.units)]
+        parts = []
+        for begin, end in pairwise(begins):
+            door = standins.Door()
+            body = standins.body(self.model, self.visits, self.units[begin:end], door)
+            parts.append((body, partial(standins.run, body, door)))
+        return parts
+
+
+def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = ()) -> Joints:
+    """Where the model can be cut, found by structure and by running the sample through it once.
+
+    Args:
+        model: may be on the meta device, where the sample is too.
+        sample: inputs of one small micro-batch.
+        cuts: modules that must be units of their own.
+
+    Raises:
+        InvalidInput: a cut names no module, or the model's chain cannot be found.
+    """
+    modules = dict(model.named_modules())
+    for cut in cuts:
+        if cut not in modules:
+            raise InvalidInput("cuts", cut, f"{_named(model)} has no module of that name",
+                               f"cut at {_list(units(model, opened(model))[1:])}")  # fmt: skip
+    inputs = by_name(inspect.signature(model.forward), sample)
+    inner = opened(model, cuts)
+    with undisturbed(model):
+        try:
+            chain = trace(model, inner, inputs)
+        except Untraceable as error:
+            return _by_visits(model, inputs, inner, error)
+    names = tuple(u for u in chain.units[1:] if _single(chain, u))
+    return Joints(model, inputs, names, tuple(chain.units), chain)
+
+
+def split(
+    model: nn.Module,
+    sample: Inputs,
+    stages: int,
+    cuts: Sequence[str] | None = None,
+    costs: Sequence[float] | None = None,
+    limit: int | None = None,
+) -> Stages:
+    """The model cut into `stages`, at `cuts` where they are named, else so that `costs` are balanced.
+
+    Args:
+        model: stages hold its own modules; nothing is copied.
+        sample: inputs of one micro-batch, on the model's device; shows where the chain runs.
+        stages: how many.
+        cuts: the modules at which stages 1, 2, ... begin.
+        costs: of each segment of ``joints(model, sample)``, for instance the seconds that `measure` found; default:
+            the bytes of its parameters. Must be the same on all workers.
+        limit: bytes of parameters that a stage may hold at most.
+
+    Raises:
+        InvalidInput: the model cannot be cut so.
+    """
+    if cuts is not None and len(cuts) != stages - 1:
+        raise InvalidInput("cuts", tuple(cuts), f"{len(cuts)} cuts make {len(cuts) + 1} stages, not {stages}",
+                           f"name {stages - 1} modules")  # fmt: skip
+    found = joints(model, sample, cuts or ())
+    if cuts is None:
+        weight = found.bytes()
+        begins = balance(costs if costs is not None else weight, stages, bytes=weight, limit=limit)
+        cuts = [found.names[b - 1] for b in begins]
+    return found.cut(cuts)
+
+
+@contextmanager
+def undisturbed(*modules: nn.Module, training: bool = False) -> Iterator[None]:
+    """Run modules without a trace: afterwards modes, buffers and the random stream are as they were."""
+    modes = {m: m.training for module in modules for m in module.modules()}
+    buffers = {b: b.detach().clone() for module in modules for b in module.buffers() if b.device.type != "meta"}
+    devices = {b.device for module in modules for b in module.parameters()} - {
+        torch.device("cpu"),
+        torch.device("meta"),
+    }
+    try:
+        for m in modes:
+            m.training = training
+        with torch.random.fork_rng(devices=list(devices), device_type=next(iter(devices)).type if devices else "cuda"):
+            yield
+    finally:
+        for m, mode in modes.items():
+            m.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str], why: Untraceable) -> Joints:
+    try:
+        seen = standins.visits(model, units(model, inner), inputs)
+    except Exception as error:
+        raise InvalidInput("pipeline", _named(model), f"the sample does not run through it: {error}", CURE) from error
+    names = tuple(standins.joints(seen))
+    if not names:
+        raise InvalidInput("pipeline", _named(model), f"no place to cut it was found ({why})", CURE)
+    return Joints(model, inputs, names, tuple(dict.fromkeys(v.unit for v in seen)), None, tuple(seen))
+
+
+def _adopt(model: nn.Module, bodies: Sequence[nn.Module]) -> None:
+    """Give what no stage uses to the first one, so that nothing of the model is lost."""
+    held = {name for body in bodies for name in body.state_dict(keep_vars=True)}
+    for path, module in model.named_modules():
+        for kind in ("_parameters", "_buffers"):
+            for leaf, tensor in getattr(module, kind).items():
+                if tensor is not None and f"{path}.{leaf}".lstrip(".") not in held:
+                    getattr(_place(bodies[0], path), kind)[leaf] = tensor
+
+
+def _place(body: nn.Module, path: str) -> nn.Module:
+    """The module of that name in `body`, made where it is missing."""
+    for step in filter(None, path.split(".")):
+        if body._modules.get(step) is None:
+            body.add_module(step, nn.Module())
+        child = body._modules[step]
+        assert child is not None
+        body = child
+    return body
+
+
+def _single(chain: Chain, unit: str) -> bool:
+    try:
+        return len(Division(chain, [unit]).crossing[0]) == 1
+    except Untraceable:
+        return False
+
+
+def _call(body: nn.Module, values: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Any:
+    return body(*values, **inputs)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    first = {p: name for name, p in model.named_parameters()}
+    return {n: first[p] for n, p in model.named_parameters(remove_duplicate=False) if n != first[p]}
+
+
+def _tied(modules: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    holders: dict[str, list[int]] = {}
+    for place, stage in enumerate(modules):
+        for name in stage.whole_names():
+            holders.setdefault(name, []).append(place)
+    return {name: tuple(places) for name, places in holders.items() if len(places) > 1}
+
+
+def _verify(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) -> None:
+    with undisturbed(model, *stages.modules), torch.no_grad():
+        try:
+            whole, parts = model(**inputs), stages(inputs)
+        except Exception as error:
+            raise InvalidInput("cuts", ", ".join(stages.cuts), f"the stages of {_named(model)} do not run: {error}",
+                               CURE) from error  # fmt: skip
+    pairs = list(zip(tree_leaves(whole), tree_leaves(parts), strict=True))
+    if not all(_same(a, b) for a, b in pairs):
+        problem = f"the stages of {_named(model)} do not compute what the whole model computes"
+        raise InvalidInput("cuts", ", ".join(stages.cuts), problem, CURE)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return not isinstance(b, Tensor)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.device.type == "meta" or bool(torch.isclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True).all())
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _named(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -1,0 +1,112 @@
+"""One stage of a pipeline: a part of the user's model under the names that it has in the whole."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+Run = Callable[[tuple[Tensor, ...], Mapping[str, Any]], Any]
+
+
+def by_name(signature: inspect.Signature, inputs: Inputs) -> dict[str, Any]:
+    """What the model is called with, by the names of its forward's parameters.
+
+    A tuple is positional arguments, a mapping keywords, anything else the only argument.
+    """
+    if isinstance(inputs, Mapping):
+        bound = signature.bind(**inputs)
+    elif isinstance(inputs, tuple):
+        bound = signature.bind(*inputs)
+    else:
+        bound = signature.bind(inputs)
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        match signature.parameters[name].kind:
+            case inspect.Parameter.VAR_KEYWORD:
+                named.update(value)
+            case inspect.Parameter.VAR_POSITIONAL:
+                raise TypeError(f"forward takes *{name}, which has no names")
+            case _:
+                named[name] = value
+    return named
+
+
+class Stage(nn.Module):
+    """A part of a model, with the parameters and buffers that it uses, under the whole model's names.
+
+    ``stage(*values, **inputs)`` takes the tensors that the stage before gave and the model's own inputs by name; it
+    returns the tensors that the next stage takes. The last stage returns the tensors in the model's output;
+    ``assemble`` puts them back into the form that the model returns.
+
+    Args:
+        body: holds the stage's modules; not one of them itself, so that its name is in none of theirs.
+        run: computes the stage, from what arrived and the model's inputs.
+        last: whether `run` returns the model's output.
+        signature: of the whole model's forward.
+        aliases: local names of tied parameters, where the whole model lists them under another one.
+    """
+
+    def __init__(
+        self, body: nn.Module, run: Run, last: bool, signature: inspect.Signature, aliases: Mapping[str, str]
+    ) -> None:
+        super().__init__()
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = getattr(body, shared)
+        self.__dict__["_body"] = body
+        self._run, self.is_last, self.call_signature, self.alias_names = run, last, signature, dict(aliases)
+        self._form: tuple[TreeSpec, list[Any]] | None = None
+
+    def forward(self, *values: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
+        """What leaves the stage."""
+        body = self.__dict__["_body"]
+        body.training = self.training
+        out = self._run(tuple(_whole(v) if v.requires_grad else v for v in values), inputs)
+        if not self.is_last:
+            return tuple(_sendable(v, values) for v in out)
+        leaves, spec = tree_flatten(out)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        self._form = spec, [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        return tensors
+
+    def assemble(self, tensors: Tensor | tuple[Tensor, ...]) -> Any:
+        """The model's output, of the form that the last forward pass returned, from the tensors in it."""
+        assert self._form is not None, "only the last stage, after a forward pass"
+        spec, leaves = self._form
+        rest = iter((tensors,) if isinstance(tensors, Tensor) else tensors)
+        return tree_unflatten([next(rest) if leaf is None else leaf[0] for leaf in leaves], spec)
+
+    def whole_names(self) -> dict[str, nn.Parameter]:
+        """The stage's parameters under the names that ``model.named_parameters()`` gives them."""
+        return {self.alias_names.get(name, name): parameter for name, parameter in self.named_parameters()}
+
+
+class _Whole(torch.autograd.Function):
+    """The same value; its gradient comes out contiguous, as gloo and NCCL want what they send."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+def _whole(value: Tensor) -> Tensor:
+    out = _Whole.apply(value)  # type: ignore[no-untyped-call]
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _sendable(value: Any, arrived: tuple[Tensor, ...]) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"a {type(value).__name__} would have to travel between stages; only tensors can")
+    if value._is_view() or any(value is a for a in arrived):
+        return value.clone(memory_format=torch.contiguous_format)  # zero-bubble schedules detach it in place
+    return value.contiguous()

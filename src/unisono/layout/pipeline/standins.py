@@ -1,0 +1,157 @@
+"""A stage of a model whose code cannot be written as a graph: the model's own forward, with stand-ins.
+
+On every stage the model's own code runs. Units of earlier stages are replaced by stand-ins that give what arrived
+from the stage before; the first unit of a later stage by one that takes what it is given and ends the forward pass.
+Everything else that the code computes on the way (masks, rotary tables) it computes from the model's own inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Leave(Exception):
+    """The stage is computed; carries what leaves it."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+@dataclass
+class Door:
+    """Where what arrived from the stage before waits for the stand-ins."""
+
+    value: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A call of a unit: the first tensor that it took, and what it gave."""
+
+    unit: str
+    took: Tensor | None
+    gave: Any
+
+
+def visits(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any]) -> list[Visit]:
+    """The calls of `units` in one forward pass, in order."""
+    seen: list[Visit] = []
+
+    def watch(unit: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            seen.append(Visit(unit, _first(args, kwargs), output))
+
+        return hook
+
+    handles = [model.get_submodule(u).register_forward_hook(watch(u), with_kwargs=True) for u in units]
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def joints(seen: Sequence[Visit]) -> list[str]:
+    """Units at which a stage can begin: called once, on the very tensor that the unit called before it gave."""
+    called = [v.unit for v in seen]
+    good = []
+    for before, after in pairwise(seen):
+        once = called.count(after.unit) == called.count(before.unit) == 1
+        if once and after.took is not None and after.took is _head(before.gave):
+            good.append(after.unit)
+    return good
+
+
+class _Stand(nn.Module):
+    """In place of a unit: knows what the unit knew about itself (`attention_type`, ...) but none of its tensors."""
+
+    def __init__(self, unit: nn.Module, door: Door) -> None:
+        super().__init__()
+        known = {k: v for k, v in unit.__dict__.items() if not k.startswith("_") and k not in self.__dict__}
+        hollow = {
+            name: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # one number, however large
+            for name, p in unit.named_parameters(recurse=False)
+        }
+        self.__dict__.update({**known, **hollow, "_door": door})
+
+
+class Earlier(_Stand):
+    """In place of a unit of an earlier stage."""
+
+    def __init__(self, unit: nn.Module, door: Door, gave: Any) -> None:
+        super().__init__(unit, door)
+        self._more = len(gave) - 1 if isinstance(gave, tuple | list) else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What arrived, of the form that the unit gives."""
+        value = self.__dict__["_door"].value
+        return value if self._more is None else (value, *[None] * self._more)
+
+
+class Later(_Stand):
+    """In place of a unit of a later stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Ends the forward pass."""
+        value = _first(args, kwargs)
+        assert value is not None
+        raise _Leave(value)
+
+
+def pruned(model: nn.Module, stands: Mapping[str, nn.Module]) -> nn.Module:
+    """`model` with stand-ins: modules above them are copied, all others are the model's own."""
+
+    def copied(module: nn.Module, path: str) -> nn.Module:
+        if path in stands:
+            return stands[path]
+        prefix = f"{path}." if path else ""
+        if not any(name.startswith(prefix) for name in stands):
+            return module
+        new = copy.copy(module)
+        new.__dict__ = dict(module.__dict__)
+        new.__dict__["_modules"] = {k: m and copied(m, prefix + k) for k, m in module._modules.items()}
+        return new
+
+    return copied(model, "")
+
+
+def body(model: nn.Module, seen: Sequence[Visit], own: Collection[str], door: Door) -> nn.Module:
+    """The model with stand-ins for all units but `own`."""
+    order = list(dict.fromkeys(v.unit for v in seen))
+    first = min(order.index(u) for u in own)
+    gave = {v.unit: v.gave for v in seen}
+    stands: dict[str, nn.Module] = {}
+    for place, unit in enumerate(order):
+        module = model.get_submodule(unit)
+        if unit not in own:
+            stands[unit] = Earlier(module, door, gave[unit]) if place < first else Later(module, door)
+    return pruned(model, stands)
+
+
+def run(module: nn.Module, door: Door, values: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Any:
+    """One stage: what leaves it, or the model's output where it is the last."""
+    door.value = values[0] if values else None
+    try:
+        return module(**inputs)
+    except _Leave as left:
+        return (left.value,)
+    finally:
+        door.value = None
+
+
+def _first(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+
+
+def _head(gave: Any) -> Any:
+    return gave[0] if isinstance(gave, tuple | list) and gave else gave

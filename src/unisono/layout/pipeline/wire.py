@@ -1,0 +1,70 @@
+"""Tensors that describe themselves, between the workers of a pipeline: of shapes that the receiver does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16,
+           torch.int8, torch.uint8, torch.bool, torch.complex64)  # fmt: skip
+_HEADER = 256
+
+
+def outline(value: Tensor) -> Tensor:
+    """A tensor of the same shape, dtype and need of a gradient that weighs nothing."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+
+
+class Wire:
+    """Sends between the workers of `group`; `rank` counts within it."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, values: Sequence[Tensor], rank: int) -> None:
+        """Start to send; `flush` waits."""
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        words = [len(values)]
+        for value in values:
+            words += [_DTYPES.index(value.dtype), int(value.requires_grad), value.dim(), *value.shape]
+        if len(words) > _HEADER:
+            raise ValueError(f"{len(values)} tensors leave a stage, more than a header of {_HEADER} numbers describes")
+        header[: len(words)] = torch.tensor(words)
+        for message in (header.to(self._device), *(v.detach().contiguous() for v in values)):
+            work = dist.isend(message, group=self._group, group_dst=rank)
+            assert work is not None
+            self._sending.append((work, message))
+
+    def receive(self, rank: int) -> tuple[Tensor, ...]:
+        """What `rank` sent: fresh tensors, leaves where the sender's needed a gradient."""
+        header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
+        dist.recv(header, group=self._group, group_src=rank)
+        words = iter(header.tolist())
+        values = []
+        for _ in range(next(words)):
+            dtype, needs, dims = _DTYPES[next(words)], bool(next(words)), next(words)
+            value = torch.empty([next(words) for _ in range(dims)], dtype=dtype, device=self._device)
+            dist.recv(value, group=self._group, group_src=rank)
+            values.append(value.requires_grad_(needs))
+        return tuple(values)
+
+    def exchange(self, value: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """Everybody's `value` of one shape, in the order of `ranks`, which this worker is one of."""
+        me = dist.get_rank(self._group)
+        theirs = {rank: value if rank == me else torch.empty_like(value) for rank in ranks}
+        works = [dist.isend(value, group=self._group, group_dst=r) for r in ranks if r != me]
+        works += [dist.irecv(theirs[r], group=self._group, group_src=r) for r in ranks if r != me]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return list(theirs.values())
+
+    def flush(self) -> None:
+        """Wait until all is sent."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()

@@ -1,0 +1,103 @@
+"""Who stands where in a layout, and beside whom: arithmetic without I/O.
+
+Ranks count the replicas last: a replica's workers are neighbours, and those of one tensor group most of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unisono.errors import InvalidInput
+from unisono.layout.layout import AXES, Layout
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one worker stands: its replica, and its coordinate on each axis of the layout."""
+
+    replica: int
+    pipeline: int
+    shard: int
+    context: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Places:
+    """All workers of a run under one layout.
+
+    Raises:
+        InvalidInput: the workers do not divide into whole replicas; names the nearest numbers that do.
+    """
+
+    layout: Layout
+    workers: int
+
+    def __post_init__(self) -> None:
+        whole = self.layout.workers
+        if self.workers % whole:
+            fewer = self.workers // whole * whole
+            nearest = f"--workers {fewer + whole}" if not fewer else f"--workers {fewer} or {fewer + whole}"
+            raise InvalidInput(
+                "layout", self.layout, f"one replica lies on {whole} workers, and {self.workers} are not a multiple",
+                f"write {nearest}")  # fmt: skip
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return self.workers // self.layout.workers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Replicas, then the layout's axes from the outermost: the shape of a mesh of all ranks in their order."""
+        return (self.replicas, *(getattr(self.layout, axis) for axis in AXES))
+
+    def of(self, rank: int) -> Place:
+        """Where `rank` stands."""
+        coordinates = []
+        for size in reversed(self.shape):
+            rank, at = divmod(rank, size)
+            coordinates.append(at)
+        return Place(*reversed(coordinates))
+
+    def rank(self, place: Place) -> int:
+        """Who stands at `place`."""
+        found = 0
+        for size, axis in zip(self.shape, ("replica", *AXES)):
+            found = found * size + getattr(place, axis)
+        return found
+
+    def along(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on these axes only (``replica`` is one), itself among them, in order."""
+        fixed = [axis for axis in ("replica", *AXES) if axis not in axes]
+        mine = [getattr(self.of(rank), axis) for axis in fixed]
+        return tuple(
+            other for other in range(self.workers) if mine == [getattr(self.of(other), axis) for axis in fixed]
+        )
+
+    @property
+    def lanes(self) -> int:
+        """Workers that compute different micro-batches at the same time: the members of a shard group do."""
+        return self.replicas * self.layout.shard
+
+    def lane(self, rank: int) -> int:
+        """Which of the `lanes` worker `rank` belongs to."""
+        place = self.of(rank)
+        return place.replica * self.layout.shard + place.shard
+
+    def check_micro_batches(self, micro_batches: int) -> None:
+        """Raise `InvalidInput` if the members of a shard group would not all compute as many of a step."""
+        if self.layout.shard > 1 and micro_batches % self.lanes:
+            fewer = max(self.lanes, micro_batches // self.lanes * self.lanes)
+            raise InvalidInput(
+                "layout", self.layout, f"{self.lanes} workers compute side by side and have to take as many "
+                f"micro-batches each, which {micro_batches} of a step do not allow",
+                f"choose global_batch and micro_batch so that there are {fewer} or {fewer + self.lanes}")  # fmt: skip
+
+
+def nearest_divisor(of: int, wanted: int) -> int:
+    """The divisor of `of` that is nearest to `wanted`, the smaller of two."""
+    divisors: Sequence[int] = [d for d in range(1, of + 1) if of % d == 0]
+    return min(divisors, key=lambda d: (abs(math.log(d / wanted)), d))

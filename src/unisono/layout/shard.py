@@ -1,0 +1,30 @@
+"""Parameters, gradients and optimizer state sharded over workers: torch's `fully_shard`, block by block."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the parameters of `model` over the one-dimensional `mesh`, in place; names stay as they are.
+
+    Each member of a list or sequence of blocks is gathered when it is called and let go after it; what is left
+    together, at the root. Gradients of the members' micro-batches add up: nothing is averaged.
+    """
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Where a backend cannot scale while it sums (gloo).
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost members of the model's lists and sequences that have parameters: what repeats."""
+    if isinstance(model, nn.ModuleList | nn.Sequential):
+        return [block for block in model if any(True for _ in block.parameters())]
+    return [block for child in model.children() for block in blocks(child)]

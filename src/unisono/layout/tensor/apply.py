@@ -1,0 +1,148 @@
+"""A plan put into effect: parameters become DTensors under their names, on the ``tensor`` mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn import functional as F
+
+from unisono.layout.tensor import heads
+from unisono.layout.tensor.between import entered, gathered, summed
+from unisono.layout.tensor.exchange import Exchange
+from unisono.layout.tensor.matrix import Matrix, embedded, matrix
+from unisono.layout.tensor.plan import GATHERED, GROUPS, ROW, VOCABULARY, TensorPlan
+
+Slot = tuple[nn.Module, str]
+
+
+def apply(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
+    """Split `model` in place over the 1-D `mesh`, whose members hold equal weights.
+
+    Names of parameters and the shapes that they say they have stay those of the whole model. What is not in
+    ``plan.split`` stays a plain parameter, whose gradient is the same on every member.
+
+    Raises:
+        InvalidInput: a name in the plan that fits no module.
+    """
+    plan = plan.resolved(model)
+    shared = _shared(model)
+    styles = {name: _style(model.get_submodule(name), word) for name, word in plan.split.items()}
+    parallelize_module(model, mesh, dict(styles), src_data_rank=None)
+    for before, slots in shared:
+        _tie(before, slots)
+    for scope, treatment in plan.local.items():
+        _treat(model, scope, treatment, plan, mesh.size())
+
+
+def _style(module: nn.Module, word: str) -> ParallelStyle:
+    return _Vocabulary() if word == VOCABULARY else _Split(word)
+
+
+class _Split(ParallelStyle):
+    """A matrix over its outputs or its inputs.
+
+    Torch's own `ColwiseParallel` and `RowwiseParallel` hand on views, in which no model may work in place; they
+    know neither ``Conv1D`` nor several blocks in one matrix.
+    """
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        found, group = cast(Matrix, matrix(module)), device_mesh.get_group()
+        if self.word == ROW:
+            _spread(module, device_mesh, {"weight": 1 - found.output_dimension})
+            forward = _row(found.output_dimension, group)
+        else:
+            blocks = Exchange(
+                found.outputs, GROUPS.get(self.word, 1), device_mesh.size(), dist.get_rank(group)
+            )
+            _spread(module, device_mesh, {"weight": found.output_dimension, "bias": 0})
+            forward = _column(found.output_dimension, group, blocks, self.word == GATHERED)
+        module.forward = MethodType(
+            forward, module
+        )  # bound, so that a copy of the module computes with its own
+        return module
+
+
+class _Vocabulary(ParallelStyle):
+    """An embedding over its rows. Torch's own takes `padding_idx` for a row of every member."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+        first = dist.get_rank(group) * (cast(nn.Embedding, module).num_embeddings // device_mesh.size())
+        _spread(module, device_mesh, {"weight": 0})
+
+        def forward(self: nn.Embedding, input: Tensor) -> Tensor:
+            return summed(embedded(self, _here(self.weight), input, first), group)
+
+        module.forward = MethodType(forward, module)
+        return module
+
+
+def _row(output_dimension: int, group: dist.ProcessGroup) -> Callable[[nn.Module, Tensor], Tensor]:
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        whole = Matrix(self, output_dimension)
+        total = summed(F.linear(input, whole.upright(_here(whole.weight))), group)
+        return total if whole.bias is None else total + whole.bias
+
+    return forward
+
+
+def _column(
+    output_dimension: int, group: dist.ProcessGroup, blocks: Exchange, gather: bool
+) -> Callable[[nn.Module, Tensor], Tensor]:
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        whole = Matrix(self, output_dimension)
+        weight, bias = whole.upright(_here(whole.weight)), None if whole.bias is None else _here(whole.bias)
+        if blocks.groups > 1:
+            weight, bias = blocks.exchanged(weight, bias, group)
+        part = F.linear(entered(input, group), weight, bias)
+        return gathered(part, group) if gather else part
+
+    return forward
+
+
+def _spread(module: nn.Module, mesh: DeviceMesh, dimensions: Mapping[str, int]) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if name in dimensions:
+            spread = distribute_tensor(parameter, mesh, [Shard(dimensions[name])], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+
+
+def _here(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _shared(model: nn.Module) -> list[tuple[nn.Parameter, list[Slot]]]:
+    """Parameters that several modules hold, and where."""
+    slots: dict[nn.Parameter, list[Slot]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                slots.setdefault(parameter, []).append((module, name))
+    return [(parameter, places) for parameter, places in slots.items() if len(places) > 1]
+
+
+def _tie(before: nn.Parameter, slots: list[Slot]) -> None:
+    now = [getattr(module, name) for module, name in slots]
+    split = next((each for each in now if each is not before), before)
+    for module, name in slots:
+        module.register_parameter(name, split)
+
+
+def _treat(model: nn.Module, scope: str, treatment: str, plan: TensorPlan, degree: int) -> None:
+    module = model.get_submodule(scope)
+    if treatment == "attributes":
+        heads.divide(module, degree)
+        return
+    inside = [word for name, word in plan.split.items() if name.startswith(f"{scope}." if scope else "")]
+    mode = heads.local_mode(module, degree, (GROUPS[word] for word in inside if word in GROUPS))
+    module.forward = MethodType(heads.localized(module, mode), module)

@@ -1,0 +1,70 @@
+"""What passes between the members of a tensor group, both ways (Shoeybi et al. 2019, section 3).
+
+Every result is a tensor of its own, never a view, so that a model may go on in place (``ReLU(inplace=True)``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+Function = Callable[..., Tensor]
+# one renamed the other: torch 2.13 warns of the old name, 2.11 lacks the new one
+_gather: Function = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+
+
+def entered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x`, which all members have, on its way into their parts; its gradient is the sum of theirs."""
+    return cast(Function, _Entered.apply)(x, group)
+
+
+def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of all members' parts, the same bits for all of them."""
+    return cast(Function, _Summed.apply)(part, group)
+
+
+def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All members' parts (..., n) as one tensor (..., n * members), in the order of their ranks."""
+    return cast(Function, _Gathered.apply)(part, group)
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group)))
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _sum(gradients[0], ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.member, ctx.width = dist.get_rank(group), part.shape[-1]
+        stacked = collectives.wait_tensor(_gather(part.contiguous().unsqueeze(0), 0, group))
+        return torch.cat(tuple(stacked), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].narrow(-1, ctx.member * ctx.width, ctx.width), None

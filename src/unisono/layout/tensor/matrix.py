@@ -1,0 +1,81 @@
+"""What can be split: a module that multiplies by one matrix, seen the same whichever way it stores it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """``nn.Linear``, or transformers' ``Conv1D``, which stores the transposed matrix.
+
+    Args:
+        module: the module that owns ``weight`` and ``bias``.
+        output_dimension: the dimension of ``weight`` that counts outputs.
+    """
+
+    module: nn.Module
+    output_dimension: int
+
+    @property
+    def weight(self) -> Tensor:
+        """The parameter as the module stores it."""
+        return cast(Tensor, self.module.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias (outputs,), or None."""
+        return cast("Tensor | None", self.module.bias)
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers come out."""
+        return self.weight.shape[self.output_dimension]
+
+    @property
+    def inputs(self) -> int:
+        """How many numbers go in."""
+        return self.weight.shape[1 - self.output_dimension]
+
+    def upright(self, weight: Tensor) -> Tensor:
+        """`weight` as (outputs, inputs)."""
+        return weight if self.output_dimension == 0 else weight.t()
+
+
+def matrix(module: nn.Module) -> Matrix | None:
+    """`module` as a matrix; None for anything else, and for a subclass with a forward of its own."""
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return Matrix(module, 0)
+    if type(module).__name__ == "Conv1D" and {"nf", "nx"} <= vars(module).keys():
+        return Matrix(module, 1)
+    return None
+
+
+def is_vocabulary(module: nn.Module) -> bool:
+    """Whether `module` looks up rows and does nothing else to them."""
+    plain = type(module).forward is nn.Embedding.forward
+    return plain and getattr(module, "max_norm", None) is None and not getattr(module, "sparse", False)
+
+
+def grouped_rows(outputs: int, groups: int, degree: int, member: int) -> Tensor:
+    """The rows of a matrix of `groups` equal blocks that `member` computes, in order."""
+    rows = torch.arange(outputs)
+    block = outputs // groups
+    return rows[(rows % block) // (block // degree) == member]
+
+
+def embedded(module: nn.Embedding, weight: Tensor, tokens: Tensor, first: int) -> Tensor:
+    """The part of the embedding of `tokens` that the rows of `weight`, from row `first`, give; else zeros."""
+    local = tokens - first
+    mine = (local >= 0) & (local < len(weight))
+    padding = None if module.padding_idx is None else module.padding_idx - first
+    if padding is not None and not 0 <= padding < len(weight):
+        padding = None
+    rows = F.embedding(local.where(mine, local.new_zeros(())), weight, padding)
+    return rows * mine.unsqueeze(-1).to(rows.dtype)

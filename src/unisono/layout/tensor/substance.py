@@ -1,0 +1,57 @@
+"""Blocks of a model on the meta device, given numbers for a moment, one at a time: no memory is too small.
+
+Whether a split computes the same does not depend on which weights and inputs it is asked for, so any will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether any parameter of `model` has a shape but no numbers."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def on_meta(call: Any) -> Any:
+    """`call` with its tensors' shapes alone."""
+    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, call)
+
+
+@contextmanager
+def substantial(module: nn.Module) -> Iterator[None]:
+    """Within the block, parameters and buffers of `module` on the meta device have made-up numbers."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[Tensor, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for inner in module.modules():
+        places: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
+        for kept in places:
+            for name, tensor in kept.items():
+                if tensor is not None and tensor.is_meta:
+                    before.append((kept, name, tensor))
+                    kept[name] = made.setdefault(tensor, _filled(tensor, generator))
+    try:
+        yield
+    finally:
+        for kept, name, tensor in before:
+            kept[name] = tensor
+
+
+def filled(call: Any) -> Any:
+    """`call` with made-up numbers in place of its meta tensors."""
+    generator = torch.Generator().manual_seed(1)
+    return tree_map(lambda x: _filled(x, generator) if isinstance(x, Tensor) and x.is_meta else x, call)
+
+
+def _filled(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point():
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
+    numbers = (torch.randn(tensor.shape, generator=generator) * 0.3).to(tensor.dtype)
+    return nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers

@@ -1,0 +1,70 @@
+"""A plan is a guess until numbers agree: each split, computed by its members in turn, against the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from unisono.layout.tensor.observe import Observed, observed
+from unisono.layout.tensor.plan import COLUMNS, GATHERED, ROW, VOCABULARY, TensorPlan
+from unisono.layout.tensor.trial import Trial, Unit
+
+
+def verify(
+    model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, ...] | Mapping[str, Any]
+) -> TensorPlan:
+    """`plan` with what does not compute what the whole model computes moved to `whole`, with the reason.
+
+    Outputs and gradients of every block that the plan splits are compared within 1e-5 of their largest number,
+    on the inputs that the block has when `model` runs on `sample`. No process is started. A model on the meta
+    device runs there, and its blocks are compared one at a time with made-up weights and inputs.
+
+    Raises:
+        InvalidInput: a name in the plan that fits no module.
+    """
+    plan = plan.resolved(model)
+    trial = Trial(model, degree, observed(model, sample))
+    split: dict[str, str] = {}
+    whole: dict[str, str] = dict(plan.whole)
+    local: dict[str, str] = {}
+    for unit in units(plan.split, trial.seen):
+        verdict = trial.of(unit)
+        if verdict.reason:
+            whole |= dict.fromkeys(unit, verdict.reason)
+        else:
+            split |= unit
+            local |= {verdict.scope: verdict.treatment} if verdict.treatment else {}
+    return TensorPlan(split, whole, local)
+
+
+def units(split: Mapping[str, str], seen: Observed) -> Iterator[Unit]:
+    """The entries of `split` that depend on each other, in the order of the forward pass."""
+    columns: dict[str, str] = {}
+    ties = _tied(split, seen)
+    called = [name for name in seen.order if name in split]
+    for name in [*called, *(name for name in split if name not in seen.order)]:
+        word = split[name]
+        if word in COLUMNS:
+            columns[name] = word
+        elif word == ROW:
+            yield {**columns, name: word}
+            columns = {}
+        elif name in ties:
+            if (pair := ties[name]) is not None:
+                yield pair
+        else:
+            yield {name: word}
+    if columns:
+        yield columns
+
+
+def _tied(split: Mapping[str, str], seen: Observed) -> dict[str, Unit | None]:
+    tied: dict[str, Unit | None] = {}
+    for users in seen.users.values():
+        shared = [name for name in split if name in users and split[name] in (VOCABULARY, GATHERED)]
+        if len(shared) > 1 and not tied.keys() & set(shared):
+            first, *others = sorted(shared, key=seen.order.index)
+            tied |= {first: {name: split[name] for name in shared}, **dict.fromkeys(others)}
+    return tied

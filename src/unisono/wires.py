@@ -1,0 +1,56 @@
+"""Who talks with whom in a run whose replicas lie on several workers each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.comm import Alone, Communicator
+
+
+@dataclass(frozen=True)
+class Wires:
+    """One worker's communicators.
+
+    Attributes:
+        everybody: all workers of the run.
+        replicas: the workers at the same place of all replicas: what a synchronizer talks through.
+        inside: all workers of this replica.
+        lanes: the workers at the same place of every shard of every replica: all who compute micro-batches of their
+            own, and hold the same buffers.
+        shards: those of this replica among them.
+        speaks, weighs: whether this worker says, of those who compute the same micro-batches, the losses and what
+            they weigh; losses of parts add up.
+    """
+
+    everybody: Communicator
+    replicas: Communicator
+    inside: Communicator
+    lanes: Communicator
+    shards: Communicator
+    speaks: bool = True
+    weighs: bool = True
+
+    @staticmethod
+    def whole(comm: Communicator) -> Wires:
+        """Each worker is a whole replica."""
+        alone = Alone()
+        return Wires(comm, comm, alone, comm, alone)
+
+    @property
+    def spread(self) -> bool:
+        """Whether a replica lies on several workers."""
+        return self.inside.size > 1
+
+    @property
+    def bytes_sent(self) -> int:
+        """What left this worker through any of them."""
+        return sum(wire.bytes_sent for wire in self._distinct())
+
+    def close(self) -> None:
+        """Give back what the operating system lent."""
+        for wire in self._distinct():
+            wire.close()
+
+    def _distinct(self) -> list[Communicator]:
+        wires = (self.everybody, self.replicas, self.inside, self.lanes, self.shards)
+        return list({id(wire): wire for wire in wires}.values())

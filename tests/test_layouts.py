@@ -1,0 +1,130 @@
+"""Whole runs under layouts, on real processes: they compute what one worker computes on the same micro-batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ChildFailed
+from tests.training import source, train
+from unisono.checkpoint import fingerprint_of, open_newest
+
+TEXT = source("text", text=(__file__,), model={"layers": 2, "width": 32, "heads": 2, "context": 16, "dropout": 0.0})
+EVEN = {"global_batch": 48, "micro_batch": 4}
+TASKS = {
+    "digits": (source("digits"), {}),
+    "text": (TEXT, {}),
+    "sgd": (source("regression", optimizer="sgd", dropout=0.1), EVEN),
+    "adamw": (source("regression", optimizer="adamw", dropout=0.1, noise=0.1), EVEN),
+    "clip": (source("regression", optimizer="sgd"), {"clip": 0.05, **EVEN}),
+}
+SAME = 2e-6
+STEPS = 20
+
+
+def losses(directory: Path, workers: int, task, **settings) -> dict[int, float]:
+    """By step; of how many steps the record tells is a matter of time, the first and the last are among them."""
+    train(workers, task, directory, steps=STEPS, workers=workers, **settings)
+    lines = (directory / "events.jsonl").read_text().splitlines()
+    return {e["step"]: e["loss"] for e in map(json.loads, lines) if e["event"] == "step"}
+
+
+def differ(found: dict[int, float], expected: dict[int, float]) -> float:
+    """By how much at most, where both tell."""
+    assert {1, STEPS} <= found.keys() & expected.keys()
+    return max(abs(found[step] - expected[step]) for step in found.keys() & expected.keys())
+
+
+LAYOUTS = [
+    ("Layout(shard=2)", 2),
+    ("Layout(shard=4)", 4),
+    ("Layout(tensor=2)", 2),
+    ("Layout(shard=2, tensor=2)", 4),
+]
+
+
+@pytest.mark.parametrize(("layout", "workers"), LAYOUTS)
+@pytest.mark.parametrize("name", TASKS)
+def test_a_layout_computes_what_one_worker_does(name, layout, workers, tmp_path) -> None:
+    task, settings = TASKS[name]
+    alone = losses(tmp_path / "alone", 1, task, **settings)
+    assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **settings), alone) <= SAME
+
+
+CONTEXTS = [
+    ("Layout(context=2)", 2),
+    ("Layout(context=4)", 4),
+    ("Layout(shard=2, context=2)", 4),
+    ("Layout(context=2, tensor=2)", 4),
+]
+
+
+@pytest.mark.parametrize(("layout", "workers"), CONTEXTS)
+def test_a_sequence_on_several_workers_teaches_what_it_does_on_one(layout, workers, tmp_path) -> None:
+    alone = losses(tmp_path / "alone", 1, TEXT)
+    assert differ(losses(tmp_path / "laid", workers, TEXT, layout=layout), alone) <= SAME
+
+
+@pytest.mark.parametrize(
+    ("sync", "compress"),
+    [
+        ("AllReduce()", "Cast()"),
+        ("AllReduce()", "Quantize(8)"),
+        ("LocalSGD(every=3)", "Cast()"),
+        ("ParameterServer(servers=1)", "Cast()"),
+    ],
+)
+def test_two_replicas_agree_as_two_whole_ones_do(sync, compress, tmp_path) -> None:
+    options = {"sync": sync, "compress": compress}
+    whole = losses(tmp_path / "whole", 2, TEXT, **options)
+    laid = losses(tmp_path / "laid", 4, TEXT, layout="Layout(shard=2)", **options)
+    rounded = 3e-3 if "Quantize" in compress else SAME  # blocks of numbers lie elsewhere
+    assert differ(laid, whole) <= rounded
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings", "words"),
+    [
+        (3, {}, "write --workers 2 or 4"),
+        (2, {"global_batch": 30, "micro_batch": 10}, "there are 2 or 4"),
+        (2, {"compress": "Exact()"}, "gradients are summed as floats inside a replica"),
+        (2, {"sync": "ParameterServer(staleness=2)"}, "hands micro-batches to workers one by one"),
+        (2, {"sync": "Gossip(asynchronous=True)"}, "hands micro-batches to workers one by one"),
+        (2, {"sync_batchnorm": True}, "leave one out"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_cure(workers, settings, words, tmp_path) -> None:
+    with pytest.raises(ChildFailed, match=words):
+        train(workers, source("regression"), tmp_path, layout="Layout(shard=2)", workers=workers, **settings)
+
+
+WAYS = [(1, "Layout()"), (3, "Layout()"), (2, "Layout(shard=2)"), (4, "Layout(shard=4)"), (4, "Layout(shard=2)")]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [*zip(WAYS, [*WAYS[1:], WAYS[0]]), (WAYS[3], WAYS[4])], ids=str)
+def test_a_checkpoint_opens_under_any_other_layout(saved, loaded, tmp_path) -> None:
+    """Weights, AdamW's state, random streams and the position in the data."""
+    task = source("regression", optimizer="adamw", dropout=0.1, noise=0.1, norm=False)
+    settings = {"global_batch": 48, "micro_batch": 4, "schedule": "Constant()"}
+    whole = train(1, task, tmp_path / "whole", steps=12, workers=1, **settings)
+    run = tmp_path / "parts"
+    for (workers, layout), steps in ((saved, 5), (loaded, 12)):
+        last = train(workers, task, run, steps=steps, workers=workers, layout=layout, run=str(run), resume=steps == 12,
+                     **settings)  # fmt: skip
+    assert last["steps"] == 12
+    assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
+    assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
+
+
+def test_the_hash_of_a_checkpoint_is_the_same_whatever_wrote_it(tmp_path) -> None:
+    """Nothing is learned here: they are the first weights."""
+    task, found = source("regression", optimizer="sgd", norm=False), set()
+    for workers, layout in WAYS:
+        run = tmp_path / f"{workers}-{layout}"
+        told = train(workers, task, run, steps=1, lr=1e-30, workers=workers, layout=layout, **EVEN)
+        opened = open_newest(run / "checkpoints", lambda damage: pytest.fail(str(damage)))
+        assert fingerprint_of(opened) == told["weights_sha256"]
+        found.add(told["weights_sha256"])
+    assert len(found) == 1
