@@ -79,24 +79,29 @@ def build(
         InvalidInput: what the task builds cannot be trained.
     """
     seed_compute(stream(config.seed, 0, 0, "init"))
+    if mesh is not None and sample is not None:
+        from unisono.layout.lay import lay  # imports more of torch than others need
+
+        held = lay(lambda: _model(task), config.layout, mesh, sample)
+    else:
+        model = _model(task)
+        if config.sync_batchnorm:
+            model = synchronize_batchnorm(model, comm.lane("batchnorm"))
+        held = Held.whole(model.to(device))
+    optimizer = task.optimizer([p for p in held.local.parameters() if p.requires_grad])
+    check_fit(held.local, optimizer)
+    prefer_fused(optimizer, sparse=bool(sparse_parameters(held.model)))
+    return held, optimizer
+
+
+def _model(task: Task) -> nn.Module:
     model = task.model()
     if not isinstance(model, nn.Module):
         raise InvalidInput(
             "model", type(model).__name__, "not a torch module", "give Task(model=a function that builds one)"
         )
-    if config.sync_batchnorm:
-        model = synchronize_batchnorm(model, comm.lane("batchnorm"))
     check_trainable(model)
-    model = model.to(device)
-    held = Held.whole(model)
-    if mesh is not None and sample is not None:
-        from unisono.layout.lay import lay  # imports more of torch than others need
-
-        held = lay(model, config.layout, mesh, sample)
-    optimizer = task.optimizer([p for p in held.local.parameters() if p.requires_grad])
-    check_fit(held.local, optimizer)
-    prefer_fused(optimizer, sparse=bool(sparse_parameters(model)))
-    return held, optimizer
+    return model
 
 
 def bind(

@@ -30,9 +30,7 @@ from unisono.tasks.gpt import GPT
 STEPS = 10
 SHAPES = [(2, 8), (3, 6), (1, 8), (4, 5)]  # of the steps in turn: samples, positions
 TOKENS = 64
-needs_transformers = pytest.mark.skipif(
-    not importlib.util.find_spec("transformers"), reason="needs transformers"
-)
+needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
 
 
 class Separate(nn.Module):
@@ -63,9 +61,7 @@ class Fused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n, t, width = x.shape
-        parts = (
-            p.view(n, t, self.n_head, width // self.n_head) for p in self.all(x).split(self.width, dim=2)
-        )
+        parts = (p.view(n, t, self.n_head, width // self.n_head) for p in self.all(x).split(self.width, dim=2))
         q, k, v = (p.transpose(1, 2) for p in parts)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, width)
         y = self.back(y)
@@ -105,9 +101,7 @@ class Convolutional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(1, 2)
-        )
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(1, 2))
         self.last = nn.Linear(4, TOKENS)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -160,9 +154,7 @@ def bert() -> nn.Module:
 
 
 def perceptron() -> nn.Module:
-    return Perceptron(
-        nn.Linear(TOKENS, 48), nn.ReLU(inplace=True), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, TOKENS)
-    )
+    return Perceptron(nn.Linear(TOKENS, 48), nn.ReLU(inplace=True), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, TOKENS))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -250,9 +242,7 @@ def check(results: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
         assert case[1] != "sgd" or found["weights"] <= 1e-5, (case, found["weights"])
         for other in results[1:]:
             assert other[case]["plan"] == found["plan"], case
-            assert other[case]["plain"] == found["plain"], (
-                f"{case}: the members' whole parameters drift apart"
-            )
+            assert other[case]["plain"] == found["plain"], f"{case}: the members' whole parameters drift apart"
 
 
 def test_two_workers_learn_what_the_whole_model_learns(tmp_path: Path) -> None:
@@ -302,9 +292,7 @@ def test_verification_leaves_no_trace() -> None:
     assert all(m.training for m in model.modules())
     assert not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert [m.n_head for m in (model.body[0], model.body[2])] == [4, 4]
-    assert all(
-        torch.equal(a, b) and a.grad is None for a, b in zip(model.parameters(), untouched.parameters())
-    )
+    assert all(torch.equal(a, b) and a.grad is None for a, b in zip(model.parameters(), untouched.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -321,9 +309,7 @@ def test_verification_leaves_no_trace() -> None:
         ({"0": "column", "2": "row"}, set(), ""),
     ],
 )
-def test_verification_names_what_is_wrong_in_a_users_plan(
-    plan: dict[str, str], named: set[str], why: str
-) -> None:
+def test_verification_names_what_is_wrong_in_a_users_plan(plan: dict[str, str], named: set[str], why: str) -> None:
     verified = verify(perceptron(), TensorPlan.of(plan), 2, (tokens(0),))
     assert set(verified.whole) == named
     assert all(why in sentence for sentence in verified.whole.values())

@@ -44,6 +44,11 @@ class Part:
         """Elements of the box."""
         return math.prod(self.size)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to index the whole tensor with."""
+        return tuple(slice(begin, begin + n) for begin, n in zip(self.offset, self.size))
+
     def overlap(self, other: Part) -> Part | None:
         """What both hold of the same tensor; None where that is nothing.
 

@@ -216,7 +216,7 @@ class Pipeline:
         def watch(place: int, arrives: tuple[Tensor, ...], leaves: tuple[Tensor, ...]) -> None:
             # What a sharded part holds changes between the two halves of a zero-bubble schedule's backward pass.
             sharded = any(isinstance(m, FSDPModule) for m in self.stages[place].modules())
-            apart = (place == 0 or separable(arrives, leaves))
+            apart = not sharded and (place == 0 or separable(arrives, leaves))
             made.append(
                 _Entering(
                     self.stages[place],

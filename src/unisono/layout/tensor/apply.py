@@ -61,14 +61,10 @@ class _Split(ParallelStyle):
             _spread(module, device_mesh, {"weight": 1 - found.output_dimension})
             forward = _row(found.output_dimension, group)
         else:
-            blocks = Exchange(
-                found.outputs, GROUPS.get(self.word, 1), device_mesh.size(), dist.get_rank(group)
-            )
+            blocks = Exchange(found.outputs, GROUPS.get(self.word, 1), device_mesh.size(), dist.get_rank(group))
             _spread(module, device_mesh, {"weight": found.output_dimension, "bias": 0})
             forward = _column(found.output_dimension, group, blocks, self.word == GATHERED)
-        module.forward = MethodType(
-            forward, module
-        )  # bound, so that a copy of the module computes with its own
+        module.forward = MethodType(forward, module)  # bound, so that a copy of the module computes with its own
         return module
 
 

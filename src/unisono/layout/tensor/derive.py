@@ -72,9 +72,7 @@ class _Search:
         row = [(name, found) for name, found in called if found is not None]
         at = 0
         while at < len(row):
-            taken = next(
-                (unit for unit in _guesses(row[at : at + 4]) if self._free(unit) and self.take(unit)), {}
-            )
+            taken = next((unit for unit in _guesses(row[at : at + 4]) if self._free(unit) and self.take(unit)), {})
             at += len(taken) or 1
 
     def vocabulary(self) -> None:
@@ -119,11 +117,7 @@ def _guesses(row: list[tuple[str, Matrix]]) -> Iterator[Unit]:
         *key_value, query = sorted(m.outputs for m in found[:3])
         if query == found[3].inputs and len(set(key_value)) == 1 and query % key_value[0] == 0:
             yield {**dict.fromkeys(names[:3], COLUMN), names[3]: ROW}
-    if (
-        len(row) >= 3
-        and found[0].inputs == found[1].inputs
-        and found[0].outputs == found[1].outputs == found[2].inputs
-    ):
+    if len(row) >= 3 and found[0].inputs == found[1].inputs and found[0].outputs == found[1].outputs == found[2].inputs:
         yield {**dict.fromkeys(names[:2], COLUMN), names[2]: ROW}
     if len(row) >= 2:
         for blocks, word in ((1, COLUMN), (3, THIRDS), (3, COLUMN), (2, HALVES)):
@@ -140,9 +134,7 @@ def _rows(module: nn.Module) -> int:
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [
-        (name, m) for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None
-    ]
+    return [(name, m) for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
 
 
 def _unsplittable(module: nn.Module, called: bool) -> str:

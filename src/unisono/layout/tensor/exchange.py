@@ -43,9 +43,7 @@ class Exchange:
         """How many rows come from each member; in the order of their numbers, as the members' boxes are."""
         return [len(self._common(other, self.member)) for other in range(self.degree)]
 
-    def exchanged(
-        self, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor | None]:
+    def exchanged(self, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None]:
         """The rows that this member computes, out of all members' boxes of rows; differentiable.
 
         Args:

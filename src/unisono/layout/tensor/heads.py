@@ -64,9 +64,7 @@ def refusal(model: nn.Module, degree: int) -> None:
     broken = sorted(f"{number} heads, {name}" for name, number in found if number % degree)
     if broken:
         common = math.gcd(*(number for _, number in found))
-        nearest = min(
-            (d for d in range(1, common + 1) if common % d == 0), key=lambda d: (abs(d - degree), -d)
-        )
+        nearest = min((d for d in range(1, common + 1) if common % d == 0), key=lambda d: (abs(d - degree), -d))
         problem = f"the attention ({'; '.join(broken)}) does not divide by {degree}; at most {common}"
         raise InvalidInput("tensor", degree, problem, f"write tensor={nearest}")
 
@@ -135,9 +133,7 @@ class LocalShapes(TorchFunctionMode):
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, sizes, *rest = (
-            args
-            if len(args) > 1
-            else (*args, kwargs.pop("split_size", kwargs.pop("split_size_or_sections", None)))
+            args if len(args) > 1 else (*args, kwargs.pop("split_size", kwargs.pop("split_size_or_sections", None)))
         )
         whole = x.shape[rest[0] if rest else kwargs.get("dim", 0)] * self.degree
         if isinstance(sizes, int) and any(sizes * groups == whole for groups in self.groups):

@@ -17,9 +17,7 @@ from unisono.layout.tensor.observe import Call, snapshot
 from unisono.layout.tensor.plan import GATHERED, GROUPS, ROW
 
 
-def together(
-    model: nn.Module, scope: str, unit: Mapping[str, str], degree: int, treatment: str, call: Call
-) -> Any:
+def together(model: nn.Module, scope: str, unit: Mapping[str, str], degree: int, treatment: str, call: Call) -> Any:
     """The output of module `scope` when `degree` members compute it split as `unit` says.
 
     Every member's pass runs in turn. What a row layer sums is complete in the last one, whose output is
@@ -66,9 +64,7 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             module.forward = before
 
 
-def _forward(
-    module: nn.Module, word: str, degree: int, member: int, parts: list[Tensor]
-) -> Callable[[Tensor], Tensor]:
+def _forward(module: nn.Module, word: str, degree: int, member: int, parts: list[Tensor]) -> Callable[[Tensor], Tensor]:
     whole = matrix(module)
     if whole is None:
         return _looked_up(cast(nn.Embedding, module), degree, member, parts)
@@ -109,9 +105,7 @@ def _gathered(whole: Matrix, degree: int, member: int, parts: list[Tensor]) -> C
     return forward
 
 
-def _looked_up(
-    module: nn.Embedding, degree: int, member: int, parts: list[Tensor]
-) -> Callable[[Tensor], Tensor]:
+def _looked_up(module: nn.Embedding, degree: int, member: int, parts: list[Tensor]) -> Callable[[Tensor], Tensor]:
     share = module.num_embeddings // degree
 
     def forward(input: Tensor) -> Tensor:

@@ -110,8 +110,6 @@ def _expanded(words: Mapping[str, str], names: list[str], required: bool) -> dic
     for pattern, word in words.items():
         fitting = [name for name in names if fnmatchcase(name, pattern)]
         if required and not fitting:
-            raise InvalidInput(
-                "tensor plan", pattern, "no module has this name", "use names of model.named_modules()"
-            )
+            raise InvalidInput("tensor plan", pattern, "no module has this name", "use names of model.named_modules()")
         found |= dict.fromkeys(fitting, word)
     return found

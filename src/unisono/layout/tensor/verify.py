@@ -12,9 +12,7 @@ from unisono.layout.tensor.plan import COLUMNS, GATHERED, ROW, VOCABULARY, Tenso
 from unisono.layout.tensor.trial import Trial, Unit
 
 
-def verify(
-    model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, ...] | Mapping[str, Any]
-) -> TensorPlan:
+def verify(model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, ...] | Mapping[str, Any]) -> TensorPlan:
     """`plan` with what does not compute what the whole model computes moved to `whole`, with the reason.
 
     Outputs and gradients of every block that the plan splits are compared within 1e-5 of their largest number,

@@ -1,0 +1,76 @@
+"""What a worker holds of a laid-out model: its part, with the bits that the model has on one device."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.processes import run
+from unisono.layout import Layout, Places, Sample, Whole
+from unisono.tasks.gpt import GPT
+
+NETWORK = GPT(layers=3, width=32, heads=4, context=16, dropout=0.0)
+TOKENS = torch.arange(32).view(2, 16)
+
+
+def built() -> nn.Module:
+    return NETWORK.build()
+
+
+def sample() -> Sample:
+    return Sample((TOKENS, TOKENS), lambda batch: batch[0], _loss, None)
+
+
+def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+
+def _held(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
+    from unisono.layout.lay import lay, mesh_of
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
+    try:
+        torch.manual_seed(3)
+        held = lay(built, layout, mesh_of(Places(layout, size), "cpu"), sample())
+        after = torch.rand(1)
+        torch.manual_seed(3)
+        whole = dict(built().named_parameters())
+        assert torch.equal(after, torch.rand(1)), "the random stream goes on where it would"
+        assert held.parts.keys() == whole.keys()
+        for name, parameter in held.local.named_parameters():
+            assert torch.equal(parameter, whole[name][held.parts[name].slices]), name
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in Whole(held.model).items() if name in whole)
+        numbers = {name: p.numel() for name, p in held.local.named_parameters()}
+        return {"numbers": numbers, "elsewhere": held.elsewhere, "parts": dict(held.parts)}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [
+        (Layout(shard=2), 0.51),
+        (Layout(shard=4), 0.27),
+        (Layout(tensor=2), 0.55),
+        (Layout(shard=2, tensor=2), 0.29),
+        (Layout(context=2), 0.51),
+    ],
+    ids=str,
+)
+def test_each_worker_holds_its_part_of_the_same_bits(layout, most, tmp_path: Path) -> None:
+    found = run(layout.workers, _held, str(tmp_path), layout)
+    whole = sum(p.numel() for p in built().parameters())
+    assert all(sum(each["numbers"].values()) <= most * whole for each in found)
+    counted: dict[str, int] = {}
+    for each in found:
+        for name, part in each["parts"].items():
+            counted[name] = counted.get(name, 0) + part.numel * (name not in each["elsewhere"])
+    expected = {name: math.prod(part.shape) for name, part in found[0]["parts"].items()}
+    assert counted == expected, "every number is counted once"
