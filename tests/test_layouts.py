@@ -53,6 +53,28 @@ def test_a_layout_computes_what_one_worker_does(name, layout, workers, tmp_path)
     assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **settings), alone) <= SAME
 
 
+STILL = source("regression", optimizer="sgd", norm=False)  # without dropout, whose later stages draw for themselves
+PIPELINES = [
+    ("Layout(pipeline=2)", 2, TEXT),
+    ("Layout(pipeline=2, schedule='Interleaved1F1B')", 2, TEXT),
+    ("Layout(pipeline=2, schedule='ZBVZeroBubble')", 2, TEXT),
+    ("Layout(pipeline=2, cuts=('blocks.1',))", 2, TEXT),
+    ("Layout(pipeline=4, schedule='GPipe')", 4, TEXT),
+    ("Layout(shard=2, pipeline=2)", 4, TEXT),
+    ("Layout(tensor=2, pipeline=2)", 4, TEXT),
+    ("Layout(pipeline=2)", 2, source("regression", optimizer="sgd")),
+    ("Layout(pipeline=2)", 4, STILL),
+    ("Layout(shard=2, pipeline=2)", 4, STILL),
+]
+
+
+@pytest.mark.parametrize(("layout", "workers", "task"), PIPELINES)
+def test_a_pipeline_computes_what_one_worker_does(layout, workers, task, tmp_path) -> None:
+    settings = {"global_batch": 48, "micro_batch": 4, "clip": 0.5} if task.name != "text" else {"micro_batch": 8}
+    alone = losses(tmp_path / "alone", 1, task, **settings)
+    assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **settings), alone) <= SAME
+
+
 CONTEXTS = [
     ("Layout(context=2)", 2),
     ("Layout(context=4)", 4),
@@ -93,11 +115,15 @@ def test_two_replicas_agree_as_two_whole_ones_do(sync, compress, tmp_path) -> No
         (2, {"sync": "ParameterServer(staleness=2)"}, "hands micro-batches to workers one by one"),
         (2, {"sync": "Gossip(asynchronous=True)"}, "hands micro-batches to workers one by one"),
         (2, {"sync_batchnorm": True}, "leave one out"),
+        (2, {"layout": "Layout(pipeline=2)", "micro_batch": 24}, "use 2 micro-batches per step"),
+        (2, {"layout": "Layout(pipeline=2, cuts=('layers.9',))"}, "has no module of that name"),
+        (4, {"layout": "Layout(shard=2, pipeline=2)"}, "the running statistics of BatchNorm1d"),
+        (2, {"layout": "Layout(context=2)"}, "on parts of a sequence"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_cure(workers, settings, words, tmp_path) -> None:
     with pytest.raises(ChildFailed, match=words):
-        train(workers, source("regression"), tmp_path, layout="Layout(shard=2)", workers=workers, **settings)
+        train(workers, source("regression"), tmp_path, workers=workers, **{"layout": "Layout(shard=2)", **settings})
 
 
 WAYS = [
@@ -109,6 +135,8 @@ WAYS = [
     (2, "Layout(tensor=2)"),
     (4, "Layout(tensor=2)"),
     (4, "Layout(shard=2, tensor=2)"),
+    (2, "Layout(pipeline=2)"),
+    (4, "Layout(shard=2, pipeline=2)"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,12 +133,24 @@ def bind(
         extra=Persistence.WORDS * comm.size, lazy=not config.compile)  # fmt: skip
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, comm.size, replica)
+    _check_pipelined(config, feed.places, held)
     schedule = config.schedule or task.schedule or Constant()
     autocast = _autocast(config, device)
     task = dataclasses.replace(task, loss=within(autocast, task.loss))
     runs = forward(task, autocast)
     called = torch.compile(held.model) if config.compile else held.model
     move = _mover(device)
+    if held.pipeline is not None:
+        from unisono.pipelined import PipelinedTrainer, output  # imports more of torch than others need
+
+        trainer = partial(PipelinedTrainer, pipeline=held.pipeline, inputs=task.inputs, autocast=autocast)
+        runs = output(held.pipeline, task.inputs, autocast)
+    evaluator = None
+    if task.evaluate is not None:
+        here = feed.places.of(comm.rank)
+        evaluator = Evaluator(
+            task, comm.lane("evaluation"), runs, move, here.replica, feed.places.replicas,
+            here.shard == here.context == here.tensor == 0)  # fmt: skip
     return trainer(
         model=held.model,
         replica=replica,
@@ -146,7 +159,7 @@ def bind(
         record=record,
         persistence=persistence,
         learning_rate=LearningRate(optimizer, config.lr),
-        evaluator=Evaluator(task, wires.replicas.lane("evaluation"), runs, move) if task.evaluate is not None else None,
+        evaluator=evaluator,
         forward=lambda _, batch: runs(called, batch),
         loss=task.loss,
         passage=held.passage,
@@ -173,6 +186,14 @@ def _check_concurrent(config: Config, plan: MicroBatchPlan, workers: int, replic
             "sync_batchnorm", True, f"{workers} workers cannot compute the {plan.micro_batches} micro-batches of a "
             "step side by side",
             f"choose global_batch and micro_batch so that their number divides by {workers}")  # fmt: skip
+
+
+def _check_pipelined(config: Config, places: Places, held: Held) -> None:
+    running = [m for m in held.model.modules() if getattr(m, "running_mean", None) is not None]
+    if held.pipeline is not None and running and places.lanes > 1:
+        raise InvalidInput(
+            "layout", show(config.layout), f"the running statistics of {type(running[0]).__name__} would be those of "
+            "one pipeline's micro-batches each", "use one pipeline, or a layer without running statistics")  # fmt: skip
 
 
 def _autocast(config: Config, device: torch.device) -> Callable[[], Any]:

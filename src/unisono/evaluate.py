@@ -17,9 +17,26 @@ from unisono.task import Batch, Evaluation, Task, build_dataset, call
 
 class Evaluator:
     """Batches of fixed content are dealt out in turn; every worker folds everybody's sums in the batches' order, so
-    that a metric has the same bits on any number of workers. `comm` is a lane of its own."""
+    that a metric has the same bits on any number of workers.
 
-    def __init__(self, task: Task, comm: Communicator, forward: Callable[[Any, Batch], Any], move: Any) -> None:
+    Args:
+        comm: a lane of its own, of all workers.
+        forward: ``forward(model, batch)``; None where the output comes out on another worker of the replica.
+        replica, replicas: which one this worker belongs to, of how many; whose workers all go through its batches.
+        speaks: whether this worker's sums count, of those that have the same output.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        comm: Communicator,
+        forward: Callable[[Any, Batch], Any],
+        move: Any,
+        replica: int,
+        replicas: int,
+        speaks: bool = True,
+    ) -> None:
+        self._replica, self._replicas, self._speaks = replica, replicas, speaks
         given = task.evaluate
         self._evaluation = given if isinstance(given, Evaluation) else Evaluation(given)
         self._task, self._comm, self._forward, self._move = task, comm, forward, move
@@ -37,9 +54,11 @@ class Evaluator:
         model.eval()
         try:
             with torch.inference_mode():
-                for i in range(self._comm.rank, len(starts), self._comm.size):
+                for i in range(self._replica, len(starts), self._replicas):
                     batch = self._fetch(starts[i], min(starts[i] + size, len(self._data)))
-                    table[i] = self._measure(model, batch)
+                    output = self._forward(model, batch)
+                    if output is not None and self._speaks:
+                        table[i] = self._measure(output, batch)
         finally:
             for module in training:  # some layers may have been in evaluation mode all along
                 module.training = True
@@ -53,9 +72,8 @@ class Evaluator:
         indices = list(range(start, stop))
         return self._move(collate(many(indices) if many else [self._data[i] for i in indices]))
 
-    def _measure(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _measure(self, output: Any, batch: Batch) -> Tensor:
         """One row: weighted metrics, then the weight."""
-        output = self._forward(model, batch)
         weight = self._task.weight(batch) if self._task.weight else samples_in(batch)
         means = [float(torch.as_tensor(m(output, batch), dtype=torch.float64).mean()) for m in self._metrics.values()]
         return torch.tensor([*(mean * float(weight) for mean in means), float(weight)], dtype=torch.float64)

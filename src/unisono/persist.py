@@ -121,7 +121,8 @@ class Persistence:
         Raises:
             CheckpointMismatch: on worker 0, another model's checkpoint; names the first tensor that differs.
         """
-        plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(found))))
+        here = self._everything()
+        plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(found, here))))
         if not plan:
             return 0
         if self._parts is not None:
@@ -155,11 +156,21 @@ class Persistence:
             for _, tensor in sorted(weights_of(self._model).items()):
                 tensor.copy_(self._replicas.broadcast(tensor.detach().clone()).wait())
 
-    def _inventory(self, loaded: Loaded | Opened | None) -> dict[str, Any]:
+    def _everything(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of all that the workers of a replica hold of the model, by a checkpoint's names."""
+        mine = {f"model/{name}": (t.dtype, self._shape(name, t)) for name, t in weights_of(self._model).items()}
+        if self._parts is None:
+            return mine
+        said = {name: [str(dtype).removeprefix("torch."), shape] for name, (dtype, shape) in mine.items()}
+        told = [json.loads(text) for text in gather_text(self._comm, json.dumps(said))]
+        return {name: (getattr(torch, kind), tuple(shape)) for each in told for name, (kind, shape) in each.items()}
+
+    def _inventory(
+        self, loaded: Loaded | Opened | None, here: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> dict[str, Any]:
         if loaded is None:
             return {}
         specs = loaded.specs if isinstance(loaded, Opened) else loaded.tensors
-        here = {f"model/{name}": (t.dtype, self._shape(name, t)) for name, t in weights_of(self._model).items()}
         compare(here, {name: t for name, t in specs.items() if name.startswith("model/")})
         same = (
             loaded.meta["config"]["sync"] == self._meta["config"]["sync"]

@@ -64,7 +64,7 @@ class Replica:
     ) -> None:
         check_fit(model, optimizer)
         self.model, self.optimizer = model, optimizer
-        self._held, self._wires = held or Held.whole(model), wires or Wires.whole(comm)
+        self.held, self._wires = held or Held.whole(model), wires or Wires.whole(comm)
         self._count, self._reference, self._clip = micro_batches, reference, clip
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sync: BoundSynchronizer
@@ -84,10 +84,11 @@ class Replica:
             self._asking = Asking(model, self._names, self._sync.need)
         side_by_side = self._wires.lanes if self.lockstep else self._wires.shards
         together = self.lockstep or self._wires.spread
-        self._statistics = Statistics(
-            self._held.model, micro_batches, side_by_side.lane("statistics") if together else None
-        )
-        self._hooks = [self._held.on_gradient(name, self._arrived) for name in parameters if not self._local]
+        # A pipeline's stages write into their buffers in the micro-batches' order, which is all that is to be done.
+        counted = micro_batches if self.held.pipeline is None else 1
+        self._statistics = Statistics(self.held.model, counted, side_by_side.lane("statistics") if together else None)
+        as_they_come = not self._local and self.held.pipeline is None
+        self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if as_they_come]
         self.begin()
 
     @property
@@ -166,8 +167,12 @@ class Replica:
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the micro-batch's mean `loss`, a scalar."""
-        share = self._weight / self._reference
+        share = self.share(self._weight)
         (loss * share if self._weighted and share != 1.0 else loss).backward()
+
+    def share(self, weight: float) -> float:
+        """What a micro-batch of that weight counts for in the mean."""
+        return weight / self._reference
 
     def settle(self) -> Step:
         """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`."""
@@ -179,7 +184,7 @@ class Replica:
         """The 2-norm of `change` over all of the replica's parameters."""
         if not self._wires.spread:
             return change.norm()
-        square = torch.tensor([change.norm(self._held.elsewhere) ** 2], dtype=torch.float64)
+        square = torch.tensor([change.norm(self.held.elsewhere) ** 2], dtype=torch.float64)
         return math.sqrt(float(self._wires.inside.sum(square).wait()))
 
     def unbind(self) -> None:
@@ -195,7 +200,7 @@ class Replica:
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             name = self._names.get(id(parameter))
             if name is not None:
-                gradient = self._held.take(name)
+                gradient = self.held.take(name)
                 if gradient is not None:
                     self._arrived(name, gradient)
             elif parameter.grad is not None:

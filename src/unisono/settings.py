@@ -50,7 +50,15 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
 
 def _check_spread(config: Config) -> None:
     """Raise `InvalidInput` where what is asked for cannot be with a replica on several workers."""
-    Places(config.layout, config.workers)
+    places = Places(config.layout, config.workers)
+    assert config.global_batch is not None
+    assert config.micro_batch is not None
+    micro_batches = config.global_batch // config.micro_batch
+    places.check_micro_batches(micro_batches)
+    if config.layout.pipeline > 1:
+        from unisono.layout.pipeline import check  # imports more of torch than others need
+
+        check(config.layout.schedule, config.layout.pipeline, config.layout.stages, micro_batches // places.lanes)
     sync, layout = config.sync, show(config.layout)
     if getattr(sync, "asynchronous", False) or getattr(sync, "staleness", 0) or getattr(sync, "backup_workers", 0):
         raise InvalidInput(
@@ -62,6 +70,10 @@ def _check_spread(config: Config) -> None:
             "that the bits depend on the layout", "leave one out")  # fmt: skip
     if config.sync_batchnorm:
         raise InvalidInput("sync_batchnorm", True, f"it does not know of {layout}", "leave one out")
+    if config.layout.pipeline > 1 and config.layout.context > 1:
+        raise InvalidInput("layout", layout, "pipelines of parts of sequences are not built yet", "use one of the two")
+    if config.layout.pipeline > 1 and config.compile:
+        raise InvalidInput("compile", True, f"it does not know of {layout} yet", "leave one out")
     if config.clip is not None and config.layout.tensor > 1 and hasattr(sync, "servers"):
         raise InvalidInput(
             "clip", config.clip, f"the servers would count what {layout} holds on several workers more than once",

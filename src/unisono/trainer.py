@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -87,8 +87,7 @@ class Trainer:
                 started = self.comm.now()
 
                 self.learning_rate.set(self.factor(t))
-                for m, batch in batches:
-                    self.compute(t, m, self.move(batch), last=m == mine[-1])
+                self.compute_all(t, mine, batches)
                 step = self.replica.settle()
                 step.check_finite(t, self.worker_of)
                 self.persistence.before_change()
@@ -144,6 +143,11 @@ class Trainer:
         every = self.evaluate_every
         if self.evaluator and every and self.done < self.steps and self.done // every > self.evaluated // every:
             self.evaluate()
+
+    def compute_all(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
+        """Forward and backward of this worker's micro-batches of step `t`."""
+        for m, batch in batches:
+            self.compute(t, m, self.move(batch), last=m == mine[-1])
 
     def compute(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
         """Forward and backward of micro-batch `m` of step `t`; its gradients go to the synchronizer as they come.

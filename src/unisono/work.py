@@ -15,9 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from unisono.assemble import Feed, bind, build
-from unisono.checkpoint import Event, Loaded, Opened, Writer, fingerprint, load_newest, newest, verified
+from unisono.checkpoint import (
+    Event,
+    Loaded,
+    Opened,
+    Writer,
+    fingerprint,
+    fingerprint_of,
+    load_newest,
+    newest,
+    open_newest,
+    verified,
+)
 from unisono.comm import Communicator, Meeting
 from unisono.config import Config
 from unisono.directory import claimed
@@ -116,7 +128,7 @@ def _wires(meeting: Meeting, comm: Communicator, places: Places, rank: int) -> W
         lanes=meeting.among(places.along(rank, "replica", "shard"), "lanes"),
         shards=meeting.among(places.along(rank, "shard"), "shards"),
         speaks=here.tensor == 0,
-        weighs=here.tensor == here.context == 0,
+        weighs=here.tensor == here.context == here.pipeline == 0,
     )
 
 
@@ -138,7 +150,7 @@ def _result(
         samples=outcome.steps * trainer.global_batch,
         loss=outcome.loss,
         metrics=dict(outcome.metrics),
-        weights_sha256=fingerprint(Whole(trainer.model)),
+        weights_sha256=_hash(trainer, path, outcome.steps),
         wall_seconds=time.time() - order.began,
         startup_seconds=startup,
         samples_per_second=trained / seconds if seconds else 0.0,
@@ -147,6 +159,18 @@ def _result(
         peak_rss_bytes=int(peaks.max()),
         run=str(path),
     )
+
+
+def _hash(trainer: Trainer, path: Path, steps: int) -> str:
+    """Of the weights; of stages that are spread over workers, as the last checkpoint has them, on worker 0."""
+    if not isinstance(trainer.model, nn.ModuleDict) or trainer.replica.held.pipeline is None:
+        return fingerprint(Whole(trainer.model))
+    if trainer.comm.rank == 0:
+        with contextlib.suppress(CheckpointDamaged):
+            opened = open_newest(path / "checkpoints", log.warning)
+            if opened is not None and opened.step == steps:
+                return fingerprint_of(opened)
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,8 @@ class Held:
         elsewhere: names whose part another worker of the replica has too, and counts.
         passage: a context in which a micro-batch is computed, given it and the task's loss: what of the batch, and
             which part of the loss, are this worker's.
+        pipeline: where layers lie on several workers, what runs this worker's; gradients then wait in the leaves until
+            all micro-batches are through.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class Held:
     parts: Mapping[str, Part]
     elsewhere: frozenset[str] = frozenset()
     passage: Passage = _all_of_it
+    pipeline: Any = None
 
     @staticmethod
     def whole(model: nn.Module) -> Held:
@@ -50,11 +53,16 @@ class Held:
         return Held(model, model, leaves, {name: Part.whole(name, tuple(p.shape)) for name, p in leaves.items()})
 
     @staticmethod
-    def of(model: nn.Module, elsewhere: Collection[str] = ()) -> Held:
-        """The local parts of `model`, some of whose parameters are distributed tensors."""
-        leaves = dict(model.named_parameters())
+    def of(
+        model: nn.Module,
+        leaves: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        elsewhere: Collection[str] = (),
+    ) -> Held:
+        """The local parts of `model`, given its parameters, some of which are distributed tensors, and its buffers, by
+        their global names."""
         parts = {name: _part(name, leaf) for name, leaf in leaves.items()}
-        return Held(model, _local(model), leaves, parts, frozenset(elsewhere))
+        return Held(model, _local(leaves, buffers), leaves, parts, frozenset(elsewhere))
 
     def take(self, name: str) -> Tensor | None:
         """The local part of the gradient of `name`, which is taken away; None where none has come."""
@@ -74,31 +82,26 @@ class Held:
         return handle
 
 
-def _local(model: nn.Module) -> nn.Module:
-    """A tree of plain modules like `model`'s, with the local parts."""
+def _local(leaves: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> nn.Module:
+    """A tree of plain modules with the local parts under these names."""
     root = nn.Module()
-    plain: dict[int, nn.Parameter] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in plain:  # tied ones stay tied
-                plain[id(parameter)] = nn.Parameter(_local_of(parameter.detach()), parameter.requires_grad)
-            _home(root, path).register_parameter(name, plain[id(parameter)])
-        for name, buffer in module.named_buffers(recurse=False):
-            kept = name not in module._non_persistent_buffers_set
-            _home(root, path).register_buffer(name, buffer, persistent=kept)
+    for path, leaf in leaves.items():
+        home, name = _home(root, path)
+        home.register_parameter(name, nn.Parameter(_local_of(leaf.detach()), leaf.requires_grad))
+    for path, buffer in buffers.items():
+        home, name = _home(root, path)
+        home.register_buffer(name, buffer)
     return root
 
 
-def _home(root: nn.Module, path: str) -> nn.Module:
-    for word in _words(path):
+def _home(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module in which `path` lies, made where it is missing, and its name there."""
+    *words, name = path.split(".")
+    for word in words:
         if word not in root._modules:
             root.add_module(word, nn.Module())
         root = root.get_submodule(word)
-    return root
-
-
-def _words(path: str) -> Iterator[str]:
-    return (word for word in path.split(".") if word)
+    return root, name
 
 
 def _is_distributed(x: Any) -> bool:

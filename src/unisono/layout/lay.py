@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from unisono.layout.context import Passage, verify
 from unisono.layout.deferred import Deferred, record
 from unisono.layout.held import Held
 from unisono.layout.layout import AXES, Layout
+from unisono.layout.pipeline import Pipeline, split, stages_of
 from unisono.layout.places import Places
 from unisono.layout.sample import Sample
 from unisono.layout.shard import shard
@@ -43,17 +45,17 @@ def lay(build: Callable[[], nn.Module], layout: Layout, mesh: DeviceMesh, sample
         model = build().to(mesh.device_type)
         forward = partial(sample.forward, model)
         verify(model, sample.batch, layout.context, forward=forward, loss=sample.loss, weight=sample.weight)
-        return _held(model, layout, mesh, sample, _spread(model, layout, mesh, sample))
+        return _spread(model, layout, mesh, sample).held(layout, mesh, sample)
     deferred = record(build)
     if deferred.whole and mesh.get_rank() == 0:
         LOG.info("the model is built whole on every worker: %s", deferred.why)
     model = deferred.model.to(mesh.device_type) if deferred.whole else deferred.model
-    split = _spread(model, layout, mesh, sample)
-    if not deferred.whole:
-        model.to_empty(device=mesh.device_type)
-    held = _held(model, layout, mesh, sample, split)
-    if not deferred.whole:
-        _fill(held, deferred)
+    spread = _spread(model, layout, mesh, sample)
+    if deferred.whole:
+        return spread.held(layout, mesh, sample)
+    spread.model.to_empty(device=mesh.device_type)
+    held = spread.held(layout, mesh, sample)
+    _fill(held, deferred)
     return held
 
 
@@ -62,29 +64,68 @@ def _fill(held: Held, deferred: Deferred) -> None:
 
     def keep(name: str, whole: Tensor) -> None:
         part = held.parts.get(name)
-        with torch.no_grad():
-            here[name].copy_(whole[part.slices] if part else whole)
+        if name in here:
+            with torch.no_grad():
+                here[name].copy_(whole[part.slices] if part else whole)
 
     deferred.materialise(keep)
 
 
-def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> set[str]:
-    """Change `model` in place, axis by axis; returns the names of what is split over the tensor axis."""
+def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> _Spread:
+    """Change `model` in place, axis by axis."""
     if layout.tensor > 1:
         plan = derive(model, layout.tensor, sample.arguments)
         if mesh.get_rank() == 0:
             _tell(plan)
         apply(model, mesh["tensor"], plan)
-    split = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    here = model
+    pipeline = _pipeline(model, layout, mesh, sample) if layout.pipeline > 1 else None
+    if pipeline is not None:
+        here = nn.ModuleDict({str(number): stage for number, stage in pipeline.stages.items()})
+    split = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
     if layout.shard * layout.context > 1:
-        shard(model, _sharding(layout, mesh))
-    return split
+        for module in here.values() if isinstance(here, nn.ModuleDict) and pipeline else [here]:
+            shard(module, _sharding(layout, mesh))
+    return _Spread(here, pipeline, split)
 
 
-def _held(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, split: Collection[str]) -> Held:
-    first = mesh.get_local_rank("tensor") == 0
-    held = Held.of(model, elsewhere=[] if first else [n for n, _ in model.named_parameters() if n not in split])
-    return replace(held, passage=Passage(mesh["context"], sample.weight)) if layout.context > 1 else held
+@dataclass(frozen=True)
+class _Spread:
+    """This worker's modules, its pipeline if there is one, and the names of what is split over the tensor axis."""
+
+    model: nn.Module
+    pipeline: Pipeline | None
+    split: Collection[str]
+
+    def held(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> Held:
+        """Once the numbers are to come, or there."""
+        leaves = _leaves(self.model, self.pipeline)
+        counted = set(self.pipeline.counted()) if self.pipeline else leaves.keys()
+        if mesh.get_local_rank("tensor") != 0:
+            counted &= set(self.split)
+        buffers = dict(self.model.named_buffers())
+        if self.pipeline:
+            buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.named_buffers()}
+        held = Held.of(self.model, leaves, buffers, elsewhere=leaves.keys() - counted)
+        if layout.context > 1:
+            return replace(held, passage=Passage(mesh["context"], sample.weight))
+        return replace(held, pipeline=self.pipeline)
+
+
+def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters()) if pipeline is None else pipeline.parameters()
+
+
+def _pipeline(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> Pipeline:
+    device = next(model.parameters()).device
+    given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, sample.arguments)
+    stages = split(model, given, layout.stages, cuts=layout.cuts or None)
+    if mesh.get_rank() == 0:
+        LOG.info("the pipeline's stages begin at %s", ", ".join(stages.cuts))
+    mine = stages_of(layout.schedule, layout.pipeline, layout.stages, mesh.get_local_rank("pipeline"))
+    return Pipeline(
+        {number: stages.modules[number] for number in mine}, layout.stages, mesh["pipeline"].get_group(),
+        layout.schedule, torch.device(mesh.device_type), stages.tied)  # fmt: skip
 
 
 def _sharding(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 AXES = ("pipeline", "shard", "context", "tensor")  # from the outermost to the innermost: neighbours talk most
+SCHEDULES = {  # stages of each worker
+    "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,26 +25,34 @@ class Layout:
         context: workers over which sequences are split, in chunks of a balanced order; keys and values are gathered
             for attention (Liu et al. 2023, "Ring attention"; the order is that of Llama 3's training). Parameters are
             sharded over them too.
-
-    Attributes:
-        pipeline: workers over which layers are split: not built yet.
+        pipeline: workers over which layers are split, in stages of as many bytes of parameters each.
+        schedule: in which order a pipeline's workers go through the micro-batches of a step: ``GPipe`` (Huang et al.
+            2019), ``1F1B`` (Narayanan et al. 2019), ``Interleaved1F1B``, ``LoopedBFS``, ``InterleavedZeroBubble``,
+            ``ZBVZeroBubble`` (Qi et al. 2023), ``DualPipeV`` (DeepSeek-AI 2024).
+        cuts: the modules at which stages begin, but the first; empty: found.
 
     Raises:
-        ValueError: an axis below 1, or one above 1 that this version cannot do.
+        ValueError: an axis below 1, an unknown schedule, or as many cuts as make another number of stages.
     """
 
     shard: int = 1
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    schedule: str = "1F1B"
+    cuts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for axis in fields(self):
-            size = getattr(self, axis.name)
+        for axis in AXES:
+            size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{axis.name}={size!r} is not a whole number from 1")
-            if size > 1 and axis.name not in _BUILT:
-                raise ValueError(f"{axis.name}={size} is not built yet: this version has shard, tensor and context")
+                raise ValueError(f"{axis}={size!r} is not a whole number from 1")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is none of {', '.join(SCHEDULES)}")
+        if not isinstance(self.cuts, tuple) or not all(isinstance(cut, str) for cut in self.cuts):
+            raise ValueError(f"cuts={self.cuts!r} is no tuple of names")
+        if self.cuts and len(self.cuts) != self.stages - 1:
+            raise ValueError(f"cuts: {len(self.cuts)} make {len(self.cuts) + 1} stages, and here are {self.stages}")
 
     def __str__(self) -> str:
         said = [f"{each.name}={getattr(self, each.name)}" for each in fields(self)
@@ -48,10 +60,14 @@ class Layout:
         return f"Layout({', '.join(said)})"
 
     @property
+    def stages(self) -> int:
+        """Of a pipeline."""
+        return self.pipeline * SCHEDULES[self.schedule]
+
+    @property
     def workers(self) -> int:
         """How many hold one replica."""
         return self.shard * self.tensor * self.pipeline * self.context
 
 
-_BUILT = ("shard", "tensor", "context")
 LAYOUTS: dict[str, type] = {"Layout": Layout}

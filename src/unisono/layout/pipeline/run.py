@@ -118,6 +118,10 @@ class Pipeline:
         self._feed.inputs, self._feed.loss = (), None
         return torch.stack([one.detach() for one in losses]).tolist() if self.holds_last else None
 
+    def on_entering(self, enter: Enter) -> None:
+        """From now on, ``enter(micro_batch, stage)`` is called before each forward pass."""
+        self._feed.enter = enter
+
     def forward_only(self, micro_batches: Sequence[Inputs]) -> list[Any] | None:
         """The model's outputs, without gradients, on the worker with the last stage; None on the others."""
         stage = next(iter(self.stages.values()))

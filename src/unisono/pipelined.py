@@ -1,0 +1,68 @@
+"""The step of a replica whose layers lie on several workers: all micro-batches go through the pipeline together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.data import seed_compute, stream
+from unisono.layout.pipeline import Pipeline
+from unisono.task import Batch
+from unisono.trainer import Trainer, check_loss, checked_weight
+
+
+@dataclass
+class PipelinedTrainer(Trainer):
+    """A `Trainer` of one worker's stages.
+
+    Args:
+        pipeline: the stages, which call back before each forward pass.
+        inputs: what the model is called with, of a batch.
+        autocast: the context of forward passes.
+    """
+
+    pipeline: Pipeline = field(kw_only=True)
+    inputs: Callable[[Batch], Any] = field(kw_only=True)
+    autocast: Callable[[], AbstractContextManager[Any]] = field(kw_only=True)
+
+    def compute_all(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
+        """See `Trainer.compute_all`. The first stage draws what one worker would; each further one has a random
+        stream of its own."""
+        given = [(m, self.move(batch)) for m, batch in batches]
+        weights = [checked_weight(self.weight(batch)) for _, batch in given]
+        losses = [0.0] * len(given)
+
+        def loss(i: int, output: Any) -> torch.Tensor:
+            found = self.loss(output, given[i][1])
+            check_loss(found)
+            losses[i] = float(found.detach())
+            return found * self.replica.share(weights[i])
+
+        def enter(i: int, stage: int) -> None:
+            seed_compute(stream(self.seed, t, given[i][0], "compute" if stage == 0 else f"compute of stage {stage}"))
+
+        self.pipeline.copy_tied()
+        self.pipeline.on_entering(enter)
+        with self.autocast():
+            self.pipeline.step([self.inputs(batch) for _, batch in given], loss)
+        self.pipeline.sum_tied()
+        for i, (m, _) in enumerate(given):
+            last = m == mine[-1]
+            self.replica.enter(m, weights[i])
+            self.replica.leave(losses[i], last=last, extra=self.persistence.says(self.stop_asked()) if last else [])
+
+
+def output(pipeline: Pipeline, inputs: Callable[[Batch], Any], autocast: Callable[[], Any]) -> Callable[..., Any]:
+    """``forward(model, batch)`` for evaluation: the output on the worker with the last stage, None on the others."""
+
+    def forward(_: nn.Module, batch: Batch) -> Any:
+        with autocast():
+            found = pipeline.forward_only([inputs(batch)])
+        return found[0] if found else None
+
+    return forward
