@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from unisono.assemble import Feed, bind, build
 from unisono.checkpoint import (
@@ -163,7 +162,7 @@ def _result(
 
 def _hash(trainer: Trainer, path: Path, steps: int) -> str:
     """Of the weights; of stages that are spread over workers, as the last checkpoint has them, on worker 0."""
-    if not isinstance(trainer.model, nn.ModuleDict) or trainer.replica.held.pipeline is None:
+    if trainer.replica.held.pipeline is None:
         return fingerprint(Whole(trainer.model))
     if trainer.comm.rank == 0:
         with contextlib.suppress(CheckpointDamaged):

@@ -78,15 +78,14 @@ def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) 
         if mesh.get_rank() == 0:
             _tell(plan)
         apply(model, mesh["tensor"], plan)
-    here = model
     pipeline = _pipeline(model, layout, mesh, sample) if layout.pipeline > 1 else None
-    if pipeline is not None:
-        here = nn.ModuleDict({str(number): stage for number, stage in pipeline.stages.items()})
-    split = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
+    pieces: list[nn.Module] = list(pipeline.stages.values()) if pipeline else [model]
+    here = nn.ModuleList(pieces) if pipeline else model
+    matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
     if layout.shard * layout.context > 1:
-        for module in here.values() if isinstance(here, nn.ModuleDict) and pipeline else [here]:
-            shard(module, _sharding(layout, mesh))
-    return _Spread(here, pipeline, split)
+        for piece in pieces:
+            shard(piece, _sharding(layout, mesh))
+    return _Spread(here, pipeline, matrices)
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,14 @@ class _Spread:
 
     model: nn.Module
     pipeline: Pipeline | None
-    split: Collection[str]
+    matrices: Collection[str]
 
     def held(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> Held:
         """Once the numbers are to come, or there."""
         leaves = _leaves(self.model, self.pipeline)
         counted = set(self.pipeline.counted()) if self.pipeline else leaves.keys()
         if mesh.get_local_rank("tensor") != 0:
-            counted &= set(self.split)
+            counted &= set(self.matrices)
         buffers = dict(self.model.named_buffers())
         if self.pipeline:
             buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.named_buffers()}
