@@ -275,7 +275,7 @@ WRONG = {
     "own.py:task --micro-batch 5": "micro_batch = 5: does not divide global_batch = 24; use micro_batch=4 or 6",
     "own.py:task --samples 20": "global_batch = 24: larger than the dataset, which has 20 samples",
     "own.py:task --layout Foo(": "layout = Foo(: not a literal call",
-    "own.py:task --layout Layout(tensor=2)": "not built yet",
+    "own.py:task --layout Layout(tensor=2)": "write --workers 2",
     "own.py:task --compress Zip()": "compress = Zip(): Zip is not a listed name; known: Auto, ByName, ",
     "own.py:task --run whole": "whole: the directory exists; add --resume to go on with it",
     "own.py:task --run nowhere --resume": "there is no such run to resume; leave out --resume to start it",

@@ -41,7 +41,7 @@ class Places:
             fewer = self.workers // whole * whole
             nearest = f"--workers {fewer + whole}" if not fewer else f"--workers {fewer} or {fewer + whole}"
             raise InvalidInput(
-                "layout", self.layout, f"one replica lies on {whole} workers, and {self.workers} are not a multiple",
+                "layout", str(self.layout), f"one replica lies on {whole} workers, and {self.workers} are not a multiple",
                 f"write {nearest}")  # fmt: skip
 
     @property
@@ -92,7 +92,7 @@ class Places:
         if self.layout.shard > 1 and micro_batches % self.lanes:
             fewer = max(self.lanes, micro_batches // self.lanes * self.lanes)
             raise InvalidInput(
-                "layout", self.layout, f"{self.lanes} workers compute side by side and have to take as many "
+                "layout", str(self.layout), f"{self.lanes} workers compute side by side and have to take as many "
                 f"micro-batches each, which {micro_batches} of a step do not allow",
                 f"choose global_batch and micro_batch so that there are {fewer} or {fewer + self.lanes}")  # fmt: skip
 
