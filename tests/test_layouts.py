@@ -126,6 +126,20 @@ def test_what_cannot_be_is_refused_with_the_cure(workers, settings, words, tmp_p
         train(workers, source("regression"), tmp_path, workers=workers, **{"layout": "Layout(shard=2)", **settings})
 
 
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("Layout(tensor=4)", "write tensor=2"),  # two heads
+        ("Layout(context=3)", "the nearest length that works is 18"),
+        ("Layout(pipeline=4, schedule='LoopedBFS')", "stages = 8: the model has 5 units .* cut into 5"),
+    ],
+)
+def test_what_the_model_does_not_allow_is_refused_with_the_cure(layout, words, tmp_path) -> None:
+    workers = int(layout.partition("=")[2][0])
+    with pytest.raises(ChildFailed, match=words):
+        train(workers, TEXT, tmp_path, workers=workers, layout=layout, micro_batch=8)
+
+
 WAYS = [
     (1, "Layout()"),
     (3, "Layout()"),

@@ -201,7 +201,7 @@ def test_a_limit_of_bytes_moves_the_cut() -> None:
     [
         (Branching, torch.ones(2, 8), 2, None, "Branching.*nn.Sequential"),
         (Remembering, torch.arange(16).view(2, 8), 2, ("blocks.2",), "Remembering do not compute"),
-        (Positions, torch.zeros(2, 8, dtype=torch.long), 9, None, "pipeline=5"),
+        (Positions, torch.zeros(2, 8, dtype=torch.long), 9, None, "cut into 5"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 2, ("blocks.9",), "no module of that name.*blocks.0"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 3, ("blocks.2",), "2 stages, not 3"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 3, ("blocks.2", "blocks.1"), "blocks.1 is not called after"),

@@ -21,7 +21,7 @@ from unisono.layout.pipeline import Pipeline, split, stages_of
 from unisono.layout.places import Places
 from unisono.layout.sample import Sample
 from unisono.layout.shard import shard
-from unisono.layout.tensor import TensorPlan, apply, derive
+from unisono.layout.tensor import TensorPlan, apply, derive, refusal
 
 LOG = logging.getLogger("unisono")
 
@@ -74,6 +74,7 @@ def _fill(held: Held, deferred: Deferred) -> None:
 def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> _Spread:
     """Change `model` in place, axis by axis."""
     if layout.tensor > 1:
+        refusal(model, layout.tensor)
         plan = derive(model, layout.tensor, sample.arguments)
         if mesh.get_rank() == 0:
             _tell(plan)

@@ -41,7 +41,8 @@ class Places:
             fewer = self.workers // whole * whole
             nearest = f"--workers {fewer + whole}" if not fewer else f"--workers {fewer} or {fewer + whole}"
             raise InvalidInput(
-                "layout", str(self.layout), f"one replica lies on {whole} workers, and {self.workers} are not a multiple",
+                "layout", str(self.layout),
+                f"one replica lies on {whole} workers, and {self.workers} are not a multiple",
                 f"write {nearest}")  # fmt: skip
 
     @property

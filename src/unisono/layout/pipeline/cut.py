@@ -23,8 +23,8 @@ def balance(
     """
     units = len(costs)
     if not 1 <= stages <= units:
-        raise InvalidInput("pipeline", stages, f"the model has {units} units to cut between, so 1 to {units} stages",
-                           f"choose pipeline={max(1, min(stages, units))}")  # fmt: skip
+        raise InvalidInput("stages", stages, f"the model has {units} units to cut between, so 1 to {units} stages",
+                           f"cut into {max(1, min(stages, units))}")  # fmt: skip
     seconds = [0.0, *accumulate(costs)]
     weight = [0, *accumulate(bytes or [0] * units)]
     bound = math.inf if limit is None else limit

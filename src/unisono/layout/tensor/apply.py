@@ -69,7 +69,7 @@ class _Split(ParallelStyle):
 
 
 class _Vocabulary(ParallelStyle):
-    """An embedding over its rows. Torch's own takes `padding_idx` for a row of every member."""
+    """An embedding over its rows; `padding_idx` is the number of a row of the whole one."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
