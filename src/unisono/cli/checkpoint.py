@@ -57,6 +57,8 @@ def checkpoint(words: list[str]) -> int:
         raise InvalidInput("DIR", given, "one directory is needed", f"write unisono checkpoint {words[0]} DIR")
     try:
         return verbs[words[0]](Path(rest[0]), options)
+    except BrokenPipeError:  # whoever reads what is printed has gone; the command knows what to do
+        raise
     except OSError as error:
         raise UnisonoError(f"{error.filename or rest[0]}: {error.strerror or error}") from error
 
