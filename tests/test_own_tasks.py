@@ -145,6 +145,6 @@ def test_synchronized_batchnorm_wants_as_many_micro_batches_on_every_worker(tmp_
 def test_evaluation_leaves_every_layer_in_the_mode_it_was_in() -> None:
     model = nn.Sequential(nn.BatchNorm1d(8).eval(), nn.Dropout(), nn.Linear(8, 1))
     task = regression()
-    Evaluator(task, Alone(), lambda model, batch: model(batch[0]), lambda batch: batch)(model)
+    Evaluator(task, Alone(), lambda model, batch: model(batch[0]), lambda batch: batch, 0, 1)(model)
     assert [module.training for module in model] == [False, True, True]
     assert model.training

@@ -55,13 +55,14 @@ def trace(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any]) 
     """
     graph = _graph(model, opened, inputs)
     mode = model.training
-    try:
-        model.train(not mode) if _plain_mode(model) else None
-        other = _graph(model, opened, inputs) if _plain_mode(model) else graph
-    finally:
-        model.train(mode) if _plain_mode(model) else None
-    if str(other) != str(graph):
-        raise Untraceable("its own code differs between training and evaluation")
+    if all(m.training == mode for m in model.modules()):  # else nobody could say what its other mode is
+        model.train(not mode)
+        try:
+            other = _graph(model, opened, inputs)
+        finally:
+            model.train(mode)
+        if str(other) != str(graph):
+            raise Untraceable("its own code differs between training and evaluation")
     chain = Chain(model, graph)
     observer = _Observer(fx.GraphModule(model, graph), chain.tensors)
     try:
@@ -70,10 +71,6 @@ def trace(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any]) 
     except Exception as error:
         raise Untraceable(f"its graph does not run: {error}") from error
     return chain
-
-
-def _plain_mode(model: nn.Module) -> bool:
-    return all(m.training == model.training for m in model.modules())
 
 
 def _graph(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any]) -> fx.Graph:
