@@ -154,7 +154,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), zip(WAYS, [*WAYS[3:], *WAYS[:3]]), ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), [*zip(WAYS, [*WAYS[3:], *WAYS[:3]])], ids=str)
 def test_a_checkpoint_opens_under_any_other_layout(saved, loaded, tmp_path) -> None:
     """Weights, AdamW's state, random streams and the position in the data; each is written once and read once here,
     and that any boxes fill any others is shown for all pairs in `tests.checkpoint.test_layouts`."""
