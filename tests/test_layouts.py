@@ -117,6 +117,7 @@ def test_two_replicas_agree_as_two_whole_ones_do(sync, compress, tmp_path) -> No
         (2, {"sync_batchnorm": True}, "leave one out"),
         (2, {"layout": "Layout(pipeline=2)", "micro_batch": 24}, "use 2 micro-batches per step"),
         (2, {"layout": "Layout(pipeline=2, cuts=('layers.9',))"}, "has no module of that name"),
+        (2, {"layout": "Layout(pipeline=2)", "clip": 1.0, "sync": "ParameterServer()"}, "servers would count"),
         (4, {"layout": "Layout(shard=2, pipeline=2)"}, "the running statistics of BatchNorm1d"),
         (2, {"layout": "Layout(context=2)"}, "on parts of a sequence"),
     ],

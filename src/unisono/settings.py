@@ -74,7 +74,7 @@ def _check_spread(config: Config) -> None:
         raise InvalidInput("layout", layout, "pipelines of parts of sequences are not built yet", "use one of the two")
     if config.layout.pipeline > 1 and config.compile:
         raise InvalidInput("compile", True, f"it does not know of {layout} yet", "leave one out")
-    if config.clip is not None and config.layout.tensor > 1 and hasattr(sync, "servers"):
+    if config.clip is not None and config.layout.tensor * config.layout.pipeline > 1 and hasattr(sync, "servers"):
         raise InvalidInput(
             "clip", config.clip, f"the servers would count what {layout} holds on several workers more than once",
             "leave it out, or write AllReduce()")  # fmt: skip

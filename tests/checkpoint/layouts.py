@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.checkpoint.states import conclude
 from unisono.checkpoint import Box, Event, Opened, Piece, Writer, holding
 from unisono.checkpoint.fingerprint import raw_bytes
 
@@ -114,15 +115,7 @@ def save_parts(directory: Path, step: int, found: Mapping[str, Tensor], lie: Hol
     told = options.get("holders", holders(found, lie))
     for writer, boxes in zip(writers, lie):
         writer.stage(step, locals_of(found, boxes), options.get("meta"), told)
-    for writer in writers:
-        writer.finish()
-    if all(writer.state.written == step for writer in writers):
-        writers[0].commit(step)
-    else:
-        writers[0].abandon(step)
-    for writer in reversed(writers):
-        writer.finish()
-        writer.close()
+    conclude(writers, step)
     return events
 
 

@@ -48,6 +48,12 @@ def save(directory: Path, step: int, tensors: Mapping[str, Tensor], **options: A
     writers = [Writer(directory, rank, size, keep, events.append) for rank in range(size)]
     for writer in writers:
         writer.stage(step, tensors, meta)
+    conclude(writers, step)
+    return events
+
+
+def conclude(writers: list[Writer], step: int) -> None:
+    """What workers do when all have staged `step`: the first commits it, or gives it up where one could not write."""
     for writer in writers:
         writer.finish()
     if all(writer.state.written == step for writer in writers):
@@ -57,7 +63,6 @@ def save(directory: Path, step: int, tensors: Mapping[str, Tensor], **options: A
     for writer in reversed(writers):
         writer.finish()
         writer.close()
-    return events
 
 
 def unexpected(damage: Exception) -> None:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.checkpoint.box import Box, check_tiling, slabs
-from unisono.layout.parts import Part
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -36,17 +35,6 @@ def test_overlap_is_what_both_have(pair: tuple[Box, Box]) -> None:
     both = one.overlap(other)
     assert set(elements(both) if both else []) == set(elements(one)) & set(elements(other))
     assert both == other.overlap(one)
-
-
-@given(TWO)
-def test_what_a_layout_says_of_a_part_is_what_a_checkpoint_says_of_its_box(pair: tuple[Box, Box]) -> None:
-    one, other = (Part("x", box.shape, box.offset, box.size) for box in pair)
-    both, boxes = one.overlap(other), pair[0].overlap(pair[1])
-    assert (both and Box(both.shape, both.offset, both.size)) == boxes
-    assert (one.is_whole, one.numel) == (pair[0].is_whole, pair[0].numel)
-    assert Part.whole("x", one.shape).overlap(one) == (one if one.numel else None)
-    with pytest.raises(ValueError, match="not one tensor"):
-        one.overlap(Part.whole("y", one.shape))
 
 
 @given(ONE, st.integers(1, 40))
@@ -110,8 +98,6 @@ def test_many_boxes_are_checked_quickly() -> None:
 def test_what_is_no_box_is_refused(offset: tuple[int, ...], size: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="no box of"):
         Box((2,), offset, size)
-    with pytest.raises(ValueError, match=r"x: .* no box of"):
-        Part("x", (2,), offset, size)
 
 
 def test_a_scalar_is_one_box() -> None:

@@ -71,6 +71,6 @@ def test_each_worker_holds_its_part_of_the_same_bits(layout, most, tmp_path: Pat
     counted: dict[str, int] = {}
     for each in found:
         for name, part in each["parts"].items():
-            counted[name] = counted.get(name, 0) + part.numel * (name not in each["elsewhere"])
+            counted[name] = counted.get(name, 0) + math.prod(part.size) * (name not in each["elsewhere"])
     expected = {name: math.prod(part.shape) for name, part in found[0]["parts"].items()}
     assert counted == expected, "every number is counted once"

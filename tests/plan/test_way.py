@@ -68,6 +68,11 @@ def test_the_same_way_twice_is_refused() -> None:
         ways(regression(), {"workers": 2}, ["AllReduce()"])
 
 
+def test_a_layout_is_refused_rather_than_forecast_as_if_it_were_none() -> None:
+    with pytest.raises(InvalidInput, match=r"Layout\(shard=2\): virtual workers are whole replicas"):
+        ways(regression(), {"workers": 2, "layout": "Layout(shard=2)"}, [])
+
+
 def test_more_workers_than_micro_batches_get_one_each_unless_the_batch_was_given() -> None:
     (fits,) = ways(regression(), {"workers": 16}, []).values()
     assert (fits.global_batch, fits.micro_batch) == (64, 4)

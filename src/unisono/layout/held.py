@@ -50,7 +50,7 @@ class Held:
     def whole(model: nn.Module) -> Held:
         """All of `model`, as it is."""
         leaves = dict(model.named_parameters())
-        return Held(model, model, leaves, {name: Part.whole(name, tuple(p.shape)) for name, p in leaves.items()})
+        return Held(model, model, leaves, {name: Part.whole(tuple(p.shape)) for name, p in leaves.items()})
 
     @staticmethod
     def of(
@@ -61,7 +61,7 @@ class Held:
     ) -> Held:
         """The local parts of `model`, given its parameters, some of which are distributed tensors, and its buffers, by
         their global names."""
-        parts = {name: _part(name, leaf) for name, leaf in leaves.items()}
+        parts = {name: _part(leaf) for name, leaf in leaves.items()}
         return Held(model, _local(leaves, buffers), leaves, parts, frozenset(elsewhere))
 
     def take(self, name: str) -> Tensor | None:
@@ -114,14 +114,14 @@ def _local_of(x: Any) -> Tensor:
     return local
 
 
-def _part(name: str, leaf: Any) -> Part:
+def _part(leaf: Any) -> Part:
     if not _is_distributed(leaf):
-        return Part.whole(name, tuple(leaf.shape))
+        return Part.whole(tuple(leaf.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
     # An empty part begins where torch likes.
-    return Part(name, tuple(leaf.shape), tuple(map(min, offset, leaf.shape)), tuple(size))
+    return Part(tuple(leaf.shape), tuple(map(min, offset, leaf.shape)), tuple(size))
 
 
 class Whole(Mapping[str, Tensor]):

@@ -33,6 +33,13 @@ def ways(task: Task, settings: Mapping[str, Any], against: Sequence[str]) -> dic
     for text in ["", *against]:
         changed = changes("--against", text) if text else {}
         config = fitted(task, settle(task, {**settings, **changed}), {*settings, *changed})
+        if config.layout.workers > 1:
+            raise InvalidInput(
+                "layout",
+                str(config.layout),
+                "virtual workers are whole replicas",
+                "leave it out: forecast the replicas",
+            )
         if config in found.values():
             raise InvalidInput("--against", text, "the same as another way", "leave one of them out")
         found[label(config, changed)] = config
