@@ -19,7 +19,7 @@ from unisono.config import Config
 from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
-from unisono.layout import Held, Places, Sample
+from unisono.layout import AXES, Held, Places, Sample
 from unisono.notation import show
 from unisono.observe import Recorder
 from unisono.optimizer import LearningRate, prefer_fused
@@ -150,7 +150,7 @@ def bind(
         here = feed.places.of(comm.rank)
         evaluator = Evaluator(
             task, comm.lane("evaluation"), runs, move, here.replica, feed.places.replicas,
-            here.shard == here.context == here.tensor == 0)  # fmt: skip
+            not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
     return trainer(
         model=held.model,
         replica=replica,

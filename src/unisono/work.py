@@ -34,7 +34,7 @@ from unisono.config import Config
 from unisono.directory import claimed
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
 from unisono.launch import Worker
-from unisono.layout import AXES, Places, Whole
+from unisono.layout import AXES, SIDE_BY_SIDE, Places, Whole
 from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
 from unisono.order import Order, Result
@@ -124,8 +124,8 @@ def _wires(meeting: Meeting, comm: Communicator, places: Places, rank: int) -> W
         comm,
         replicas=meeting.among(places.along(rank, "replica"), "replicas"),
         inside=meeting.among(places.along(rank, *AXES), "inside"),
-        lanes=meeting.among(places.along(rank, "replica", "shard"), "lanes"),
-        shards=meeting.among(places.along(rank, "shard"), "shards"),
+        lanes=meeting.among(places.along(rank, "replica", *SIDE_BY_SIDE), "lanes"),
+        shards=meeting.among(places.along(rank, *SIDE_BY_SIDE), "shards"),
         speaks=here.tensor == 0,
         weighs=here.tensor == here.context == here.pipeline == 0,
     )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import InvalidInput
-from unisono.layout import AXES, Layout, Places
+from unisono.layout import AXES, SIDE_BY_SIDE, Layout, Places
 from unisono.layout.places import nearest_divisor
 
 SHARDS = st.integers(1, 5)
@@ -31,6 +31,16 @@ def test_groups_along_some_axes_divide_the_workers(axes, shard, replicas) -> Non
     for axis in axes:
         count *= sizes.get(axis, 1)
     assert {len(group) for group in groups} == {count}
+
+
+@given(layout=st.builds(Layout, shard=st.integers(1, 3), replicate=st.integers(1, 2), expert=st.integers(1, 2),
+                        tensor=st.integers(1, 2)), replicas=st.integers(1, 2))  # fmt: skip
+def test_a_lane_is_a_place_on_the_axes_side_by_side(layout, replicas) -> None:
+    places = Places(layout, layout.workers * replicas)
+    for rank in range(places.workers):
+        lanes = [places.lane(other) for other in places.along(rank, "replica", *SIDE_BY_SIDE)]
+        assert lanes == list(range(places.lanes))
+        assert {places.lane(other) for other in places.along(rank, "tensor")} == {places.lane(rank)}
 
 
 def test_members_of_a_shard_group_have_lanes_of_their_own() -> None:

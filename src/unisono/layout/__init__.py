@@ -3,6 +3,7 @@ from unisono.layout.held import Passage as Passage
 from unisono.layout.held import Whole as Whole
 from unisono.layout.layout import AXES as AXES
 from unisono.layout.layout import LAYOUTS as LAYOUTS
+from unisono.layout.layout import SIDE_BY_SIDE as SIDE_BY_SIDE
 from unisono.layout.layout import Layout as Layout
 from unisono.layout.parts import Part as Part
 from unisono.layout.places import Place as Place

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
-AXES = ("pipeline", "shard", "context", "tensor")  # from the outermost to the innermost: neighbours talk most
+AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")  # outermost first: neighbours talk most
+SIDE_BY_SIDE = ("replicate", "shard", "expert")  # axes whose members compute micro-batches of their own
 SCHEDULES = {  # stages of each worker
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2,
@@ -13,7 +15,7 @@ SCHEDULES = {  # stages of each worker
 
 @dataclass(frozen=True)
 class Layout:
-    """One replica on ``shard * tensor * pipeline * context`` workers; what is left over of a run's workers are further
+    """One replica on as many workers as the product of its axes; what is left over of a run's workers are further
     replicas, which agree by the synchronizer.
 
     Args:
@@ -25,6 +27,10 @@ class Layout:
         context: workers over which sequences are split, in chunks of a balanced order; keys and values are gathered
             for attention (Liu et al. 2023, "Ring attention"; the order is that of Llama 3's training). Parameters are
             sharded over them too.
+        expert: workers over which the experts of a mixture are split, whole experts each; tokens of all their
+            micro-batches come together there (Lepikhin et al. 2020, "GShard"). All else is sharded over them too.
+        replicate: copies of all of this inside a replica, whose gradients are summed in every step whatever the
+            synchronizer (hybrid sharding).
         pipeline: workers over which layers are split, in stages of as many bytes of parameters each.
         schedule: in which order a pipeline's workers go through the micro-batches of a step: ``GPipe`` (Huang et al.
             2019), ``1F1B`` (Narayanan et al. 2019), ``Interleaved1F1B``, ``LoopedBFS``, ``InterleavedZeroBubble``,
@@ -39,6 +45,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
+    replicate: int = 1
     schedule: str = "1F1B"
     cuts: tuple[str, ...] = ()
 
@@ -67,7 +75,12 @@ class Layout:
     @property
     def workers(self) -> int:
         """How many hold one replica."""
-        return self.shard * self.tensor * self.pipeline * self.context
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def side_by_side(self) -> int:
+        """How many of them compute different micro-batches at the same time."""
+        return math.prod(getattr(self, axis) for axis in SIDE_BY_SIDE)
 
 
 LAYOUTS: dict[str, type] = {"Layout": Layout}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.errors import InvalidInput
-from unisono.layout.layout import AXES, Layout
+from unisono.layout.layout import AXES, SIDE_BY_SIDE, Layout
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,9 @@ class Place:
 
     replica: int
     pipeline: int
+    replicate: int
     shard: int
+    expert: int
     context: int
     tensor: int
 
@@ -80,17 +82,20 @@ class Places:
 
     @property
     def lanes(self) -> int:
-        """Workers that compute different micro-batches at the same time: the members of a shard group do."""
-        return self.replicas * self.layout.shard
+        """Workers that compute different micro-batches at the same time."""
+        return self.replicas * self.layout.side_by_side
 
     def lane(self, rank: int) -> int:
         """Which of the `lanes` worker `rank` belongs to."""
         place = self.of(rank)
-        return place.replica * self.layout.shard + place.shard
+        found = place.replica
+        for axis in SIDE_BY_SIDE:
+            found = found * getattr(self.layout, axis) + getattr(place, axis)
+        return found
 
     def check_micro_batches(self, micro_batches: int) -> None:
-        """Raise `InvalidInput` if the members of a shard group would not all compute as many of a step."""
-        if self.layout.shard > 1 and micro_batches % self.lanes:
+        """Raise `InvalidInput` if the workers side by side would not all compute as many of a step."""
+        if self.layout.side_by_side > 1 and micro_batches % self.lanes:
             fewer = max(self.lanes, micro_batches // self.lanes * self.lanes)
             raise InvalidInput(
                 "layout", str(self.layout), f"{self.lanes} workers compute side by side and have to take as many "
