@@ -1,0 +1,130 @@
+"""Which model trains under which layout, and how: the table of the campaign, and one cell of it tried out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.layouts.runs import Refused, Run, run
+from unisono.layout import LAYOUTS, Layout
+from unisono.notation import parse
+
+SAME = 2e-6
+MODELS = ("gpt", "llama", "bert", "cnn", "lstm", "odd")
+OPTIMIZERS = ("sgd", "adamw")
+AXES = ("shard", "tensor", "pipeline", "context")
+ONE_REPLICA = [
+    *(f"Layout({axis}={size})" for axis in AXES for size in (2, 4)),
+    "Layout(shard=2, tensor=2)",
+    "Layout(shard=2, pipeline=2)",
+    "Layout(tensor=2, pipeline=2)",
+    "Layout(shard=2, context=2)",
+    "Layout(tensor=2, context=2)",
+    "Layout(shard=2, tensor=2, pipeline=2)",
+]
+SYNCS = ("AllReduce()", "LocalSGD(every=4)", "ParameterServer()")
+TWO_REPLICAS = ["Layout(shard=2)", "Layout(tensor=2)", "Layout(pipeline=2)"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model under one layout, in so many replicas."""
+
+    model: str
+    optimizer: str
+    layout: str
+    replicas: int = 1
+    sync: str = "AllReduce()"
+
+    def __str__(self) -> str:
+        several = f" x{self.replicas} {self.sync}" if self.replicas > 1 else ""
+        return f"{self.model} {self.optimizer} {self.layout}{several}"
+
+    @property
+    def value(self) -> Layout:
+        """The layout."""
+        found = parse("layout", self.layout, LAYOUTS)
+        assert isinstance(found, Layout)
+        return found
+
+    @property
+    def workers(self) -> int:
+        """Of the run."""
+        return self.replicas * self.value.workers
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the run, and of the one that it is compared with. Clipping hides gradients of a wrong size, so SGD goes
+        without it; servers of parts cannot do it."""
+        clip = 1.0 if self.optimizer == "adamw" and self.sync != "ParameterServer()" else None
+        return {"sync": self.sync, "clip": clip}
+
+    @property
+    def reference(self) -> Cell:
+        """One worker on the same micro-batches; of replicas that are not always alike, as many whole ones."""
+        apart = self.sync.startswith("LocalSGD")
+        return Cell(self.model, self.optimizer, "Layout()", self.replicas if apart else 1, self.sync)
+
+    def train(self, path: Path) -> Run:
+        """The run itself, in `path`."""
+        settings = {**self.settings, "layout": self.layout}
+        return run(self.model, {"optimizer": self.optimizer}, self.workers, path, **settings)
+
+
+def cells() -> Iterator[Cell]:
+    """All of them."""
+    for model in MODELS:
+        for optimizer in OPTIMIZERS:
+            for layout in ONE_REPLICA:
+                yield Cell(model, optimizer, layout)
+            for sync in SYNCS:
+                for layout in TWO_REPLICAS:
+                    yield Cell(model, optimizer, layout, 2, sync)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell: by how much the losses of its steps differ at most, or why it was refused."""
+
+    cell: Cell
+    differs: float = 0.0
+    steps: int = 0
+    refused: str = ""
+    whole: bool = False
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"refused: {self.refused}"
+        return f"{self.differs:.1e} over {self.steps} steps" + (", the model stays whole" if self.whole else "")
+
+
+@dataclass
+class Bench:
+    """Tries cells in directory `path`; what they are compared with is run once."""
+
+    path: Path
+    _references: dict[Cell, Run] = field(default_factory=dict)
+    _runs: int = 0
+
+    def outcome(self, cell: Cell) -> Outcome:
+        """Of `cell`."""
+        try:
+            found = self._train(cell)
+        except Refused as refusal:
+            return Outcome(cell, refused=str(refusal))
+        expected = self.reference(cell.reference)
+        assert found.losses.keys() == expected.losses.keys()
+        differs = max(abs(found.losses[step] - loss) for step, loss in expected.losses.items())
+        return Outcome(cell, differs, len(expected.losses), whole="tensor axis: nothing" in found.log)
+
+    def reference(self, cell: Cell) -> Run:
+        """The run of `cell`, kept."""
+        if cell not in self._references:
+            self._references[cell] = self._train(cell)
+        return self._references[cell]
+
+    def _train(self, cell: Cell) -> Run:
+        self._runs += 1
+        return cell.train(self.path / f"run{self._runs}")
