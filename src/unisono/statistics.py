@@ -70,7 +70,7 @@ class Statistics:
             self._learn_who_writes()
         values = [b for layer in self._layers for b in layer.buffers] + [p.tensor for p in self._written]
         if values:
-            self._rows[micro_batch] = _flat(values)
+            self._rows[micro_batch] = _flat([*values, values[0].new_ones(1)])  # the last number: here it is
 
     def send(self) -> None:
         """After this worker's last forward pass: share what it collected; backward may run meanwhile."""
@@ -96,6 +96,7 @@ class Statistics:
         # Many small steps: on a GPU each would cost a launch and a wait.
         count = self._count if self._comm is not None else len(self._rows)
         table, at = self._work.wait().view(count, -1).cpu(), 0
+        table = table[table[:, -1] > 0]  # a replica that steps by itself has some of a step's micro-batches
         for layer in self._layers:
             at = layer.fold(table, at)
         for place, first in zip(self._written, self._first):

@@ -174,7 +174,7 @@ def _task(name: str, model: Callable[[], nn.Module], data: Dataset[Any], optimiz
 
 
 def _words(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"input_ids": batch["input_ids"]}
+    return {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
 def _next(output: Any, batch: dict[str, Tensor]) -> Tensor:

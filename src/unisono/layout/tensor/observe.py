@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unisono.layout.known import Known
 from unisono.layout.tensor.substance import is_meta, on_meta
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -34,7 +35,24 @@ class Observed:
 
 
 def observed(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any]) -> Observed:
-    """Run `model` once on `sample`, in evaluation mode and without gradients, and say what was seen."""
+    """Run `model` once on `sample`, in evaluation mode and without gradients, and say what was seen.
+
+    A model without numbers gets shapes alone; where its code looks at what it was given, the numbers of that.
+
+    Raises:
+        Exception: whatever its code raises.
+    """
+    call: Call = ((), dict(sample)) if isinstance(sample, Mapping) else (tuple(sample), {})
+    if not is_meta(model):
+        return _observed(model, call)
+    try:
+        return _observed(model, on_meta(call))
+    except Exception:  # whatever a model makes of a value that is not there
+        with Known():
+            return _observed(model, call)
+
+
+def _observed(model: nn.Module, call: Call) -> Observed:
     seen = Observed()
     inside: list[str] = []
     names = {module: name for name, module in model.named_modules()}
@@ -56,8 +74,7 @@ def observed(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any]) -> O
             stack.callback(module.register_forward_hook(leave).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Uses(seen.users, inside))
-        call: Call = ((), dict(sample)) if isinstance(sample, Mapping) else (tuple(sample), {})
-        args, kwargs = on_meta(call) if is_meta(model) else call
+        args, kwargs = call
         model(*args, **kwargs)
     return seen
 
