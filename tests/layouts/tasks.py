@@ -62,18 +62,21 @@ def cnn(*, optimizer: str = "sgd") -> Task:
 
 def lstm(*, optimizer: str = "sgd") -> Task:
     """A recurrent network: its state passes along the sequence."""
-    return _task("lstm", Recurrent, Sentences(), optimizer, inputs=lambda batch: batch["input_ids"], loss=_next)
+    return _task("lstm", Recurrent, Sentences(), optimizer, inputs=_given, loss=_next)
 
 
-def odd(*, optimizer: str = "sgd", dropout: float = 0.0) -> Task:
-    """Tied, frozen and unused weights."""
-    return _task("odd", lambda: Odd(dropout), Sentences(), optimizer, inputs=lambda b: b["input_ids"], loss=_next)
+def odd(*, optimizer: str = "sgd", dropout: float = 0.0, noise: float = 0.0, pause: int = -1) -> Task:
+    """Tied, frozen and unused weights; in step `pause`, counted from 0, nothing is learned."""
+    task = _task("odd", lambda: Odd(dropout), Sentences(noise=noise), optimizer, inputs=_given, loss=_next)
+    return replace(task, schedule=lambda step, steps: float(step != pause))
 
 
 class Sentences(Dataset[Any]):
-    """Each word follows from the one before, but for every tenth; some words are to be guessed where `masked`."""
+    """Each word follows from the one before, but for every tenth; some words are to be guessed where `masked`, and
+    each is replaced with a probability of `noise`, anew whenever it is fetched."""
 
-    def __init__(self, masked: bool = False) -> None:
+    def __init__(self, masked: bool = False, noise: float = 0.0) -> None:
+        self.noise = noise
         random = torch.Generator().manual_seed(0)
         words = torch.randint(VOCABULARY - 1, (SAMPLES, LENGTH + 1), generator=random)
         for at in range(LENGTH):
@@ -89,7 +92,10 @@ class Sentences(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {"input_ids": self.given[i], "labels": self.wanted[i]}
+        given = self.given[i]
+        if self.noise:
+            given = torch.where(torch.rand(LENGTH) < self.noise, torch.randint(VOCABULARY, (LENGTH,)), given)
+        return {"input_ids": given, "labels": self.wanted[i]}
 
 
 class Pictures(Dataset[Any]):
@@ -171,6 +177,10 @@ def _task(name: str, model: Callable[[], nn.Module], data: Dataset[Any], optimiz
     loss = lambda output, batch: F.cross_entropy(output, batch[1])
     rest = {"loss": loss, **more}
     return Task(model=model, data=data, optimizer=OPTIMIZERS[optimizer], defaults=STEPS, name=name, **rest)
+
+
+def _given(batch: dict[str, Tensor]) -> Tensor:
+    return batch["input_ids"]
 
 
 def _words(batch: dict[str, Tensor]) -> dict[str, Tensor]:
