@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,19 @@ Way = tuple[int, str]
 
 @dataclass(frozen=True)
 class Pair:
-    """Saved under one layout, gone on with under another; of `odd`, whose arguments these are."""
+    """Saved under one layout, gone on with under another; with ``noise`` in the data or ``dropout`` in the model."""
 
     saved: Way
     loaded: Way
-    arguments: Mapping[str, Any] = field(hash=False)
+    random: str
 
     def __str__(self) -> str:
-        return f"{self.arguments} saved by {show(self.saved)}, loaded by {show(self.loaded)}"
+        return f"{self.random}, saved by {show(self.saved)}, loaded by {show(self.loaded)}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of task `odd`."""
+        return {"optimizer": "adamw", "pause": SAVED, self.random: 0.1}
 
 
 def show(way: Way) -> str:
@@ -47,10 +52,10 @@ def show(way: Way) -> str:
 
 def pairs() -> Iterator[Pair]:
     """All of them, with random numbers in the data; and with dropout where it draws what one worker draws."""
-    for arguments, ways in (({"noise": 0.1}, WAYS), ({"dropout": 0.1}, [w for w in WAYS if not _draws_apart(w[1])])):
+    for random, ways in (("noise", WAYS), ("dropout", [way for way in WAYS if not _draws_apart(way[1])])):
         for saved in ways:
             for loaded in ways:
-                yield Pair(saved, loaded, {"optimizer": "adamw", "pause": SAVED, **arguments})
+                yield Pair(saved, loaded, random)
 
 
 def _draws_apart(layout: str) -> bool:
@@ -71,14 +76,14 @@ class Resumed:
         saved = self._saved(pair)
         shutil.copytree(saved, here)
         on = self._train(pair, pair.loaded, here, STEPS, resume=True)
-        whole = self._once(f"undisturbed {pair.arguments}", pair, WAYS[0], STEPS)
+        whole = self._once(f"undisturbed, {pair.random}", pair, WAYS[0], STEPS)
         assert on.losses.keys() == set(range(SAVED + 1, STEPS + 1))
         found = {weights(saved, SAVED), weights(here, SAVED + 1)}
         shutil.rmtree(here)
         return max(abs(on.losses[step] - whole.losses[step]) for step in on.losses), len(found) == 1
 
     def _saved(self, pair: Pair) -> Path:
-        name = f"{show(pair.saved)} {pair.arguments}"
+        name = f"{show(pair.saved)}, {pair.random}"
         told = self._once(name, pair, pair.saved, SAVED).weights
         assert told == weights(self.path / name, SAVED)
         return self.path / name

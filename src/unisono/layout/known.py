@@ -21,7 +21,7 @@ class Known(TorchDispatchMode):
     give shapes. Their inputs may lie on the CPU and on the meta device at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._overwritten: dict[int, UntypedStorage] = {}  # real, with numbers that nobody knows any more
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,0 +1,23 @@
+"""The runs of the campaign that cover most, for the test suite."""
+
+from __future__ import annotations
+
+from tests.layouts.cells import Cell
+from tests.layouts.pairs import Pair
+
+CELLS = (
+    Cell("gpt", "sgd", "Layout(shard=2, tensor=2, pipeline=2)"),
+    Cell("llama", "adamw", "Layout(tensor=2, pipeline=2)"),
+    Cell("bert", "sgd", "Layout(tensor=2, context=2)"),
+    Cell("cnn", "sgd", "Layout(pipeline=4)"),
+    Cell("cnn", "adamw", "Layout(shard=2)", 2, "LocalSGD(every=4)"),
+    Cell("lstm", "adamw", "Layout(shard=2, tensor=2)"),
+    Cell("lstm", "sgd", "Layout(context=2)"),
+    Cell("odd", "sgd", "Layout(shard=2, pipeline=2)"),
+    Cell("odd", "adamw", "Layout(pipeline=2)", 2, "ParameterServer()"),
+)
+PAIRS = (
+    Pair((4, "Layout(tensor=2, pipeline=2)"), (4, "Layout(shard=2)"), "noise"),
+    Pair((2, "Layout(context=2)"), (4, "Layout(pipeline=4)"), "noise"),
+    Pair((2, "Layout(shard=2)"), (2, "Layout(tensor=2)"), "dropout"),
+)
