@@ -1,0 +1,61 @@
+"""Models without numbers on inputs that have them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unisono.layout.known import Known
+from unisono.layout.tensor import derive
+
+
+class Looking(nn.Module):
+    """Its code asks for a value of what it is given, and of what it makes from that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        x = self.tokens(words)
+        places = torch.arange(words.shape[1], device=x.device) + 1
+        if not mask.all() or int(places[-1]) != words.shape[1]:
+            x = x * mask[:, :, None]
+        return self.down(self.up(x).relu())
+
+
+WORDS = torch.tensor([[1, 2, 3]])
+
+
+def test_what_depends_on_inputs_alone_has_its_numbers_and_all_else_a_shape() -> None:
+    with torch.device("meta"):
+        model = Looking()
+    for mask in (torch.ones(1, 3), torch.tensor([[1.0, 1.0, 0.0]])):
+        with torch.no_grad(), pytest.raises(Exception, match="meta"):
+            model(WORDS.to("meta"), mask.to("meta"))
+        with torch.no_grad(), Known():
+            out = model(WORDS, mask)
+        assert out.is_meta
+        assert out.shape == (1, 3, 4)
+
+
+def test_numbers_that_were_written_over_with_unknown_ones_are_unknown() -> None:
+    weight = torch.ones(3, device="meta")
+    with Known():
+        kept, view = torch.zeros(3, device="meta"), torch.zeros(2, 3)
+        assert kept.add_(1.0).sum().item() == 3.0
+        assert kept.add_(weight) is kept
+        view[0].mul_(weight)
+        for unknown in (kept.sum(), kept[1:] + 1.0, view.sum()):
+            with pytest.raises(RuntimeError, match="meta"):
+                bool((unknown == 0).all())
+
+
+def test_a_model_that_looks_at_its_inputs_is_split_as_if_it_had_numbers() -> None:
+    real = Looking()
+    with torch.device("meta"):
+        model = Looking()
+    sample = (WORDS, torch.ones(1, 3))
+    assert derive(model, 2, sample).split == derive(real, 2, sample).split != {}
