@@ -42,13 +42,13 @@ def test_what_depends_on_inputs_alone_has_its_numbers_and_all_else_a_shape() -> 
 
 
 def test_numbers_that_were_written_over_with_unknown_ones_are_unknown() -> None:
-    weight = torch.ones(3, device="meta")
+    weight, whole = torch.ones(3, device="meta"), torch.ones(3, device="meta", dtype=torch.long)
     with Known():
-        kept, view = torch.zeros(3, device="meta"), torch.zeros(2, 3)
-        assert kept.add_(1.0).sum().item() == 3.0
-        assert kept.add_(weight) is kept
+        kept, view = torch.zeros(3, device="meta", dtype=torch.long), torch.zeros(2, 3)
+        assert kept.add_(1).sum().item() == 3
+        assert kept.add_(whole) is kept
         view[0].mul_(weight)
-        for unknown in (kept.sum(), kept[1:] + 1.0, view.sum()):
+        for unknown in (kept.sum(), kept[1:] + 1, view.sum()):
             with pytest.raises(RuntimeError, match="meta"):
                 bool((unknown == 0).all())
 

@@ -18,7 +18,11 @@ _META, _REAL = torch.device("meta"), torch.device("cpu")
 
 class Known(TorchDispatchMode):
     """Within the block, operations on real tensors alone are computed, wherever their result is wanted; all others
-    give shapes. Their inputs may lie on the CPU and on the meta device at once."""
+    give shapes. Their inputs may lie on the CPU and on the meta device at once.
+
+    Fresh real numbers on the meta device (the first state of a recurrent layer) stay there: nobody looks at those, and
+    torch wants some of them where the weights are. Positions and masks are whole numbers and truth values.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -27,8 +31,11 @@ class Known(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = dict(kwargs or {})
-        known = all(self._is_known(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        known = all(self._is_known(x) for x in given)
         if kwargs.get("device") is not None:
+            if not given and (fresh := func(*args, **kwargs)).is_floating_point():
+                return fresh
             kwargs["device"] = _REAL if known else _META
         if known:
             return func(*args, **kwargs)

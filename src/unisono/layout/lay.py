@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,13 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from unisono.errors import InvalidInput
 from unisono.layout.context import Passage, verify
 from unisono.layout.deferred import Deferred, record
 from unisono.layout.held import Held
 from unisono.layout.known import Known
 from unisono.layout.layout import AXES, Layout
-from unisono.layout.pipeline import Pipeline, Stages, split, stages_of
+from unisono.layout.pipeline import Pipeline, split, stages_of
 from unisono.layout.places import Places
 from unisono.layout.sample import Sample
 from unisono.layout.shard import shard
@@ -119,26 +119,16 @@ def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Paramet
 
 
 def _pipeline(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> Pipeline:
-    stages = _split(model, layout, sample)
+    device = next(model.parameters()).device
+    with Known() if device.type == "meta" else nullcontext():
+        given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, sample.arguments)
+        stages = split(model, given, layout.stages, cuts=layout.cuts or None)
     if mesh.get_rank() == 0:
         LOG.info("the pipeline's stages begin at %s", ", ".join(stages.cuts))
     mine = stages_of(layout.schedule, layout.pipeline, layout.stages, mesh.get_local_rank("pipeline"))
     return Pipeline(
         {number: stages.modules[number] for number in mine}, layout.stages, mesh["pipeline"].get_group(),
         layout.schedule, torch.device(mesh.device_type), stages.tied)  # fmt: skip
-
-
-def _split(model: nn.Module, layout: Layout, sample: Sample) -> Stages:
-    device = next(model.parameters()).device
-    given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, sample.arguments)
-    cuts = layout.cuts or None
-    try:
-        return split(model, given, layout.stages, cuts=cuts)
-    except InvalidInput:
-        if device.type != "meta":
-            raise
-        with Known():  # perhaps its code looks at what it is given
-            return split(model, sample.arguments, layout.stages, cuts=cuts)
 
 
 def _sharding(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.layout.known import Known
-from unisono.layout.tensor.substance import is_meta, on_meta
+from unisono.layout.tensor.substance import is_meta
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -37,22 +37,8 @@ class Observed:
 def observed(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any]) -> Observed:
     """Run `model` once on `sample`, in evaluation mode and without gradients, and say what was seen.
 
-    A model without numbers gets shapes alone; where its code looks at what it was given, the numbers of that.
-
-    Raises:
-        Exception: whatever its code raises.
+    A model without numbers may look at those of what it is given.
     """
-    call: Call = ((), dict(sample)) if isinstance(sample, Mapping) else (tuple(sample), {})
-    if not is_meta(model):
-        return _observed(model, call)
-    try:
-        return _observed(model, on_meta(call))
-    except Exception:  # whatever a model makes of a value that is not there
-        with Known():
-            return _observed(model, call)
-
-
-def _observed(model: nn.Module, call: Call) -> Observed:
     seen = Observed()
     inside: list[str] = []
     names = {module: name for name, module in model.named_modules()}
@@ -74,6 +60,9 @@ def _observed(model: nn.Module, call: Call) -> Observed:
             stack.callback(module.register_forward_hook(leave).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Uses(seen.users, inside))
+        if is_meta(model):
+            stack.enter_context(Known())
+        call: Call = ((), dict(sample)) if isinstance(sample, Mapping) else (tuple(sample), {})
         args, kwargs = call
         model(*args, **kwargs)
     return seen

@@ -19,11 +19,6 @@ def is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def on_meta(call: Any) -> Any:
-    """`call` with its tensors' shapes alone."""
-    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, call)
-
-
 @contextmanager
 def substantial(module: nn.Module) -> Iterator[None]:
     """Within the block, parameters and buffers of `module` on the meta device have made-up numbers."""
