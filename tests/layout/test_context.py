@@ -569,6 +569,31 @@ def test_models_of_transformers_as_they_are(name: str) -> None:
         verify(model, batch, 2, balanced=balanced, padding="attention_mask")
 
 
+# Random numbers.
+
+
+@BOTH
+@pytest.mark.parametrize("inplace", [True, False])
+def test_dropout_leaves_out_what_it_leaves_out_of_the_whole(balanced: bool, inplace: bool) -> None:
+    split, drop = Split(24, 3, balanced), nn.Dropout(0.4, inplace)
+    whole = torch.rand(2, 24, 5, requires_grad=True)
+
+    def parts() -> Iterator[Tensor]:
+        for rank in range(3):
+            torch.manual_seed(1)
+            peers = GroupPeers.__new__(GroupPeers)
+            peers.rank, peers.size = rank, 3
+            with attending(peers, split):
+                yield drop(split.part(whole, 1, rank) * 1.0)
+
+    torch.manual_seed(1)
+    dropped = drop(whole * 1.0)
+    assert torch.equal(split.join(list(parts()), 1), dropped)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), whole)[0] for y in (dropped, split.join(list(parts()), 1))))
+    drop.eval()
+    assert torch.equal(split.join(list(parts()), 1), whole)
+
+
 # Refusals.
 
 

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from unisono.errors import InvalidInput
 from unisono.layout.context import positions
 from unisono.layout.context.attention import FORMS, attend
+from unisono.layout.context.dropout import dropout
 from unisono.layout.context.peers import Peers, peers_of
 from unisono.layout.context.split import Split
 
@@ -59,6 +60,7 @@ class attending(TorchFunctionMode):
         self._ways: dict[Any, Callable[..., Any]] = {} if split.size == 1 else {
             F.scaled_dot_product_attention: self._attend,
             F.multi_head_attention_forward: self._multi_head,
+            F.dropout: partial(whole(dropout), split, peers.rank, F.dropout),
             torch.arange: partial(whole(positions.arange), split, peers.rank),
             torch.Tensor.__getitem__: partial(whole(positions.index), split, peers.rank),
             torch.Tensor.backward: partial(self._differentiate, torch.Tensor.backward),

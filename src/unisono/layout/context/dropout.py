@@ -1,0 +1,29 @@
+"""Dropout of activations of which a worker has the part of its own tokens: the mask that one worker would draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.layout.context.split import Split
+
+
+def dropout(
+    split: Split,
+    rank: int,
+    original: Callable[..., Tensor],
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Tensor:
+    """`original`, ``torch.nn.functional.dropout``; of activations ``[N, local, ...]`` with features, by the local
+    tokens' part of a mask for the whole sequence. All workers draw the same one from equal random states."""
+    if not training or p == 0 or input.dim() < 3 or input.shape[1] != split.local:
+        return original(input, p, training, inplace)
+    ones: Any = torch.ones(input.shape[0], split.length, *input.shape[2:], dtype=input.dtype, device=input.device)
+    mask = split.part(original(ones, p), 1, rank)
+    return input.mul_(mask) if inplace else input * mask
