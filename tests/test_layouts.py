@@ -53,6 +53,12 @@ def test_a_layout_computes_what_one_worker_does(name, layout, workers, tmp_path)
     assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **settings), alone) <= SAME
 
 
+def test_the_users_own_plan_computes_what_one_worker_does(tmp_path) -> None:
+    plan = "{'blocks.*.query_key_value': 'column of thirds', 'blocks.*.attention.output': 'row'}"
+    laid = losses(tmp_path / "laid", 2, TEXT, layout=f"Layout(tensor=2, plan={plan})")
+    assert differ(laid, losses(tmp_path / "alone", 1, TEXT)) <= SAME
+
+
 STILL = source("regression", optimizer="sgd", norm=False)  # without dropout, whose later stages draw for themselves
 PIPELINES = [
     ("Layout(pipeline=2)", 2, TEXT),
@@ -131,6 +137,7 @@ def test_what_cannot_be_is_refused_with_the_cure(workers, settings, words, tmp_p
     ("layout", "words"),
     [
         ("Layout(tensor=4)", "write tensor=2"),  # two heads
+        ("Layout(tensor=2, plan={'head': 'row'})", "plan = 'head': 'row': head: a row without a column layer"),
         ("Layout(context=3)", "the nearest length that works is 18"),
         ("Layout(pipeline=4, schedule='LoopedBFS')", "stages = 8: the model has 5 units .* cut into 5"),
     ],

@@ -21,7 +21,7 @@ from unisono.layout.pipeline import Pipeline, split, stages_of
 from unisono.layout.places import Places
 from unisono.layout.sample import Sample
 from unisono.layout.shard import shard
-from unisono.layout.tensor import TensorPlan, apply, derive, refusal
+from unisono.layout.tensor import TensorPlan, apply, derive, given, refusal
 
 LOG = logging.getLogger("unisono")
 
@@ -74,8 +74,7 @@ def _fill(held: Held, deferred: Deferred) -> None:
 def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> _Spread:
     """Change `model` in place, axis by axis."""
     if layout.tensor > 1:
-        refusal(model, layout.tensor)
-        plan = derive(model, layout.tensor, sample.arguments)
+        plan = _plan(model, layout, sample)
         if mesh.get_rank() == 0:
             _tell(plan)
         apply(model, mesh["tensor"], plan)
@@ -135,9 +134,16 @@ def _sharding(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
     return mesh["shard", "context"]._flatten("sharded")
 
 
+def _plan(model: nn.Module, layout: Layout, sample: Sample) -> TensorPlan:
+    """What the user says, or else what can be found."""
+    if layout.plan:
+        return given(model, layout.tensor, layout.plan, sample.arguments)
+    refusal(model, layout.tensor)
+    return derive(model, layout.tensor, sample.arguments)
+
+
 def _tell(plan: TensorPlan) -> None:
-    LOG.info(
-        "split over the tensor axis: %s", ", ".join(f"{n} ({word})" for n, word in plan.split.items()) or "nothing"
-    )
+    said = (f"{n} ({'; '.join(filter(None, [word, plan.because.get(n)]))})" for n, word in plan.split.items())
+    LOG.info("split over the tensor axis: %s", ", ".join(said) or "nothing")
     for name, why in plan.whole.items():
         LOG.info("%s stays whole: %s", name, why)
