@@ -118,7 +118,7 @@ def _wires(meeting: Meeting, comm: Communicator, places: Places, rank: int) -> W
     """Who talks with whom under the layout; all workers call it alike."""
     if places.layout.workers == 1:
         return Wires.whole(comm)
-    meeting.open_world()
+    world = meeting.open_world()
     here = places.of(rank)
     return Wires(
         comm,
@@ -128,6 +128,7 @@ def _wires(meeting: Meeting, comm: Communicator, places: Places, rank: int) -> W
         shards=meeting.among(places.along(rank, *SIDE_BY_SIDE), "shards"),
         speaks=here.tensor == 0,
         weighs=here.tensor == here.context == here.pipeline == 0,
+        torch=world,
     )
 
 
