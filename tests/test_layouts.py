@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 from tests.processes import ChildFailed
 from tests.training import source, train
+from unisono import notation
 from unisono.checkpoint import fingerprint_of, open_newest
+from unisono.cli import main
+from unisono.layout import LAYOUTS as LAYOUTS_BY_NAME
+from unisono.layout import Places
 
 TEXT = source("text", text=(__file__,), model={"layers": 2, "width": 32, "heads": 2, "context": 16, "dropout": 0.0})
 EVEN = {"global_batch": 48, "micro_batch": 4}
@@ -51,6 +56,30 @@ def test_a_layout_computes_what_one_worker_does(name, layout, workers, tmp_path)
     task, settings = TASKS[name]
     alone = losses(tmp_path / "alone", 1, task, **settings)
     assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **settings), alone) <= SAME
+
+
+def test_the_users_own_plan_computes_what_one_worker_does(tmp_path) -> None:
+    plan = "{'blocks.*.query_key_value': 'column of thirds', 'blocks.*.attention.output': 'row'}"
+    laid = losses(tmp_path / "laid", 2, TEXT, layout=f"Layout(tensor=2, plan={plan})")
+    assert differ(laid, losses(tmp_path / "alone", 1, TEXT)) <= SAME
+
+
+@pytest.mark.parametrize(
+    ("layout", "workers", "name"),
+    [
+        ("Layout(shard=2)", 2, "digits"),
+        ("Layout(shard=2)", 4, "digits"),
+        ("Layout(tensor=2)", 4, "sgd"),
+        ("Layout(pipeline=2)", 4, "digits"),
+        ("Layout(shard=2, pipeline=2, schedule='ZBVZeroBubble')", 4, "digits"),
+    ],
+)
+def test_batchnorm_is_synchronized_over_all_who_compute_side_by_side(layout, workers, name, tmp_path) -> None:
+    task, settings = TASKS[name] if name != "sgd" else (source("regression", optimizer="sgd"), EVEN)
+    side_by_side = Places(notation.parse("layout", layout, LAYOUTS_BY_NAME), workers).lanes
+    whole = losses(tmp_path / "whole", side_by_side, task, sync_batchnorm=True, **settings)
+    laid = losses(tmp_path / "laid", workers, task, layout=layout, sync_batchnorm=True, **settings)
+    assert differ(laid, whole) <= SAME
 
 
 STILL = source("regression", optimizer="sgd", norm=False)  # without dropout, whose later stages draw for themselves
@@ -106,6 +135,15 @@ def test_two_replicas_agree_as_two_whole_ones_do(sync, compress, tmp_path) -> No
     assert differ(laid, whole) <= rounded
 
 
+@pytest.mark.parametrize("layout", ["Layout(tensor=2)", "Layout(pipeline=2)"])
+def test_servers_clip_by_the_norm_of_the_whole_replica(layout, tmp_path) -> None:
+    """What several workers of a replica hold counts once; without clipping the losses are others."""
+    options = {"sync": "ParameterServer(servers=1)", "clip": 0.5, "micro_batch": 8}
+    whole = losses(tmp_path / "whole", 2, TEXT, **options)
+    assert differ(losses(tmp_path / "laid", 4, TEXT, layout=layout, **options), whole) <= SAME
+    assert differ(losses(tmp_path / "free", 2, TEXT, **{**options, "clip": None}), whole) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("workers", "settings", "words"),
     [
@@ -114,10 +152,9 @@ def test_two_replicas_agree_as_two_whole_ones_do(sync, compress, tmp_path) -> No
         (2, {"compress": "Exact()"}, "gradients are summed as floats inside a replica"),
         (2, {"sync": "ParameterServer(staleness=2)"}, "hands micro-batches to workers one by one"),
         (2, {"sync": "Gossip(asynchronous=True)"}, "hands micro-batches to workers one by one"),
-        (2, {"sync_batchnorm": True}, "leave one out"),
+        (4, {"sync_batchnorm": True, "micro_batch": 6, "sync": "LocalSGD(2)"}, "do not compute side by side"),
         (2, {"layout": "Layout(pipeline=2)", "micro_batch": 24}, "use 2 micro-batches per step"),
         (2, {"layout": "Layout(pipeline=2, cuts=('layers.9',))"}, "has no module of that name"),
-        (2, {"layout": "Layout(pipeline=2)", "clip": 1.0, "sync": "ParameterServer()"}, "servers would count"),
         (4, {"layout": "Layout(shard=2, pipeline=2)"}, "the running statistics of BatchNorm1d"),
         (2, {"layout": "Layout(context=2)"}, "on parts of a sequence"),
     ],
@@ -131,6 +168,7 @@ def test_what_cannot_be_is_refused_with_the_cure(workers, settings, words, tmp_p
     ("layout", "words"),
     [
         ("Layout(tensor=4)", "write tensor=2"),  # two heads
+        ("Layout(tensor=2, plan={'head': 'row'})", "plan = 'head': 'row': head: a row without a column layer"),
         ("Layout(context=3)", "the nearest length that works is 18"),
         ("Layout(pipeline=4, schedule='LoopedBFS')", "stages = 8: the model has 5 units .* cut into 5"),
     ],
@@ -169,6 +207,53 @@ def test_a_checkpoint_opens_under_any_other_layout(saved, loaded, tmp_path) -> N
     assert last["steps"] == 12
     assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
     assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
+
+
+@pytest.mark.parametrize(("workers", "layout"), [(2, "Layout(pipeline=2)"), (2, "Layout(shard=2)")])
+def test_plain_numbers_of_every_stages_optimizer_are_saved(workers, layout, tmp_path) -> None:
+    task = source("regression", optimizer="slowing", norm=False)
+    settings = {"schedule": "Constant()", **EVEN}
+    whole = train(1, task, tmp_path / "whole", steps=12, workers=1, **settings)
+    run = tmp_path / "parts"
+    for steps in (5, 12):
+        last = train(workers, task, run, steps=steps, workers=workers, layout=layout, run=str(run), resume=steps == 12,
+                     **settings)  # fmt: skip
+    assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
+    assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
+
+
+@pytest.mark.parametrize(("workers", "layout"), [(1, "Layout()"), (2, "Layout(shard=2)"), (2, "Layout(pipeline=2)")])
+def test_a_run_may_start_from_weights_in_a_file(workers, layout, tmp_path) -> None:
+    """Nothing is learned in the second run, so that its weights are those of the file."""
+    task, file = source("regression", optimizer="adamw", norm=False), tmp_path / "model.safetensors"
+    first = train(1, task, tmp_path / "first", steps=12, workers=1, **EVEN)
+    assert main(["checkpoint", "convert", str(tmp_path / "first"), "--to", str(file)]) == 0
+    run = tmp_path / "second"
+    assert main(["checkpoint", "convert", str(run / "checkpoints"), "--from", str(file)]) == 0
+    told = train(workers, task, run, steps=1, lr=1e-30, workers=workers, layout=layout, run=str(run), resume=True,
+                 seed=3, **EVEN)  # fmt: skip
+    assert told["weights_sha256"] == first["weights_sha256"]
+    again = train(workers, task, run, steps=3, workers=workers, run=str(run), resume=True, seed=3, **EVEN)
+    assert again["steps"] == 3
+
+
+def test_weights_in_a_file_may_lack_a_buffer_but_no_parameter(tmp_path) -> None:
+    task = source("regression", optimizer="adamw")
+    train(1, task, tmp_path / "first", steps=2, workers=1, **EVEN)
+    file = tmp_path / "model.safetensors"
+    assert main(["checkpoint", "convert", str(tmp_path / "first"), "--to", str(file)]) == 0
+    for left_out in ("layers.1.running_mean", "layers.4.bias"):
+        tensors = safetensors.torch.load_file(file)
+        del tensors[left_out]
+        safetensors.torch.save_file(tensors, file)
+        run = tmp_path / left_out
+        assert main(["checkpoint", "convert", str(run / "checkpoints"), "--from", str(file)]) == 0
+        settings = {"layout": "Layout(shard=2)", "run": str(run), "resume": True, **EVEN}
+        if left_out.endswith("bias"):
+            with pytest.raises(ChildFailed, match=r"tensor 'model/layers.4.bias' .* is not in the checkpoint"):
+                train(2, task, run, workers=2, **settings)
+        else:
+            assert train(2, task, run, steps=2, workers=2, **settings)["steps"] == 2
 
 
 def test_the_hash_of_a_checkpoint_is_the_same_whatever_wrote_it(tmp_path) -> None:

@@ -12,6 +12,7 @@ from unisono.config import NOTED
 from unisono.data import LOADERS, Inline, Processes, Threads
 from unisono.errors import InvalidInput
 from unisono.layout import LAYOUTS, Layout
+from unisono.layout.words import WORDS
 from unisono.schedule import SCHEDULES, Constant, Cosine, Linear
 from unisono.sync import SYNCHRONIZERS, AllReduce
 
@@ -30,10 +31,16 @@ COMPRESS = st.recursive(
     ),
     max_leaves=5,
 )
+LAYOUT = st.builds(
+    Layout,
+    shard=st.integers(1, 8),
+    tensor=st.integers(2, 8),
+    plan=st.dictionaries(st.text(max_size=12), st.sampled_from(WORDS), max_size=4),
+)
 VALUES = {
     "sync": st.builds(AllReduce, bucket_bytes=COUNT, first_bytes=COUNT),
     "compress": COMPRESS,
-    "layout": st.just(Layout()),
+    "layout": LAYOUT,
     "schedule": st.builds(Constant, COUNT) | st.builds(Linear, COUNT, FACTOR) | st.builds(Cosine, COUNT, FACTOR),
     "load": st.just(Inline()) | st.builds(Threads, COUNT) | st.builds(Processes, COUNT, COUNT),
 }
@@ -71,10 +78,37 @@ def test_values_may_be_written_in_several_ways(text, value) -> None:
         (Cosine(3), "Cosine(warmup=3)"),
         (ByName((("a", Cast()),)), "ByName(rules=(('a', Cast()),))"),
         (Auto((Cast(),)), "Auto(candidates=(Cast(),))"),
+        (Layout(tensor=2, plan={"a.*": "row"}), "Layout(tensor=2, plan={'a.*': 'row'})"),
     ],
 )
 def test_what_equals_the_default_is_not_shown(value, text) -> None:
     assert notation.show(value) == text
+
+
+def test_a_mapping_is_a_value_in_any_order() -> None:
+    one = Layout(tensor=2, plan={"a": "row", "b": "column"})
+    other = notation.parse("layout", "Layout(plan={'b': 'column', 'a': 'row'}, tensor=2)", LAYOUTS)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != Layout(tensor=2, plan={"a": "row"})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "Layout(tensor=2, plan={'a': 'diagonal'})",
+            "plan: 'a': 'diagonal' is no way to split a matrix, as column, row",
+        ),
+        ("Layout(tensor=2, plan={'a': []})", "plan: 'a': [] is no way to split a matrix"),
+        ("Layout(tensor=2, plan='a')", "plan='a' is no mapping of names to words"),
+        ("Layout(plan={'a': 'row'})", "split over tensor workers, and tensor=1"),
+    ],
+)
+def test_a_plan_is_checked_as_far_as_it_can_be_without_a_model(text, words) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        notation.parse("layout", text, LAYOUTS)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +137,11 @@ def test_what_equals_the_default_is_not_shown(value, text) -> None:
         ("ByName((*(1, 2),))", "neither a literal nor a listed name"),
         ("Exact(2 ** 9)", "2 ** 9 is neither a literal nor a listed name"),
         ("Exact((y := 40))", "neither a literal nor a listed name"),
-        ("Exact({[]: 1})", "neither a literal nor a listed name"),
+        ("Exact({[]: 1})", "[] is no text, as the names in a mapping are"),
+        ("Exact({1: 1})", "1 is no text, as the names in a mapping are"),
+        ("Exact({**{}})", "** is no text, as the names in a mapping are"),
+        ("Exact({'a': 1, 'a': 2})", "'a' is named twice; write it once"),
+        ("Exact({'a': open})", "open is not a listed name"),
         ("Exact(40); Exact()", "not a literal call ("),
         ("Ex\0act()", "not a literal call ("),
     ],

@@ -79,6 +79,21 @@ class Net(nn.Module):
         return out
 
 
+class Slowing(torch.optim.Optimizer):
+    """Keeps a plain number per parameter, by which its steps become smaller."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+                    p -= group["lr"] / self.state[p]["steps"] * p.grad
+
+
 def regression(
     *, optimizer: str = "adamw", dropout: float = 0.0, noise: float = 0.0, norm: bool = True, hidden_nan_at: int = -1
 ) -> Task:
@@ -86,6 +101,7 @@ def regression(
     makers = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+        "slowing": Slowing,
     }
     data = Noisy(96, noise)
     if hidden_nan_at >= 0:

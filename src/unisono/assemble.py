@@ -73,26 +73,30 @@ def build(
     """What this worker holds of the model, with its first weights, and the optimizer of that.
 
     Args:
+        comm: of the workers that compute micro-batches side by side.
         mesh: a DeviceMesh of all workers, where a replica lies on several.
         sample: there, what it may be tried on.
 
     Raises:
         InvalidInput: what the task builds cannot be trained.
     """
+    lane = comm.lane("batchnorm") if config.sync_batchnorm else None
+    synchronized = partial(synchronize_batchnorm, comm=lane) if lane else _as_it_is
     seed_compute(stream(config.seed, 0, 0, "init"))
     if mesh is not None and sample is not None:
         from unisono.layout.lay import lay  # imports more of torch than others need
 
-        held = lay(lambda: _model(task), config.layout, mesh, sample)
+        held = lay(lambda: _model(task), config.layout, mesh, sample, synchronized)
     else:
-        model = _model(task)
-        if config.sync_batchnorm:
-            model = synchronize_batchnorm(model, comm.lane("batchnorm"))
-        held = Held.whole(model.to(device))
+        held = Held.whole(synchronized(_model(task)).to(device))
     optimizer = task.optimizer([p for p in held.local.parameters() if p.requires_grad])
     check_fit(held.local, optimizer)
     prefer_fused(optimizer, sparse=bool(sparse_parameters(held.model)))
     return held, optimizer
+
+
+def _as_it_is(model: nn.Module) -> nn.Module:
+    return model
 
 
 def _model(task: Task) -> nn.Module:
@@ -132,7 +136,7 @@ def bind(
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=Persistence.WORDS * comm.size, lazy=not config.compile)  # fmt: skip
     persistence.attach(replica)
-    _check_concurrent(config, feed.plan, comm.size, replica)
+    _check_concurrent(config, feed.plan, feed.places.lanes, replica)
     _check_pipelined(config, feed.places, held)
     schedule = config.schedule or task.schedule or Constant()
     autocast = _autocast(config, device)
@@ -176,24 +180,26 @@ def bind(
     )
 
 
-def _check_concurrent(config: Config, plan: MicroBatchPlan, workers: int, replica: Replica) -> None:
+def _check_concurrent(config: Config, plan: MicroBatchPlan, lanes: int, replica: Replica) -> None:
     if config.sync_batchnorm and not replica.lockstep:
         raise InvalidInput(
             "sync_batchnorm", True, f"with {show(config.sync)} workers do not compute side by side",
             "leave it out, or use AllReduce()")  # fmt: skip
-    if config.sync_batchnorm and plan.micro_batches % workers:
+    if config.sync_batchnorm and plan.micro_batches % lanes:
         raise InvalidInput(
-            "sync_batchnorm", True, f"{workers} workers cannot compute the {plan.micro_batches} micro-batches of a "
+            "sync_batchnorm", True, f"{lanes} workers cannot compute the {plan.micro_batches} micro-batches of a "
             "step side by side",
-            f"choose global_batch and micro_batch so that their number divides by {workers}")  # fmt: skip
+            f"choose global_batch and micro_batch so that their number divides by {lanes}")  # fmt: skip
 
 
 def _check_pipelined(config: Config, places: Places, held: Held) -> None:
     running = [m for m in held.model.modules() if getattr(m, "running_mean", None) is not None]
+    running = [m for m in running if not getattr(m, "buffers_agree", False)]
     if held.pipeline is not None and running and places.lanes > 1:
         raise InvalidInput(
             "layout", show(config.layout), f"the running statistics of {type(running[0]).__name__} would be those of "
-            "one pipeline's micro-batches each", "use one pipeline, or a layer without running statistics")  # fmt: skip
+            "one pipeline's micro-batches each",
+            "use one pipeline, sync_batchnorm, or a layer without running statistics")  # fmt: skip
 
 
 def _autocast(config: Config, device: torch.device) -> Callable[[], Any]:

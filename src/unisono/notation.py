@@ -1,8 +1,8 @@
 """One notation for values everywhere: Python, command line, TOML, log, checkpoint.
 
 A value is written as the call that makes it, ``AllReduce()`` or ``Exact(fraction_bits=40)``. It is parsed, never
-evaluated: a call of a listed name, whose arguments are literals, further calls or tuples of either. ``show`` writes it
-back.
+evaluated: a call of a listed name, whose arguments are literals, further calls, or tuples or mappings of either.
+``show`` writes it back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from unisono.errors import InvalidInput
 
-_LONGEST = 2000  # characters; deeper nesting than they allow is no value of ours
+_LONGEST = 20_000  # characters; deeper nesting than they allow is no value of ours
 
 
 def parse(field: str, text: str, names: Mapping[str, type]) -> Any:
@@ -48,6 +48,8 @@ def show(value: Any) -> str:
     """`value` in the notation; arguments that equal their defaults are left out. ``parse(show(v)) == v``."""
     if type(value) is tuple:
         return f"({', '.join(map(show, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{show(key)}: {show(each)}' for key, each in value.items())}}}"
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     parts = [
@@ -77,6 +79,8 @@ def _value(field: str, text: str, node: ast.expr, names: Mapping[str, type]) -> 
         node = ast.Call(func=node, args=[], keywords=[])
     if isinstance(node, ast.Tuple):
         return tuple(_value(field, text, element, names) for element in node.elts)
+    if isinstance(node, ast.Dict):
+        return _mapping(field, text, node, names)
     if not isinstance(node, ast.Call):
         try:
             return ast.literal_eval(node)
@@ -95,6 +99,18 @@ def _value(field: str, text: str, node: ast.expr, names: Mapping[str, type]) -> 
     except (TypeError, ValueError) as error:
         cure = f"it is written {_signature(names[node.func.id])}"
         raise InvalidInput(field, text, str(error), cure) from None
+
+
+def _mapping(field: str, text: str, node: ast.Dict, names: Mapping[str, type]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in zip(node.keys, node.values):
+        if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+            said = "**" if key is None else ast.unparse(key)
+            raise InvalidInput(field, text, f"{said} is no text, as the names in a mapping are", _example(names))
+        if key.value in found:
+            raise InvalidInput(field, text, f"{key.value!r} is named twice", "write it once")
+        found[key.value] = _value(field, text, value, names)
+    return found
 
 
 def _signature(cls: type) -> str:

@@ -7,7 +7,7 @@ shares are on disk worker 0 commits the checkpoint, when one failed it is abando
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,8 +121,7 @@ class Persistence:
         Raises:
             CheckpointMismatch: on worker 0, another model's checkpoint; names the first tensor that differs.
         """
-        here = self._everything()
-        plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(found, here))))
+        plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(found, *self._everything()))))
         if not plan:
             return 0
         if self._parts is not None:
@@ -133,7 +132,7 @@ class Persistence:
             receive = lambda name, like: self._receive(loaded, name, like)
         weights = weights_of(self._model)
         with torch.no_grad():
-            for name in sorted(weights):
+            for name in sorted(weights.keys() - set(plan["kept"])):
                 weights[name].copy_(receive(f"model/{name}", weights[name]))
         state = {
             name: receive(f"optimizer/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
@@ -156,30 +155,42 @@ class Persistence:
             for _, tensor in sorted(weights_of(self._model).items()):
                 tensor.copy_(self._replicas.broadcast(tensor.detach().clone()).wait())
 
-    def _everything(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of all that the workers of a replica hold of the model, by a checkpoint's names."""
+    def _everything(self) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], set[str]]:
+        """Dtype and shape of all that the workers of a replica hold of the model, by a checkpoint's names, and which
+        of it are buffers."""
         mine = {f"model/{name}": (t.dtype, self._shape(name, t)) for name, t in weights_of(self._model).items()}
+        buffers = {f"model/{name}" for name, _ in self._model.named_buffers()}
         if self._parts is None:
-            return mine
-        said = {name: [str(dtype).removeprefix("torch."), shape] for name, (dtype, shape) in mine.items()}
+            return mine, buffers
+        said = {n: [str(dtype).removeprefix("torch."), shape, n in buffers] for n, (dtype, shape) in mine.items()}
         told = [json.loads(text) for text in gather_text(self._comm, json.dumps(said))]
-        return {name: (getattr(torch, kind), tuple(shape)) for each in told for name, (kind, shape) in each.items()}
+        all_ = {name: each for one in told for name, each in one.items()}
+        kinds = {name: (getattr(torch, kind), tuple(shape)) for name, (kind, shape, _) in all_.items()}
+        return kinds, {name for name, (_, _, is_buffer) in all_.items() if is_buffer}
 
     def _inventory(
-        self, loaded: Loaded | Opened | None, here: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+        self,
+        loaded: Loaded | Opened | None,
+        here: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        buffers: Collection[str],
     ) -> dict[str, Any]:
         if loaded is None:
             return {}
-        specs = loaded.specs if isinstance(loaded, Opened) else loaded.tensors
-        compare(here, {name: t for name, t in specs.items() if name.startswith("model/")})
-        same = (
-            loaded.meta["config"]["sync"] == self._meta["config"]["sync"]
-        )  # else it would not know what to do with it
+        specs, before = loaded.specs if isinstance(loaded, Opened) else loaded.tensors, history(loaded)
+        # Files of weights leave out buffers that the model makes itself.
+        kept = set() if before else buffers - specs.keys()
+        compare(
+            {name: kind for name, kind in here.items() if name not in kept},
+            {name: t for name, t in specs.items() if name.startswith("model/")},
+        )
+        # Another synchronizer would not know what to do with it.
+        same = bool(before) and before["config"]["sync"] == self._meta["config"]["sync"]
         return {
             "step": loaded.step,
             "path": str(loaded.path),
-            "numbers": loaded.meta["numbers"],
-            "tensors": _kinds(specs, "optimizer/"),
+            "kept": sorted(name.removeprefix("model/") for name in kept),
+            "numbers": before.get("numbers", {}),
+            "tensors": _kinds(specs, "optimizer/") if before else {},
             "shared": _kinds(specs, "sync/") if same else {},
         }
 
@@ -217,6 +228,13 @@ class Persistence:
             self._holders = holders
         return self._holders
 
+    def _everybodys(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """What the workers of a replica keep beside tensors, all in one; all call it alike."""
+        if self._parts is None:
+            return dict(numbers)
+        told = gather_text(self._comm, json.dumps(numbers))
+        return {name: number for text in reversed(told) for name, number in json.loads(text).items()}
+
     def _receive(self, loaded: Loaded | None, name: str, like: Tensor) -> Tensor:
         mine = loaded.tensors[name].to(like.device) if loaded else torch.empty_like(like.detach())
         return self._comm.broadcast(mine.contiguous()).wait()
@@ -227,7 +245,7 @@ class Persistence:
             _, numbers = state_of(self._optimizer, self._model)
             tensors = self._tensors()
             holders = self._agreed_holders(tensors)
-            self._writer.stage(done, tensors, {**self._meta, "numbers": numbers}, holders)
+            self._writer.stage(done, tensors, {**self._meta, "numbers": self._everybodys(numbers)}, holders)
         self._pending = self._last = done
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -271,6 +289,12 @@ class Persistence:
             else:
                 self._writer.commit(self._pending)
         self._pending = 0
+
+
+def history(found: Loaded | Opened) -> Mapping[str, Any]:
+    """What the run that wrote a checkpoint said about itself; nothing where weights were made into a checkpoint."""
+    meta = found.meta
+    return meta if isinstance(meta, Mapping) and "config" in meta else {}
 
 
 def _kinds(specs: Mapping[str, Tensor | Spec], prefix: str) -> dict[str, tuple[str, list[int]]]:

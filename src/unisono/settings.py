@@ -68,16 +68,10 @@ def _check_spread(config: Config) -> None:
         raise InvalidInput(
             "compress", show(config.compress), f"with {layout} gradients are summed as floats inside a replica, so "
             "that the bits depend on the layout", "leave one out")  # fmt: skip
-    if config.sync_batchnorm:
-        raise InvalidInput("sync_batchnorm", True, f"it does not know of {layout}", "leave one out")
     if config.layout.pipeline > 1 and config.layout.context > 1:
         raise InvalidInput("layout", layout, "pipelines of parts of sequences are not built yet", "use one of the two")
     if config.layout.pipeline > 1 and config.compile:
         raise InvalidInput("compile", True, f"it does not know of {layout} yet", "leave one out")
-    if config.clip is not None and config.layout.tensor * config.layout.pipeline > 1 and hasattr(sync, "servers"):
-        raise InvalidInput(
-            "clip", config.clip, f"the servers would count what {layout} holds on several workers more than once",
-            "leave it out, or write AllReduce()")  # fmt: skip
 
 
 def check_same_run(config: Config, before: Mapping[str, Any]) -> None:

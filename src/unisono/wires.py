@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unisono.comm import Alone, Communicator
+from unisono.comm import Alone, Communicator, TorchWorld
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Wires:
         shards: those of this replica among them.
         speaks, weighs: whether this worker says, of those who compute the same micro-batches, the losses and what
             they weigh; losses of parts add up.
+        torch: the groups that torch's own ways to cut a model talk through, where a replica lies on several workers.
     """
 
     everybody: Communicator
@@ -29,6 +30,7 @@ class Wires:
     shards: Communicator
     speaks: bool = True
     weighs: bool = True
+    torch: TorchWorld | None = None
 
     @staticmethod
     def whole(comm: Communicator) -> Wires:
@@ -44,7 +46,7 @@ class Wires:
     @property
     def bytes_sent(self) -> int:
         """What left this worker through any of them."""
-        return sum(wire.bytes_sent for wire in self._distinct())
+        return sum(wire.bytes_sent for wire in self._distinct()) + (self.torch.bytes_sent if self.torch else 0)
 
     def close(self) -> None:
         """Give back what the operating system lent."""

@@ -38,7 +38,7 @@ from unisono.layout import AXES, SIDE_BY_SIDE, Places, Whole
 from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
 from unisono.order import Order, Result
-from unisono.persist import Persistence, broadcast_text
+from unisono.persist import Persistence, broadcast_text, history
 from unisono.settings import check_same_run, settle
 from unisono.task import Task
 from unisono.trainer import Outcome, Trainer
@@ -90,7 +90,7 @@ def _set_up(
     """Build everything and bind it; returns the trainer and the steps done by earlier lives of the run."""
     comm, path = wires.everybody, place.path
     mesh, sample = (_mesh(feed.places, device), feed.sample()) if wires.spread else (None, None)
-    held, optimizer = build(task, config, device, comm, mesh, sample)
+    held, optimizer = build(task, config, device, wires.lanes, mesh, sample)
     record = _recorder(worker, path)
     stack.callback(record.close)
     writer = _writer(comm, config, place, _teller(worker, record), stack, wires.spread)
@@ -118,7 +118,7 @@ def _wires(meeting: Meeting, comm: Communicator, places: Places, rank: int) -> W
     """Who talks with whom under the layout; all workers call it alike."""
     if places.layout.workers == 1:
         return Wires.whole(comm)
-    meeting.open_world()
+    world = meeting.open_world()
     here = places.of(rank)
     return Wires(
         comm,
@@ -128,6 +128,7 @@ def _wires(meeting: Meeting, comm: Communicator, places: Places, rank: int) -> W
         shards=meeting.among(places.along(rank, *SIDE_BY_SIDE), "shards"),
         speaks=here.tensor == 0,
         weighs=here.tensor == here.context == here.pipeline == 0,
+        torch=world,
     )
 
 
@@ -277,12 +278,16 @@ def _newest(
     if loaded is None:
         record.event("resume", words="there is no checkpoint yet: starting from the beginning")
         return None
-    check_same_run(config, loaded.meta["config"])
+    before = history(loaded)
+    if not before:
+        record.event("resume", step=loaded.step, words="starting from the weights that the checkpoint is made of")
+        return loaded
+    check_same_run(config, before["config"])
     reasons = {"samples": "whose order differs", "optimizer": "whose state is another"}
     for name, reason in reasons.items():
-        if loaded.meta[name] != meta[name]:
+        if before[name] != meta[name]:
             raise InvalidInput(
-                name, meta[name], f"the run to resume was started with {loaded.meta[name]}, {reason}",
+                name, meta[name], f"the run to resume was started with {before[name]}, {reason}",
                 "give the task as it was, or start a run of its own with another --run")  # fmt: skip
     record.event("resume", step=loaded.step, words=f"going on from the checkpoint of step {loaded.step}")
     return loaded

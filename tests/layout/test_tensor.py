@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from tests.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout.tensor import TensorPlan, apply, derive, refusal, verify
+from unisono.layout.tensor import TensorPlan, apply, derive, given, refusal, verify
 from unisono.layout.tensor.exchange import Exchange
 from unisono.layout.tensor.heads import local_sizes
 from unisono.layout.tensor.matrix import grouped_rows
@@ -153,6 +153,15 @@ def bert() -> nn.Module:
     return BertForMaskedLM(BertConfig(**shape, **dropout, intermediate_size=48, max_position_embeddings=16))
 
 
+def phi3() -> nn.Module:
+    """Its own plan puts together what one matrix holds of several kinds, and takes it apart again."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    shape = {"vocab_size": TOKENS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return Phi3ForCausalLM(Phi3Config(**shape, **heads, pad_token_id=0, eos_token_id=0))
+
+
 def perceptron() -> nn.Module:
     return Perceptron(nn.Linear(TOKENS, 48), nn.ReLU(inplace=True), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, TOKENS))
 
@@ -164,7 +173,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "convolutional": Convolutional,
     "encoder": Encoder,
 }
-TRANSFORMERS = {"llama": llama, "llama, tied": partial(llama, True), "gpt2": gpt2, "bert": bert}
+TRANSFORMERS = {"llama": llama, "llama, tied": partial(llama, True), "phi3": phi3, "gpt2": gpt2, "bert": bert}
+GIVEN = {
+    "text": {
+        "blocks.*.query_key_value": "column of thirds",
+        "blocks.1.attention.output": "row",
+        "blocks.0.*.output": "row",
+    },
+    "tied": {"body.0.[kqv]*": "column", "body.0.back": "row", "tokens": "vocabulary", "head": "column gathered"},
+    "perceptron": {"0": "column gathered", "2": "row scattered", "4": "row scattered"},
+}
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
@@ -209,17 +227,18 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def law(rank: int, size: int, path: str, names: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
+def law(rank: int, size: int, path: str, names: list[str], own: bool = True) -> dict[tuple[str, str], dict[str, Any]]:
     dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
     mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("tensor",))
-    found = {(name, how): compared(name, how, mesh) for name in names for how in OPTIMIZERS}
+    found = {(name, how): compared(name, how, mesh, own) for name in names for how in OPTIMIZERS}
     dist.destroy_process_group()
     return found
 
 
-def compared(name: str, optimizer: str, mesh: DeviceMesh) -> dict[str, Any]:
-    whole, split = build(name), build(name)
-    plan = derive(split, mesh.size(), (tokens(0),))
+def compared(name: str, optimizer: str, mesh: DeviceMesh, own: bool) -> dict[str, Any]:
+    """`own`: the plan that is found, else the one in `GIVEN`."""
+    whole, split, sample = build(name), build(name), (tokens(0),)
+    plan = derive(split, mesh.size(), sample) if own else given(split, mesh.size(), GIVEN[name], sample)
     apply(split, mesh, plan)
     assert [key for key, _ in split.named_parameters()] == [key for key, _ in whole.named_parameters()]
     off = max(abs(a - b) for a, b in zip(train(whole, optimizer), train(split, optimizer), strict=True))
@@ -264,12 +283,75 @@ def test_transformers_models_are_split_as_they_are(tmp_path: Path) -> None:
     check(results)
     for name in TRANSFORMERS:
         assert results[0][name, "sgd"]["held"] < 0.6, name
+    for name in ("llama", "phi3"):
+        plan = results[0][name, "sgd"]["plan"]
+        assert plan.split.keys() == plan.because.keys()
+        assert set(plan.because.values()) == {"the model's own plan"}
+    assert results[0]["phi3", "sgd"]["plan"].split["model.layers.0.self_attn.o_proj"] == "row scattered"
 
 
 def test_four_workers(tmp_path: Path) -> None:
     results = run(4, law, str(tmp_path / "store"), ["text"])
     check(results)
     assert results[0]["text", "sgd"]["held"] < 0.28
+
+
+def test_a_plan_that_was_given_is_the_whole_plan(tmp_path: Path) -> None:
+    results = run(2, law, str(tmp_path / "store"), list(GIVEN), False)
+    check(results)
+    for name in GIVEN:
+        plan = results[0][name, "sgd"]["plan"]
+        assert set(plan.whole.values()) == {"the plan that was given does not name it"} or not plan.whole
+        assert results[0][name, "sgd"]["held"] < 1
+    assert results[0]["text", "sgd"]["plan"].split.keys() == {
+        f"blocks.{i}.attention.{part}" for i in (0, 1) for part in ("query_key_value", "output")
+    }
+
+
+@pytest.mark.parametrize(
+    ("degree", "words", "said"),
+    [
+        (2, {"9": "row"}, "tensor plan = 9: no module has this name; use names"),
+        (2, {"body.0.query": "column"}, "no module has this name; did you mean body.0.queries?"),
+        (
+            3,
+            {"body.4.down": "row"},
+            "plan = 'body.4.down': 'row': body.4.down: 64 inputs do not divide by tensor=3; "
+            "write tensor=4, or leave it out",
+        ),
+        (3, {"body.2.all": "column of thirds"}, "32 outputs in each of its 3 blocks do not divide by tensor=3; write "),
+        (3, {"tokens": "vocabulary"}, "64 rows do not divide by tensor=3"),
+        (2, {"body.0.*s": "column", "body.0.back": "column"}, "column without a row layer after it"),
+        (2, {"body.0.*": "column", "body.0.back": "row"}, "body.0.back is also 'body.0.back': 'row'; name each"),
+        (
+            2,
+            {"body.1": "row scattered"},
+            "plan = 'body.1': 'row scattered': body.1: a LayerNorm has no matrix to split; write it otherwise",
+        ),
+        (2, {"body.4.gate_up": "column", "body.4.down": "row"}, "differs from the whole"),
+        (2, {"tokens": "vocabulary"}, "its weight is also used by head, which is not split the same way"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_with_its_entry(degree: int, words: dict[str, str], said: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        given(build("tied"), degree, words, (tokens(0),))
+    assert said in str(caught.value)
+
+
+def test_where_the_models_own_plan_fails_what_is_found_is_taken() -> None:
+    model = build("tied")
+    model._tp_plan = {
+        "body.0.queries": "rowwise", "body.0.back": "colwise",  # the wrong way round
+        "body.2.all": "grouped_gemm",  # not built
+        "body.4.gate_up": "colwise_gather_output", "body.4.down": "rowwise_split_input",
+    }  # fmt: skip
+    plan = derive(model, 2, (tokens(0),))
+    assert {plan.split[f"body.0.{name}"] for name in ("keys", "queries", "values")} == {"column"}
+    assert plan.because["body.0.back"].startswith("the model's own plan fails: ")
+    assert plan.whole["body.2.all"] == 'the model\'s own plan asks for "grouped_gemm", which is not built'
+    assert (plan.split["body.4.gate_up"], plan.split["body.4.down"]) == ("column gathered", "row scattered")
+    assert plan.because["body.4.down"] == "the model's own plan"
+    assert verify(model, plan, 2, (tokens(0),)).split == plan.split
 
 
 def test_a_plan_says_why_something_stays_whole() -> None:

@@ -20,3 +20,4 @@ from unisono.comm.simulated import outcomes as outcomes
 from unisono.comm.simulated import simulate as simulate
 from unisono.comm.tiers import Tiers as Tiers
 from unisono.comm.torch_group import TorchGroup as TorchGroup
+from unisono.comm.torch_world import TorchWorld as TorchWorld

@@ -9,11 +9,9 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
@@ -22,10 +20,11 @@ from unisono.comm.board import Board
 from unisono.comm.communicator import Communicator
 from unisono.comm.memory import MemoryUnavailable, check_platform, create, open_of
 from unisono.comm.peers import Peers
-from unisono.comm.rendezvous import interface_of, open_store, own_address, parse_rendezvous
+from unisono.comm.rendezvous import open_store, own_address, parse_rendezvous
 from unisono.comm.shared_memory import Host, SharedMemory
 from unisono.comm.tiers import Part, Tiers
 from unisono.comm.torch_group import TorchGroup
+from unisono.comm.torch_world import TorchWorld
 from unisono.errors import InvalidInput, PeerLost
 
 LOG = logging.getLogger("unisono")
@@ -122,25 +121,14 @@ class Meeting:
             divide(group, store, local_size, self._address, self._deadline_seconds)
         return group
 
-    def open_world(self) -> None:
+    def open_world(self) -> TorchWorld:
         """Make torch's default process group of all workers: what its own ways to cut a model talk through.
 
         Raises:
             PeerLost: not all of them came within the deadline.
         """
-        interface = interface_of(self._address)
-        if interface:  # else it takes the address that the host's name stands for
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        try:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
-                store=c10d.PrefixStore("world", self._store),
-                rank=self._rank,
-                world_size=self._size,
-                timeout=timedelta(seconds=self._deadline_seconds),
-            )
-        except RuntimeError as error:
-            raise PeerLost([], "connect", str(error).splitlines()[0]) from error
+        store = c10d.PrefixStore("world", self._store)
+        return TorchWorld(store, self._rank, self._size, self._address, self._device, self._deadline_seconds)
 
     def _beside(self, ranks: Sequence[int]) -> int:
         """How many of `ranks` share a host, where it is as many on each and neighbours share one; else 1."""

@@ -8,11 +8,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +19,6 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.errors import InvalidInput, PeerLost
 
-_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _CURE = "write file:///private/directory or tcp://host:port"
 
 
@@ -77,18 +73,6 @@ def own_address(place: Rendezvous) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def interface_of(address: str) -> str:
-    """The name of this host's network interface that has `address` (``lo``); "" where the system does not say."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # it has no such address
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return ""
 
 
 def _file_store(place: Rendezvous) -> c10d.Store:

@@ -82,12 +82,12 @@ class TorchGroup(Conversation):
         self._looked_at, self._torn_since = 0.0, 0.0
         before = _sockets()
         with _peer_lost_for("connect"):
-            self._headers: Any = _gloo(c10d.PrefixStore("headers", store), rank, size, address, deadline_seconds)
+            self._headers: Any = gloo(c10d.PrefixStore("headers", store), rank, size, address, deadline_seconds)
             self._payloads: Any = _payload_group(self, c10d.PrefixStore("payloads", store), deadline_seconds)
             # NCCL carries only what lies on its device; what lies here goes beside it.
             self._near: Any = self._payloads
             if backend == "nccl":
-                self._near = _gloo(c10d.PrefixStore("near", store), rank, size, address, deadline_seconds)
+                self._near = gloo(c10d.PrefixStore("near", store), rank, size, address, deadline_seconds)
             _meet(self._headers, size, deadline_seconds)
         new = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
         self._wires = {fd: name for fd, name in new.items() if not family.hosting.owns(fd)}
@@ -336,12 +336,13 @@ class TorchGroup(Conversation):
         return True
 
 
-def _gloo(store: c10d.Store, rank: int, size: int, address: str, deadline_seconds: float) -> Any:
-    gloo: Any = c10d.ProcessGroupGloo  # the stubs know nothing of options
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]
+def gloo(store: c10d.Store, rank: int, size: int, address: str, deadline_seconds: float) -> Any:
+    """torch's group of these workers over gloo, on the network that `address` belongs to; they are connected."""
+    made: Any = c10d.ProcessGroupGloo  # the stubs know nothing of options
+    options = made._Options()
+    options._devices = [made.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline_seconds)
-    return gloo(store, rank, size, options)
+    return made(store, rank, size, options)
 
 
 def _meet(group: Any, size: int, deadline_seconds: float) -> None:
@@ -354,7 +355,7 @@ def _meet(group: Any, size: int, deadline_seconds: float) -> None:
 
 def _payload_group(lane: TorchGroup, store: c10d.Store, deadline_seconds: float) -> Any:
     if lane._backend == "gloo":
-        return _gloo(store, lane.rank, lane.size, lane._address, deadline_seconds)
+        return gloo(store, lane.rank, lane.size, lane._address, deadline_seconds)
     nccl = getattr(c10d, "ProcessGroupNCCL", None)
     if lane._backend != "nccl" or nccl is None:
         raise InvalidInput("backend", lane._backend, "this build of torch does not have it", "write gloo")

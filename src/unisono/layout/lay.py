@@ -23,7 +23,7 @@ from unisono.layout.pipeline import Pipeline, split, stages_of
 from unisono.layout.places import Places
 from unisono.layout.sample import Sample
 from unisono.layout.shard import shard
-from unisono.layout.tensor import TensorPlan, apply, derive, refusal
+from unisono.layout.tensor import TensorPlan, apply, derive, given, refusal
 
 LOG = logging.getLogger("unisono")
 
@@ -33,12 +33,20 @@ def mesh_of(places: Places, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, places.shape, mesh_dim_names=("replica", *AXES))
 
 
-def lay(build: Callable[[], nn.Module], layout: Layout, mesh: DeviceMesh, sample: Sample) -> Held:
+def lay(
+    build: Callable[[], nn.Module],
+    layout: Layout,
+    mesh: DeviceMesh,
+    sample: Sample,
+    change: Callable[[nn.Module], nn.Module] = lambda piece: piece,
+) -> Held:
     """This worker's part of the model that `build` builds, with the bits that it has on one device; all workers call it
     alike, with the same random state. The whole model is never in memory, but for a model that has to be.
 
     Args:
         sample: on it is tried out what can be split.
+        change: what is to be done to the model, or to each stage of a pipeline, once it is split and not yet sharded;
+            may replace modules by others with the same parameters.
 
     Raises:
         InvalidInput: the model cannot be laid out so; names what cannot, and what to do.
@@ -47,12 +55,12 @@ def lay(build: Callable[[], nn.Module], layout: Layout, mesh: DeviceMesh, sample
         model = build().to(mesh.device_type)
         forward = partial(sample.forward, model)
         verify(model, sample.batch, layout.context, forward=forward, loss=sample.loss, weight=sample.weight)
-        return _spread(model, layout, mesh, sample).held(layout, mesh, sample)
+        return _spread(model, layout, mesh, sample, change).held(layout, mesh, sample)
     deferred = record(build)
     if deferred.whole and mesh.get_rank() == 0:
         LOG.info("the model is built whole on every worker: %s", deferred.why)
     model = deferred.model.to(mesh.device_type) if deferred.whole else deferred.model
-    spread = _spread(model, layout, mesh, sample)
+    spread = _spread(model, layout, mesh, sample, change)
     if deferred.whole:
         return spread.held(layout, mesh, sample)
     spread.model.to_empty(device=mesh.device_type)
@@ -73,17 +81,19 @@ def _fill(held: Held, deferred: Deferred) -> None:
     deferred.materialise(keep)
 
 
-def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> _Spread:
+def _spread(
+    model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, change: Callable[[nn.Module], nn.Module]
+) -> _Spread:
     """Change `model` in place, axis by axis."""
     if layout.tensor > 1:
-        refusal(model, layout.tensor)
-        plan = derive(model, layout.tensor, sample.arguments)
+        plan = _plan(model, layout, sample)
         if mesh.get_rank() == 0:
             _tell(plan)
         apply(model, mesh["tensor"], plan)
     pipeline = _pipeline(model, layout, mesh, sample) if layout.pipeline > 1 else None
-    pieces: list[nn.Module] = list(pipeline.stages.values()) if pipeline else [model]
-    here = nn.ModuleList(pieces) if pipeline else model
+    # A stage stays the module that it is: what is replaced lies within.
+    pieces: list[nn.Module] = [change(piece) for piece in (pipeline.stages.values() if pipeline else [model])]
+    here = nn.ModuleList(pieces) if pipeline else pieces[0]
     matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
     if layout.shard * layout.context > 1:
         for piece in pieces:
@@ -138,9 +148,16 @@ def _sharding(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
     return mesh["shard", "context"]._flatten("sharded")
 
 
+def _plan(model: nn.Module, layout: Layout, sample: Sample) -> TensorPlan:
+    """What the user says, or else what can be found."""
+    if layout.plan:
+        return given(model, layout.tensor, layout.plan, sample.arguments)
+    refusal(model, layout.tensor)
+    return derive(model, layout.tensor, sample.arguments)
+
+
 def _tell(plan: TensorPlan) -> None:
-    LOG.info(
-        "split over the tensor axis: %s", ", ".join(f"{n} ({word})" for n, word in plan.split.items()) or "nothing"
-    )
+    said = (f"{n} ({'; '.join(filter(None, [word, plan.because.get(n)]))})" for n, word in plan.split.items())
+    LOG.info("split over the tensor axis: %s", ", ".join(said) or "nothing")
     for name, why in plan.whole.items():
         LOG.info("%s stays whole: %s", name, why)

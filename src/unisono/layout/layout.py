@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+
+from unisono.layout.words import WORDS, Names
 
 AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")  # outermost first: neighbours talk most
 SIDE_BY_SIDE = ("replicate", "shard", "expert")  # axes whose members compute micro-batches of their own
@@ -22,8 +25,8 @@ class Layout:
         shard: workers over which parameters, gradients and optimizer state are sharded; each computes micro-batches of
             its own (torch's `fully_shard`; Rajbhandari et al. 2020, "ZeRO", stage 3).
         tensor: workers over which single matrices are split, attention by heads (Shoeybi et al. 2019, "Megatron-LM").
-            What can be split is found by the model's structure and tried out; the rest stays whole on each, and the
-            log says why.
+            What can be split is what the model's own plan says (transformers), or found by its structure, and tried
+            out; the rest stays whole on each, and the log says why.
         context: workers over which sequences are split, in chunks of a balanced order; keys and values are gathered
             for attention (Liu et al. 2023, "Ring attention"; the order is that of Llama 3's training). Parameters are
             sharded over them too.
@@ -36,9 +39,15 @@ class Layout:
             2019), ``1F1B`` (Narayanan et al. 2019), ``Interleaved1F1B``, ``LoopedBFS``, ``InterleavedZeroBubble``,
             ``ZBVZeroBubble`` (Qi et al. 2023), ``DualPipeV`` (DeepSeek-AI 2024).
         cuts: the modules at which stages begin, but the first; empty: found.
+        plan: modules, by name or pattern (``blocks.*.up``), to how ``tensor`` splits each: ``column`` (each worker
+            computes its share of the outputs), ``row`` (its share of the inputs, which a column before it made; the
+            parts are summed), ``vocabulary`` (an embedding's rows), ``column gathered`` and ``row scattered`` (with all
+            outputs, and all inputs, on every worker), ``column of thirds`` (queries, keys and values in one matrix),
+            ``column of halves`` (gate and up in one). What it does not name stays whole. Empty: found.
 
     Raises:
-        ValueError: an axis below 1, an unknown schedule, or as many cuts as make another number of stages.
+        ValueError: an axis below 1, an unknown schedule, as many cuts as make another number of stages, or a plan with
+            other words or without ``tensor``.
     """
 
     shard: int = 1
@@ -49,6 +58,7 @@ class Layout:
     replicate: int = 1
     schedule: str = "1F1B"
     cuts: tuple[str, ...] = ()
+    plan: Mapping[str, str] = Names()
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -61,6 +71,17 @@ class Layout:
             raise ValueError(f"cuts={self.cuts!r} is no tuple of names")
         if self.cuts and len(self.cuts) != self.stages - 1:
             raise ValueError(f"cuts: {len(self.cuts)} make {len(self.cuts) + 1} stages, and here are {self.stages}")
+        self._check_plan()
+        object.__setattr__(self, "plan", Names(self.plan))
+
+    def _check_plan(self) -> None:
+        if not isinstance(self.plan, Mapping) or not all(isinstance(name, str) for name in self.plan):
+            raise ValueError(f"plan={self.plan!r} is no mapping of names to words")
+        for name, word in self.plan.items():
+            if word not in WORDS:
+                raise ValueError(f"plan: {name!r}: {word!r} is no way to split a matrix, as {', '.join(WORDS)} are")
+        if self.plan and self.tensor == 1:
+            raise ValueError("plan: it says how matrices are split over tensor workers, and tensor=1")
 
     def __str__(self) -> str:
         said = [f"{each.name}={getattr(self, each.name)}" for each in fields(self)

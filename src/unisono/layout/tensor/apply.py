@@ -14,10 +14,11 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional as F
 
 from unisono.layout.tensor import heads
-from unisono.layout.tensor.between import entered, gathered, summed
+from unisono.layout.tensor.between import entered, gathered, scattered, summed
 from unisono.layout.tensor.exchange import Exchange
 from unisono.layout.tensor.matrix import Matrix, embedded, matrix
-from unisono.layout.tensor.plan import GATHERED, GROUPS, ROW, VOCABULARY, TensorPlan
+from unisono.layout.tensor.plan import TensorPlan
+from unisono.layout.words import GATHERED, GROUPS, ROWS, SCATTERED, VOCABULARY
 
 Slot = tuple[nn.Module, str]
 
@@ -57,9 +58,9 @@ class _Split(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         found, group = cast(Matrix, matrix(module)), device_mesh.get_group()
-        if self.word == ROW:
+        if self.word in ROWS:
             _spread(module, device_mesh, {"weight": 1 - found.output_dimension})
-            forward = _row(found.output_dimension, group)
+            forward = _row(found.output_dimension, group, self.word == SCATTERED)
         else:
             blocks = Exchange(found.outputs, GROUPS.get(self.word, 1), device_mesh.size(), dist.get_rank(group))
             _spread(module, device_mesh, {"weight": found.output_dimension, "bias": 0})
@@ -83,10 +84,11 @@ class _Vocabulary(ParallelStyle):
         return module
 
 
-def _row(output_dimension: int, group: dist.ProcessGroup) -> Callable[[nn.Module, Tensor], Tensor]:
+def _row(output_dimension: int, group: dist.ProcessGroup, scatter: bool) -> Callable[[nn.Module, Tensor], Tensor]:
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         whole = Matrix(self, output_dimension)
-        total = summed(F.linear(input, whole.upright(_here(whole.weight))), group)
+        part = scattered(input, group) if scatter else input
+        total = summed(F.linear(part, whole.upright(_here(whole.weight))), group)
         return total if whole.bias is None else total + whole.bias
 
     return forward

@@ -33,8 +33,18 @@ def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return cast(Function, _Gathered.apply)(part, group)
 
 
+def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This member's share of the last dimension of `x`, which all members have; the way back gathers."""
+    return cast(Function, _Scattered.apply)(x, group)
+
+
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return cast(Tensor, collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group)))
+
+
+def _all(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    stacked = collectives.wait_tensor(_gather(part.contiguous().unsqueeze(0), 0, group))
+    return torch.cat(tuple(stacked), -1)
 
 
 class _Entered(torch.autograd.Function):
@@ -62,9 +72,20 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.member, ctx.width = dist.get_rank(group), part.shape[-1]
-        stacked = collectives.wait_tensor(_gather(part.contiguous().unsqueeze(0), 0, group))
-        return torch.cat(tuple(stacked), -1)
+        return _all(part, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0].narrow(-1, ctx.member * ctx.width, ctx.width), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        width = x.shape[-1] // dist.get_world_size(group)
+        return x.narrow(-1, dist.get_rank(group) * width, width).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _all(gradients[0], ctx.group), None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -11,24 +11,26 @@ from torch import nn
 
 from unisono.layout.tensor.matrix import Matrix, is_vocabulary, matrix
 from unisono.layout.tensor.observe import observed
-from unisono.layout.tensor.plan import COLUMN, GATHERED, HALVES, ROW, THIRDS, VOCABULARY, TensorPlan
+from unisono.layout.tensor.plan import TensorPlan
 from unisono.layout.tensor.trial import Trial, Unit
 from unisono.layout.tensor.verify import units
+from unisono.layout.words import COLUMN, GATHERED, HALVES, ROW, THIRDS, VOCABULARY
 
+_OWN = "the model's own plan"
 _UNVERIFIED = "no sample input was at hand to verify a split with"
 
 
 def derive(model: nn.Module, degree: int, sample: tuple[Any, ...] | Mapping[str, Any] | None) -> TensorPlan:
     """The plan for splitting `model` over `degree` workers that was verified on `sample`.
 
-    A plan that a transformers model brings along comes first; what that leaves is searched in the order
-    of the forward pass for attention (queries, keys and values, or the three in one matrix, and the projection
-    back), gated and plain perceptrons, and last the vocabulary and the head. Without a sample everything stays
-    whole.
+    A plan that a transformers model brings along comes first, entry by entry where they compute the same; what that
+    leaves is searched in the order of the forward pass for attention (queries, keys and values, or the three in one
+    matrix, and the projection back), gated and plain perceptrons, and last the vocabulary and the head. Without a
+    sample everything stays whole.
     """
     if degree == 1 or sample is None:
         reason = _UNVERIFIED if degree > 1 else "there is one worker"
-        return TensorPlan(whole=dict.fromkeys((name for name, _ in _owners(model)), reason))
+        return TensorPlan(whole=dict.fromkeys(unnamed(model, ()), reason))
     search = _Search(model, Trial(model, degree, observed(model, sample)))
     own = TensorPlan.from_model(model)
     if own is not None:
@@ -38,6 +40,11 @@ def derive(model: nn.Module, degree: int, sample: tuple[Any, ...] | Mapping[str,
     return search.plan()
 
 
+def unnamed(model: nn.Module, named: Collection[str]) -> list[str]:
+    """The modules that have parameters of their own and are not in `named`."""
+    return [name for name, _ in _owners(model) if name not in named]
+
+
 @dataclass
 class _Search:
     model: nn.Module
@@ -45,6 +52,8 @@ class _Search:
     split: dict[str, str] = field(default_factory=dict)
     local: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    because: dict[str, str] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
 
     def take(self, unit: Unit) -> bool:
         """Add `unit` to the plan if it computes the same."""
@@ -58,13 +67,17 @@ class _Search:
         return True
 
     def follow(self, own: TensorPlan) -> None:
-        """Take what the model's own plan says."""
+        """Take what the model's own plan says; what it asks for and is not built stays whole."""
         names = {name for name, _ in self.model.named_modules()}
         fitting = {pattern: word for pattern, word in own.split.items() if _fits(pattern, names)}
         resolved = TensorPlan(fitting, own.whole).resolved(self.model)
         self.reasons |= resolved.whole
+        self.kept = frozenset(resolved.whole)
         for unit in units(resolved.split, self.trial.seen):
-            self.take(unit)
+            if self.take(unit):
+                self.because |= dict.fromkeys(unit, _OWN)
+            else:
+                self.because |= {name: f"{_OWN} fails: {self.reasons[name]}" for name in unit}
 
     def blocks(self) -> None:
         """Take attention and perceptrons, found by their shapes among matrices called one after the other."""
@@ -87,7 +100,7 @@ class _Search:
         self.reasons = small | self.reasons
         heads = [name for name, many in outputs.items() if many == rows[chosen]]
         unit = {chosen: VOCABULARY, **dict.fromkeys(heads[-1:], GATHERED)}
-        unit = {name: word for name, word in unit.items() if name not in self.split}
+        unit = {name: word for name, word in unit.items() if self._free({name: word})}
         weights = {id(self.model.get_submodule(name).weight) for name in unit}
         for part in [unit] if len(weights) < len(unit) else [{name: word} for name, word in unit.items()]:
             self.reasons = {name: why for name, why in self.reasons.items() if name not in part}
@@ -104,10 +117,11 @@ class _Search:
             for name, module in _owners(self.model)
             if name not in self.split
         }
-        return TensorPlan(self.split, whole, self.local)
+        because = {name: why for name, why in self.because.items() if name in self.split}
+        return TensorPlan(self.split, whole, self.local, because)
 
     def _free(self, unit: Unit) -> bool:
-        return not unit.keys() & self.split.keys()
+        return not unit.keys() & (self.split.keys() | self.kept)
 
 
 def _guesses(row: list[tuple[str, Matrix]]) -> Iterator[Unit]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from unisono.layout.tensor import heads
 from unisono.layout.tensor.matrix import Matrix, embedded, grouped_rows, matrix
 from unisono.layout.tensor.observe import Call, snapshot
-from unisono.layout.tensor.plan import GATHERED, GROUPS, ROW
+from unisono.layout.words import GATHERED, GROUPS, ROWS, SCATTERED
 
 
 def together(model: nn.Module, scope: str, unit: Mapping[str, str], degree: int, treatment: str, call: Call) -> Any:
@@ -68,8 +68,8 @@ def _forward(module: nn.Module, word: str, degree: int, member: int, parts: list
     whole = matrix(module)
     if whole is None:
         return _looked_up(cast(nn.Embedding, module), degree, member, parts)
-    if word == ROW:
-        return _row(whole, degree, member, parts)
+    if word in ROWS:
+        return _row(whole, degree, member, parts, word == SCATTERED)
     if word == GATHERED:
         return _gathered(whole, degree, member, parts)
     mine = grouped_rows(whole.outputs, GROUPS.get(word, 1), degree, member)
@@ -82,12 +82,12 @@ def _product(whole: Matrix, x: Tensor, rows: Tensor) -> Tensor:
     return F.linear(x, whole.upright(whole.weight)[rows], bias)
 
 
-def _row(whole: Matrix, degree: int, member: int, parts: list[Tensor]) -> Callable[[Tensor], Tensor]:
+def _row(whole: Matrix, degree: int, member: int, parts: list[Tensor], scatter: bool) -> Callable[[Tensor], Tensor]:
     share = whole.inputs // degree
     weight = whole.upright(whole.weight)[:, member * share : (member + 1) * share]
 
     def forward(input: Tensor) -> Tensor:
-        parts.append(F.linear(input, weight))
+        parts.append(F.linear(input.narrow(-1, member * share, share) if scatter else input, weight))
         total = sum(parts[1:], parts[0])
         return total if whole.bias is None else total + whole.bias
 

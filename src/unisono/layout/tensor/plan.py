@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
@@ -11,17 +12,13 @@ from typing import Any
 from torch import nn
 
 from unisono.errors import InvalidInput
-
-COLUMN, ROW, VOCABULARY, GATHERED = "column", "row", "vocabulary", "column gathered"
-THIRDS, HALVES = "column of thirds", "column of halves"
-GROUPS = {THIRDS: 3, HALVES: 2}
-WORDS = (COLUMN, ROW, VOCABULARY, GATHERED, THIRDS, HALVES)
-COLUMNS = (COLUMN, THIRDS, HALVES)
+from unisono.layout.words import COLUMN, GATHERED, ROW, SCATTERED, VOCABULARY, WORDS
 
 # what transformers calls them in `tp_plan` and `base_model_tp_plan`
 _TRANSFORMERS = {
     "colwise": COLUMN,
     "rowwise": ROW,
+    "rowwise_split_input": SCATTERED,
     "colwise_rep": GATHERED,
     "colwise_gather_output": GATHERED,
     "embedding_rowwise": VOCABULARY,
@@ -36,11 +33,13 @@ class TensorPlan:
     Args:
         split: module name, or a pattern of names (``layers.*.mlp.up``), to one of ``column`` (each worker
             computes its share of the outputs), ``row`` (its share of the inputs, summed), ``vocabulary`` (an
-            embedding's rows), ``column gathered`` (a head whose outputs are put together again), ``column of
-            thirds`` (queries, keys and values in one matrix), ``column of halves`` (gate and up in one).
+            embedding's rows), ``column gathered`` (a head whose outputs are put together again), ``row scattered``
+            (of inputs that each worker has whole), ``column of thirds`` (queries, keys and values in one
+            matrix), ``column of halves`` (gate and up in one).
         whole: module name to the sentence that says why every worker holds all of it.
         local: name of a module whose code reckons with all heads, to how it is told that it has fewer:
             ``attributes`` (its numbers of heads are divided) or ``shapes`` (the sizes that it asks for are).
+        because: module name to why it is split so, where that is not for its shape alone.
 
     Raises:
         InvalidInput: a word that is none of these.
@@ -49,17 +48,18 @@ class TensorPlan:
     split: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     local: Mapping[str, str] = field(default_factory=dict)
+    because: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, word in self.split.items():
             if word not in WORDS:
                 cure = "write one of " + ", ".join(WORDS)
                 raise InvalidInput(f"tensor plan, {name}", word, "no way to split a matrix", cure)
-        for each in ("split", "whole", "local"):
+        for each in ("split", "whole", "local", "because"):
             object.__setattr__(self, each, MappingProxyType(dict(getattr(self, each))))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorPlan, (dict(self.split), dict(self.whole), dict(self.local))
+        return TensorPlan, (dict(self.split), dict(self.whole), dict(self.local), dict(self.because))
 
     @classmethod
     def of(cls, mapping: Mapping[str, str]) -> TensorPlan:
@@ -93,6 +93,7 @@ class TensorPlan:
             _expanded(self.split, names, required=True),
             _expanded(self.whole, names, required=False),
             self.local,
+            self.because,
         )
 
 
@@ -110,6 +111,8 @@ def _expanded(words: Mapping[str, str], names: list[str], required: bool) -> dic
     for pattern, word in words.items():
         fitting = [name for name in names if fnmatchcase(name, pattern)]
         if required and not fitting:
-            raise InvalidInput("tensor plan", pattern, "no module has this name", "use names of model.named_modules()")
+            close = get_close_matches(pattern, names, n=1)
+            cure = f"did you mean {close[0]}?" if close else "use names of model.named_modules()"
+            raise InvalidInput("tensor plan", pattern, "no module has this name", cure)
         found |= dict.fromkeys(fitting, word)
     return found

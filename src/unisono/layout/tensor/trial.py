@@ -14,8 +14,8 @@ from unisono.layout.tensor.compare import difference, measured
 from unisono.layout.tensor.matrix import is_vocabulary, matrix
 from unisono.layout.tensor.members import together
 from unisono.layout.tensor.observe import Call, Observed, evaluating, snapshot
-from unisono.layout.tensor.plan import COLUMNS, GATHERED, GROUPS, ROW, THIRDS, VOCABULARY
 from unisono.layout.tensor.substance import filled, substantial
+from unisono.layout.words import COLUMNS, GATHERED, GROUPS, ROW, ROWS, THIRDS, VOCABULARY
 
 TREATMENTS = ("", "attributes", "shapes")
 
@@ -99,10 +99,10 @@ class Trial:
         elif found is None:
             return f"a {type(module).__name__} has no matrix to split"
         else:
-            counted = found.inputs if word == ROW else found.outputs
+            counted = found.inputs if word in ROWS else found.outputs
         parts = self.degree * GROUPS.get(word, 1)
         if counted % parts:
-            return f"its {counted} {'inputs' if word == ROW else 'rows'} do not divide by {parts}"
+            return f"its {counted} {'inputs' if word in ROWS else 'rows'} do not divide by {parts}"
         return self._used_elsewhere(name, unit)
 
     def _used_elsewhere(self, name: str, unit: Unit) -> str:

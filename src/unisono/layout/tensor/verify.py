@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from unisono.layout.tensor.observe import Observed, observed
-from unisono.layout.tensor.plan import COLUMNS, GATHERED, ROW, VOCABULARY, TensorPlan
+from unisono.layout.tensor.plan import TensorPlan
 from unisono.layout.tensor.trial import Trial, Unit
+from unisono.layout.words import COLUMNS, GATHERED, ROW, VOCABULARY
 
 
 def verify(model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, ...] | Mapping[str, Any]) -> TensorPlan:

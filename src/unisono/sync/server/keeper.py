@@ -130,10 +130,13 @@ class Keeper:
         self.together.push(push.worker, push.number, push.total, push.used, done)
         self._step_if_due()
 
-    def square(self) -> float:
-        """The squared 2-norm of the mean gradient of the complete round."""
+    def squares(self) -> list[float]:
+        """Each piece's squared 2-norm of the mean gradient of the complete round."""
         gradient = self._gradient()
-        return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+        if gradient is None:
+            return [0.0] * len(self.lot.spans)
+        pieces = views(gradient, self.lot.spans)
+        return [float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2 for piece in pieces]
 
     def take(self, round_: int, scale: float, groups: Sequence[Numbers]) -> None:
         """The step of ``scale * mean`` of `round_` is to be taken, as soon as that is complete."""

@@ -52,13 +52,17 @@ class LockstepServer(BoundServer):
         control: list[float] = heard.wait().tensors[0].tolist()
         return MeanAtServers(self, control)
 
-    def square(self) -> float:
-        """The squared 2-norm of the mean gradient."""
+    def squares(self) -> list[tuple[str, float]]:
+        """The squared 2-norms of the mean gradient's pieces, and whose pieces they are."""
         asked = [each.call("norm", {"round": self._round}) for each in self.conversations]
-        squares: dict[str, float] = {}
+        squares: dict[str, list[float]] = {}
         for each in asked:
             squares |= each.wait().fields
-        return math.fsum(squares[number] for number in sorted(squares))
+        return [
+            (span.name, square)
+            for out in self.outgoing
+            for span, square in zip(out.plan.spans, squares[str(out.number)], strict=True)
+        ]
 
     def take(self, scale: float) -> None:
         """All servers take the step; the new weights are asked for."""
@@ -92,14 +96,13 @@ class MeanAtServers:
 
     def __init__(self, server: LockstepServer, control: list[float]) -> None:
         self._server, self.control = server, control
-        self._norm: float | None = None
+        self._squares: list[tuple[str, float]] | None = None
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """See `Change.norm`; the servers know of no exceptions."""
-        assert not without
-        if self._norm is None:
-            self._norm = math.sqrt(self._server.square())
-        return self._norm
+        """See `Change.norm`."""
+        if self._squares is None:
+            self._squares = self._server.squares()
+        return math.sqrt(math.fsum(square for name, square in self._squares if name not in without))
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
         """Have the step taken where the optimizer is, and ask for the weights; `step` is not called."""

@@ -3,7 +3,7 @@
     init   slice, places                 weights and optimizer state          from one worker, before anything is pushed
     push   slice, number, version, ...   the total of a worker                answered when its memory is free
     hear   round                         a worker's control word              answered with the sum when all have come
-    norm   round                                                              answered with each slice's squared norm
+    norm   round                                                              answered with each piece's squared norm
     take   round, scale, groups                                               the step of a round
     pull   slice, need, edition                                               answered when all before step `need` is in
     level  slice                                                              next, workers get the weights to the bit
@@ -47,7 +47,7 @@ class Shard:
         self._words: dict[int, dict[int, Tensor]] = {}
         self._listeners: dict[int, list[Reply]] = {}
         self._asking: list[tuple[int, Reply]] = []
-        self._squares: dict[int, dict[str, float]] = {}
+        self._squares: dict[int, dict[str, list[float]]] = {}
         self._waiting: dict[int, Reply] = {}
         self._received = 0
         self._gone: set[int] = set()
@@ -163,7 +163,7 @@ class Shard:
         for round_ in {r for r, _ in self._asking} - set(self._squares):
             if rounds <= {round_}:
                 self._squares = {r: known for r, known in self._squares.items() if r > round_ - ROUNDS_REMEMBERED}
-                self._squares[round_] = {str(number): keeper.square() for number, keeper in self._keepers.items()}
+                self._squares[round_] = {str(number): keeper.squares() for number, keeper in self._keepers.items()}
         ready = [(r, reply) for r, reply in self._asking if r in self._squares]
         self._asking = [each for each in self._asking if each[0] not in self._squares]
         for r, reply in ready:

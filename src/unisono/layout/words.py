@@ -1,0 +1,35 @@
+"""What may be done to the matrices of a model, in words, and a mapping of names to them as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+COLUMN, ROW, VOCABULARY = "column", "row", "vocabulary"
+GATHERED, SCATTERED = "column gathered", "row scattered"
+THIRDS, HALVES = "column of thirds", "column of halves"
+GROUPS = {THIRDS: 3, HALVES: 2}
+WORDS = (COLUMN, ROW, VOCABULARY, GATHERED, SCATTERED, THIRDS, HALVES)
+COLUMNS = (COLUMN, THIRDS, HALVES)
+ROWS = (ROW, SCATTERED)
+
+
+class Names(Mapping[str, str]):
+    """Names, or patterns of names, to words: frozen, hashable, equal in any order, written as the mapping it is."""
+
+    def __init__(self, words: Mapping[str, str] | None = None) -> None:
+        self._words = dict(words or {})
+
+    def __getitem__(self, name: str) -> str:
+        return self._words[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._words)
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._words.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._words)
