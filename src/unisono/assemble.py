@@ -137,7 +137,6 @@ def bind(
         extra=Persistence.WORDS * comm.size, lazy=not config.compile)  # fmt: skip
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, feed.places.lanes, replica)
-    _check_pipelined(config, feed.places, held)
     schedule = config.schedule or task.schedule or Constant()
     autocast = _autocast(config, device)
     task = dataclasses.replace(task, loss=within(autocast, task.loss))
@@ -190,16 +189,6 @@ def _check_concurrent(config: Config, plan: MicroBatchPlan, lanes: int, replica:
             "sync_batchnorm", True, f"{lanes} workers cannot compute the {plan.micro_batches} micro-batches of a "
             "step side by side",
             f"choose global_batch and micro_batch so that their number divides by {lanes}")  # fmt: skip
-
-
-def _check_pipelined(config: Config, places: Places, held: Held) -> None:
-    running = [m for m in held.model.modules() if getattr(m, "running_mean", None) is not None]
-    running = [m for m in running if not getattr(m, "buffers_agree", False)]
-    if held.pipeline is not None and running and places.lanes > 1:
-        raise InvalidInput(
-            "layout", show(config.layout), f"the running statistics of {type(running[0]).__name__} would be those of "
-            "one pipeline's micro-batches each",
-            "use one pipeline, sync_batchnorm, or a layer without running statistics")  # fmt: skip
 
 
 def _autocast(config: Config, device: torch.device) -> Callable[[], Any]:

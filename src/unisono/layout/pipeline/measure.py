@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.layout.pipeline.split import joints, undisturbed
+from unisono.layout.pipeline.split import joints
 from unisono.layout.pipeline.stage import Inputs, Stage, by_name
+from unisono.layout.pipeline.undisturbed import undisturbed
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -20,6 +19,7 @@ from unisono.layout.pipeline.blocks import opened, units
 from unisono.layout.pipeline.cut import balance
 from unisono.layout.pipeline.graph import Chain, Division, Untraceable, trace
 from unisono.layout.pipeline.stage import Inputs, Stage, by_name
+from unisono.layout.pipeline.undisturbed import undisturbed
 
 CURE = 'name the cuts (cuts=("blocks.4",)), write the model as nn.Sequential, or use pipeline=1'
 
@@ -131,7 +131,7 @@ def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = ()) -> Joints
                                f"cut at {_list(units(model, opened(model))[1:])}")  # fmt: skip
     inputs = by_name(inspect.signature(model.forward), sample)
     inner = opened(model, cuts)
-    with undisturbed(model):
+    with undisturbed(model, training=False):
         try:
             chain = trace(model, inner, inputs)
         except Untraceable as error:
@@ -171,29 +171,6 @@ def split(
         begins = balance(costs if costs is not None else weight, stages, bytes=weight, limit=limit)
         cuts = [found.names[b - 1] for b in begins]
     return found.cut(cuts)
-
-
-@contextmanager
-def undisturbed(*modules: nn.Module, training: bool = False) -> Iterator[None]:
-    """Run modules without a trace: afterwards modes, buffers and the random stream are as they were."""
-    modes = {m: m.training for module in modules for m in module.modules()}
-    buffers = {b: b.detach().clone() for module in modules for b in module.buffers() if b.device.type != "meta"}
-    devices = {b.device for module in modules for b in module.parameters()} - {
-        torch.device("cpu"),
-        torch.device("meta"),
-    }
-    try:
-        for m in modes:
-            m.training = training
-        with torch.random.fork_rng(devices=list(devices), device_type=next(iter(devices)).type if devices else "cuda"):
-            yield
-    finally:
-        for m, mode in modes.items():
-            m.training = mode
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
 
 
 def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str], why: Untraceable) -> Joints:
@@ -253,7 +230,7 @@ def _tied(modules: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
 
 
 def _verify(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) -> None:
-    with undisturbed(model, *stages.modules), torch.no_grad():
+    with undisturbed(model, *stages.modules, training=False), torch.no_grad():
         try:
             whole, parts = model(**inputs), stages(inputs)
         except Exception as error:
