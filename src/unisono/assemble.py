@@ -22,7 +22,7 @@ from unisono.evaluate import Evaluator, forward, samples_in, within
 from unisono.layout import AXES, Held, Places, Sample
 from unisono.notation import show
 from unisono.observe import Recorder
-from unisono.optimizer import LearningRate, prefer_fused
+from unisono.optimizer import LearningRate, optimizer_of, prefer_fused
 from unisono.persist import Persistence
 from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters
 from unisono.schedule import Constant
@@ -89,7 +89,7 @@ def build(
         if config.sync_batchnorm:
             model = synchronize_batchnorm(model, comm.lane("batchnorm"))
         held = Held.whole(model.to(device))
-    optimizer = task.optimizer([p for p in held.local.parameters() if p.requires_grad])
+    optimizer = optimizer_of(task.optimizer, [p for p in held.local.parameters() if p.requires_grad])
     check_fit(held.local, optimizer)
     prefer_fused(optimizer, sparse=bool(sparse_parameters(held.model)))
     return held, optimizer
