@@ -52,9 +52,11 @@ class Feed:
         self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
 
     def sample(self) -> Sample:
-        """The dataset's first two samples; no random stream moves."""
+        """The dataset's first two samples, or a micro-batch where it is measured; no random stream moves."""
+        count = self.config.micro_batch if self.config.layout.pipeline > 1 else 2
+        assert count is not None
         with torch.random.fork_rng(devices=[]):
-            first = [self.dataset[i] for i in range(min(2, len(self.dataset)))]
+            first = [self.dataset[i] for i in range(min(count, len(self.dataset)))]
         task = self.task
         return Sample((task.collate or default_collate)(first), task.inputs, task.loss, task.weight)
 
