@@ -52,9 +52,11 @@ class Feed:
         self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
 
     def sample(self) -> Sample:
-        """The dataset's first two samples; no random stream moves."""
+        """The dataset's first two samples, or a micro-batch where it is measured; no random stream moves."""
+        count = self.config.micro_batch if self.config.layout.pipeline > 1 else 2
+        assert count is not None
         with torch.random.fork_rng(devices=[]):
-            first = [self.dataset[i] for i in range(min(2, len(self.dataset)))]
+            first = [self.dataset[i] for i in range(min(count, len(self.dataset)))]
         task = self.task
         return Sample((task.collate or default_collate)(first), task.inputs, task.loss, task.weight)
 
@@ -133,7 +135,6 @@ def bind(
         extra=Persistence.WORDS * comm.size, lazy=not config.compile)  # fmt: skip
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, comm.size, replica)
-    _check_pipelined(config, feed.places, held)
     schedule = config.schedule or task.schedule or Constant()
     autocast = _autocast(config, device)
     task = dataclasses.replace(task, loss=within(autocast, task.loss))
@@ -186,14 +187,6 @@ def _check_concurrent(config: Config, plan: MicroBatchPlan, workers: int, replic
             "sync_batchnorm", True, f"{workers} workers cannot compute the {plan.micro_batches} micro-batches of a "
             "step side by side",
             f"choose global_batch and micro_batch so that their number divides by {workers}")  # fmt: skip
-
-
-def _check_pipelined(config: Config, places: Places, held: Held) -> None:
-    running = [m for m in held.model.modules() if getattr(m, "running_mean", None) is not None]
-    if held.pipeline is not None and running and places.lanes > 1:
-        raise InvalidInput(
-            "layout", show(config.layout), f"the running statistics of {type(running[0]).__name__} would be those of "
-            "one pipeline's micro-batches each", "use one pipeline, or a layer without running statistics")  # fmt: skip
 
 
 def _autocast(config: Config, device: torch.device) -> Callable[[], Any]:

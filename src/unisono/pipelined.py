@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ class PipelinedTrainer(Trainer):
     """A `Trainer` of one worker's stages.
 
     Args:
-        pipeline: the stages, which call back before each forward pass.
+        pipeline: the stages, which call back around each forward pass.
         inputs: what the model is called with, of a batch.
         autocast: the context of forward passes.
     """
@@ -31,8 +31,7 @@ class PipelinedTrainer(Trainer):
     autocast: Callable[[], AbstractContextManager[Any]] = field(kw_only=True)
 
     def compute_all(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
-        """See `Trainer.compute_all`. The first stage draws what one worker would; each further one has a random
-        stream of its own."""
+        """See `Trainer.compute_all`. Every stage draws what one worker would."""
         given = [(m, self.move(batch)) for m, batch in batches]
         weights = [checked_weight(self.weight(batch)) for _, batch in given]
         losses = [0.0] * len(given)
@@ -43,11 +42,16 @@ class PipelinedTrainer(Trainer):
             losses[i] = float(found.detach())
             return found * self.replica.share(weights[i])
 
-        def enter(i: int, stage: int) -> None:
-            seed_compute(stream(self.seed, t, given[i][0], "compute" if stage == 0 else f"compute of stage {stage}"))
+        @contextmanager
+        def around(i: int, stage: int) -> Iterator[None]:
+            m = given[i][0]
+            seed_compute(stream(self.seed, t, m, "compute"))
+            self.replica.before(stage)
+            yield
+            self.replica.after(m, stage)
 
         self.pipeline.copy_tied()
-        self.pipeline.on_entering(enter)
+        self.pipeline.each_forward(around)
         with self.autocast():
             self.pipeline.step([self.inputs(batch) for _, batch in given], loss)
         self.pipeline.sum_tied()

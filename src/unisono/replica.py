@@ -84,9 +84,10 @@ class Replica:
             self._asking = Asking(model, self._names, self._sync.need)
         side_by_side = self._wires.lanes if self.lockstep else self._wires.shards
         together = self.lockstep or self._wires.spread
-        # A pipeline's stages write into their buffers in the micro-batches' order, which is all that is to be done.
-        counted = micro_batches if self.held.pipeline is None else 1
-        self._statistics = Statistics(self.held.model, counted, side_by_side.lane("statistics") if together else None)
+        lane = side_by_side.lane("statistics") if together else None
+        pieces = {0: self.held.model} if self.held.pipeline is None else self.held.pipeline.stages
+        statistics = {place: Statistics(piece, micro_batches, lane) for place, piece in sorted(pieces.items())}
+        self._statistics = {place: found for place, found in statistics.items() if found.active}
         as_they_come = not self._local and self.held.pipeline is None
         self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if as_they_come]
         self.begin()
@@ -117,8 +118,8 @@ class Replica:
             state, _ = state_of(self.optimizer, self.model)
             kept = {} if self._sync.keeps_optimizer else state
             average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm)
-            if self._statistics.active:
-                self._statistics.begin()  # the next step starts from these buffers
+            for statistics in self._statistics.values():
+                statistics.begin()  # the next step starts from these buffers
 
     def shared(self) -> AbstractContextManager[None]:
         """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on."""
@@ -136,26 +137,26 @@ class Replica:
         """A new step; what was computed for one that was not applied is forgotten."""
         self._control = [0.0] * (2 * self._count)
         self._sync.begin()
-        if self._statistics.active:
-            self._statistics.begin()
+        for statistics in self._statistics.values():
+            statistics.begin()
 
     def enter(self, micro_batch: int, weight: float) -> None:
         """Before the forward pass of `micro_batch`, which counts `weight` in the mean."""
         self._micro_batch, self._weight = micro_batch, weight
         self._control[self._count + micro_batch] = weight
-        if self._statistics.active:
-            self._statistics.before()
+        if self.held.pipeline is None:
+            self.before()
         if self._asking:
             self._asking.enter()
 
     def leave(self, loss: float = 0.0, *, last: bool, extra: list[float] | None = None) -> None:
         """After the forward pass and before backward. `last`: no further micro-batch of this worker in this step."""
         self._control[self._micro_batch] = loss
-        if self._statistics.active:
-            self._statistics.after(self._micro_batch)
-            if last:
-                self._statistics.send()
+        if self.held.pipeline is None:
+            self.after(self._micro_batch)
         if last:
+            for statistics in self._statistics.values():
+                statistics.send()
             control = self._control + (extra or [])
             if self._wires.spread:
                 n, silent = self._count, [0.0] * self._count
@@ -164,6 +165,16 @@ class Replica:
                 said = torch.tensor(control, dtype=torch.float64)
                 control = self._wires.inside.sum(said).wait().tolist()
             self._sync.close(control)
+
+    def before(self, stage: int = 0) -> None:
+        """Before each forward pass of a pipeline's `stage`; without one, `enter` calls it."""
+        if stage in self._statistics:
+            self._statistics[stage].before()
+
+    def after(self, micro_batch: int, stage: int = 0) -> None:
+        """After it; without a pipeline, `leave` calls it."""
+        if stage in self._statistics:
+            self._statistics[stage].after(micro_batch)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the micro-batch's mean `loss`, a scalar."""
@@ -248,8 +259,8 @@ class Step:
         """Fold the statistics, put the clipped mean into the gradients, and take the optimizer's step. Where weights
         may come while the next forward pass is under way, they are here after `Replica.need`."""
         replica = self._replica
-        if replica._statistics.active:
-            replica._statistics.fold()
+        for statistics in replica._statistics.values():
+            statistics.fold()
         scale = self._scale()
         result = self._change.apply(step or replica.optimizer.step, scale)
         if replica._asking:

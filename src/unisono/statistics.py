@@ -153,7 +153,8 @@ class _Layer:
 
     def put_back(self) -> None:
         for buffer, first in zip(self.buffers, self._first):
-            buffer.copy_(first)
+            # A pipeline's earlier micro-batches wait for backward, which would take offence, and does not use them.
+            buffer.data.copy_(first)
 
     def fold(self, table: Tensor, at: int) -> int:
         """Fold columns from `at` on of ``table[micro_batch]``; returns where the next layer's begin."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,8 +275,12 @@ def pieces(case: Case, workers: int, rank: int, group: Any) -> Any:
     stages = cut(case, workers)
     mine = {s: stages.modules[s] for s in stages_of(case.schedule, workers, len(stages.modules), rank)}
     entered: list[tuple[int, int]] = []
-    pipeline = Pipeline(mine, len(stages.modules), group, case.schedule, tied=stages.tied,
-                        enter=lambda m, s: entered.append((m, s)))  # fmt: skip
+
+    def around(micro_batch: int, stage: int) -> Any:
+        entered.append((micro_batch, stage))
+        return nullcontext()
+
+    pipeline = Pipeline(mine, len(stages.modules), group, case.schedule, tied=stages.tied, around=around)
     held = pipeline.parameters()
     steps, optim = [], optimizer(case, held.values()) if any(p.requires_grad for p in held.values()) else None
     for step in range(STEPS):

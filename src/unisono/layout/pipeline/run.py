@@ -1,13 +1,16 @@
 """A worker's part of a pipeline under way, on torch's stages and schedules.
 
 torch fixes the shapes of a schedule when it first runs. Here one is kept for every list of shapes that was seen; a new
-one costs a forward pass of one micro-batch, in evaluation mode, that leaves no trace.
+one costs a forward pass of one micro-batch that leaves no trace. That pass also shows which stages draw random numbers:
+from the first of these on, the generators' states travel with the activations, so that a pipeline draws what one worker
+would.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -21,12 +24,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
+from unisono.layout.pipeline.generators import Generators
 from unisono.layout.pipeline.schedules import check, kind, possible, worker_of
-from unisono.layout.pipeline.split import undisturbed
 from unisono.layout.pipeline.stage import Inputs, Stage, by_name
+from unisono.layout.pipeline.undisturbed import undisturbed
 from unisono.layout.pipeline.wire import Wire, outline
 
-Enter = Callable[[int, int], None]
+Around = Callable[[int, int], AbstractContextManager[object]]
 Loss = Callable[[int, Any], Tensor]
 Watch = Callable[[int, tuple[Tensor, ...], tuple[Tensor, ...]], None]  # a stage, what arrived, what leaves
 
@@ -35,25 +39,50 @@ Watch = Callable[[int, tuple[Tensor, ...], tuple[Tensor, ...]], None]  # a stage
 class _Feed:
     """The micro-batches of the run under way; torch's stages and loss come here for what is theirs."""
 
-    enter: Enter
+    around: Around
+    generators: Generators
     inputs: Sequence[Mapping[str, Any]] = ()
     first: int = 0
     loss: Loss | None = None
-
-    def begin(self, place: int, stage: int) -> Mapping[str, Any]:
-        """Before the forward pass of the `place`-th micro-batch of this run."""
-        self.enter(self.first + place, stage)
-        return self.inputs[place]
+    left: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # random states, by stage and micro-batch
 
 
 class _Entering(PipelineStage):
-    """A stage that takes each micro-batch's own inputs from the feed."""
+    """A stage that takes each micro-batch's own inputs from the feed, and begins with the random states with which the
+    stage before ended; `arriving` and `leaving` are which of them travel."""
 
     feed: _Feed
+    arriving: frozenset[int]
+    leaving: frozenset[int]
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
-        inputs = self.feed.begin(fwd_chunk_id, self.stage_index)
-        return super().forward_one_chunk(fwd_chunk_id, (), dict(inputs), *rest, **options)
+        feed, me = self.feed, self.stage_index
+        inputs = dict(feed.inputs[fwd_chunk_id])
+        with feed.around(feed.first + fwd_chunk_id, me):
+            if self.arriving:
+                feed.generators.unpack(feed.left[me - 1, fwd_chunk_id], self.arriving)
+            output = super().forward_one_chunk(fwd_chunk_id, (), inputs, *rest, **options)
+        if self.leaving:
+            feed.left[me, fwd_chunk_id] = feed.generators.packed(self.leaving)
+        return output
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        operations = super().get_fwd_recv_ops(fwd_chunk_id)
+        return operations + self._operation(dist.irecv, -1, fwd_chunk_id, self.arriving)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        return operations + self._operation(dist.isend, 1, fwd_chunk_id, self.leaving)
+
+    def _operation(self, verb: Any, toward: int, micro_batch: int, which: frozenset[int]) -> list[dist.P2POp]:
+        """The one that takes the random states to the next stage, or from the one before."""
+        if not which:
+            return []
+        feed, sender = self.feed, self.stage_index + min(toward, 0)
+        if toward < 0:
+            feed.left[sender, micro_batch] = torch.empty_like(feed.generators.packed(which))
+        peer = self.stage_index_to_group_rank[self.stage_index + toward]
+        return [dist.P2POp(verb, feed.left[sender, micro_batch], group=self.group, group_peer=peer)]
 
 
 @dataclass
@@ -67,7 +96,8 @@ class Pipeline:
         schedule: a name from `SCHEDULES`.
         device: where the stages live.
         tied: parameters that several stages hold (``Stages.tied``).
-        enter: ``enter(micro_batch, stage)`` is called before each forward pass, for instance to seed its randomness.
+        around: ``with around(micro_batch, stage):`` each forward pass is done, for instance to seed its randomness, as
+            if the stage were the first: what stages before it have drawn comes on top.
         kept: for how many lists of shapes a schedule is kept, the latest ones.
     """
 
@@ -77,14 +107,15 @@ class Pipeline:
     schedule: str = "1F1B"
     device: torch.device = torch.device("cpu")
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    enter: Enter = lambda micro_batch, stage: None
+    around: Around = lambda micro_batch, stage: nullcontext()
     kept: int = 8
 
     def __post_init__(self) -> None:
         kind(self.schedule)
         self._workers, self._me = dist.get_world_size(self.group), dist.get_rank(self.group)
         assert all(self._worker(s) == self._me for s in self.stages)
-        self._feed = _Feed(self.enter)
+        self._generators = Generators(self.device)
+        self._feed = _Feed(self.around, self._generators)
         self._wire = Wire(self.group, self.device)
         self._ready: OrderedDict[Any, Any] = OrderedDict()
 
@@ -115,20 +146,19 @@ class Pipeline:
             some: list[Tensor] = []
             schedule.step(target=torch.arange(len(inputs)), losses=some, return_outputs=False)
             losses += some
+            self._feed.left.clear()
         self._feed.inputs, self._feed.loss = (), None
         return torch.stack([one.detach() for one in losses]).tolist() if self.holds_last else None
 
-    def on_entering(self, enter: Enter) -> None:
-        """From now on, ``enter(micro_batch, stage)`` is called before each forward pass."""
-        self._feed.enter = enter
+    def each_forward(self, around: Around) -> None:
+        """From now on, each forward pass of `step` is done ``with around(micro_batch, stage):``."""
+        self._feed.around = around
 
     def forward_only(self, micro_batches: Sequence[Inputs]) -> list[Any] | None:
         """The model's outputs, without gradients, on the worker with the last stage; None on the others."""
         stage = next(iter(self.stages.values()))
-        self._feed.inputs, self._feed.first = [by_name(stage.call_signature, m) for m in micro_batches], 0
         with torch.no_grad():
-            outputs = self._chain(len(micro_batches), self._feed.begin)
-        self._feed.inputs = ()
+            outputs = self._chain([by_name(stage.call_signature, inputs) for inputs in micro_batches])
         return outputs if self.holds_last else None
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -216,50 +246,56 @@ class Pipeline:
     def _stages(self) -> list[_Entering]:
         """torch's stages for the shapes that the run's first micro-batch has on this worker."""
         made: list[_Entering] = []
+        draws = torch.zeros(self.count, self._generators.count, device=self.device)
+        states = self._generators.states()
 
         def watch(place: int, arrives: tuple[Tensor, ...], leaves: tuple[Tensor, ...]) -> None:
-            # What a sharded part holds changes between the two halves of a zero-bubble schedule's backward pass.
-            sharded = any(isinstance(m, FSDPModule) for m in self.stages[place].modules())
-            apart = not sharded and (place == 0 or separable(arrives, leaves))
-            made.append(
-                _Entering(
-                    self.stages[place],
-                    place,
-                    self.count,
-                    self.device,
-                    input_args=tuple(map(outline, arrives)),
-                    output_args=tuple(map(outline, leaves)),
-                    group=self.group,
-                    dw_builder=None if apart else lambda: lambda: None,
-                )
-            )
-            made[-1].feed = self._feed
+            nonlocal states
+            draws[place] = torch.tensor(self._generators.moved(states))
+            states = self._generators.states()
+            made.append(self._entering(place, arrives, leaves))
 
         eager = torch.compiler.set_stance("force_eager")  # a shape seen once is not worth a compilation
         with eager, undisturbed(*self.stages.values()), torch.enable_grad():
-            self._chain(1, lambda place, stage: self._feed.inputs[place], watch)
+            self._chain(self._feed.inputs[:1], watch)
         for stage in self.stages.values():
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+        drawn = torch.stack(self._wire.exchange(draws, range(self._workers))).sum(0).cumsum(0).cpu()
+        upto = [frozenset(row.nonzero().view(-1).tolist()) for row in drawn]
+        for each in made:
+            each.arriving = frozenset() if each.is_first else upto[each.stage_index - 1]
+            each.leaving = frozenset() if each.is_last else upto[each.stage_index]
+        return made
+
+    def _entering(self, place: int, arrives: tuple[Tensor, ...], leaves: tuple[Tensor, ...]) -> _Entering:
+        stage = self.stages[place]
+        # What a sharded part holds changes between the two halves of a zero-bubble schedule's backward pass.
+        sharded = any(isinstance(m, FSDPModule) for m in stage.modules())
+        apart = not sharded and (place == 0 or separable(arrives, leaves))
+        made = _Entering(
+            stage, place, self.count, self.device, input_args=tuple(map(outline, arrives)),
+            output_args=tuple(map(outline, leaves)), group=self.group,
+            dw_builder=None if apart else lambda: lambda: None)  # fmt: skip
+        made.feed = self._feed
         return made
 
     def _chain(
         self,
-        micro_batches: int,
-        begin: Callable[[int, int], Mapping[str, Any]],
+        micro_batches: Sequence[Mapping[str, Any]],
         watch: Watch = lambda place, arrives, leaves: None,
     ) -> list[Any]:
         """Forward passes, each micro-batch through all of this worker's stages before the next."""
         outputs: list[Any] = []
         near: tuple[Tensor, ...] = ()  # on its way to a stage of this worker
-        for micro_batch in range(micro_batches):
+        for inputs in micro_batches:
             for place, stage in sorted(self.stages.items()):
                 if place == 0:
                     near = ()
                 elif self._worker(place - 1) != self._me:
                     near = self._wire.receive(self._worker(place - 1))
-                leaves = stage(*near, **begin(micro_batch, place))
+                leaves = stage(*near, **inputs)
                 watch(place, near, leaves)
                 near = tuple(v.detach().requires_grad_(v.requires_grad) for v in leaves)
                 if place == self.count - 1:
