@@ -32,9 +32,9 @@ SIZES: dict[str, Any] = {
 STEPS: dict[str, Any] = {"steps": 20, "global_batch": 32, "micro_batch": 4}
 
 
-def gpt(*, optimizer: str = "sgd", dropout: float = 0.0) -> Task:
+def gpt(*, optimizer: str = "sgd") -> Task:
     """The built-in task, on its own source."""
-    task = text(text=(__file__,), model=GPT(layers=4, width=32, heads=4, context=LENGTH, dropout=dropout))
+    task = text(text=(__file__,), model=GPT(layers=4, width=32, heads=4, context=LENGTH))
     return replace(task, optimizer=OPTIMIZERS[optimizer], schedule=None, evaluate=None, defaults=STEPS)
 
 
@@ -46,11 +46,11 @@ def llama(*, optimizer: str = "sgd") -> Task:
     return _task("llama", lambda: LlamaForCausalLM(config), Sentences(), optimizer, inputs=_words, loss=_next)
 
 
-def bert(*, optimizer: str = "sgd", dropout: float = 0.0) -> Task:
+def bert(*, optimizer: str = "sgd") -> Task:
     """A masked model of transformers; micro-batches have unequally many targets."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(**SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0)
+    config = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     task = _task("bert", lambda: BertForMaskedLM(config), Sentences(masked=True), optimizer, inputs=_words, loss=_next)
     return replace(task, weight=_targets)
 
@@ -69,6 +69,11 @@ def odd(*, optimizer: str = "sgd", dropout: float = 0.0, noise: float = 0.0, pau
     """Tied, frozen and unused weights; in step `pause`, counted from 0, nothing is learned."""
     task = _task("odd", lambda: Odd(dropout), Sentences(noise=noise), optimizer, inputs=_given, loss=_next)
     return replace(task, schedule=lambda step, steps: float(step != pause))
+
+
+def drops(*, optimizer: str = "sgd") -> Task:
+    """`odd` with dropout."""
+    return odd(optimizer=optimizer, dropout=0.1)
 
 
 class Sentences(Dataset[Any]):

@@ -52,9 +52,9 @@ class Known(TorchDispatchMode):
             kwargs["device"] = _META
         shapes, named = tree_map(shape, (args, kwargs))
         found = func(*shapes, **named)
-        for argument, given in zip(func._schema.arguments, shapes):
-            if argument.alias_info is not None and argument.alias_info.is_write and id(given) in originals:
-                storage = originals[id(given)].untyped_storage()
+        for argument, value in zip(func._schema.arguments, shapes):
+            if argument.alias_info is not None and argument.alias_info.is_write and id(value) in originals:
+                storage = originals[id(value)].untyped_storage()
                 self._overwritten[storage._cdata] = storage
         return tree_map(lambda x: originals.get(id(x), x) if isinstance(x, Tensor) else x, found)
 
