@@ -39,19 +39,19 @@ def gpt(*, optimizer: str = "sgd") -> Task:
 
 
 def llama(*, optimizer: str = "sgd") -> Task:
-    """A causal model of transformers with fewer keys than queries."""
+    """A causal model of transformers with fewer keys than queries; it looks whether positions are those of one text."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{**SIZES, "num_attention_heads": 8}, num_key_value_heads=4, use_cache=False)
-    return _task("llama", lambda: LlamaForCausalLM(config), Sentences(), optimizer, inputs=_words, loss=_next)
+    return _task("llama", lambda: LlamaForCausalLM(config), Sentences(), optimizer, inputs=_named, loss=_next)
 
 
 def bert(*, optimizer: str = "sgd") -> Task:
-    """A masked model of transformers; micro-batches have unequally many targets."""
+    """A masked model of transformers, which looks for padding; micro-batches have unequally many targets."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    task = _task("bert", lambda: BertForMaskedLM(config), Sentences(masked=True), optimizer, inputs=_words, loss=_next)
+    task = _task("bert", lambda: BertForMaskedLM(config), Sentences(masked=True), optimizer, inputs=_padded, loss=_next)
     return replace(task, weight=_targets)
 
 
@@ -188,7 +188,11 @@ def _given(batch: dict[str, Tensor]) -> Tensor:
     return batch["input_ids"]
 
 
-def _words(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _named(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": batch["input_ids"]}
+
+
+def _padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
