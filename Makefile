@@ -75,6 +75,10 @@ bench: $(DEVELOP) ## run every benchmark, with its peers, and say which claims h
 campaign: $(DEVELOP) ## kill a training run at MOMENTS random moments, and see that it always resumes
 	$(BIN)/python -m tests.launch.campaign --moments $(MOMENTS)
 
+.PHONY: layouts
+layouts: $(DEVELOP) ## train models of every kind under every layout, and on from what every other has saved
+	$(BIN)/python -m tests.layouts
+
 .PHONY: system
 system:
 	@.ci/system-packages

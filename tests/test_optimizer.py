@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.optimizer import LearningRate, load_state, prefer_fused, state_of
+from unisono.optimizer import LearningRate, load_state, optimizer_of, prefer_fused, state_of
 
 
 def net() -> nn.Sequential:
@@ -107,3 +107,15 @@ def test_the_learning_rate_is_scheduled_group_by_group(lr, rates) -> None:
     for factor in (0.1, 0.5):
         rate.set(factor)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_worker_may_have_nothing_to_train(name) -> None:
+    optimizer = optimizer_of(MAKERS[name], [])
+    prefer_fused(optimizer, sparse=False)
+    LearningRate(optimizer, 0.3).set(0.5)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.15
+    assert state_of(optimizer, nn.Module()) == ({}, {})
+    load_state(optimizer, nn.Module(), {}, {})
+    optimizer.step()

@@ -109,12 +109,24 @@ def train(comm, name: str) -> tuple[str, nn.Module]:
     return fingerprint(weights_of(model)), model
 
 
-def in_turn(name: str) -> nn.Module:
+def some(comm, name: str, first: int) -> nn.Module:
+    """A replica that steps by itself: its workers compute a micro-batch of a step each, from `first` on."""
+    build, make = TABLE[name]
+    torch.manual_seed(0)
+    model = build()
+    statistics = Statistics(model, MICRO_BATCHES, comm)
+    for step in range(STEPS):
+        if statistics.active:
+            step_of(statistics, model, range(first + comm.rank, first + comm.rank + 1), step, make)
+    return model
+
+
+def in_turn(name: str, micro_batches: range = range(MICRO_BATCHES)) -> nn.Module:
     build, make = TABLE[name]
     torch.manual_seed(0)
     model = build()
     for step in range(STEPS):
-        for m in range(MICRO_BATCHES):
+        for m in micro_batches:
             model(make(step, m))
     return model
 
@@ -126,11 +138,21 @@ def test_the_bits_do_not_depend_on_who_computed_what(name) -> None:
 
 @pytest.mark.parametrize("name", AS_IN_TURN)
 def test_layers_end_as_if_one_process_had_computed_all_in_turn(name) -> None:
-    expected = dict(in_turn(name).named_buffers())
-    found = dict(simulate(2, train, name)[0][1].named_buffers())
-    assert found.keys() == expected.keys()
-    for key, buffer in expected.items():
-        torch.testing.assert_close(found[key], buffer, rtol=2e-6, atol=1e-6)
+    assert_close(simulate(2, train, name)[0][1], in_turn(name))
+
+
+@pytest.mark.parametrize("name", AS_IN_TURN)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_replica_that_steps_by_itself_folds_its_own_micro_batches(name, size) -> None:
+    for model in simulate(size, some, name, 3):
+        assert_close(model, in_turn(name, range(3, 3 + size)))
+
+
+def assert_close(model: nn.Module, expected: nn.Module) -> None:
+    found = dict(model.named_buffers())
+    for key, buffer in expected.named_buffers():
+        torch.testing.assert_close(found.pop(key), buffer, rtol=2e-6, atol=1e-6)
+    assert not found
 
 
 def test_counters_add_up_real_numbers_are_averaged_and_constants_stay() -> None:

@@ -22,7 +22,7 @@ from unisono.evaluate import Evaluator, forward, samples_in, within
 from unisono.layout import AXES, Held, Places, Sample
 from unisono.notation import show
 from unisono.observe import Recorder
-from unisono.optimizer import LearningRate, prefer_fused
+from unisono.optimizer import LearningRate, optimizer_of, prefer_fused
 from unisono.persist import Persistence
 from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters
 from unisono.schedule import Constant
@@ -52,9 +52,11 @@ class Feed:
         self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
 
     def sample(self) -> Sample:
-        """The dataset's first two samples; no random stream moves."""
+        """The dataset's first two samples, or a micro-batch where it is measured; no random stream moves."""
+        count = self.config.micro_batch if self.config.layout.pipeline > 1 else 2
+        assert count is not None
         with torch.random.fork_rng(devices=[]):
-            first = [self.dataset[i] for i in range(min(2, len(self.dataset)))]
+            first = [self.dataset[i] for i in range(min(count, len(self.dataset)))]
         task = self.task
         return Sample((task.collate or default_collate)(first), task.inputs, task.loss, task.weight)
 
@@ -89,7 +91,7 @@ def build(
         held = lay(lambda: _model(task), config.layout, mesh, sample, synchronized)
     else:
         held = Held.whole(synchronized(_model(task)).to(device))
-    optimizer = task.optimizer([p for p in held.local.parameters() if p.requires_grad])
+    optimizer = optimizer_of(task.optimizer, [p for p in held.local.parameters() if p.requires_grad])
     check_fit(held.local, optimizer)
     prefer_fused(optimizer, sparse=bool(sparse_parameters(held.model)))
     return held, optimizer

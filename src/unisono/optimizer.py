@@ -3,7 +3,7 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def optimizer_of(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """What `make` makes of `parameters`, of which a worker may have none: all that it holds of a model is frozen."""
+    if parameters:
+        return make(parameters)
+    optimizer = make([nn.Parameter(torch.empty(0))])  # torch's have to have one when they are made
+    for group in optimizer.param_groups:
+        group["params"] = []
+    optimizer.state.clear()
+    return optimizer
 
 
 def prefer_fused(optimizer: Optimizer, sparse: bool) -> None:

@@ -306,7 +306,7 @@ def average(tensors: Sequence[Tensor], comm: Communicator) -> None:
 
 
 def check_fit(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise `InvalidInput` if `optimizer` trains what `model` does not hold, or what cannot be averaged."""
+    """Raise `InvalidInput` if `optimizer` trains what `model` does not hold."""
     names = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -314,7 +314,6 @@ def check_fit(model: nn.Module, optimizer: Optimizer) -> None:
                 raise InvalidInput(
                     "optimizer", tuple(parameter.shape), "a parameter of this shape is not one of the model's, so "
                     "other workers would not hear of its gradient", "make it part of the model")  # fmt: skip
-    check_trainable(model)
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_comput
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.evaluate import samples_in
 from unisono.launch import Identity, identify
-from unisono.replica import Replica, check_fit, weights_of
+from unisono.replica import Replica, check_fit, check_trainable, weights_of
 from unisono.sync import AllReduce, Synchronizer
 from unisono.task import Batch, build_dataset
 
@@ -97,6 +97,7 @@ class World:
         if self._bound is not None:
             raise UnisonoError("world.bind was called already: one world trains one model")
         check_fit(model, optimizer)
+        check_trainable(model)
         with torch.no_grad():
             for _, tensor in sorted(weights_of(model).items()):
                 tensor.copy_(self.comm.broadcast(tensor.detach().clone()).wait())

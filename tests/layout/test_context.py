@@ -541,13 +541,14 @@ def test_losses_are_compared_too() -> None:
 
 
 def transformers_models() -> list[str]:
-    return ["llama", "gpt2", "bert"]
+    return ["llama", "llama without a cache", "gpt2", "bert"]
 
 
 def transformers_model(name: str) -> nn.Module:
     library = pytest.importorskip("transformers")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    if name == "llama":
+    if name.startswith("llama"):
+        shape["use_cache"] = name == "llama"  # without one it looks at positions
         made = library.LlamaForCausalLM(library.LlamaConfig(vocab_size=50, num_key_value_heads=2, **shape))
     elif name == "gpt2":
         quiet = {"vocab_size": 50, "n_positions": 64, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
@@ -567,6 +568,21 @@ def test_models_of_transformers_as_they_are(name: str) -> None:
         verify(model, {"input_ids": SAMPLE}, 2, balanced=balanced)
         batch = {"input_ids": SAMPLE, "attention_mask": padding}
         verify(model, batch, 2, balanced=balanced, padding="attention_mask")
+
+
+@given(size=st.integers(1, 4), chunk=st.integers(2, 4), balanced=st.booleans(), first=st.integers(0, 1))
+def test_the_distance_of_positions_is_that_in_the_sequence(size: int, chunk: int, balanced: bool, first: int) -> None:
+    split = Split(2 * size * chunk, size, balanced)
+    for rank in range(size):
+        peers = GroupPeers.__new__(GroupPeers)
+        peers.rank, peers.size = rank, size
+        mine = split.positions(rank)[None]
+        before = {"prepend": mine[:, :1] - 1} if first else {}
+        others = torch.diff(2 * mine, **before)
+        with attending(peers, split):
+            assert torch.equal(torch.diff(mine, **before), torch.ones(1, split.local - 1 + first, dtype=torch.long))
+            assert torch.equal(mine.diff(), torch.ones(1, split.local - 1, dtype=torch.long))
+            assert torch.equal(torch.diff(2 * mine, **before), others)
 
 
 # Random numbers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from itertools import combinations
 from typing import Any
 
@@ -15,7 +16,18 @@ from torch import Tensor, nn
 from tests.layout.pipelines import Branching, Case, Positions, Remembering, batch, build, call, gpt, whole, work
 from tests.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout.pipeline import SCHEDULES, balance, check, joints, measure, split, stages_for, stages_of
+from unisono.layout.pipeline import (
+    SCHEDULES,
+    balance,
+    by_name,
+    check,
+    joints,
+    measure,
+    split,
+    spread,
+    stages_for,
+    stages_of,
+)
 
 RAGGED = (2, 2, 2, 2, 1)
 
@@ -162,31 +174,57 @@ def test_a_model_on_the_meta_device_is_cut() -> None:
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
 
+def seconds(model: nn.Module, sample: Any) -> list[float]:
+    found = joints(model, sample)
+    inputs = by_name(inspect.signature(model.forward), sample)
+    device = torch.device("cpu")
+    return measure(found, {k: torch.zeros_like(v, device=device) for k, v in inputs.items()}, device)
+
+
 def test_finding_and_measuring_leave_no_trace() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
     before, stream = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     sample = torch.ones(3, 4)
     split(model, sample, 2)
-    measure(model, sample)
+    seconds(model, sample)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert torch.equal(stream, torch.get_rng_state())
     assert model.training
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_measured_costs_balance_layers_that_differ() -> None:
-    """By bytes the wide embedding would be half of the model; by time it is nothing."""
-    model = nn.Sequential(nn.Embedding(2000, 64), *(nn.Linear(64, 64) for _ in range(4)))
-    sample = torch.zeros(256, dtype=torch.long)
-    costs = measure(model, sample)
-    assert [c.units for c in costs] == joints(model, sample).segments()
-    assert [c.bytes for c in costs] == joints(model, sample).bytes()
+def test_a_model_without_numbers_is_measured_by_kinds_of_blocks() -> None:
+    """By bytes the embedding would be half of the model; by time it is nothing. Equal blocks cost the same."""
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Embedding(20_000, 64), *(nn.Linear(64, 64) for _ in range(4)), nn.Linear(64, 1024), nn.Linear(1024, 64)
+        )
+        sample = torch.zeros(2048, dtype=torch.long)
     assert split(model, sample, 2).cuts == ("1",)
-    seconds = [1.0 if c.bytes < 20_000 else 0.1 for c in costs]
-    assert split(model, sample, 2, costs=seconds).cuts == ("3",)
-    heavy = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 512), nn.Linear(512, 8), nn.Linear(8, 8))
-    found = measure(heavy, torch.ones(512, 8), repeats=5)
-    assert max(found, key=lambda c: c.seconds).units == ("1",)
+    found = seconds(model, sample)
+    assert len(found) == len(joints(model, sample).segments())
+    assert len(set(found[1:5])) == 1
+    assert min(found[5:]) > 2 * found[1]
+    assert split(model, sample, 2, costs=found).cuts == ("6",)
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=9), st.booleans())
+def test_two_stages_of_a_worker_are_balanced_together(costs: list[int], v: bool) -> None:
+    holders = (0, 1, 1, 0) if v else (0, 1, 0, 1)
+
+    def busiest(cuts: tuple[int, ...]) -> int:
+        parts = [sum(costs[a:b]) for a, b in zip((0, *cuts), (*cuts, len(costs)))]
+        return max(sum(part for part, holder in zip(parts, holders) if holder == worker) for worker in (0, 1))
+
+    found = busiest(spread(costs, [1] * len(costs), holders))
+    best = min(busiest(cuts) for cuts in combinations(range(1, len(costs)), 3))
+    assert best <= found <= 1.02 * busiest(balance(costs, 4))
+
+
+def test_of_cuts_that_are_as_fast_the_lightest_is_taken() -> None:
+    assert spread([10, 0, 10], [1, 50, 100], (0, 1)) == (2,)
+    assert spread([10, 0, 10], [100, 50, 1], (0, 1)) == (1,)
 
 
 def test_a_limit_of_bytes_moves_the_cut() -> None:

@@ -16,30 +16,29 @@ OPTIMIZERS = ("sgd", "adamw")
 SYNCS = ("AllReduce()", "LocalSGD(every=4)", "ParameterServer()")
 # What is expected: ``=`` as on one worker, ``whole`` as on one worker because nothing is split, else a word of `WORDS`.
 TABLE = """
-replicas  layout                                 gpt  llama  bert  cnn       lstm    odd
-1         Layout(shard=2)                        =    =      =     =         =       =
-1         Layout(shard=4)                        =    =      =     =         =       =
-1         Layout(tensor=2)                       =    =      =     whole     =       =
-1         Layout(tensor=4)                       =    =      =     whole     =       =
-1         Layout(pipeline=2)                     =    =      =     =         =       =
-1         Layout(pipeline=4)                     =    =      =     =         short   =
-1         Layout(context=2)                      =    =      =     picture   passes  =
-1         Layout(context=4)                      =    =      =     picture   passes  =
-1         Layout(shard=2, tensor=2)              =    =      =     whole     =       =
-1         Layout(shard=2, pipeline=2)            =    =      =     moves     =       =
-1         Layout(tensor=2, pipeline=2)           =    =      =     whole     =       =
-1         Layout(shard=2, context=2)             =    =      =     picture   passes  =
-1         Layout(tensor=2, context=2)            =    =      =     picture   passes  =
-1         Layout(shard=2, tensor=2, pipeline=2)  =    =      =     moves     =       =
-2         Layout(shard=2)                        =    =      =     =         =       =
-2         Layout(tensor=2)                       =    =      =     whole     =       =
-2         Layout(pipeline=2)                     =    =      =     moves     =       =
+replicas  layout                                 gpt  llama  bert  cnn       lstm    odd  drops
+1         Layout(shard=2)                        =    =      =     =         =       =    =
+1         Layout(shard=4)                        =    =      =     =         =       =    =
+1         Layout(tensor=2)                       =    =      =     whole     =       =    =
+1         Layout(tensor=4)                       =    =      =     whole     =       =    =
+1         Layout(pipeline=2)                     =    =      =     =         =       =    =
+1         Layout(pipeline=4)                     =    =      =     =         short   =    =
+1         Layout(context=2)                      =    =      =     picture   passes  =    =
+1         Layout(context=4)                      =    =      =     picture   passes  =    =
+1         Layout(shard=2, tensor=2)              =    =      =     whole     =       =    =
+1         Layout(shard=2, pipeline=2)            =    =      =     =         =       =    =
+1         Layout(tensor=2, pipeline=2)           =    =      =     whole     =       =    =
+1         Layout(shard=2, context=2)             =    =      =     picture   passes  =    =
+1         Layout(tensor=2, context=2)            =    =      =     picture   passes  =    =
+1         Layout(shard=2, tensor=2, pipeline=2)  =    =      =     whole     =       =    =
+2         Layout(shard=2)                        =    =      =     =         =       =    =
+2         Layout(tensor=2)                       =    =      =     whole     =       =    =
+2         Layout(pipeline=2)                     =    =      =     =         =       =    =
 """
 WORDS = {
     "short": "the model has 3 units to cut between, so 1 to 3 stages",
     "picture": "pad or cut sequences",
     "passes": "on parts of a sequence: the output differs",
-    "moves": "the running statistics of BatchNorm2d would be those of one pipeline",
 }
 
 

@@ -32,26 +32,26 @@ SIZES: dict[str, Any] = {
 STEPS: dict[str, Any] = {"steps": 20, "global_batch": 32, "micro_batch": 4}
 
 
-def gpt(*, optimizer: str = "sgd", dropout: float = 0.0) -> Task:
+def gpt(*, optimizer: str = "sgd") -> Task:
     """The built-in task, on its own source."""
-    task = text(text=(__file__,), model=GPT(layers=4, width=32, heads=4, context=LENGTH, dropout=dropout))
+    task = text(text=(__file__,), model=GPT(layers=4, width=32, heads=4, context=LENGTH))
     return replace(task, optimizer=OPTIMIZERS[optimizer], schedule=None, evaluate=None, defaults=STEPS)
 
 
 def llama(*, optimizer: str = "sgd") -> Task:
-    """A causal model of transformers with fewer keys than queries."""
+    """A causal model of transformers with fewer keys than queries; it looks whether positions are those of one text."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{**SIZES, "num_attention_heads": 8}, num_key_value_heads=4, use_cache=False)
-    return _task("llama", lambda: LlamaForCausalLM(config), Sentences(), optimizer, inputs=_words, loss=_next)
+    return _task("llama", lambda: LlamaForCausalLM(config), Sentences(), optimizer, inputs=_named, loss=_next)
 
 
-def bert(*, optimizer: str = "sgd", dropout: float = 0.0) -> Task:
-    """A masked model of transformers; micro-batches have unequally many targets."""
+def bert(*, optimizer: str = "sgd") -> Task:
+    """A masked model of transformers, which looks for padding; micro-batches have unequally many targets."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(**SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0)
-    task = _task("bert", lambda: BertForMaskedLM(config), Sentences(masked=True), optimizer, inputs=_words, loss=_next)
+    config = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    task = _task("bert", lambda: BertForMaskedLM(config), Sentences(masked=True), optimizer, inputs=_padded, loss=_next)
     return replace(task, weight=_targets)
 
 
@@ -69,6 +69,11 @@ def odd(*, optimizer: str = "sgd", dropout: float = 0.0, noise: float = 0.0, pau
     """Tied, frozen and unused weights; in step `pause`, counted from 0, nothing is learned."""
     task = _task("odd", lambda: Odd(dropout), Sentences(noise=noise), optimizer, inputs=_given, loss=_next)
     return replace(task, schedule=lambda step, steps: float(step != pause))
+
+
+def drops(*, optimizer: str = "sgd") -> Task:
+    """`odd` with dropout."""
+    return odd(optimizer=optimizer, dropout=0.1)
 
 
 class Sentences(Dataset[Any]):
@@ -183,7 +188,11 @@ def _given(batch: dict[str, Tensor]) -> Tensor:
     return batch["input_ids"]
 
 
-def _words(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _named(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": batch["input_ids"]}
+
+
+def _padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
 
 

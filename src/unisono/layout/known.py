@@ -33,10 +33,10 @@ class Known(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         known = all(self._is_known(x) for x in given)
-        if kwargs.get("device") is not None:
+        if known and kwargs.get("device") == _META:
             if not given and (fresh := func(*args, **kwargs)).is_floating_point():
                 return fresh
-            kwargs["device"] = _REAL if known else _META
+            kwargs["device"] = _REAL
         if known:
             return func(*args, **kwargs)
         originals: dict[int, Tensor] = {}
@@ -48,11 +48,13 @@ class Known(TorchDispatchMode):
             originals[id(twin)] = x
             return twin
 
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _META
         shapes, named = tree_map(shape, (args, kwargs))
         found = func(*shapes, **named)
-        for argument, given in zip(func._schema.arguments, shapes):
-            if argument.alias_info is not None and argument.alias_info.is_write and id(given) in originals:
-                storage = originals[id(given)].untyped_storage()
+        for argument, value in zip(func._schema.arguments, shapes):
+            if argument.alias_info is not None and argument.alias_info.is_write and id(value) in originals:
+                storage = originals[id(value)].untyped_storage()
                 self._overwritten[storage._cdata] = storage
         return tree_map(lambda x: originals.get(id(x), x) if isinstance(x, Tensor) else x, found)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,9 +20,8 @@ from torch.utils._pytree import tree_map
 from unisono.layout.context import Passage, verify
 from unisono.layout.deferred import Deferred, record
 from unisono.layout.held import Held
-from unisono.layout.known import Known
 from unisono.layout.layout import AXES, Layout
-from unisono.layout.pipeline import Pipeline, split, stages_of
+from unisono.layout.pipeline import Joints, Pipeline, by_name, joints, measure, split, stages_of, worker_of
 from unisono.layout.places import Places
 from unisono.layout.sample import Sample
 from unisono.layout.shard import shard
@@ -85,12 +87,13 @@ def _spread(
     model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, change: Callable[[nn.Module], nn.Module]
 ) -> _Spread:
     """Change `model` in place, axis by axis."""
+    costs = _costs(model, layout, mesh, sample) if layout.pipeline > 1 and not layout.cuts else None
     if layout.tensor > 1:
         plan = _plan(model, layout, sample)
         if mesh.get_rank() == 0:
             _tell(plan)
         apply(model, mesh["tensor"], plan)
-    pipeline = _pipeline(model, layout, mesh, sample) if layout.pipeline > 1 else None
+    pipeline = _pipeline(model, layout, mesh, sample, costs) if layout.pipeline > 1 else None
     # A stage stays the module that it is: what is replaced lies within.
     pieces: list[nn.Module] = [change(piece) for piece in (pipeline.stages.values() if pipeline else [model])]
     here = nn.ModuleList(pieces) if pipeline else pieces[0]
@@ -128,17 +131,49 @@ def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Paramet
     return dict(model.named_parameters()) if pipeline is None else pipeline.parameters()
 
 
-def _pipeline(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> Pipeline:
-    device = next(model.parameters()).device
-    with Known() if device.type == "meta" else nullcontext():
-        given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, sample.arguments)
-        stages = split(model, given, layout.stages, cuts=layout.cuts or None)
+def _costs(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> list[float] | None:
+    """Seconds of each segment of a pipeline, as worker 0 measures them; None where that cannot be."""
+    found = joints(model, _given(model, sample))
+    seconds = torch.full([len(found.names) + 1], math.nan, dtype=torch.float64)
+    if mesh.get_rank() == 0 and layout.stages < len(seconds):
+        try:
+            seconds = torch.tensor(_measured(found, torch.device(mesh.device_type), sample), dtype=torch.float64)
+        except Exception as error:  # whatever the model raises on made-up numbers
+            LOG.info("stages are cut by bytes, for a trial of their speed failed: %s", error)
+    seconds = seconds.to(mesh.device_type)
+    dist.broadcast(seconds, 0)
+    return None if seconds.isnan().any() else seconds.tolist()
+
+
+def _measured(found: Joints, device: torch.device, sample: Sample) -> list[float]:
+    inputs, batch = (_moved(each, device) for each in (sample.arguments, sample.batch))
+    named = by_name(inspect.signature(found.model.forward), inputs)
+    return measure(found, named, device, lambda output: sample.loss(output, batch))
+
+
+def _pipeline(
+    model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, costs: list[float] | None
+) -> Pipeline:
+    holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
+    stages = split(model, _given(model, sample), layout.stages, layout.cuts or None, costs, holders=holders)
     if mesh.get_rank() == 0:
-        LOG.info("the pipeline's stages begin at %s", ", ".join(stages.cuts))
+        what = "time" if costs else "bytes"
+        shares = ", ".join(f"{share:.0%}" for share in stages.shares)
+        LOG.info("the pipeline's stages begin at %s%s", ", ".join(stages.cuts), shares and f"; of its {what}: {shares}")
     mine = stages_of(layout.schedule, layout.pipeline, layout.stages, mesh.get_local_rank("pipeline"))
     return Pipeline(
         {number: stages.modules[number] for number in mine}, layout.stages, mesh["pipeline"].get_group(),
         layout.schedule, torch.device(mesh.device_type), stages.tied)  # fmt: skip
+
+
+def _given(model: nn.Module, sample: Sample) -> Any:
+    """The sample's inputs where the model is; for one without numbers, where they are."""
+    device = next(model.parameters()).device
+    return sample.arguments if device.type == "meta" else _moved(sample.arguments, device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)
 
 
 def _sharding(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:

@@ -34,11 +34,14 @@ class Layout:
             micro-batches come together there (Lepikhin et al. 2020, "GShard"). All else is sharded over them too.
         replicate: copies of all of this inside a replica, whose gradients are summed in every step whatever the
             synchronizer (hybrid sharding).
-        pipeline: workers over which layers are split, in stages of as many bytes of parameters each.
+        pipeline: workers over which layers are split, in stages that take as long: worker 0 measures each kind of block
+            on a micro-batch, and the busiest worker gets as little to do as can be (of cuts that differ by less than
+            2 percent, those whose heaviest worker is lightest).
         schedule: in which order a pipeline's workers go through the micro-batches of a step: ``GPipe`` (Huang et al.
             2019), ``1F1B`` (Narayanan et al. 2019), ``Interleaved1F1B``, ``LoopedBFS``, ``InterleavedZeroBubble``,
             ``ZBVZeroBubble`` (Qi et al. 2023), ``DualPipeV`` (DeepSeek-AI 2024).
-        cuts: the modules at which stages begin, but the first; empty: found.
+        cuts: the modules at which stages begin, but the first; empty: found by measuring, or by bytes of parameters
+            where the model cannot be tried.
         plan: modules, by name or pattern (``blocks.*.up``), to how ``tensor`` splits each: ``column`` (each worker
             computes its share of the outputs), ``row`` (its share of the inputs, which a column before it made; the
             parts are summed), ``vocabulary`` (an embedding's rows), ``column gathered`` and ``row scattered`` (with all

@@ -62,6 +62,8 @@ class attending(TorchFunctionMode):
             F.multi_head_attention_forward: self._multi_head,
             F.dropout: partial(whole(dropout), split, peers.rank, F.dropout),
             torch.arange: partial(whole(positions.arange), split, peers.rank),
+            torch.diff: partial(whole(positions.diff), split, peers.rank),
+            torch.Tensor.diff: partial(whole(positions.diff), split, peers.rank),
             torch.Tensor.__getitem__: partial(whole(positions.index), split, peers.rank),
             torch.Tensor.backward: partial(self._differentiate, torch.Tensor.backward),
             torch.autograd.backward: partial(self._differentiate, torch.autograd.backward),

@@ -26,6 +26,20 @@ def arange(split: Split, rank: int, *args: Any, **kwargs: Any) -> Tensor:
     return torch.cat([torch.arange(kind(start), kind(stop), **rest) for start, stop in split.spans(rank)])
 
 
+def diff(
+    split: Split, rank: int, input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
+) -> Tensor:
+    """``torch.diff``; of the local tokens' positions, their distance from the token before in the sequence, which is 1
+    where a worker's second chunk begins too. Models tell by it whether several sequences follow each other."""
+    found = torch.diff(input, n, dim, prepend, append)
+    last = dim in (-1, input.dim() - 1) and input.shape[-1:] == (split.local,)
+    if len(split.spans(rank)) == 2 and last and n == 1 and append is None and not input.is_floating_point():
+        before = split.chunk - 1 + (0 if prepend is None else prepend.shape[-1])
+        if bool((input == split.positions(rank, input.device)).all()):
+            found[..., before] = 1
+    return found
+
+
 def index(split: Split, rank: int, table: Tensor, key: Any) -> Tensor:
     """``table[key]``; where it takes the first rows, as many as local tokens, those of the local tokens.
 

@@ -1,12 +1,15 @@
 from unisono.layout.pipeline.cut import balance as balance
-from unisono.layout.pipeline.measure import Cost as Cost
+from unisono.layout.pipeline.cut import spread as spread
 from unisono.layout.pipeline.measure import measure as measure
 from unisono.layout.pipeline.run import Pipeline as Pipeline
 from unisono.layout.pipeline.schedules import SCHEDULES as SCHEDULES
 from unisono.layout.pipeline.schedules import check as check
 from unisono.layout.pipeline.schedules import stages_for as stages_for
 from unisono.layout.pipeline.schedules import stages_of as stages_of
+from unisono.layout.pipeline.schedules import worker_of as worker_of
+from unisono.layout.pipeline.split import Joints as Joints
 from unisono.layout.pipeline.split import Stages as Stages
 from unisono.layout.pipeline.split import joints as joints
 from unisono.layout.pipeline.split import split as split
 from unisono.layout.pipeline.stage import Stage as Stage
+from unisono.layout.pipeline.stage import by_name as by_name

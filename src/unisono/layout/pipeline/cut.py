@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 from unisono.errors import InvalidInput
+
+PARTS = 10_000  # into which costs are rounded: equal sums then are equal, whatever was added first
+SAME = 1.02  # times that differ by less are as good; a measurement is no better
 
 
 def balance(
@@ -48,3 +52,67 @@ def balance(
     for begins in reversed(chosen):
         cuts.insert(0, begins[cuts[0] if cuts else units])
     return tuple(cuts)
+
+
+def spread(
+    costs: Sequence[float], bytes: Sequence[int], holders: Sequence[int], limit: int | None = None
+) -> tuple[int, ...]:
+    """Where stages begin, so that the busiest worker has as little to do as it can; of cuts that are as good but for
+    some noise, one that weighs the heaviest worker down the least.
+
+    Times are exactly the best with one stage per worker. With several, what `balance` finds for single stages is
+    improved as long as moving neighbouring cuts together helps.
+
+    Args:
+        costs: of each unit, in any measure.
+        bytes: of each unit.
+        holders: the worker of each stage.
+        limit: bytes that a stage may hold.
+
+    Raises:
+        InvalidInput: as `balance`.
+    """
+    whole = sum(costs) or 1.0
+    parts = [round(PARTS * cost / whole) for cost in costs]
+    busy, heavy = partial(_loads, parts, holders), partial(_loads, bytes, holders)
+
+    def beyond(cuts: tuple[int, ...]) -> int:
+        return 0 if limit is None else max(0, max(sums(bytes, cuts)) - limit)
+
+    first = balance(parts, len(holders), bytes=bytes, limit=limit)
+    quick = _improved(first, len(costs), lambda cuts: [beyond(cuts), *busy(cuts)])
+    enough = math.floor(SAME * busy(quick)[0])
+    return _improved(quick, len(costs), lambda cuts: [beyond(cuts), max(enough, busy(cuts)[0]), *heavy(cuts)])
+
+
+def sums(values: Sequence[Any], cuts: Sequence[int]) -> list[Any]:
+    """Of the values in each stage."""
+    return [sum(values[begin:end]) for begin, end in pairwise((0, *cuts, len(values)))]
+
+
+def _loads(values: Sequence[int], holders: Sequence[int], cuts: Sequence[int]) -> list[int]:
+    """Of the values that each worker holds, the largest first."""
+    found = dict.fromkeys(holders, 0)
+    for holder, value in zip(holders, sums(values, cuts), strict=True):
+        found[holder] += value
+    return sorted(found.values(), reverse=True)
+
+
+def _improved(cuts: tuple[int, ...], units: int, cost: Callable[[tuple[int, ...]], list[int]]) -> tuple[int, ...]:
+    """From `cuts` downhill, to where no move helps."""
+    while True:
+        best = min(_moves(cuts, units), key=cost, default=cuts)
+        if cost(best) >= cost(cuts):
+            return cuts
+        cuts = best
+
+
+def _moves(cuts: tuple[int, ...], units: int) -> Iterator[tuple[int, ...]]:
+    """All cuts in which some neighbours have moved together, no stage being empty."""
+    for begin in range(len(cuts)):
+        for end in range(begin + 1, len(cuts) + 1):
+            low = cuts[begin - 1] + 1 if begin else 1
+            high = cuts[end] - 1 if end < len(cuts) else units - 1
+            for by in range(low - cuts[begin], high - cuts[end - 1] + 1):
+                if by:
+                    yield (*cuts[:begin], *(cut + by for cut in cuts[begin:end]), *cuts[end:])

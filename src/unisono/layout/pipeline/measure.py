@@ -1,63 +1,155 @@
-"""What each segment of a model's chain costs, measured: so that automatic cuts balance time and memory."""
+"""What each segment of a model's chain costs, measured: so that automatic cuts balance time.
+
+The model may lie on the meta device: one segment at a time is given numbers. Segments that do the same operations on
+the same shapes are measured once, so that noise cannot make equal blocks unequal.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
-from unisono.layout.pipeline.split import joints
-from unisono.layout.pipeline.stage import Inputs, Stage, by_name
+from unisono.layout.known import Known
+from unisono.layout.pipeline.generators import Generators
+from unisono.layout.pipeline.split import Joints
+from unisono.layout.pipeline.stage import Stage
 from unisono.layout.pipeline.undisturbed import undisturbed
 
-
-@dataclass(frozen=True)
-class Cost:
-    """A segment of the chain: seconds of forward and backward together, bytes of parameters."""
-
-    units: tuple[str, ...]
-    seconds: float
-    bytes: int
+ROUNDS = 2  # over all segments, so that a moment in which the machine was busy does not decide
+_REPEATS = range(3, 20)  # of a segment in a round: the least, and the most while they are done in
+_ROUND_SECONDS = 0.05
 
 
-def measure(model: nn.Module, sample: Inputs, repeats: int = 3) -> list[Cost]:
-    """Each segment's cost on the sample, the fastest of `repeats`; leaves the model and its gradients as they were.
+def measure(
+    found: Joints,
+    inputs: Mapping[str, Any],
+    device: torch.device,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> list[float]:
+    """Seconds of forward and backward of each segment, the fastest of some; leaves the model as it was.
 
-    Times differ from worker to worker: measure on one and hand the result, or the cuts, to all.
+    Times differ from worker to worker: measure on one and tell all.
+
+    Args:
+        inputs: of a micro-batch, by name, on `device`.
+        loss: of the model's output; the last segment's worker computes it.
 
     Raises:
-        InvalidInput: the model's chain cannot be found.
+        Exception: what the model raises in training mode.
     """
-    found = joints(model, sample)
     stages = found.cut(found.names).modules
-    inputs = by_name(stages[0].call_signature, sample)
-    seconds = [float("inf")] * len(stages)
-    with undisturbed(model, *stages, training=True):
-        for _ in range(1 + repeats):  # the first one warms up, and counts only where it was the fastest
-            values: tuple[Tensor, ...] = ()
-            for place, stage in enumerate(stages):
-                values, spent = _timed(stage, values, inputs)
-                seconds[place] = min(seconds[place], spent)
-    return [Cost(*row) for row in zip(found.segments(), seconds, found.bytes())]
+    generators = Generators(device)
+    states = generators.states()
+    with undisturbed(found.model, *stages, training=True):
+        with Known():
+            arriving, kinds = _outlines(stages, found.inputs)
+        seconds = dict.fromkeys(kinds, float("inf"))
+        for _ in range(ROUNDS):
+            for kind in seconds:
+                place = kinds.index(kind)
+                last = place == len(stages) - 1
+                trial = _Trial(stages[place], arriving[place], inputs, device, loss if last else None)
+                seconds[kind] = min(seconds[kind], trial.seconds())
+    generators.restore(states)
+    return [seconds[kind] for kind in kinds]
 
 
-def _timed(stage: Stage, values: tuple[Tensor, ...], inputs: dict[str, Any]) -> tuple[tuple[Tensor, ...], float]:
-    wanted = [t for t in (*values, *stage.parameters()) if t.requires_grad]
-    wait = _waiting(next(stage.parameters()).device)
-    begin = time.perf_counter()
-    out = stage(*values, **inputs)
-    learning = [v for v in out if v.requires_grad]
-    if learning and wanted:
-        torch.autograd.grad(learning, wanted, [torch.ones_like(v) for v in learning], allow_unused=True)
-    wait()
-    spent = time.perf_counter() - begin
-    return tuple(v.detach().requires_grad_(v.requires_grad) for v in out), spent
+def _outlines(stages: Sequence[Stage], inputs: Mapping[str, Any]) -> tuple[list[tuple[Tensor, ...]], list[Any]]:
+    """What arrives at each stage, on the model's device, and what kind of work it does: equal kinds cost the same."""
+    arriving, kinds = [], []
+    values: tuple[Tensor, ...] = ()
+    for stage in stages:
+        operations = _Operations()
+        with operations:
+            out = stage(*values, **inputs)
+        learning = [p.requires_grad for p in (*values, *stage.parameters())]
+        kinds.append((tuple(operations.seen), tuple(learning), stage.is_last))
+        arriving.append(values)
+        values = tuple(v.detach().requires_grad_(v.requires_grad) for v in out)
+    return arriving, kinds
 
 
-def _waiting(device: torch.device) -> Callable[[], object]:
-    module = getattr(torch, device.type, None)
-    return getattr(module, "synchronize", lambda: None)
+class _Operations(TorchDispatchMode):
+    """Writes down what is computed, of which shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(f"{func} {tree_map(_outline, (args, kwargs or {}))}")
+        return func(*args, **(kwargs or {}))
+
+
+def _outline(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.stride() if value.layout is torch.strided else ''} {value.dtype}"
+    return "" if isinstance(value, torch.device | torch.Generator) else repr(value)
+
+
+class _Trial:
+    """One stage with numbers."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        arriving: tuple[Tensor, ...],
+        inputs: Mapping[str, Any],
+        device: torch.device,
+        loss: Callable[[Any], Tensor] | None,
+    ) -> None:
+        random = torch.Generator().manual_seed(0)
+        tensors = (*stage.named_parameters(), *stage.named_buffers())
+        self._tensors = {name: _number(t, isinstance(t, nn.Parameter), device, random) for name, t in tensors}
+        self._arriving = tuple(_number(t, False, device, random) for t in arriving)
+        self._wanted = [t for t in (*self._arriving, *self._tensors.values()) if t.requires_grad]
+        self._stage, self._inputs, self._loss, self._device = stage, dict(inputs), loss, device
+
+    def seconds(self) -> float:
+        """The fastest pass."""
+        best, end = float("inf"), time.perf_counter() + _ROUND_SECONDS
+        self._pass()
+        for count in range(_REPEATS.stop):
+            if count >= _REPEATS.start and time.perf_counter() > end:
+                break
+            best = min(best, self._pass())
+        return best
+
+    def _pass(self) -> float:
+        self._wait()
+        begin = time.perf_counter()
+        out = functional_call(self._stage, self._tensors, self._arriving, self._inputs)
+        if self._loss is not None:
+            out = (self._loss(self._stage.assemble(out)),)
+        learning = [v for v in out if v.requires_grad]
+        if learning and self._wanted:
+            torch.autograd.grad(learning, self._wanted, [torch.ones_like(v) for v in learning], allow_unused=True)
+        self._wait()
+        return time.perf_counter() - begin
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize()
+
+
+def _number(tensor: Tensor, weight: bool, device: torch.device, random: torch.Generator) -> Tensor:
+    """A tensor like this one: its own numbers, or such as a trained model might have, for time can depend on them
+    where they overflow or nearly vanish."""
+    if not tensor.is_meta:
+        made = tensor.detach().to(device, copy=True)
+    elif not tensor.is_floating_point():
+        made = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+        made = made if tensor.dtype == torch.bool else made.zero_()
+    elif weight and tensor.dim() < 2:
+        made = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+    else:
+        made = torch.randn(tensor.shape, dtype=torch.float32, generator=random).to(tensor.dtype).to(device)
+        made = made.mul_((tensor.shape[0] / max(1, tensor.numel())) ** 0.5) if weight else made
+    return made.requires_grad_(tensor.requires_grad)

@@ -263,10 +263,10 @@ class Pipeline:
                 if isinstance(module, FSDPModule):
                     module.reshard()
         drawn = torch.stack(self._wire.exchange(draws, range(self._workers))).sum(0).cumsum(0).cpu()
-        for stage in made:
-            upto = [frozenset(row.nonzero().view(-1).tolist()) for row in drawn]
-            stage.arriving = frozenset() if stage.is_first else upto[stage.stage_index - 1]
-            stage.leaving = frozenset() if stage.is_last else upto[stage.stage_index]
+        upto = [frozenset(row.nonzero().view(-1).tolist()) for row in drawn]
+        for each in made:
+            each.arriving = frozenset() if each.is_first else upto[each.stage_index - 1]
+            each.leaving = frozenset() if each.is_last else upto[each.stage_index]
         return made
 
     def _entering(self, place: int, arrives: tuple[Tensor, ...], leaves: tuple[Tensor, ...]) -> _Entering:

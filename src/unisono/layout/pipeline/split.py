@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import InvalidInput
+from unisono.layout.known import Known
 from unisono.layout.pipeline import standins
 from unisono.layout.pipeline.blocks import opened, units
-from unisono.layout.pipeline.cut import balance
+from unisono.layout.pipeline.cut import spread, sums
 from unisono.layout.pipeline.graph import Chain, Division, Untraceable, trace
 from unisono.layout.pipeline.stage import Inputs, Stage, by_name
 from unisono.layout.pipeline.undisturbed import undisturbed
@@ -33,16 +34,14 @@ class Stages:
         cuts: the module at which each stage but the first begins.
         tied: parameters (by their name in the whole model) that more than one stage holds, and which stages.
         units: what the stages were made of, in order.
+        shares: of the whole's costs, for each stage, where cuts were found by them.
     """
 
     modules: tuple[Stage, ...]
     cuts: tuple[str, ...]
     tied: Mapping[str, tuple[int, ...]]
     units: tuple[str, ...]
-
-    def owner(self, name: str) -> int:
-        """The one stage that counts the parameter in norms and writes it into checkpoints."""
-        return next(s for s, stage in enumerate(self.modules) if name in stage.whole_names())
+    shares: tuple[float, ...] = ()
 
     def __call__(self, inputs: Inputs) -> Any:
         """The whole model's output, computed stage by stage in this process."""
@@ -117,8 +116,8 @@ def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = ()) -> Joints
     """Where the model can be cut, found by structure and by running the sample through it once.
 
     Args:
-        model: may be on the meta device, where the sample is too.
-        sample: inputs of one small micro-batch.
+        model: may be on the meta device; the sample has numbers even then.
+        sample: inputs of one micro-batch.
         cuts: modules that must be units of their own.
 
     Raises:
@@ -131,7 +130,7 @@ def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = ()) -> Joints
                                f"cut at {_list(units(model, opened(model))[1:])}")  # fmt: skip
     inputs = by_name(inspect.signature(model.forward), sample)
     inner = opened(model, cuts)
-    with undisturbed(model, training=False):
+    with undisturbed(model, training=False), Known():
         try:
             chain = trace(model, inner, inputs)
         except Untraceable as error:
@@ -147,17 +146,19 @@ def split(
     cuts: Sequence[str] | None = None,
     costs: Sequence[float] | None = None,
     limit: int | None = None,
+    holders: Sequence[int] | None = None,
 ) -> Stages:
-    """The model cut into `stages`, at `cuts` where they are named, else so that `costs` are balanced.
+    """The model cut into `stages`, at `cuts` where they are named, else so that workers' `costs` are balanced.
 
     Args:
         model: stages hold its own modules; nothing is copied.
-        sample: inputs of one micro-batch, on the model's device; shows where the chain runs.
+        sample: inputs of one micro-batch, on the model's device unless that is meta; shows where the chain runs.
         stages: how many.
         cuts: the modules at which stages 1, 2, ... begin.
-        costs: of each segment of ``joints(model, sample)``, for instance the seconds that `measure` found; default:
-            the bytes of its parameters. Must be the same on all workers.
+        costs: of each segment of ``joints(model, sample)``, for instance the seconds that `measure` found; default, and
+            where there is another number of segments: the bytes of its parameters. Must be the same on all workers.
         limit: bytes of parameters that a stage may hold at most.
+        holders: the worker of each stage; default: one stage per worker.
 
     Raises:
         InvalidInput: the model cannot be cut so.
@@ -168,14 +169,17 @@ def split(
     found = joints(model, sample, cuts or ())
     if cuts is None:
         weight = found.bytes()
-        begins = balance(costs if costs is not None else weight, stages, bytes=weight, limit=limit)
+        costs = costs if costs is not None and len(costs) == len(weight) else weight
+        begins = spread(costs, weight, holders or range(stages), limit)
         cuts = [found.names[b - 1] for b in begins]
+        return replace(found.cut(cuts), shares=tuple(part / (sum(costs) or 1) for part in sums(costs, begins)))
     return found.cut(cuts)
 
 
 def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str], why: Untraceable) -> Joints:
     try:
-        seen = standins.visits(model, units(model, inner), inputs)
+        with undisturbed(model, training=False), Known():
+            seen = standins.visits(model, units(model, inner), inputs)
     except Exception as error:
         raise InvalidInput("pipeline", _named(model), f"the sample does not run through it: {error}", CURE) from error
     names = tuple(standins.joints(seen))
@@ -230,7 +234,7 @@ def _tied(modules: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
 
 
 def _verify(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) -> None:
-    with undisturbed(model, *stages.modules, training=False), torch.no_grad():
+    with undisturbed(model, *stages.modules, training=False), Known(), torch.no_grad():
         try:
             whole, parts = model(**inputs), stages(inputs)
         except Exception as error:
