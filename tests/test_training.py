@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import ChildFailed
 from tests.training import source, start, train
-from unisono.checkpoint import checkpoints
+from unisono.checkpoint import checkpoints, open_newest
 from unisono.order import Result
 
 TASKS = {
@@ -110,6 +110,30 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path
     assert again["weights_sha256"] == whole["weights_sha256"]
     assert "part-0.safetensors" in events(tmp_path, "checkpoint damaged")[0]["words"]
     assert events(tmp_path, "resume")[0]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sync", "compress"),
+    [
+        ("AllReduce()", "TopK(0.05)"),
+        ("AllReduce()", "PowerSGD(rank=1)"),
+        ("AllReduce()", "Quantize(4, stochastic=True)"),
+        ("LocalSGD(2)", "OneBit()"),
+        ("ParameterServer()", "TopK(0.05)"),
+    ],
+)
+def test_what_messages_left_out_is_owed_after_a_resume_too(sync, compress, tmp_path) -> None:
+    """Walks meet where a checkpoint is taken, so one is taken in both."""
+    task, options = source("regression"), {"sync": sync, "compress": compress, "checkpoint_every": 4}
+    whole = train(2, task, tmp_path / "whole", workers=2, **options)
+    parts = tmp_path / "parts"
+    train(2, task, parts, steps=4, workers=2, **options)
+    owed = [name for name in open_newest(parts / "checkpoints", pytest.fail).specs if name.startswith("owed/")]
+    assert {name.split("/")[1] for name in owed} == {"0", "1"}
+    last = train(2, task, parts, workers=2, run=str(parts), resume=True, **options)
+    assert last["weights_sha256"] == whole["weights_sha256"]
+    other = train(1, task, parts, steps=10, workers=1, run=str(parts), resume=True, **options)  # owes nothing
+    assert other["steps"] == 10
 
 
 def test_a_resume_from_another_model_names_the_first_tensor(tmp_path) -> None:
