@@ -113,29 +113,31 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("sync", "compress"),
+    ("sync", "compress", "layout"),
     [
-        ("AllReduce()", "TopK(0.05)"),
-        ("AllReduce()", "PowerSGD(rank=1)"),
-        ("AllReduce()", "Quantize(4, stochastic=True)"),
-        ("LocalSGD(2)", "OneBit()"),
-        ("ParameterServer()", "TopK(0.05)"),
+        ("AllReduce()", "TopK(0.05)", "Layout()"),
+        ("AllReduce()", "PowerSGD(rank=1)", "Layout()"),
+        ("AllReduce()", "Quantize(4, stochastic=True)", "Layout()"),
+        ("AllReduce()", "OneBit()", "Layout(shard=2)"),
+        ("LocalSGD(2)", "OneBit()", "Layout()"),
+        ("ParameterServer()", "TopK(0.05)", "Layout()"),
     ],
 )
-def test_what_messages_left_out_is_owed_after_a_resume_too(sync, compress, tmp_path) -> None:
+def test_what_messages_left_out_is_owed_after_a_resume_too(sync, compress, layout, tmp_path) -> None:
     """Walks meet where a checkpoint is taken, so one is taken in both."""
-    task, options = source("regression"), {"sync": sync, "compress": compress, "checkpoint_every": 4}
-    whole = train(2, task, tmp_path / "whole", workers=2, **options)
-    parts = tmp_path / "parts"
-    train(2, task, parts, steps=4, workers=2, **options)
+    workers = 4 if "2" in layout else 2
+    options = {"sync": sync, "compress": compress, "layout": layout, "checkpoint_every": 4, "micro_batch": 6}
+    task, parts = source("regression", norm=False), tmp_path / "parts"
+    whole = train(workers, task, tmp_path / "whole", workers=workers, **options)
+    train(workers, task, parts, steps=4, workers=workers, **options)
     owed = [name for name in open_newest(parts / "checkpoints", pytest.fail).specs if name.startswith("owed/")]
-    assert {name.split("/")[1] for name in owed} == {"0", "1"}
-    last = train(2, task, parts, workers=2, run=str(parts), resume=True, **options)
+    assert {int(name.split("/")[1]) for name in owed} == set(range(workers))
+    last = train(workers, task, parts, workers=workers, run=str(parts), resume=True, **options)
     assert last["weights_sha256"] == whole["weights_sha256"]
 
 
 def test_other_workers_owe_nothing_after_a_resume(tmp_path) -> None:
-    options = {"compress": "OneBit()", "run": str(tmp_path / "run")}
+    options = {"compress": "OneBit()", "micro_batch": 6, "run": str(tmp_path / "run")}
     for workers, steps, layout in ((2, 2, "Layout()"), (1, 4, "Layout()"), (4, 6, "Layout(shard=2)")):
         told = train(workers, source("regression"), tmp_path / "run", workers=workers, steps=steps, layout=layout,
                      resume=steps > 2, **options)  # fmt: skip
