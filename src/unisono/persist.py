@@ -200,7 +200,9 @@ class Persistence:
         same = self._alike(before, "sync")
         alike, owed = self._alike(before, "sync", "layout", "workers"), _kinds(specs, "owed/")
         if owed and not alike:
-            LOG.info("what compressed messages have left out so far is forgotten: it is other workers that go on")
+            LOG.info(
+                "what compressed messages had left out is forgotten: workers, sync or layout are others than before"
+            )
         return {
             "step": loaded.step,
             "path": str(loaded.path),

@@ -71,14 +71,15 @@ class Memory:
         found = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         return found | {f"{at}/{key}": v for at, part in self._parts.items() for key, v in part.state_dict().items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Keep what `state_dict` said in another life."""
+    def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Keep copies, on `device`, of what `state_dict` said in another life."""
         for path, value in state.items():
             at, _, key = path.rpartition("/")
             part = self
             for name in filter(None, at.split("/")):
                 part = part.part(name)
-            part._held[key] = int(value) if value.shape == () and value.dtype == torch.int64 else value
+            number = value.shape == () and value.dtype == torch.int64
+            part._held[key] = int(value) if number else value.to(device, copy=True)
 
 
 def accumulated(x: Tensor, memory: Memory, key: str, factor: float = 1.0) -> Tensor:

@@ -167,7 +167,7 @@ class Reduction:
     def owe(self, owed: Mapping[str, Tensor]) -> None:
         """Between two rounds: owe what `owed` said in another life, if as many workers made as many buckets."""
         for i, bucket in enumerate(self._gradients):
-            bucket.memory.load_state_dict(under(self._kept_under(i), owed))
+            bucket.memory.load_state_dict(under(self._kept_under(i), owed), bucket.cut.device)
         self.begin()
 
     def _kept_under(self, bucket: int) -> str:

@@ -184,7 +184,7 @@ class BoundServer:
 
     def owe(self, owed: Mapping[str, Tensor]) -> None:
         for out in self.outgoing:
-            out.memory.load_state_dict(under(f"{out.number} of {len(self.outgoing)}", owed))
+            out.memory.load_state_dict(under(f"{out.number} of {len(self.outgoing)}", owed), out.plan.device)
 
     @torch.no_grad()
     def _take_state(self, out: Outgoing, looked: Asked) -> None:
