@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import ChildFailed
 from tests.training import source, start, train
-from unisono.checkpoint import checkpoints
+from unisono.checkpoint import checkpoints, open_newest
 from unisono.order import Result
 
 TASKS = {
@@ -110,6 +110,38 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path
     assert again["weights_sha256"] == whole["weights_sha256"]
     assert "part-0.safetensors" in events(tmp_path, "checkpoint damaged")[0]["words"]
     assert events(tmp_path, "resume")[0]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sync", "compress", "layout"),
+    [
+        ("AllReduce()", "TopK(0.05)", "Layout()"),
+        ("AllReduce()", "PowerSGD(rank=1)", "Layout()"),
+        ("AllReduce()", "Quantize(4, stochastic=True)", "Layout()"),
+        ("AllReduce()", "OneBit()", "Layout(shard=2)"),
+        ("LocalSGD(2)", "OneBit()", "Layout()"),
+        ("ParameterServer()", "TopK(0.05)", "Layout()"),
+    ],
+)
+def test_what_messages_left_out_is_owed_after_a_resume_too(sync, compress, layout, tmp_path) -> None:
+    """Walks meet where a checkpoint is taken, so one is taken in both."""
+    workers = 4 if "2" in layout else 2
+    options = {"sync": sync, "compress": compress, "layout": layout, "checkpoint_every": 4, "micro_batch": 6}
+    task, parts = source("regression", norm=False), tmp_path / "parts"
+    whole = train(workers, task, tmp_path / "whole", workers=workers, **options)
+    train(workers, task, parts, steps=4, workers=workers, **options)
+    owed = [name for name in open_newest(parts / "checkpoints", pytest.fail).specs if name.startswith("owed/")]
+    assert {int(name.split("/")[1]) for name in owed} == set(range(workers))
+    last = train(workers, task, parts, workers=workers, run=str(parts), resume=True, **options)
+    assert last["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_other_workers_owe_nothing_after_a_resume(tmp_path) -> None:
+    options = {"compress": "OneBit()", "micro_batch": 6, "run": str(tmp_path / "run")}
+    for workers, steps, layout in ((2, 2, "Layout()"), (1, 4, "Layout()"), (4, 6, "Layout(shard=2)")):
+        told = train(workers, source("regression"), tmp_path / "run", workers=workers, steps=steps, layout=layout,
+                     resume=steps > 2, **options)  # fmt: skip
+        assert told["steps"] == steps
 
 
 def test_a_resume_from_another_model_names_the_first_tensor(tmp_path) -> None:

@@ -81,7 +81,8 @@ class Result:
         wall_seconds: from the command to the end.
         startup_seconds: from the command to the first step.
         samples_per_second: of the training steps of this life.
-        bytes_sent_per_worker: the most that one worker sent.
+        bytes_sent_per_worker: the most that one worker sent; under a layout with what torch's groups sent over gloo,
+            headers and all, and without what went over NCCL.
         step_seconds_median: of this life.
         peak_rss_bytes: the largest resident memory of a worker.
         run: the run's directory.

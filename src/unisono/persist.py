@@ -7,6 +7,7 @@ shares are on disk worker 0 commits the checkpoint, when one failed it is abando
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from unisono.layout import Part
 from unisono.optimizer import load_state, state_of
 from unisono.replica import Replica, weights_of
 
+LOG = logging.getLogger("unisono")
 Receive = Callable[[str, Tensor], Tensor]  # of a checkpoint's tensor by name, and what it is like here
 
 
@@ -65,6 +67,8 @@ class Persistence:
         self._parts, self._replicas = parts, replicas or comm
         self._holders: list[dict[str, Piece]] | None = None  # what each worker has of a checkpoint's tensors
         self._shared: dict[str, Tensor] = {}
+        self._owed: dict[str, Tensor] = {}  # what this worker owed, as a checkpoint had it
+        self._keeps_debts = False
         self._replica: Replica | None = None
         self._pending = 0  # the step whose checkpoint is not yet committed or abandoned; 0: none
         self._last = 0
@@ -107,6 +111,10 @@ class Persistence:
         self._replica = replica
         if self._shared:
             replica.load_state_dict(self._shared)
+        if self._owed:
+            replica.owe(self._owed)
+        if replica.remembers:  # each worker writes its own
+            self._keeps_debts = bool(self._comm.gather(torch.tensor([self._writer is not None])).wait().all())
 
     def finish(self, done: int) -> None:
         """After the last step: take the last checkpoint and wait until it lies on disk."""
@@ -146,6 +154,11 @@ class Persistence:
             for name, (kind, shape) in plan["shared"].items()
             if self._is_here(f"sync/{name}")
         }
+        mine = f"{self._comm.rank}/"
+        for name, (kind, shape) in sorted(plan["owed"].items()):
+            if self._parts is None or name.startswith(mine):
+                tensor = receive(f"owed/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
+                self._owed |= {name.removeprefix(mine): tensor} if name.startswith(mine) else {}
         self._last = int(plan["step"])
         return self._last
 
@@ -184,7 +197,12 @@ class Persistence:
             {name: t for name, t in specs.items() if name.startswith("model/")},
         )
         # Another synchronizer would not know what to do with it.
-        same = bool(before) and before["config"]["sync"] == self._meta["config"]["sync"]
+        same = self._alike(before, "sync")
+        alike, owed = self._alike(before, "sync", "layout", "workers"), _kinds(specs, "owed/")
+        if owed and not alike:
+            LOG.info(
+                "what compressed messages had left out is forgotten: workers, sync or layout are others than before"
+            )
         return {
             "step": loaded.step,
             "path": str(loaded.path),
@@ -192,7 +210,11 @@ class Persistence:
             "numbers": before.get("numbers", {}),
             "tensors": _kinds(specs, "optimizer/") if before else {},
             "shared": _kinds(specs, "sync/") if same else {},
+            "owed": owed if alike else {},
         }
+
+    def _alike(self, before: Mapping[str, Any], *fields: str) -> bool:
+        return bool(before) and all(before["config"].get(f) == self._meta["config"].get(f) for f in fields)
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         part = (self._parts or {}).get(name)
@@ -201,6 +223,8 @@ class Persistence:
     def _part(self, name: str) -> Part | None:
         """The part that belongs to a checkpoint's tensor `name`: that of its parameter."""
         kind, _, rest = name.partition("/")
+        if kind == "owed":
+            return None
         inner = {"model": rest, "optimizer": rest.rpartition("/")[0], "sync": rest.partition("/")[2]}[kind]
         return (self._parts or {}).get(inner)
 
@@ -215,7 +239,7 @@ class Persistence:
 
     def _agreed_holders(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Piece]] | None:
         """What each worker has; all call it alike."""
-        if self._parts is None:
+        if self._parts is None and not self._keeps_debts:
             return None
         boxes = {}
         for name, tensor in tensors.items():
@@ -256,6 +280,8 @@ class Persistence:
         tensors |= {f"model/{name}": t.clone() for name, t in self._model.named_buffers()}
         tensors |= {f"optimizer/{name}": t for name, t in state.items()}
         shared = self._replica.state_dict() if self._replica else {}
+        owed = self._replica.owed() if self._replica and self._keeps_debts else {}
+        tensors |= {f"owed/{self._comm.rank}/{name}": t for name, t in owed.items()}
         return tensors | {f"sync/{name}": t for name, t in shared.items()}
 
     def _conclude(self) -> None:

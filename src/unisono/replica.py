@@ -30,6 +30,9 @@ class Replica:
     `settle` and `apply`. Backward is run by `backward`, or by the user's own loop. The control word that travels with
     the gradients is, for micro-batches ``0..n-1``: their losses, their weights, then `extra` numbers of the caller's.
 
+    Attributes:
+        remembers: whether its messages may leave out what it then owes, see `owed`: the same on all workers.
+
     Args:
         micro_batches: of one step, over all workers.
         reference: what the weights of a whole step usually add up to; weights are divided by it before anything is
@@ -77,6 +80,8 @@ class Replica:
         self._local = self._sync.local and listener is None and not self._wires.spread
         self._weighted = self._local or self._wires.spread
         self._comm = comm.lane("meeting")
+        chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
+        self.remembers = comm.size > 1 and not all(each.adds_up and not each.owes for each in chosen)
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
         self._asking: Asking | None = None
@@ -132,6 +137,14 @@ class Replica:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up what another life of the same run shared."""
         self._sync.load_state_dict(state)
+
+    def owed(self) -> dict[str, Tensor]:
+        """See `BoundSynchronizer.owed`."""
+        return self._sync.owed()
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
+        """See `BoundSynchronizer.owe`."""
+        self._sync.owe(owed)
 
     def begin(self) -> None:
         """A new step; what was computed for one that was not applied is forgotten."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,6 +63,23 @@ class Memory:
         self._forgotten.clear()
         for part in self._parts.values():
             part.discard()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What was put before the last commit, by ``part/key``, as a checkpoint holds it: tensors, which are not to be
+        written into, and whole numbers. All else (a choice that was measured) is found anew."""
+        state = {key: torch.tensor(v) if type(v) is int else v for key, v in self._held.items()}
+        found = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        return found | {f"{at}/{key}": v for at, part in self._parts.items() for key, v in part.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Keep copies, on `device`, of what `state_dict` said in another life."""
+        for path, value in state.items():
+            at, _, key = path.rpartition("/")
+            part = self
+            for name in filter(None, at.split("/")):
+                part = part.part(name)
+            number = value.shape == () and value.dtype == torch.int64
+            part._held[key] = int(value) if number else value.to(device, copy=True)
 
 
 def accumulated(x: Tensor, memory: Memory, key: str, factor: float = 1.0) -> Tensor:

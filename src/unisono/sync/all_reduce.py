@@ -80,6 +80,12 @@ class BoundAllReduce(Lockstep):
             )
         self._reduction.add(name, gradient.to_dense() if gradient.is_sparse else gradient, weight)
 
+    def owed(self) -> dict[str, Tensor]:
+        return self._reduction.owed()
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
+        self._reduction.owe(owed)
+
     def settle(self) -> MeanGradient:
         return MeanGradient(self._parameters, self._reduction, self._sparse)
 

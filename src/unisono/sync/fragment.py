@@ -85,6 +85,14 @@ class Fragment:
         self.sent = True
         self._reduction.launch()
 
+    def owed(self) -> dict[str, Tensor]:
+        """See `Reduction.owed`."""
+        return self._reduction.owed()
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
+        """See `Reduction.owe`."""
+        self._reduction.owe(owed)
+
     def poll(self) -> None:
         """Go on without waiting."""
         if self.sent:

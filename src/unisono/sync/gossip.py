@@ -30,7 +30,7 @@ from unisono.compress import Compressor
 from unisono.sync.likeness import Likeness, gamma, letter_bytes
 from unisono.sync.local import LocalGradients, LocalMean
 from unisono.sync.partner import BoundPartners
-from unisono.sync.synchronizer import AllHere, BoundSynchronizer, Loop, Share
+from unisono.sync.synchronizer import AllHere, BoundSynchronizer, Loop, OwesNothing, Share
 from unisono.sync.topology import Parts, Ring, Topology
 from unisono.sync.weights import Weights, mean
 
@@ -78,7 +78,7 @@ class Gossip:
         return BoundGossip(parameters, comm, compress, self, loop.control)
 
 
-class BoundGossip(AllHere):
+class BoundGossip(AllHere, OwesNothing):
     """Synchronous `Gossip` in its world; see `BoundSynchronizer` for the order of calls."""
 
     lockstep = False

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.sync.synchronizer import AllHere, Share
+from unisono.sync.synchronizer import AllHere, OwesNothing, Share
 
 
-class LocalGradients(AllHere):
+class LocalGradients(AllHere, OwesNothing):
     """`BoundSynchronizer` of a replica that takes its own steps. Losses are weighted before their backward pass, so
     that what autograd adds up is the mean; what is offered instead is added up here."""
 

@@ -36,7 +36,7 @@ from unisono.sync.buckets import Cut
 from unisono.sync.dealing import Dealing
 from unisono.sync.likeness import Likeness, gamma, letter_bytes
 from unisono.sync.local import LocalGradients, LocalMean
-from unisono.sync.synchronizer import AllHere, Share
+from unisono.sync.synchronizer import AllHere, OwesNothing, Share
 from unisono.sync.topology import Topology
 from unisono.sync.weights import Weights, mean
 
@@ -139,7 +139,7 @@ class Pair:
         return [x.add(gap, alpha=part * gamma(min(pair), turns)) for x, gap, pair in zip(weights, gaps, fidelities)]
 
 
-class BoundPartners(AllHere):
+class BoundPartners(AllHere, OwesNothing):
     """Asynchronous gossip in its world; see `BoundSynchronizer` for the order of calls."""
 
     lockstep = False

@@ -24,6 +24,7 @@ from unisono.compress import Cast, Compressor
 from unisono.sync.all_reduce import AllReduce, BoundAllReduce
 from unisono.sync.fragment import Fragment
 from unisono.sync.local import LocalGradients
+from unisono.sync.reduction import under
 from unisono.sync.rhythm import Rhythm, divide
 from unisono.sync.synchronizer import AllHere, Change, Loop, Share
 from unisono.sync.weights import Weights, mean
@@ -156,7 +157,7 @@ class BoundPeriodic(AllHere):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The number of steps taken, the anchor where the parameters are off it, and what the outer optimizer
-        remembers. What compressors owe is each replica's own, and is not among it."""
+        remembers."""
         anchors = {} if self._standing is Standing.ON_ANCHOR else self._anchors()
         state = {f"anchor/{name}": tensor for name, tensor in anchors.items()}
         state |= {f"velocity/{name}": tensor for part in self._fragments for name, tensor in part.velocity.items()}
@@ -173,6 +174,17 @@ class BoundPeriodic(AllHere):
                         tensor.copy_(state[f"{kind}/{name}"])
                         self._standing = Standing.TOGETHER if kind == "anchor" else self._standing
         self._leave_lockstep_if_due()
+
+    def owed(self) -> dict[str, Tensor]:
+        together = self._gradients.owed()
+        apart = {f"fragment {f}": fragment.owed() for f, fragment in enumerate(self._fragments)}
+        owed = {"together": together, **apart}
+        return {f"{at}/{name}": tensor for at, state in owed.items() for name, tensor in state.items()}
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
+        self._gradients.owe(under("together", owed))
+        for f, fragment in enumerate(self._fragments):
+            fragment.owe(under(f"fragment {f}", owed))
 
     def _leave_lockstep_if_due(self) -> None:
         if isinstance(self._gradients, BoundAllReduce) and not self._rhythm.lockstep(self._taken):

@@ -73,6 +73,7 @@ class Reduction:
         # What takes more than one message starts the later ones when polled, which no two workers do at the same
         # moment: such buckets have a conversation of their own, in which one is over before the next begins.
         tiers = comm.tiers("hops")
+        self._peers = tiers.between.size if tiers and tiers.between else comm.size
         add_up = [how is mean and c.compress.adds_up for c in cuts]
         lane = comm if tiers or all(add_up) else comm.lane("hops")
         self._gradients = [
@@ -155,6 +156,23 @@ class Reduction:
         for bucket in self._buckets:
             bucket.memory.commit()
 
+    def owed(self) -> dict[str, Tensor]:
+        """Between two rounds: what this worker's messages have left out so far."""
+        return {
+            f"{self._kept_under(i)}/{key}": tensor
+            for i, bucket in enumerate(self._gradients)
+            for key, tensor in bucket.memory.state_dict().items()
+        }
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
+        """Between two rounds: owe what `owed` said in another life, if as many workers made as many buckets."""
+        for i, bucket in enumerate(self._gradients):
+            bucket.memory.load_state_dict(under(self._kept_under(i), owed), bucket.cut.device)
+        self.begin()
+
+    def _kept_under(self, bucket: int) -> str:
+        return f"{bucket} of {len(self._gradients)} between {self._peers}"
+
     def _launch_next(self) -> None:
         """In the one order that all workers share. The last bucket waits for `launch`, where it is known who was
         used."""
@@ -174,6 +192,11 @@ class Reduction:
     def _start_queued(self) -> None:
         if self._queue:
             self._queue[0].start()
+
+
+def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of `state` has names that begin with ``prefix/``, without that."""
+    return {name.removeprefix(f"{prefix}/"): t for name, t in state.items() if name.startswith(f"{prefix}/")}
 
 
 class Agreed:

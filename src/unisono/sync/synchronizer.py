@@ -105,6 +105,12 @@ class BoundSynchronizer(Protocol):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up the `state` of another life of the same value. The parameters are already that life's."""
 
+    def owed(self) -> dict[str, Tensor]:
+        """What this worker alone remembers, after `meet`: what its compressed messages have left out."""
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
+        """After `load_state_dict`, owe what this worker's `owed` said in another life among as many workers."""
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -144,6 +150,16 @@ class AllHere:
     defers = False
 
     def need(self, names: Collection[str] | None = None) -> None:
+        pass
+
+
+class OwesNothing:
+    """What all say of themselves whose messages leave nothing out for later."""
+
+    def owed(self) -> dict[str, Tensor]:
+        return {}
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
         pass
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.comm import Communicator
 from unisono.errors import UnisonoError
+from unisono.sync.reduction import under
 from unisono.sync.server.conversation import Asked, Conversation
 from unisono.sync.server.outgoing import Outgoing
 from unisono.sync.server.slices import Slice
@@ -173,6 +174,17 @@ class BoundServer:
         """There is nothing to take up but what the parameters and the optimizer have taken up already."""
         self.finish()
         self._upload()
+
+    def owed(self) -> dict[str, Tensor]:
+        return {
+            f"{out.number} of {len(self.outgoing)}/{key}": tensor
+            for out in self.outgoing
+            for key, tensor in out.memory.state_dict().items()
+        }
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
+        for out in self.outgoing:
+            out.memory.load_state_dict(under(f"{out.number} of {len(self.outgoing)}", owed), out.plan.device)
 
     @torch.no_grad()
     def _take_state(self, out: Outgoing, looked: Asked) -> None:
