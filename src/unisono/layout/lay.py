@@ -123,7 +123,7 @@ def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Paramet
 
 def _costs(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> list[float] | None:
     """Seconds of each segment of a pipeline, as worker 0 measures them; None where that cannot be."""
-    found = joints(model, _given(model, sample))
+    found = joints(model, _given(model, sample), (), layout.stages)
     seconds = torch.full([len(found.names) + 1], math.nan, dtype=torch.float64)
     if mesh.get_rank() == 0 and layout.stages < len(seconds):
         try:
