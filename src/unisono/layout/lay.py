@@ -112,9 +112,8 @@ class _Spread:
         if self.pipeline:
             buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.named_buffers()}
         held = Held.of(self.model, leaves, buffers, elsewhere=leaves.keys() - counted)
-        if layout.context > 1:
-            return replace(held, passage=Passage(mesh["context"], sample.weight))
-        return replace(held, pipeline=self.pipeline)
+        held = replace(held, pipeline=self.pipeline)
+        return replace(held, passage=Passage(mesh["context"], sample.weight)) if layout.context > 1 else held
 
 
 def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Parameter]:

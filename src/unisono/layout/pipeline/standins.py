@@ -55,7 +55,7 @@ class _Flow(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.call, self.inside = -1, False
         self.passed: set[int] = set()
         self._end: Any = WeakIdKeyDictionary()

@@ -7,6 +7,7 @@ tensors stays what cannot be traced.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -71,7 +72,8 @@ class Tracer(fx.Tracer):
         return bool(self.answer(obj, bool))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        return iter([obj[place] for place in range(self.answer(obj, len))])
+        parts: Any = obj
+        return iter([parts[place] for place in range(self.answer(obj, len))])
 
     def answer(self, obj: fx.Proxy, ask: Callable[[Any], Any]) -> Any:
         """What `ask` gives for the value; in a micro-batch that gives something else the graph will not run."""
@@ -115,8 +117,14 @@ class _Known(fx.Proxy):
     def __len__(self) -> int:
         return int(self.tracer.answer(self, len))  # type: ignore[attr-defined]
 
-    def __index__(self) -> int:
+    def __int__(self) -> int:
         return int(self.tracer.answer(self, int))  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.tracer.answer(self, float))  # type: ignore[attr-defined]
+
+    def __index__(self) -> int:
+        return int(self.tracer.answer(self, operator.index))  # type: ignore[attr-defined]
 
 
 class _KnownAttribute(Attribute, _Known):

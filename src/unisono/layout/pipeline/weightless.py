@@ -17,6 +17,9 @@ class weightless(TorchDispatchMode):
     looks at them (is anything masked?) goes its usual way.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
