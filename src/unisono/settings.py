@@ -68,8 +68,6 @@ def _check_spread(config: Config) -> None:
         raise InvalidInput(
             "compress", show(config.compress), f"with {layout} gradients are summed as floats inside a replica, so "
             "that the bits depend on the layout", "leave one out")  # fmt: skip
-    if config.layout.pipeline > 1 and config.layout.context > 1:
-        raise InvalidInput("layout", layout, "pipelines of parts of sequences are not built yet", "use one of the two")
     if config.layout.pipeline > 1 and config.compile:
         raise InvalidInput("compile", True, f"it does not know of {layout} yet", "leave one out")
 
