@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.layouts.cells import Cell
 from tests.layouts.pairs import Pair
 
+STEPS = 5
 CELLS = (
     Cell("gpt", "sgd", "Layout(shard=2, tensor=2, pipeline=2)"),
     Cell("llama", "adamw", "Layout(tensor=2, pipeline=2)"),
