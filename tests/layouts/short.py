@@ -18,7 +18,7 @@ CELLS = (
     Cell("odd", "adamw", "Layout(pipeline=2)", 2, "ParameterServer()"),
 )
 PAIRS = (
-    Pair((4, "Layout(tensor=2, pipeline=2)"), (4, "Layout(shard=2)"), "noise"),
-    Pair((2, "Layout(context=2)"), (4, "Layout(pipeline=4)"), "noise"),
-    Pair((2, "Layout(shard=2)"), (2, "Layout(tensor=2)"), "dropout"),
+    Pair((4, "Layout(tensor=2, pipeline=2)"), (4, "Layout(shard=2)")),
+    Pair((2, "Layout(context=2)"), (4, "Layout(pipeline=4)")),
+    Pair((2, "Layout(shard=2)"), (2, "Layout(tensor=2)")),
 )
