@@ -81,6 +81,7 @@ CONTEXTS = [
     ("Layout(context=4)", 4),
     ("Layout(shard=2, context=2)", 4),
     ("Layout(context=2, tensor=2)", 4),
+    ("Layout(context=2, pipeline=2)", 4),
 ]
 
 
@@ -167,6 +168,17 @@ def test_a_checkpoint_opens_under_any_other_layout(saved, loaded, tmp_path) -> N
         last = train(workers, task, run, steps=steps, workers=workers, layout=layout, run=str(run), resume=steps == 12,
                      **settings)  # fmt: skip
     assert last["steps"] == 12
+    assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
+    assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
+
+
+def test_a_run_goes_on_wherever_its_stages_are_cut(tmp_path) -> None:
+    whole = train(1, DROPPING, tmp_path / "whole", steps=8, workers=1, micro_batch=8, schedule="Constant()")
+    run = tmp_path / "cut"
+    for cut, steps in (("blocks.0", 3), ("blocks.1", 5), ("head", 8)):
+        layout = f"Layout(pipeline=2, cuts=('{cut}',))"
+        last = train(2, DROPPING, run, steps=steps, workers=2, layout=layout, micro_batch=8, schedule="Constant()",
+                     run=str(run), resume=steps > 3)  # fmt: skip
     assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
     assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from unisono.layout.pipeline import Pipeline
 from unisono.task import Batch
 from unisono.trainer import Trainer, check_loss, checked_weight
 
+_Part = tuple[Batch, Callable[[Any, Batch], torch.Tensor]]
+
 
 @dataclass
 class PipelinedTrainer(Trainer):
     """A `Trainer` of one worker's stages.
 
     Args:
-        pipeline: the stages, which call back around each forward pass.
+        pipeline: the stages, which call back around each pass.
         inputs: what the model is called with, of a batch.
         autocast: the context of forward passes.
     """
@@ -34,10 +37,13 @@ class PipelinedTrainer(Trainer):
         """See `Trainer.compute_all`. Every stage draws what one worker would."""
         given = [(m, self.move(batch)) for m, batch in batches]
         weights = [checked_weight(self.weight(batch)) for _, batch in given]
+        passages = [partial(self.passage, batch, self.loss) for _, batch in given]
+        parts = [_entered(passage) for passage in passages]
         losses = [0.0] * len(given)
 
         def loss(i: int, output: Any) -> torch.Tensor:
-            found = self.loss(output, given[i][1])
+            part, loss_of = parts[i]
+            found = loss_of(output, part)
             check_loss(found)
             losses[i] = float(found.detach())
             return found * self.replica.share(weights[i])
@@ -47,18 +53,25 @@ class PipelinedTrainer(Trainer):
             m = given[i][0]
             seed_compute(stream(self.seed, t, m, "compute"))
             self.replica.before(stage)
-            yield
+            with passages[i]():
+                yield
             self.replica.after(m, stage)
 
         self.pipeline.copy_tied()
-        self.pipeline.each_forward(around)
+        self.pipeline.each_pass(around, lambda i: passages[i]())
         with self.autocast():
-            self.pipeline.step([self.inputs(batch) for _, batch in given], loss)
+            self.pipeline.step([self.inputs(part) for part, _ in parts], loss)
         self.pipeline.sum_tied()
         for i, (m, _) in enumerate(given):
             last = m == mine[-1]
             self.replica.enter(m, weights[i])
             self.replica.leave(losses[i], last=last, extra=self.persistence.says(self.stop_asked()) if last else [])
+
+
+def _entered(passage: Callable[[], AbstractContextManager[_Part]]) -> _Part:
+    """What a passage gives, without its context."""
+    with passage() as part:
+        return part
 
 
 def output(pipeline: Pipeline, inputs: Callable[[Batch], Any], autocast: Callable[[], Any]) -> Callable[..., Any]:

@@ -70,8 +70,6 @@ def _check_spread(config: Config) -> None:
             "that the bits depend on the layout", "leave one out")  # fmt: skip
     if config.sync_batchnorm:
         raise InvalidInput("sync_batchnorm", True, f"it does not know of {layout}", "leave one out")
-    if config.layout.pipeline > 1 and config.layout.context > 1:
-        raise InvalidInput("layout", layout, "pipelines of parts of sequences are not built yet", "use one of the two")
     if config.layout.pipeline > 1 and config.compile:
         raise InvalidInput("compile", True, f"it does not know of {layout} yet", "leave one out")
     if config.clip is not None and config.layout.tensor * config.layout.pipeline > 1 and hasattr(sync, "servers"):

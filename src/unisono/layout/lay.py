@@ -112,9 +112,8 @@ class _Spread:
         if self.pipeline:
             buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.named_buffers()}
         held = Held.of(self.model, leaves, buffers, elsewhere=leaves.keys() - counted)
-        if layout.context > 1:
-            return replace(held, passage=Passage(mesh["context"], sample.weight))
-        return replace(held, pipeline=self.pipeline)
+        held = replace(held, pipeline=self.pipeline)
+        return replace(held, passage=Passage(mesh["context"], sample.weight)) if layout.context > 1 else held
 
 
 def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Parameter]:
@@ -123,7 +122,7 @@ def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Paramet
 
 def _costs(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> list[float] | None:
     """Seconds of each segment of a pipeline, as worker 0 measures them; None where that cannot be."""
-    found = joints(model, _given(model, sample))
+    found = joints(model, _given(model, sample), (), layout.stages)
     seconds = torch.full([len(found.names) + 1], math.nan, dtype=torch.float64)
     if mesh.get_rank() == 0 and layout.stages < len(seconds):
         try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.proxy import TraceError
+
+from unisono.layout.pipeline.tracer import Tracer, same_way
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal")
 
@@ -23,22 +24,18 @@ class Untraceable(Exception):
     """The model's code cannot be written as a graph; the reason is the message."""
 
 
-class _Tracer(fx.Tracer):
-    def __init__(self, opened: Collection[str]) -> None:
-        super().__init__()
-        self._opened = opened
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name not in self._opened
-
-
 @dataclass
 class Chain:
     """A traced model: nodes in the order of execution, and which of them carry tensors on the sample."""
 
     model: nn.Module
     graph: fx.Graph
-    tensors: set[str] = field(default_factory=set)
+    tensors: set[str]
+
+    @property
+    def conditional(self) -> bool:
+        """Whether it is good only for micro-batches that take the same way through the model's code."""
+        return any(n.target is same_way for n in self.graph.nodes)
 
     @property
     def units(self) -> list[str]:
@@ -53,55 +50,40 @@ def trace(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any]) 
     Raises:
         Untraceable: its own code depends on values or on the mode, or does what torch.fx cannot follow.
     """
-    graph = _graph(model, opened, inputs)
+    graph, tensors = _graph(model, opened, inputs)
     mode = model.training
     if all(m.training == mode for m in model.modules()):  # else nobody could say what its other mode is
         model.train(not mode)
         try:
-            other = _graph(model, opened, inputs)
+            other, _ = _graph(model, opened, inputs)
         finally:
             model.train(mode)
         if str(other) != str(graph):
             raise Untraceable("its own code differs between training and evaluation")
-    chain = Chain(model, graph)
-    observer = _Observer(fx.GraphModule(model, graph), chain.tensors)
-    try:
-        with torch.no_grad():
-            observer.run(*[inputs[n.target] for n in graph.nodes if n.op == "placeholder"])
-    except Exception as error:
-        raise Untraceable(f"its graph does not run: {error}") from error
-    return chain
+    return Chain(model, graph, tensors)
 
 
-def _graph(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any]) -> fx.Graph:
+def _graph(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any]) -> tuple[fx.Graph, set[str]]:
+    """The graph, and the names of the nodes that are tensors."""
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(model.forward).parameters.items()
         if name not in inputs and parameter.default is not inspect.Parameter.empty
     }
     constants = {name: value for name, value in inputs.items() if value is None or isinstance(value, bool | int | str)}
+    tracer = Tracer(opened, {**defaults, **inputs})
     try:
-        graph = _Tracer(opened).trace(model, {**defaults, **constants})
-    except (TraceError, TypeError, ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
+        with torch.no_grad():
+            graph = tracer.trace(model, {**defaults, **constants})
+    except Exception as error:  # of the tracer, or of code that cannot live with what it is given
         raise Untraceable(f"torch.fx cannot follow its code: {error}") from error
     for node in list(graph.nodes):
+        node.meta.pop("is_wrapped", None)  # else code made of it tells fx to wrap functions of torch for ever
         if node.op == "placeholder" and node.target not in inputs:
             for user in list(node.users):
                 graph.erase_node(user)
             graph.erase_node(node)
-    return graph
-
-
-class _Observer(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, tensors: set[str]) -> None:
-        super().__init__(module)
-        self._tensors = tensors
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, Tensor):
-            self._tensors.add(n.name)
-        return value
+    return graph, {node.name for node in graph.nodes if isinstance(tracer.values.get(node), Tensor)}
 
 
 @dataclass(frozen=True)

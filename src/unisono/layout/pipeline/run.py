@@ -31,6 +31,7 @@ from unisono.layout.pipeline.undisturbed import undisturbed
 from unisono.layout.pipeline.wire import Wire, outline
 
 Around = Callable[[int, int], AbstractContextManager[object]]
+Behind = Callable[[int], AbstractContextManager[object]]
 Loss = Callable[[int, Any], Tensor]
 Watch = Callable[[int, tuple[Tensor, ...], tuple[Tensor, ...]], None]  # a stage, what arrived, what leaves
 
@@ -40,6 +41,7 @@ class _Feed:
     """The micro-batches of the run under way; torch's stages and loss come here for what is theirs."""
 
     around: Around
+    behind: Behind
     generators: Generators
     inputs: Sequence[Mapping[str, Any]] = ()
     first: int = 0
@@ -65,6 +67,14 @@ class _Entering(PipelineStage):
         if self.leaving:
             feed.left[me, fwd_chunk_id] = feed.generators.packed(self.leaving)
         return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        with self.feed.behind(self.feed.first + bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **options)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        with self.feed.behind(self.feed.first + bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_fwd_recv_ops(fwd_chunk_id)
@@ -98,6 +108,7 @@ class Pipeline:
         tied: parameters that several stages hold (``Stages.tied``).
         around: ``with around(micro_batch, stage):`` each forward pass is done, for instance to seed its randomness, as
             if the stage were the first: what stages before it have drawn comes on top.
+        behind: ``with behind(micro_batch):`` each backward pass is done.
         kept: for how many lists of shapes a schedule is kept, the latest ones.
     """
 
@@ -108,6 +119,7 @@ class Pipeline:
     device: torch.device = torch.device("cpu")
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     around: Around = lambda micro_batch, stage: nullcontext()
+    behind: Behind = lambda micro_batch: nullcontext()
     kept: int = 8
 
     def __post_init__(self) -> None:
@@ -115,7 +127,7 @@ class Pipeline:
         self._workers, self._me = dist.get_world_size(self.group), dist.get_rank(self.group)
         assert all(self._worker(s) == self._me for s in self.stages)
         self._generators = Generators(self.device)
-        self._feed = _Feed(self.around, self._generators)
+        self._feed = _Feed(self.around, self.behind, self._generators)
         self._wire = Wire(self.group, self.device)
         self._ready: OrderedDict[Any, Any] = OrderedDict()
 
@@ -150,9 +162,9 @@ class Pipeline:
         self._feed.inputs, self._feed.loss = (), None
         return torch.stack([one.detach() for one in losses]).tolist() if self.holds_last else None
 
-    def each_forward(self, around: Around) -> None:
-        """From now on, each forward pass of `step` is done ``with around(micro_batch, stage):``."""
-        self._feed.around = around
+    def each_pass(self, around: Around, behind: Behind) -> None:
+        """From now on, passes of `step` are done ``with around(micro_batch, stage):`` and ``behind(micro_batch)``."""
+        self._feed.around, self._feed.behind = around, behind
 
     def forward_only(self, micro_batches: Sequence[Inputs]) -> list[Any] | None:
         """The model's outputs, without gradients, on the worker with the last stage; None on the others."""

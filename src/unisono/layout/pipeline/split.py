@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -112,13 +113,17 @@ class Joints:
         return parts
 
 
-def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = ()) -> Joints:
+def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = (), segments: int = 2) -> Joints:
     """Where the model can be cut, found by structure and by running the sample through it once.
+
+    Best is a graph of its code, cut where one tensor passes; then stand-ins, with which the code runs as it is; then a
+    graph that is good for the sample's sizes alone; last, places where several tensors pass.
 
     Args:
         model: may be on the meta device; the sample has numbers even then.
         sample: inputs of one micro-batch.
         cuts: modules that must be units of their own.
+        segments: how many are wanted; with fewer, the next way is tried.
 
     Raises:
         InvalidInput: a cut names no module, or the model's chain cannot be found.
@@ -134,8 +139,20 @@ def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = ()) -> Joints
         try:
             chain = trace(model, inner, inputs)
         except Untraceable as error:
-            return _by_visits(model, inputs, inner, error)
-    names = tuple(u for u in chain.units[1:] if _single(chain, u))
+            try:
+                return _by_visits(model, inputs, inner)
+            except Untraceable as other:
+                raise InvalidInput("pipeline", _named(model), f"no place to cut it was found: {error}; {other}",
+                                   CURE) from error  # fmt: skip
+        if chain.conditional:
+            with suppress(Untraceable):
+                found = _by_visits(model, inputs, inner)
+                if set(cuts) <= set(found.names) and (cuts or len(found.names) >= segments - 1):
+                    return found
+    widths = {unit: _width(chain, unit) for unit in chain.units[1:]}
+    names = tuple(unit for unit, width in widths.items() if width == 1)
+    if len(names) < segments - 1:
+        names = tuple(unit for unit, width in widths.items() if width)
     return Joints(model, inputs, names, tuple(chain.units), chain)
 
 
@@ -155,8 +172,9 @@ def split(
         sample: inputs of one micro-batch, on the model's device unless that is meta; shows where the chain runs.
         stages: how many.
         cuts: the modules at which stages 1, 2, ... begin.
-        costs: of each segment of ``joints(model, sample)``, for instance the seconds that `measure` found; default, and
-            where there is another number of segments: the bytes of its parameters. Must be the same on all workers.
+        costs: of each segment of ``joints(model, sample, (), stages)``, for instance the seconds that `measure` found;
+            default, and where there is another number of segments: the bytes of its parameters. Must be the same on
+            all workers.
         limit: bytes of parameters that a stage may hold at most.
         holders: the worker of each stage; default: one stage per worker.
 
@@ -166,7 +184,7 @@ def split(
     if cuts is not None and len(cuts) != stages - 1:
         raise InvalidInput("cuts", tuple(cuts), f"{len(cuts)} cuts make {len(cuts) + 1} stages, not {stages}",
                            f"name {stages - 1} modules")  # fmt: skip
-    found = joints(model, sample, cuts or ())
+    found = joints(model, sample, cuts or (), stages)
     if cuts is None:
         weight = found.bytes()
         costs = costs if costs is not None and len(costs) == len(weight) else weight
@@ -176,16 +194,15 @@ def split(
     return found.cut(cuts)
 
 
-def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str], why: Untraceable) -> Joints:
+def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str]) -> Joints:
     try:
-        with undisturbed(model, training=False), Known():
-            seen = standins.visits(model, units(model, inner), inputs)
+        seen = standins.visits(model, units(model, inner), inputs)
     except Exception as error:
-        raise InvalidInput("pipeline", _named(model), f"the sample does not run through it: {error}", CURE) from error
+        raise Untraceable(f"the sample does not run through it: {error}") from error
     names = tuple(standins.joints(seen))
     if not names:
-        raise InvalidInput("pipeline", _named(model), f"no place to cut it was found ({why})", CURE)
-    return Joints(model, inputs, names, tuple(dict.fromkeys(v.unit for v in seen)), None, tuple(seen))
+        raise Untraceable("its blocks do not pass just one tensor from each to the next")
+    return Joints(model, inputs, names, tuple(dict.fromkeys(visit.unit for visit in seen)), None, tuple(seen))
 
 
 def _adopt(model: nn.Module, bodies: Sequence[nn.Module]) -> None:
@@ -209,11 +226,12 @@ def _place(body: nn.Module, path: str) -> nn.Module:
     return body
 
 
-def _single(chain: Chain, unit: str) -> bool:
+def _width(chain: Chain, unit: str) -> int:
+    """How many tensors would cross a cut there; 0 where it cannot be cut."""
     try:
-        return len(Division(chain, [unit]).crossing[0]) == 1
+        return len(Division(chain, [unit]).crossing[0])
     except Untraceable:
-        return False
+        return 0
 
 
 def _call(body: nn.Module, values: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Any:

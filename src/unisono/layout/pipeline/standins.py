@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class _Leave(Exception):
@@ -34,40 +37,82 @@ class Door:
 
 @dataclass(frozen=True)
 class Visit:
-    """A call of a unit: the first tensor that it took, and what it gave."""
+    """A call of a unit: the first tensor that it took, and what it gave; and whether anything that was made before it,
+    but that tensor, was used during it or later."""
 
     unit: str
     took: Tensor | None
     gave: Any
+    passed: bool
+
+
+class _Flow(TorchDispatchMode):
+    """Follows tensors past the calls of units, of which `call` is the latest.
+
+    Of every tensor that depends on more than the model's inputs it knows the first call that it cannot get past: what a
+    unit gives gets past the next one (there it arrives from the stage before), all else that was made in a unit does
+    not, and what the model's own code makes of several gets as far as all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.call, self.inside = -1, False
+        self.passed: set[int] = set()
+        self._end: Any = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ends = [self._end[x] for x in _tensors((args, kwargs)) if x in self._end]
+        self.passed |= {call for end in ends for call in range(end, self.call + 1)}
+        out = func(*args, **(kwargs or {}))
+        if self.inside or ends:
+            end = self.call + 1 if self.inside else min(ends)
+            for made in _tensors(out):
+                self._end[made] = min(end, self._end.get(made, end))
+        return out
+
+    def enter(self) -> None:
+        """A unit is called."""
+        self.call, self.inside = self.call + 1, True
+
+    def leave(self, gave: Any) -> None:
+        """It has given this."""
+        self.inside = False
+        if isinstance(_head(gave), Tensor):
+            self._end[_head(gave)] = self.call + 2
 
 
 def visits(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any]) -> list[Visit]:
     """The calls of `units` in one forward pass, in order."""
-    seen: list[Visit] = []
+    seen: list[tuple[str, Tensor | None, Any]] = []
+    flow = _Flow()
 
     def watch(unit: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            seen.append(Visit(unit, _first(args, kwargs), output))
+            seen.append((unit, _first(args, kwargs), output))
+            flow.leave(output)
 
         return hook
 
-    handles = [model.get_submodule(u).register_forward_hook(watch(u), with_kwargs=True) for u in units]
+    modules = [model.get_submodule(u) for u in units]
+    handles = [m.register_forward_pre_hook(lambda *_: flow.enter()) for m in modules]
+    handles += [m.register_forward_hook(watch(u), with_kwargs=True) for u, m in zip(units, modules, strict=True)]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), flow:
             model(**inputs)
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return [Visit(*visit, call in flow.passed) for call, visit in enumerate(seen)]
 
 
 def joints(seen: Sequence[Visit]) -> list[str]:
-    """Units at which a stage can begin: called once, on the very tensor that the unit called before it gave."""
+    """Units at which a stage can begin: called once, on the very tensor that the unit called before it gave, which is
+    all that they and what follows need of what was made before."""
     called = [v.unit for v in seen]
     good = []
     for before, after in pairwise(seen):
         once = called.count(after.unit) == called.count(before.unit) == 1
-        if once and after.took is not None and after.took is _head(before.gave):
+        if once and not after.passed and after.took is not None and after.took is _head(before.gave):
             good.append(after.unit)
     return good
 
@@ -147,6 +192,10 @@ def run(module: nn.Module, door: Door, values: tuple[Tensor, ...], inputs: Mappi
         return (left.value,)
     finally:
         door.value = None
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _first(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:

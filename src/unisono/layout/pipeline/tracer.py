@@ -1,0 +1,131 @@
+"""torch.fx, with the values at hand: what a model's own code asks about sizes while it is traced is answered.
+
+Every proxy knows its value on the sample. A condition on sizes (is the sequence too long?) takes the way that the
+sample takes, and a check is written into the graph that later micro-batches take it too. A condition on numbers of
+tensors stays what cannot be traced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+from torch.fx.proxy import Attribute, TraceError
+
+from unisono.errors import InvalidInput
+
+# Functions of torch that take sizes and no tensor, so that torch would not hand them to a proxy.
+_MAKERS = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn,
+           torch.zeros)  # fmt: skip
+
+
+def same_way(found: Any, on_sample: Any) -> None:
+    """A node of the graph: what the code asked has the answer that it had on the sample.
+
+    Raises:
+        InvalidInput: it has not.
+    """
+    if found != on_sample:
+        raise InvalidInput(
+            "pipeline", found, "the model's code asks for a size and goes another way in this micro-batch than in the "
+            f"one by which it was cut into stages, where it was {on_sample}",
+            "give micro-batches of one shape, write the model as nn.Sequential, or use pipeline=1")  # fmt: skip
+
+
+class Tracer(fx.Tracer):
+    """Calls every module but the `opened` ones as a whole.
+
+    Args:
+        given: what the model's forward is called with, by name, defaults included.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, opened: Collection[str], given: Mapping[str, Any]) -> None:
+        super().__init__(autowrap_functions=_MAKERS)
+        self._autowrap_search.append(torch)
+        self._opened, self._given, self._inside = opened, given, False
+        self.values: dict[fx.Node, Any] = {}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self._opened
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self._inside else super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val if self._inside else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Known(node, self)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> fx.Proxy:
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **options)
+        self.values[proxy.node] = self._value(proxy.node)
+        return proxy
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return bool(self.answer(obj, bool))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        parts: Any = obj
+        return iter([parts[place] for place in range(self.answer(obj, len))])
+
+    def answer(self, obj: fx.Proxy, ask: Callable[[Any], Any]) -> Any:
+        """What `ask` gives for the value; in a micro-batch that gives something else the graph will not run."""
+        value = self.values[obj.node]
+        if isinstance(value, Tensor) and ask is not len:
+            raise TraceError("it depends on the numbers in a tensor what is computed")
+        found = ask(value)
+        if not any(isinstance(self.values[n], torch.device) for n in obj.node.all_input_nodes):  # meta is not the last
+            asked = obj if ask is bool else self.create_proxy("call_function", ask, (obj,), {})
+            self.create_proxy("call_function", same_way, (asked, found), {})
+        return found
+
+    def _value(self, node: fx.Node) -> Any:
+        """What the node gives on the sample."""
+        args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
+        before, self._inside = self._inside, True
+        try:
+            match node.op:
+                case "placeholder":
+                    return self._given.get(str(node.target).lstrip("*"))
+                case "get_attr":
+                    owner, _, leaf = str(node.target).rpartition(".")
+                    return getattr(self.root.get_submodule(owner), leaf)
+                case "call_module":
+                    return self.root.get_submodule(str(node.target))(*args, **kwargs)
+                case "call_method":
+                    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                case _:
+                    assert callable(node.target)
+                    return node.target(*args, **kwargs)
+        finally:
+            self._inside = before
+
+
+class _Known(fx.Proxy):
+    """A proxy that can say more than its name."""
+
+    def __getattr__(self, k: str) -> Attribute:
+        return _KnownAttribute(self, k)
+
+    def __len__(self) -> int:
+        return int(self.tracer.answer(self, len))  # type: ignore[attr-defined]
+
+    def __int__(self) -> int:
+        return int(self.tracer.answer(self, int))  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.tracer.answer(self, float))  # type: ignore[attr-defined]
+
+    def __index__(self) -> int:
+        return int(self.tracer.answer(self, operator.index))  # type: ignore[attr-defined]
+
+
+class _KnownAttribute(Attribute, _Known):
+    """An attribute of one."""
