@@ -30,6 +30,7 @@ replicas  layout                                 gpt  llama  bert  cnn       lst
 1         Layout(tensor=2, pipeline=2)           =    =      =     whole     =       =    =
 1         Layout(shard=2, context=2)             =    =      =     picture   passes  =    =
 1         Layout(tensor=2, context=2)            =    =      =     picture   passes  =    =
+1         Layout(pipeline=2, context=2)          =    =      =     picture   passes  =    =
 1         Layout(shard=2, tensor=2, pipeline=2)  =    =      =     whole     =       =    =
 2         Layout(shard=2)                        =    =      =     =         =       =    =
 2         Layout(tensor=2)                       =    =      =     whole     =       =    =

@@ -14,7 +14,7 @@ CELLS = (
     Cell("cnn", "adamw", "Layout(shard=2)", 2, "LocalSGD(every=4)"),
     Cell("lstm", "adamw", "Layout(shard=2, tensor=2)"),
     Cell("lstm", "sgd", "Layout(context=2)"),
-    Cell("odd", "sgd", "Layout(shard=2, pipeline=2)"),
+    Cell("drops", "sgd", "Layout(shard=2, pipeline=2)"),
     Cell("odd", "adamw", "Layout(pipeline=2)", 2, "ParameterServer()"),
 )
 PAIRS = (
