@@ -17,34 +17,37 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from tests.layouts.cells import SAME, Bench, expected
-from tests.layouts.pairs import Resumed, pairs
-from tests.layouts.short import CELLS, PAIRS
+from tests.layouts.cells import SAME, Bench, Cell, expected
+from tests.layouts.pairs import Pair, Resumed, pairs
+from tests.layouts.short import CELLS, PAIRS, STEPS
 
 Try = Callable[[], tuple[bool, str]]  # whether it is as expected, and in words
 
 
 def tries(directory: Path, quick: bool) -> Iterator[tuple[str, Try]]:
     """All that is to be tried, by name."""
-    bench, resumed = Bench(directory / "cells"), Resumed(directory / "pairs")
+    bench = Bench(directory / "cells", STEPS) if quick else Bench(directory / "cells")
+    resumed = Resumed(directory / "pairs")
     resumed.path.mkdir()
+    for cell, word in expected().items():
+        if not quick or cell in CELLS:
+            yield str(cell), partial(_cell, bench, cell, word)
+    for pair in pairs():
+        if not quick or pair in PAIRS:
+            yield str(pair), partial(_pair, resumed, pair)
 
-    def cell(of, word: str) -> tuple[bool, str]:
-        outcome = bench.outcome(of)
-        return outcome.is_what(word), str(outcome)
 
-    def pair(of) -> tuple[bool, str]:
-        differs, same = resumed.differs(of)
-        return same and differs <= SAME, f"{differs:.1e}, {'the same' if same else 'OTHER'} weights"
+def _cell(bench: Bench, cell: Cell, word: str) -> tuple[bool, str]:
+    outcome = bench.outcome(cell)
+    return outcome.is_what(word), str(outcome)
 
-    for of, word in expected().items():
-        if not quick or of in CELLS:
-            yield str(of), lambda of=of, word=word: cell(of, word)
-    for of in pairs():
-        if not quick or of in PAIRS:
-            yield str(of), lambda of=of: pair(of)
+
+def _pair(resumed: Resumed, pair: Pair) -> tuple[bool, str]:
+    differs, same = resumed.differs(pair)
+    return same and differs <= SAME, f"{differs:.1e}, {'the same' if same else 'OTHER'} weights"
 
 
 def main() -> int:

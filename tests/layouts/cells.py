@@ -30,6 +30,7 @@ replicas  layout                                 gpt  llama  bert  cnn       lst
 1         Layout(tensor=2, pipeline=2)           =    =      =     whole     =       =    =
 1         Layout(shard=2, context=2)             =    =      =     picture   passes  =    =
 1         Layout(tensor=2, context=2)            =    =      =     picture   passes  =    =
+1         Layout(pipeline=2, context=2)          =    =      =     picture   passes  =    =
 1         Layout(shard=2, tensor=2, pipeline=2)  =    =      =     whole     =       =    =
 2         Layout(shard=2)                        =    =      =     =         =       =    =
 2         Layout(tensor=2)                       =    =      =     whole     =       =    =
@@ -81,9 +82,9 @@ class Cell:
         apart = self.sync.startswith("LocalSGD")
         return Cell(self.model, self.optimizer, "Layout()", self.replicas if apart else 1, self.sync)
 
-    def train(self, path: Path) -> Run:
+    def train(self, path: Path, steps: int) -> Run:
         """The run itself, in `path`."""
-        settings = {**self.settings, "layout": self.layout}
+        settings = {**self.settings, "layout": self.layout, "steps": steps}
         return run(self.model, {"optimizer": self.optimizer}, self.workers, path, **settings)
 
 
@@ -123,9 +124,10 @@ class Outcome:
 
 @dataclass
 class Bench:
-    """Tries cells in directory `path`; what they are compared with is run once."""
+    """Tries cells in directory `path`, so many steps each; what they are compared with is run once."""
 
     path: Path
+    steps: int = 20
     _references: dict[Cell, Run] = field(default_factory=dict)
     _runs: int = 0
 
@@ -136,9 +138,9 @@ class Bench:
         except Refused as refusal:
             return Outcome(cell, refused=str(refusal))
         expected = self.reference(cell.reference)
-        assert found.losses.keys() == expected.losses.keys()
+        assert found.losses.keys() == expected.losses.keys() == set(range(1, self.steps + 1))
         differs = max(abs(found.losses[step] - loss) for step, loss in expected.losses.items())
-        return Outcome(cell, differs, len(expected.losses), whole="tensor axis: nothing" in found.log)
+        return Outcome(cell, differs, self.steps, whole="tensor axis: nothing" in found.log)
 
     def reference(self, cell: Cell) -> Run:
         """The run of `cell`, kept."""
@@ -148,4 +150,4 @@ class Bench:
 
     def _train(self, cell: Cell) -> Run:
         self._runs += 1
-        return cell.train(self.path / f"run{self._runs}")
+        return cell.train(self.path / f"run{self._runs}", self.steps)

@@ -8,12 +8,12 @@ import pytest
 
 from tests.layouts.cells import SAME, Bench, expected
 from tests.layouts.pairs import Resumed, pairs
-from tests.layouts.short import CELLS, PAIRS
+from tests.layouts.short import CELLS, PAIRS, STEPS
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("cells"))
+    return Bench(tmp_path_factory.mktemp("cells"), STEPS)
 
 
 def test_the_short_form_is_part_of_the_campaign() -> None:

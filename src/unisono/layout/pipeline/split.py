@@ -196,8 +196,7 @@ def split(
 
 def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str]) -> Joints:
     try:
-        with undisturbed(model, training=False), Known():
-            seen = standins.visits(model, units(model, inner), inputs)
+        seen = standins.visits(model, units(model, inner), inputs)
     except Exception as error:
         raise Untraceable(f"the sample does not run through it: {error}") from error
     names = tuple(standins.joints(seen))
