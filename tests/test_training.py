@@ -117,7 +117,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path
     [
         ("AllReduce()", "TopK(0.05)", "Layout()"),
         ("AllReduce()", "PowerSGD(rank=1)", "Layout()"),
-        ("AllReduce()", "Quantize(4, stochastic=True)", "Layout()"),
         ("AllReduce()", "OneBit()", "Layout(shard=2)"),
         ("LocalSGD(2)", "OneBit()", "Layout()"),
         ("ParameterServer()", "TopK(0.05)", "Layout()"),

@@ -165,6 +165,30 @@ def test_clipping_is_on_the_norm_over_all_shards(sync) -> None:
     assert simulate(2, clipped, sync, Cast())[0][0] == pytest.approx(expected, abs=2e-6)
 
 
+@pytest.mark.parametrize("sync", [ParameterServer(), ParameterServer(servers=3, slice_bytes=300)], ids=notation.show)
+def test_the_norm_leaves_out_what_somebody_else_counts(sync) -> None:
+    """Slices hold several parameters, and parts of one."""
+
+    def norms(comm: Communicator, sync) -> list[float]:
+        torch.manual_seed(0)
+        parameters = {f"p{i}": nn.Parameter(torch.randn(40, 3 + i)) for i in range(4)}
+        optimizer = torch.optim.SGD(parameters.values(), 0.1)
+        bound = sync.bind(parameters, comm, Cast(), Loop(optimizer))
+        bound.begin()
+        bound.close([])
+        for i, (name, parameter) in enumerate(parameters.items()):
+            bound.offer(name, parameter.detach() * (i + 1) * (comm.rank + 1), 0.5)
+        change = bound.settle()
+        found = [change.norm(without) for without in ((), ("p0",), ("p1", "p3"), tuple(parameters))]
+        change.apply(optimizer.step)
+        bound.need()
+        return found
+
+    expected, found = simulate(2, norms, AllReduce())[0], simulate(2, norms, sync)
+    assert found[0] == found[1] == pytest.approx(expected, rel=1e-5)
+    assert expected[0] > expected[1] > expected[2] > expected[3] == 0
+
+
 def test_a_worker_that_asks_for_a_norm_late_gets_that_of_its_own_step() -> None:
     """The others are at the next step by then: each worker is late once."""
 
