@@ -1,8 +1,8 @@
 """A recurrent network on text: LSTMs learn to say the next byte.
 
-    unisono train examples/lstm.py:lstm --layers 2
-    unisono train examples/lstm.py:lstm --text README.md docs --workers 2 --sync 'LocalSGD(every=4)'
-    unisono train examples/lstm.py:lstm --workers 2 --layout 'Layout(shard=2)'
+unisono train examples/lstm.py:lstm --layers 2
+unisono train examples/lstm.py:lstm --text README.md docs --workers 2 --sync 'LocalSGD(every=4)'
+unisono train examples/lstm.py:lstm --workers 2 --layout 'Layout(shard=2)'
 """
 
 import math

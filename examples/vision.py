@@ -1,8 +1,8 @@
 """Images: a vision transformer or a residual convolutional network learns to read handwritten digits.
 
-    unisono train examples/vision.py:images --model vit
-    unisono train examples/vision.py:images --model cnn --workers 2
-    unisono train examples/vision.py:images --model vit --workers 4 --layout 'Layout(shard=2, tensor=2)'
+unisono train examples/vision.py:images --model vit
+unisono train examples/vision.py:images --model cnn --workers 2
+unisono train examples/vision.py:images --model vit --workers 4 --layout 'Layout(shard=2, tensor=2)'
 """
 
 from functools import partial
