@@ -1,8 +1,10 @@
 """A recurrent network on text: LSTMs learn to say the next byte.
 
-unisono train examples/lstm.py:lstm --layers 2
-unisono train examples/lstm.py:lstm --text README.md docs --workers 2 --sync 'LocalSGD(every=4)'
-unisono train examples/lstm.py:lstm --workers 2 --layout 'Layout(shard=2)'
+    unisono train examples/lstm.py:lstm --layers 2
+    unisono train examples/lstm.py:lstm --text README.md docs --workers 2 --sync 'LocalSGD(every=4)'
+    unisono train examples/lstm.py:lstm --workers 2 --layout 'Layout(shard=2)'
+
+A state passes from byte to byte, so `context` refuses it; matrices of an LSTM stay whole under `tensor`.
 """
 
 import math

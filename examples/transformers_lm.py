@@ -1,8 +1,10 @@
-"""Any causal language model of transformers, from random weights, on real text, byte by byte. Nothing is downloaded.
+"""Any causal language model of transformers, from random weights, on real text, byte by byte.
 
-unisono train examples/transformers_lm.py:lm --model.kind llama
-unisono train examples/transformers_lm.py:lm --model.kind gpt2 --text README.md docs --workers 2
-unisono train examples/transformers_lm.py:lm --model.layers 12 --workers 4 --layout 'Layout(shard=2, tensor=2)'
+    unisono train examples/transformers_lm.py:lm --model.kind llama
+    unisono train examples/transformers_lm.py:lm --model.kind gpt2 --text README.md docs --workers 2
+    unisono train examples/transformers_lm.py:lm --model.layers 12 --workers 4 --layout 'Layout(shard=2, tensor=2)'
+
+Nothing is downloaded: the configuration is made here, and the text is yours or the standard library's sources.
 """
 
 import difflib
