@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.training import train
 from unisono import Config, notation
-from unisono.config import INSIDE, NOTED
+from unisono.config import FIELDS, INSIDE, NOTED
+from unisono.errors import InvalidInput
+from unisono.source import Source
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -33,10 +41,134 @@ def said(directory: Path, *words: str | Path) -> str:
     return done.stdout
 
 
+def commands(example: Path) -> list[str]:
+    """What an example says of how it is run."""
+    return re.findall(r"^ *(unisono train .*)$", ast.get_docstring(ast.parse(example.read_text())) or "", re.M)
+
+
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_the_readme_shows_the_example_as_it_is(example: Path) -> None:
-    assert f"```python\n{example.read_text()}```\n" in README
+def test_the_readme_shows_the_example_as_it_is_or_how_it_is_run(example: Path) -> None:
+    assert f"```python\n{example.read_text()}```\n" in README or commands(example)[0] in README
     assert f"examples/{example.name}" in README
+
+
+TASKS = {  # what they come from, and small forms of them
+    "lm": (
+        "transformers",
+        "transformers_lm.py:lm",
+        {"text": (__file__,), "model": {"layers": 2, "width": 32, "heads": 2, "context": 16}},
+    ),
+    "vit": ("sklearn", "vision.py:images", {"model": "vit", "layers": 2, "width": 16}),
+    "cnn": ("sklearn", "vision.py:images", {"model": "cnn", "layers": 1, "width": 8}),
+    "lstm": ("torch", "lstm.py:lstm", {"text": (__file__,), "layers": 2, "width": 32, "context": 16}),
+    "keras": ("keras", "keras_model.py:digits", {"width": 4}),
+}
+LAYOUTS = [
+    *((name, "Layout()") for name in TASKS),
+    *((name, "Layout(shard=2)") for name in ("lm", "vit", "lstm", "keras")),
+    ("lm", "Layout(tensor=2)"),
+    ("vit", "Layout(tensor=2)"),
+]
+SAME, STEPS = 2e-6, 6
+
+
+def losses(name: str, directory: Path, workers: int, **settings: Any) -> dict[int | str, float]:
+    """Of the steps that the record tells of, the first and the last among them, and of held-out data."""
+    needs, place, arguments = TASKS[name]
+    if not find_spec(needs):
+        pytest.skip(f"{needs} is not installed")
+    last = train(workers, Source(place, arguments, str(EXAMPLES)), directory, steps=STEPS, workers=workers, **settings)
+    told = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
+    return {e["step"]: e["loss"] for e in told if e["event"] == "step"} | {"held out": last["metrics"]["loss"]}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Any:
+    """Losses on one worker, by task."""
+    found: dict[str, dict[int | str, float]] = {}
+
+    def of(name: str) -> dict[int | str, float]:
+        return found.setdefault(name, found.get(name) or losses(name, tmp_path_factory.mktemp(name), 1))
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_a_network_computes_on_two_workers_what_it_does_on_one(name: str, layout: str, alone, tmp_path: Path) -> None:
+    found, expected = losses(name, tmp_path, 2, layout=layout), alone(name)
+    both = found.keys() & expected.keys()
+    assert {1, STEPS, "held out"} <= both
+    assert max(abs(found[key] - expected[key]) for key in both) <= SAME
+
+
+def test_a_keras_model_is_trained_as_it_is(tmp_path: Path) -> None:
+    """Batch normalisation's statistics, which Keras has as parameters that are not trained, are alike too."""
+    if not find_spec("keras"):
+        pytest.skip("keras is not installed")
+    (tmp_path / "plain.py").write_text(PLAIN)
+    source = Source("plain.py:plain", {}, str(tmp_path))
+    exact = [train(n, source, tmp_path / f"{n}", steps=STEPS, workers=n, compress="Exact()") for n in (1, 2)]
+    assert exact[0]["weights_sha256"] == exact[1]["weights_sha256"]
+    bridged = train(
+        1, Source("plain.py:bridged", {}, str(tmp_path)), tmp_path / "bridged", steps=STEPS, compress="Exact()"
+    )
+    assert exact[0]["loss"] == bridged["loss"]
+
+
+PLAIN = f"""
+import sys
+from dataclasses import replace
+
+sys.path.insert(0, {str(EXAMPLES)!r})
+from keras_model import digits, network
+
+bridged = lambda: replace(digits(width=4, dropout=0.0), evaluate=None)
+plain = lambda: replace(
+    bridged(), model=lambda: network(4, 0.0), inputs=lambda batch: {{"inputs": batch[0], "training": True}}
+)
+"""
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_example_takes_what_it_says(name: str) -> None:
+    if not find_spec(TASKS[name][0]):
+        pytest.skip(f"{TASKS[name][0]} is not installed")
+    said_of = commands(EXAMPLES / TASKS[name][1].partition(":")[0])
+    assert said_of
+    for command in said_of:
+        _, _, task, *words = shlex.split(command)
+        options = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+        assert options <= {*FIELDS, *Source(task, {}, str(ROOT)).parameters()}
+
+
+MISUSES = {
+    "an unknown kind": ("transformers", "transformers_lm.py:lm", {"model.kind": "lama"}, "near: llama"),
+    "another's kind": ("transformers", "transformers_lm.py:lm", {"model.kind": "t5"}, "no causal language model"),
+    "heads": ("transformers", "transformers_lm.py:lm", {"model.heads": "3"}, "not a multiple of heads=3"),
+    "another choice": ("sklearn", "vision.py:images", {"model": "resnet"}, "choose vit or cnn"),
+    "no text": ("torch", "lstm.py:lstm", {"text": "nowhere"}, "--text = nowhere: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_what_an_example_cannot_do_is_said_in_words(name: str) -> None:
+    needs, place, arguments, words = MISUSES[name]
+    if not find_spec(needs):
+        pytest.skip(f"{needs} is not installed")
+    with pytest.raises(InvalidInput, match=words):
+        Source(place, arguments, str(EXAMPLES)).load()
+
+
+def test_what_is_not_installed_is_said_in_words(tmp_path: Path) -> None:
+    (tmp_path / "keras.py").write_text("raise ModuleNotFoundError(\"No module named 'keras'\", name='keras')")
+    path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "train", f"{EXAMPLES}/keras_model.py:digits"], cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        check=False)  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "No module named 'keras'; install it" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_custom_loop_has_the_same_weights_alone_and_launched(tmp_path: Path) -> None:

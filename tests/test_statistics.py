@@ -35,6 +35,21 @@ class Counters(nn.Module):
         return x
 
 
+class Kept(nn.Module):
+    """Statistics in parameters that are not trained, beside one that is not touched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self.seen = nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
+        self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        self.seen[1] += 1
+        return x
+
+
 class Twice(nn.Module):
     """One layer that is visited twice in a forward pass."""
 
@@ -83,6 +98,7 @@ AS_IN_TURN: dict[str, tuple[Model, Callable[[int, int], torch.Tensor]]] = {
 }
 TABLE = AS_IN_TURN | {
     "counters": (Counters, flat),
+    "kept in parameters": (Kept, flat),
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), flat),
 }
 
@@ -167,6 +183,16 @@ def test_counters_add_up_real_numbers_are_averaged_and_constants_stay() -> None:
         average, replaced = 0.9 * average + 0.1 * mean, 0.5 * replaced + mean
     torch.testing.assert_close(model.average, average)
     torch.testing.assert_close(model.replaced, replaced)
+
+
+def test_a_parameter_that_is_not_trained_serves_as_a_buffer() -> None:
+    _, model = simulate(3, train, "kept in parameters")[0]
+    mean = torch.full((3,), 0.5)
+    for step in range(STEPS):
+        mean = torch.stack([mean.lerp(flat(step, m).mean(0), 0.1) for m in range(MICRO_BATCHES)]).mean(0)
+    torch.testing.assert_close(model.mean.data, mean)
+    assert model.seen.tolist() == [0, STEPS * MICRO_BATCHES]
+    assert model.fixed.tolist() == [1, 1]
 
 
 def test_one_micro_batch_is_left_alone() -> None:

@@ -144,7 +144,8 @@ class _Explained:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, UnisonoError):
-            raise InvalidInput("task", self._name, _where(error), "correct it there") from error
+            cure = "install it, or correct the name" if isinstance(error, ModuleNotFoundError) else "correct it there"
+            raise InvalidInput("task", self._name, _where(error), cure) from error
 
 
 def _where(error: Exception) -> str:

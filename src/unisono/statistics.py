@@ -1,8 +1,8 @@
 """What forward passes write into buffers, collected per micro-batch and folded in the micro-batches' order.
 
-A network's buffers (batch normalisation's running statistics before all) change with every forward pass, so they would
-depend on who computed what. Here every micro-batch of a step starts from the same buffers; what each wrote is shared,
-and all workers fold the same rows in the same order:
+A network's buffers (batch normalisation's running statistics before all; a parameter that is not trained may serve as
+one) change with every forward pass, so they would depend on who computed what. Here every micro-batch of a step starts
+from the same buffers; what each wrote is shared, and all workers fold the same rows in the same order:
 
 - running statistics of normalisation layers: a moving average, one step per visit of the layer, as one process that
   computed all micro-batches in turn would have it;
@@ -35,12 +35,13 @@ class Statistics:
         self._comm, self._count = comm, micro_batches
         layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         theirs = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
+        theirs |= {id(p) for p in model.parameters() if p.requires_grad}
         self._layers = [_Layer(layer) for layer in layers if not getattr(layer, "buffers_agree", False)]
         self._quiet = [
             _Place(f"{path}.{key}".lstrip("."), module, key)
             for path, module in model.named_modules()
-            for key, buffer in module.named_buffers(recurse=False)
-            if id(buffer) not in theirs
+            for key, held in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))
+            if id(held) not in theirs
         ]
         self._written: list[_Place] = []
         self._probing = True
@@ -107,9 +108,10 @@ class Statistics:
         changed = [place.differs(mark) for place, mark in zip(self._quiet, self._marks)]
         self._written = [place for place, c in zip(self._quiet, changed) if c]
         self._first = [first for first, c in zip(self._probe, changed) if c]
-        self._quiet = [place for place, c in zip(self._quiet, changed) if not c]
+        # Others may write to a parameter later: it may be trained by then.
+        self._quiet = [p for p, c in zip(self._quiet, changed) if not c and not isinstance(p.tensor, nn.Parameter)]
         self._marks = [place.mark for place in self._quiet]
-        self._probing = False
+        self._probe, self._probing = [], False
 
 
 @dataclass(frozen=True)
