@@ -13,14 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from unisono.layout.blocks import blocks
 from unisono.layout.context import Passage, verify
 from unisono.layout.deferred import Deferred, record
-from unisono.layout.held import Held
+from unisono.layout.held import Gathering, Held
 from unisono.layout.layout import AXES, Layout
 from unisono.layout.pipeline import Pipeline, split, stages_of
 from unisono.layout.places import Places
 from unisono.layout.sample import Sample
-from unisono.layout.shard import shard
+from unisono.layout.shard import Gathered, shard
 from unisono.layout.tensor import TensorPlan, apply, derive, refusal
 
 LOG = logging.getLogger("unisono")
@@ -79,23 +80,26 @@ def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) 
         if mesh.get_rank() == 0:
             _tell(plan)
         apply(model, mesh["tensor"], plan)
+    repeated = set(blocks(model))
     pipeline = _pipeline(model, layout, mesh, sample) if layout.pipeline > 1 else None
     pieces: list[nn.Module] = list(pipeline.stages.values()) if pipeline else [model]
     here = nn.ModuleList(pieces) if pipeline else model
     matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
-    if layout.shard * layout.context > 1:
+    if layout.together > 1:
         for piece in pieces:
-            shard(piece, _sharding(layout, mesh))
-    return _Spread(here, pipeline, matrices)
+            shard(piece, _sharding(layout, mesh), repeated, layout)
+    return _Spread(here, pipeline, matrices, Gathered(pieces, layout))
 
 
 @dataclass(frozen=True)
 class _Spread:
-    """This worker's modules, its pipeline if there is one, and the names of what is split over the tensor axis."""
+    """This worker's modules, its pipeline if there is one, the names of what is split over the tensor axis, and what of
+    all this is whole for a while."""
 
     model: nn.Module
     pipeline: Pipeline | None
     matrices: Collection[str]
+    gathering: Gathering
 
     def held(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> Held:
         """Once the numbers are to come, or there."""
@@ -103,10 +107,13 @@ class _Spread:
         counted = set(self.pipeline.counted()) if self.pipeline else leaves.keys()
         if mesh.get_local_rank("tensor") != 0:
             counted &= set(self.matrices)
+        if mesh.get_local_rank("replicate") != 0:
+            counted = set()
         buffers = dict(self.model.named_buffers())
         if self.pipeline:
             buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.named_buffers()}
         held = Held.of(self.model, leaves, buffers, elsewhere=leaves.keys() - counted)
+        held = replace(held, gathering=self.gathering)
         if layout.context > 1:
             return replace(held, passage=Passage(mesh["context"], sample.weight))
         return replace(held, pipeline=self.pipeline)
@@ -129,10 +136,13 @@ def _pipeline(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample
 
 
 def _sharding(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
-    """The workers whose gradients add up: those of a shard group, and those that have parts of one sequence."""
+    """The workers whose gradients add up: those of a shard group, and those that have parts of one sequence; in as many
+    rows as there are copies of them."""
     if layout.context == 1 or layout.shard == 1:
-        return mesh["shard" if layout.context == 1 else "context"]
-    return mesh["shard", "context"]._flatten("sharded")
+        row = mesh["shard" if layout.context == 1 else "context"]
+    else:
+        row = mesh["shard", "context"]._flatten("sharded")
+    return DeviceMesh._concatenate([mesh["replicate"], row]) if layout.replicate > 1 else row
 
 
 def _tell(plan: TensorPlan) -> None:
