@@ -19,7 +19,7 @@ from unisono.config import Config
 from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
-from unisono.layout import AXES, Held, Places, Sample
+from unisono.layout import AXES, Compute, Held, Places, Sample, blocks
 from unisono.notation import show
 from unisono.observe import Recorder
 from unisono.optimizer import LearningRate, prefer_fused
@@ -80,14 +80,18 @@ def build(
         InvalidInput: what the task builds cannot be trained.
     """
     seed_compute(stream(config.seed, 0, 0, "init"))
+    compute = Compute(config.precision, config.recompute, config.compile, whole=mesh is None)
     if mesh is not None and sample is not None:
         from unisono.layout.lay import lay  # imports more of torch than others need
 
-        held = lay(lambda: _model(task), config.layout, mesh, sample)
+        held = lay(lambda: _model(task), config.layout, mesh, sample, compute)
     else:
         model = _model(task)
         if config.sync_batchnorm:
             model = synchronize_batchnorm(model, comm.lane("batchnorm"))
+        compute.check(model)
+        for block in blocks(model):
+            compute.prepare(block)
         held = Held.whole(model.to(device))
     optimizer = task.optimizer([p for p in held.local.parameters() if p.requires_grad])
     check_fit(held.local, optimizer)
@@ -138,7 +142,7 @@ def bind(
     autocast = _autocast(config, device)
     task = dataclasses.replace(task, loss=within(autocast, task.loss))
     runs = forward(task, autocast)
-    called = torch.compile(held.model) if config.compile else held.model
+    called = torch.compile(held.model) if config.compile and not wires.spread else held.model
     move = _mover(device)
     if held.pipeline is not None:
         from unisono.pipelined import PipelinedTrainer, output  # imports more of torch than others need

@@ -45,6 +45,10 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
             "on the number of workers, which Exact() promises that it does not", "leave one out")  # fmt: skip
     if config.layout.workers > 1:
         _check_spread(config)
+    elif config.precision == "bf16_parameters":
+        raise InvalidInput(
+            "precision", config.precision, f"with {show(config.layout)} each worker has all parameters, in fp32",
+            "write bf16, or a layout as in --layout 'Layout(shard=2)'")  # fmt: skip
     return config
 
 
@@ -72,9 +76,8 @@ def _check_spread(config: Config) -> None:
         raise InvalidInput("sync_batchnorm", True, f"it does not know of {layout}", "leave one out")
     if config.layout.pipeline > 1 and config.layout.context > 1:
         raise InvalidInput("layout", layout, "pipelines of parts of sequences are not built yet", "use one of the two")
-    if config.layout.pipeline > 1 and config.compile:
-        raise InvalidInput("compile", True, f"it does not know of {layout} yet", "leave one out")
-    if config.clip is not None and config.layout.tensor * config.layout.pipeline > 1 and hasattr(sync, "servers"):
+    several = config.layout.tensor * config.layout.pipeline * config.layout.replicate > 1
+    if config.clip is not None and several and hasattr(sync, "servers"):
         raise InvalidInput(
             "clip", config.clip, f"the servers would count what {layout} holds on several workers more than once",
             "leave it out, or write AllReduce()")  # fmt: skip

@@ -1,3 +1,5 @@
+from unisono.layout.blocks import Compute as Compute
+from unisono.layout.blocks import blocks as blocks
 from unisono.layout.held import Held as Held
 from unisono.layout.held import Passage as Passage
 from unisono.layout.held import Whole as Whole

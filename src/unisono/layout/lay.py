@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from unisono.layout.blocks import blocks
+from unisono.layout.blocks import Compute, blocks
 from unisono.layout.context import Passage, verify
 from unisono.layout.deferred import Deferred, record
 from unisono.layout.held import Gathering, Held
@@ -32,32 +32,46 @@ def mesh_of(places: Places, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, places.shape, mesh_dim_names=("replica", *AXES))
 
 
-def lay(build: Callable[[], nn.Module], layout: Layout, mesh: DeviceMesh, sample: Sample) -> Held:
+def lay(
+    build: Callable[[], nn.Module], layout: Layout, mesh: DeviceMesh, sample: Sample, compute: Compute | None = None
+) -> Held:
     """This worker's part of the model that `build` builds, with the bits that it has on one device; all workers call it
     alike, with the same random state. The whole model is never in memory, but for a model that has to be.
 
     Args:
         sample: on it is tried out what can be split.
+        compute: how its blocks compute.
 
     Raises:
         InvalidInput: the model cannot be laid out so; names what cannot, and what to do.
     """
+    compute = compute or Compute()
     if layout.context > 1:  # it is tried out with its numbers
         model = build().to(mesh.device_type)
         forward = partial(sample.forward, model)
         verify(model, sample.batch, layout.context, forward=forward, loss=sample.loss, weight=sample.weight)
-        return _spread(model, layout, mesh, sample).held(layout, mesh, sample)
+        return _spread(model, layout, mesh, sample, compute).held(layout, mesh, sample)
     deferred = record(build)
     if deferred.whole and mesh.get_rank() == 0:
         LOG.info("the model is built whole on every worker: %s", deferred.why)
     model = deferred.model.to(mesh.device_type) if deferred.whole else deferred.model
-    spread = _spread(model, layout, mesh, sample)
+    spread = _spread(model, layout, mesh, sample, compute)
     if deferred.whole:
         return spread.held(layout, mesh, sample)
     spread.model.to_empty(device=mesh.device_type)
+    if layout.offload:
+        _to_host(spread.model)
     held = spread.held(layout, mesh, sample)
     _fill(held, deferred)
     return held
+
+
+def _to_host(model: nn.Module) -> None:
+    """What is trained; buffers stay where the forward pass reads them."""
+    buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    model.cpu()
+    for home, name, buffer in buffers:
+        home[name] = buffer
 
 
 def _fill(held: Held, deferred: Deferred) -> None:
@@ -72,7 +86,7 @@ def _fill(held: Held, deferred: Deferred) -> None:
     deferred.materialise(keep)
 
 
-def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> _Spread:
+def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, compute: Compute) -> _Spread:
     """Change `model` in place, axis by axis."""
     if layout.tensor > 1:
         refusal(model, layout.tensor)
@@ -80,14 +94,21 @@ def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) 
         if mesh.get_rank() == 0:
             _tell(plan)
         apply(model, mesh["tensor"], plan)
+    compute.check(model)
     repeated = set(blocks(model))
-    pipeline = _pipeline(model, layout, mesh, sample) if layout.pipeline > 1 else None
+    pipeline = _pipeline(model, layout, mesh, sample, compute) if layout.pipeline > 1 else None
     pieces: list[nn.Module] = list(pipeline.stages.values()) if pipeline else [model]
     here = nn.ModuleList(pieces) if pipeline else model
     matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
-    if layout.together > 1:
+    for block in [m for piece in pieces for m in piece.modules() if m in repeated]:
+        compute.prepare(block)
+    bf16 = compute.precision == "bf16_parameters"
+    if layout.offload and mesh.device_type == "cpu" and mesh.get_rank() == 0:
+        LOG.info("nothing is offloaded: the device is a CPU, and all lies in its memory")
+    if layout.together > 1 or layout.offload or bf16:
         for piece in pieces:
-            shard(piece, _sharding(layout, mesh), repeated, layout)
+            last = pipeline is None or getattr(piece, "is_last", False)
+            shard(piece, _sharding(layout, mesh), repeated, layout, bf16=bf16, last=last)
     return _Spread(here, pipeline, matrices, Gathered(pieces, layout))
 
 
@@ -123,7 +144,7 @@ def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Paramet
     return dict(model.named_parameters()) if pipeline is None else pipeline.parameters()
 
 
-def _pipeline(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> Pipeline:
+def _pipeline(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, compute: Compute) -> Pipeline:
     device = next(model.parameters()).device
     given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, sample.arguments)
     stages = split(model, given, layout.stages, cuts=layout.cuts or None)
@@ -132,7 +153,7 @@ def _pipeline(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample
     mine = stages_of(layout.schedule, layout.pipeline, layout.stages, mesh.get_local_rank("pipeline"))
     return Pipeline(
         {number: stages.modules[number] for number in mine}, layout.stages, mesh["pipeline"].get_group(),
-        layout.schedule, torch.device(mesh.device_type), stages.tied)  # fmt: skip
+        layout.schedule, torch.device(mesh.device_type), stages.tied, apart=not compute.changes_backward)  # fmt: skip
 
 
 def _sharding(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:

@@ -69,6 +69,8 @@ class Layout:
             raise ValueError(f"offload={self.offload!r} is not True or False")
         if self.zero != 3 and self.together == 1:
             raise ValueError(f"zero={self.zero}: no gradients are summed over workers; write shard=2, or leave it out")
+        if self.offload and self.workers == 1:
+            raise ValueError("offload=True: that is a way to shard, and here is one worker; write shard=2")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} is none of {', '.join(SCHEDULES)}")
         if not isinstance(self.cuts, tuple) or not all(isinstance(cut, str) for cut in self.cuts):

@@ -69,6 +69,8 @@ class Pipeline:
         tied: parameters that several stages hold (``Stages.tied``).
         enter: ``enter(micro_batch, stage)`` is called before each forward pass, for instance to seed its randomness.
         kept: for how many lists of shapes a schedule is kept, the latest ones.
+        apart: whether the gradients of a stage's inputs may be taken before those of its weights, in a backward pass
+            of their own; not where it computes again, or is compiled.
     """
 
     stages: Mapping[int, Stage]
@@ -79,6 +81,7 @@ class Pipeline:
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     enter: Enter = lambda micro_batch, stage: None
     kept: int = 8
+    apart: bool = True
 
     def __post_init__(self) -> None:
         kind(self.schedule)
@@ -220,7 +223,7 @@ class Pipeline:
         def watch(place: int, arrives: tuple[Tensor, ...], leaves: tuple[Tensor, ...]) -> None:
             # What a sharded part holds changes between the two halves of a zero-bubble schedule's backward pass.
             sharded = any(isinstance(m, FSDPModule) for m in self.stages[place].modules())
-            apart = not sharded and (place == 0 or separable(arrives, leaves))
+            apart = self.apart and not sharded and (place == 0 or separable(arrives, leaves))
             made.append(
                 _Entering(
                     self.stages[place],
