@@ -15,6 +15,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -81,15 +82,19 @@ class _Buffers:
 
     def _look(self) -> None:
         self._before = [
-            (m._buffers, name, buffer, buffer._version, buffer.detach().clone())
+            (m, name, buffer, buffer._version, buffer.detach().clone())
             for m in self._block.modules()
             for name, buffer in m._buffers.items()
             if buffer is not None
         ]
 
     def _note(self) -> None:
-        self._found = [(home, name, value) for home, name, buffer, version, value in self._before
-                       if home.get(name) is not buffer or buffer._version != version]  # fmt: skip
+        self._found = [
+            (m._buffers, name, value)
+            for m, name, buffer, version, value in self._before
+            # Batch normalisation writes without telling the tensor.
+            if isinstance(m, _NormBase) or m._buffers.get(name) is not buffer or buffer._version != version
+        ]
         self._before = []
 
     def _put(self) -> None:
