@@ -154,6 +154,6 @@ def test_a_model_without_blocks_is_refused() -> None:
 
     with pytest.raises(InvalidInput, match="recompute = blocks: Plain has no list or sequence of blocks"):
         Compute(recompute="blocks").check(Plain())
-    with pytest.raises(InvalidInput, match="compile = True: Plain has no list .* one by one"):
+    with pytest.raises(InvalidInput, match=r"compile = True: Plain has no list .* one by one"):
         Compute(compile=True).check(Plain())
     Compute(compile=True, whole=True).check(Plain())
