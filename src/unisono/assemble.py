@@ -80,7 +80,7 @@ def build(
         InvalidInput: what the task builds cannot be trained.
     """
     seed_compute(stream(config.seed, 0, 0, "init"))
-    compute = Compute(config.precision, config.recompute, config.compile, whole=mesh is None)
+    compute = Compute(config.precision, config.recompute, config.compile, whole=_compiled_whole(config))
     if mesh is not None and sample is not None:
         from unisono.layout.lay import lay  # imports more of torch than others need
 
@@ -97,6 +97,18 @@ def build(
     check_fit(held.local, optimizer)
     prefer_fused(optimizer, sparse=bool(sparse_parameters(held.model)))
     return held, optimizer
+
+
+def _check_offloaded(config: Config, places: Places, device: torch.device) -> None:
+    if config.layout.offload and device.type != "cpu" and places.replicas > 1:
+        raise InvalidInput(
+            "layout", show(config.layout), f"gradients lie in host memory, and {places.replicas} replicas exchange them "
+            "on the device", f"write --workers {config.layout.workers}, or replicate={places.replicas}")  # fmt: skip
+
+
+def _compiled_whole(config: Config) -> bool:
+    """Else block by block: between blocks others have to have a hand in what is computed."""
+    return config.layout.workers == 1 and config.recompute == "none"
 
 
 def _model(task: Task) -> nn.Module:
@@ -138,11 +150,12 @@ def bind(
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, comm.size, replica)
     _check_pipelined(config, feed.places, held)
+    _check_offloaded(config, feed.places, device)
     schedule = config.schedule or task.schedule or Constant()
     autocast = _autocast(config, device)
     task = dataclasses.replace(task, loss=within(autocast, task.loss))
     runs = forward(task, autocast)
-    called = torch.compile(held.model) if config.compile and not wires.spread else held.model
+    called = torch.compile(held.model) if config.compile and _compiled_whole(config) else held.model
     move = _mover(device)
     if held.pipeline is not None:
         from unisono.pipelined import PipelinedTrainer, output  # imports more of torch than others need

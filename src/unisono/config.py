@@ -48,7 +48,7 @@ class Config:
         threads: compute threads per worker; 0 shares the cores among the workers of a host, or takes 1 with
             ``Exact()``, where the number of threads is part of the run's identity.
         load: how samples are fetched; None measures the first micro-batch and chooses.
-        compile: run the model through ``torch.compile``; under a layout block by block.
+        compile: run the model through ``torch.compile``; under a layout, and with `recompute`, block by block.
         recompute: what is computed once more in backward, so that memory need not hold it from the forward pass on
             (activation checkpointing): ``none``, ``blocks`` (all that is inside the blocks of the model's lists and
             sequences; about a third more to compute) or ``selective`` (all but products of matrices, attention and

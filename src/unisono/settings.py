@@ -43,6 +43,9 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
             "on the number of workers, which Exact() promises that it does not", "leave one out")  # fmt: skip
+    if config.recompute == "selective" and config.compile:
+        raise InvalidInput("recompute", config.recompute, "in a compiled block there are no single operations to keep",
+                           "write blocks, or leave compile out")  # fmt: skip
     if config.layout.workers > 1:
         _check_spread(config)
     elif config.precision == "bf16_parameters":

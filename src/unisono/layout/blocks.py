@@ -44,14 +44,14 @@ class Compute:
             raise InvalidInput("recompute", self.recompute, f"{problem}, and one that is computed again as a whole "
                                "saves nothing", f"leave it out, or {cure}")  # fmt: skip
         if self.compile and not self.whole:
-            raise InvalidInput("compile", True, f"{problem}, and under a layout they are compiled one by one",
+            raise InvalidInput("compile", True, f"{problem}, and here they are compiled one by one",
                                f"leave it out, or {cure}")  # fmt: skip
 
     def prepare(self, block: nn.Module) -> None:
         """Change what `block` does when it is called, in place."""
+        if self.compile and not self.whole:
+            block.forward = torch.compile(block.forward)
         if self.recompute != "none":
             from unisono.layout.recompute import recompute  # imports more of torch than others need
 
-            recompute(block, self.recompute, compiled=self.compile)
-        if self.compile and not self.whole:
-            block.forward = torch.compile(block.forward)
+            recompute(block, self.recompute)

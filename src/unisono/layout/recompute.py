@@ -35,16 +35,11 @@ _KEPT = {
 }  # fmt: skip
 
 
-def recompute(block: nn.Module, kind: str, *, compiled: bool = False) -> None:
+def recompute(block: nn.Module, kind: str) -> None:
     """From now on `block` computes its activations again in backward: all for ``blocks``, for ``selective`` all but
-    those that take long.
-
-    Args:
-        compiled: torch.compile will see the block; it knows by itself what a forward pass writes into buffers.
-    """
+    those that take long."""
     make = partial(create_selective_checkpoint_contexts, _policy) if kind == "selective" else noop_context_fn
-    before = block.forward
-    contexts = make if compiled else partial(_with_buffers, block, make)
+    before, contexts = block.forward, partial(_with_buffers, block, make)
 
     @wraps(before)
     def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
