@@ -103,7 +103,8 @@ def _check_offloaded(config: Config, places: Places, device: torch.device) -> No
     if config.layout.offload and device.type != "cpu" and places.replicas > 1:
         raise InvalidInput(
             "layout", show(config.layout), f"gradients lie in host memory, and {places.replicas} replicas exchange "
-            "them on the device", f"write --workers {config.layout.workers}, or replicate={places.replicas}")  # fmt: skip
+            "them on the device",
+            f"write --workers {config.layout.workers}, or use replicate in place of replicas")  # fmt: skip
 
 
 def _compiled_whole(config: Config) -> bool:
