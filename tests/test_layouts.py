@@ -105,6 +105,54 @@ def test_a_pipeline_computes_what_one_worker_does(layout, workers, task, tmp_pat
     assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **settings), alone) <= SAME
 
 
+OPTIONS = [
+    ("Layout(replicate=2)", 2, "clip", {}),
+    ("Layout(replicate=2, shard=2)", 4, "adamw", {}),
+    ("Layout(replicate=2, tensor=2)", 4, "text", {}),
+    ("Layout(replicate=2, pipeline=2)", 4, "text", {"micro_batch": 8}),
+    ("Layout(replicate=2, zero=1)", 2, "text", {}),
+    ("Layout(shard=2, zero=1)", 2, "clip", {}),
+    ("Layout(shard=2, zero=2)", 2, "text", {}),
+    ("Layout(shard=2, pipeline=2, zero=1)", 4, "text", {"micro_batch": 8}),
+    ("Layout(shard=2, offload=True)", 2, "text", {}),
+    ("Layout(shard=2)", 2, "sgd", {"recompute": "blocks"}),
+    ("Layout(tensor=2)", 2, "text", {"recompute": "selective"}),
+    ("Layout(context=2)", 2, "text", {"recompute": "selective"}),
+    ("Layout(pipeline=2)", 2, "norm", {"recompute": "blocks"}),
+    ("Layout(pipeline=2, schedule='ZBVZeroBubble')", 2, "text", {"recompute": "selective", "micro_batch": 8}),
+    ("Layout(shard=2)", 2, "still", {"compile": True}),
+    ("Layout(pipeline=2)", 2, "still", {"compile": True, "recompute": "blocks"}),
+]
+MORE = {
+    "norm": (source("regression", optimizer="sgd"), EVEN),
+    "still": (source("regression", optimizer="sgd", norm=False), EVEN),
+}
+
+
+@pytest.mark.parametrize(("layout", "workers", "name", "options"), OPTIONS)
+def test_an_option_changes_what_is_kept_and_sent_but_not_what_is_computed(
+    layout, workers, name, options, tmp_path
+) -> None:
+    task, settings = (TASKS | MORE)[name]
+    settings = settings | {key: value for key, value in options.items() if key == "micro_batch"}
+    alone = losses(tmp_path / "alone", 1, task, **settings)
+    assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **{**settings, **options}), alone) <= SAME
+
+
+def test_parameters_in_bf16_learn_what_those_in_fp32_do(tmp_path) -> None:
+    alone = losses(tmp_path / "alone", 1, TEXT)
+    half = losses(tmp_path / "half", 2, TEXT, layout="Layout(shard=2)", precision="bf16_parameters")
+    assert SAME < differ(half, alone) < 2e-2
+
+
+@pytest.mark.parametrize("kind", ["blocks", "selective"])
+@pytest.mark.parametrize(("workers", "options"), [(1, {}), (2, {"sync": "ParameterServer(servers=1)"})])
+def test_what_is_computed_again_without_a_layout_has_the_same_bits(workers, options, kind, tmp_path) -> None:
+    plain = losses(tmp_path / "plain", workers, TASKS["sgd"][0], **EVEN, **options)
+    again = losses(tmp_path / "again", workers, TASKS["sgd"][0], recompute=kind, **EVEN, **options)
+    assert differ(again, plain) == 0.0
+
+
 CONTEXTS = [
     ("Layout(context=2)", 2),
     ("Layout(context=4)", 4),
@@ -141,9 +189,18 @@ def test_servers_clip_by_the_norm_of_the_whole_replica(tmp_path) -> None:
     """What several workers of a replica hold counts once; without clipping the losses are others."""
     options = {"sync": "ParameterServer(servers=1)", "clip": 0.5, "micro_batch": 8}
     whole = losses(tmp_path / "whole", 2, TEXT, **options)
-    for layout in ("Layout(tensor=2)", "Layout(pipeline=2)"):
+    for layout in ("Layout(tensor=2)", "Layout(pipeline=2)", "Layout(replicate=2)"):
         assert differ(losses(tmp_path / layout, 4, TEXT, layout=layout, **options), whole) <= SAME
     assert differ(losses(tmp_path / "free", 2, TEXT, **{**options, "clip": None}), whole) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["Layout(replicate=2)", "Layout(shard=2, zero=1)"])
+def test_an_evaluation_between_steps_leaves_no_weights_behind(layout, tmp_path) -> None:
+    """Between two agreements it is of what the replicas would agree on, and each goes on from its own."""
+    task = source("regression", optimizer="sgd", norm=False)
+    settings = {"sync": "LocalSGD(every=4)", "evaluate_every": 3, **EVEN}
+    whole = losses(tmp_path / "whole", 2, task, **settings)
+    assert differ(losses(tmp_path / "laid", 4, task, layout=layout, **settings), whole) <= SAME
 
 
 @pytest.mark.parametrize(
@@ -158,6 +215,9 @@ def test_servers_clip_by_the_norm_of_the_whole_replica(tmp_path) -> None:
         (2, {"layout": "Layout(pipeline=2)", "micro_batch": 24}, "use 2 micro-batches per step"),
         (2, {"layout": "Layout(pipeline=2, cuts=('layers.9',))"}, "has no module of that name"),
         (2, {"layout": "Layout(context=2)"}, "on parts of a sequence"),
+        (2, {"layout": "Layout(tensor=2, zero=1)"}, "no gradients are summed over workers; write shard=2"),
+        (2, {"layout": "Layout(offload=True)"}, "here is one worker; write shard=2"),
+        (2, {"layout": "Layout()", "precision": "bf16_parameters"}, "write bf16, or a layout"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_cure(workers, settings, words, tmp_path) -> None:
@@ -191,6 +251,8 @@ WAYS = [
     (4, "Layout(shard=2, tensor=2)"),
     (2, "Layout(pipeline=2)"),
     (4, "Layout(shard=2, pipeline=2)"),
+    (2, "Layout(replicate=2)"),
+    (4, "Layout(replicate=2, shard=2)"),
 ]
 
 

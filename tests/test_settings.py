@@ -37,6 +37,10 @@ def test_what_cannot_be_combined_is_refused() -> None:
         settle(task(), {"sync_batchnorm": True, "compress": "Exact()"})
     with pytest.raises(InvalidInput, match=r"stepz = 3: there is no such field; did you mean steps"):
         settle(task(stepz=3), {})
+    with pytest.raises(InvalidInput, match="recompute = selective: in a compiled block"):
+        settle(task(), {"recompute": "selective", "compile": True})
+    with pytest.raises(InvalidInput, match=r"precision = bf16_parameters: .* write bf16, or a layout"):
+        settle(task(), {"precision": "bf16_parameters"})
 
 
 OTHER = {"seed": 5, "global_batch": 48, "micro_batch": 2, "compress": "Exact(32)", "sync": "AllReduce(4096)",

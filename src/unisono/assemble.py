@@ -19,7 +19,7 @@ from unisono.config import Config
 from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
-from unisono.layout import AXES, Held, Places, Sample
+from unisono.layout import AXES, Compute, Held, Places, Sample, as_it_is, blocks
 from unisono.notation import show
 from unisono.observe import Recorder
 from unisono.optimizer import LearningRate, optimizer_of, prefer_fused
@@ -83,22 +83,36 @@ def build(
         InvalidInput: what the task builds cannot be trained.
     """
     lane = comm.lane("batchnorm") if config.sync_batchnorm else None
-    synchronized = partial(synchronize_batchnorm, comm=lane) if lane else _as_it_is
+    change = partial(synchronize_batchnorm, comm=lane) if lane else as_it_is
+    compute = Compute(config.precision, config.recompute, config.compile, _compiled_whole(config), change)
     seed_compute(stream(config.seed, 0, 0, "init"))
     if mesh is not None and sample is not None:
         from unisono.layout.lay import lay  # imports more of torch than others need
 
-        held = lay(lambda: _model(task), config.layout, mesh, sample, synchronized)
+        held = lay(lambda: _model(task), config.layout, mesh, sample, compute)
     else:
-        held = Held.whole(synchronized(_model(task)).to(device))
+        model = compute.change(_model(task))
+        compute.check(model)
+        for block in blocks(model):
+            compute.prepare(block)
+        held = Held.whole(model.to(device))
     optimizer = optimizer_of(task.optimizer, [p for p in held.local.parameters() if p.requires_grad])
     check_fit(held.local, optimizer)
     prefer_fused(optimizer, sparse=bool(sparse_parameters(held.model)))
     return held, optimizer
 
 
-def _as_it_is(model: nn.Module) -> nn.Module:
-    return model
+def _check_offloaded(config: Config, places: Places, device: torch.device) -> None:
+    if config.layout.offload and device.type != "cpu" and places.replicas > 1:
+        raise InvalidInput(
+            "layout", show(config.layout), f"gradients lie in host memory, and {places.replicas} replicas exchange "
+            "them on the device",
+            f"write --workers {config.layout.workers}, or use replicate in place of replicas")  # fmt: skip
+
+
+def _compiled_whole(config: Config) -> bool:
+    """Else block by block: between blocks others have to have a hand in what is computed."""
+    return config.layout.workers == 1 and config.recompute == "none"
 
 
 def _model(task: Task) -> nn.Module:
@@ -139,11 +153,12 @@ def bind(
         extra=Persistence.WORDS * comm.size, lazy=not config.compile)  # fmt: skip
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, feed.places.lanes, replica)
+    _check_offloaded(config, feed.places, device)
     schedule = config.schedule or task.schedule or Constant()
     autocast = _autocast(config, device)
     task = dataclasses.replace(task, loss=within(autocast, task.loss))
     runs = forward(task, autocast)
-    called = torch.compile(held.model) if config.compile else held.model
+    called = torch.compile(held.model) if config.compile and _compiled_whole(config) else held.model
     move = _mover(device)
     if held.pipeline is not None:
         from unisono.pipelined import PipelinedTrainer, output  # imports more of torch than others need

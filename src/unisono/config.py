@@ -33,7 +33,8 @@ class Config:
         layout: how one replica lies over its workers.
         seed: of the initial weights, the order of samples and every random stream.
         lr: learning rate, in place of what the task's optimizer says.
-        precision: ``fp32``, or ``bf16`` for autocast (weights and optimizer stay in fp32).
+        precision: ``fp32``; ``bf16`` for autocast; under a layout also ``bf16_parameters``, which compute and travel to
+            other workers in bf16, while gradients are summed in fp32. Weights and optimizer stay in fp32 in each.
         clip: largest norm of the mean gradient; None does not clip.
         schedule: factor on the learning rate as a function of the step.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
@@ -47,7 +48,11 @@ class Config:
         threads: compute threads per worker; 0 shares the cores among the workers of a host, or takes 1 with
             ``Exact()``, where the number of threads is part of the run's identity.
         load: how samples are fetched; None measures the first micro-batch and chooses.
-        compile: run the model through ``torch.compile``.
+        compile: run the model through ``torch.compile``; under a layout, and with `recompute`, block by block.
+        recompute: what is computed once more in backward, so that memory need not hold it from the forward pass on
+            (activation checkpointing): ``none``, ``blocks`` (all that is inside the blocks of the model's lists and
+            sequences; about a third more to compute) or ``selective`` (all but products of matrices, attention and
+            sums over workers; less memory saved, little more to compute).
         sync_batchnorm: batch normalisation over the workers' concurrent micro-batches.
         deadline_seconds: how long a silent peer is waited for.
     """
@@ -76,6 +81,7 @@ class Config:
     threads: int = 0
     load: Load | None = None
     compile: bool = False
+    recompute: str = "none"
     sync_batchnorm: bool = False
     deadline_seconds: float = 300.0
 
@@ -116,7 +122,8 @@ NOTED: dict[str, dict[str, type]] = {
 }
 INSIDE: dict[str, dict[str, type]] = {"sync": PARTS}  # what else may be written inside a field's value
 CHOICES = {
-    "precision": ("fp32", "bf16"),
+    "precision": ("fp32", "bf16", "bf16_parameters"),
+    "recompute": ("none", "blocks", "selective"),
     "device": ("auto", "cpu", "cuda"),
     "communicator": ("auto", "shared_memory", "gloo", "nccl"),
 }

@@ -164,6 +164,7 @@ class Replica:
 
     def leave(self, loss: float = 0.0, *, last: bool, extra: list[float] | None = None) -> None:
         """After the forward pass and before backward. `last`: no further micro-batch of this worker in this step."""
+        self.held.gathering.backward(last)
         self._control[self._micro_batch] = loss
         if self.held.pipeline is None:
             self.after(self._micro_batch)

@@ -43,8 +43,15 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
             "on the number of workers, which Exact() promises that it does not", "leave one out")  # fmt: skip
+    if config.recompute == "selective" and config.compile:
+        raise InvalidInput("recompute", config.recompute, "in a compiled block there are no single operations to keep",
+                           "write blocks, or leave compile out")  # fmt: skip
     if config.layout.workers > 1:
         _check_spread(config)
+    elif config.precision == "bf16_parameters":
+        raise InvalidInput(
+            "precision", config.precision, f"with {show(config.layout)} each worker has all parameters, in fp32",
+            "write bf16, or a layout as in --layout 'Layout(shard=2)'")  # fmt: skip
     return config
 
 
@@ -68,8 +75,6 @@ def _check_spread(config: Config) -> None:
         raise InvalidInput(
             "compress", show(config.compress), f"with {layout} gradients are summed as floats inside a replica, so "
             "that the bits depend on the layout", "leave one out")  # fmt: skip
-    if config.layout.pipeline > 1 and config.compile:
-        raise InvalidInput("compile", True, f"it does not know of {layout} yet", "leave one out")
 
 
 def check_same_run(config: Config, before: Mapping[str, Any]) -> None:

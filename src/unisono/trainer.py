@@ -171,6 +171,7 @@ class Trainer:
         began = self.comm.now()
         with self.replica.shared():
             self.last_metrics = self.evaluator(self.model)
+            self.replica.held.gathering.let_go()
         self.evaluating_seconds += self.comm.now() - began
         self.evaluated = self.done
         self.record.metrics(self.done, self.last_metrics)

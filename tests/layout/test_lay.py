@@ -61,6 +61,8 @@ def _held(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
         (Layout(tensor=2), 0.55),
         (Layout(shard=2, tensor=2), 0.29),
         (Layout(context=2), 0.51),
+        (Layout(replicate=2), 1.0),
+        (Layout(replicate=2, shard=2), 0.51),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +18,29 @@ Passage = Callable[[Any, Loss], AbstractContextManager[tuple[Any, Loss]]]
 
 def _all_of_it(batch: Any, loss: Loss) -> AbstractContextManager[tuple[Any, Loss]]:
     return nullcontext((batch, loss))
+
+
+class Gathering(Protocol):
+    """What is whole on this worker only for a while: parameters that others hold parts of, and their gradients."""
+
+    def backward(self, last: bool) -> None:
+        """Before each backward pass; the `last` of this worker in a step. Until that one gradients may stay whole, and
+        come only then, with the sum of all."""
+        ...
+
+    def let_go(self) -> None:
+        """Between two steps: nothing is whole any more, so that the next forward pass sees what changes now."""
+        ...
+
+
+class AllHere:
+    """`Gathering` where nothing is."""
+
+    def backward(self, last: bool) -> None:
+        """See `Gathering`."""
+
+    def let_go(self) -> None:
+        """See `Gathering`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +59,7 @@ class Held:
             which part of the loss, are this worker's.
         pipeline: where layers lie on several workers, what runs this worker's; gradients then wait in the leaves until
             all micro-batches are through.
+        gathering: told of backward passes and of the end of an evaluation.
     """
 
     model: nn.Module
@@ -45,6 +69,7 @@ class Held:
     elsewhere: frozenset[str] = frozenset()
     passage: Passage = _all_of_it
     pipeline: Any = None
+    gathering: Gathering = AllHere()
 
     @staticmethod
     def whole(model: nn.Module) -> Held:

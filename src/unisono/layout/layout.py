@@ -34,6 +34,12 @@ class Layout:
             micro-batches come together there (Lepikhin et al. 2020, "GShard"). All else is sharded over them too.
         replicate: copies of all of this inside a replica, whose gradients are summed in every step whatever the
             synchronizer (hybrid sharding).
+        zero: what is sharded, as ZeRO counts its stages. 3: parameters, gradients, optimizer state; least memory.
+            2: parameters stay gathered from the forward to the backward pass; memory for all of them, half as much to
+            gather. 1: and from micro-batch to micro-batch, as gradients stay whole until the step's last one; memory
+            for these too, gathered and summed once per step. A pipeline sums once per step in any case.
+        offload: parameters, gradients and optimizer state lie in host memory, and parameters come to the device block
+            by block; memory of the device for time on the way. Nothing changes where the device is a CPU.
         pipeline: workers over which layers are split, in stages that take as long: worker 0 measures each kind of block
             on a micro-batch, and the busiest worker gets as little to do as can be (of cuts that differ by less than
             2 percent, those whose heaviest worker is lightest).
@@ -59,6 +65,8 @@ class Layout:
     context: int = 1
     expert: int = 1
     replicate: int = 1
+    zero: int = 3
+    offload: bool = False
     schedule: str = "1F1B"
     cuts: tuple[str, ...] = ()
     plan: Mapping[str, str] = Names()
@@ -68,6 +76,14 @@ class Layout:
             size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{axis}={size!r} is not a whole number from 1")
+        if self.zero not in (1, 2, 3) or isinstance(self.zero, bool):
+            raise ValueError(f"zero={self.zero!r} is none of 1, 2, 3")
+        if not isinstance(self.offload, bool):
+            raise ValueError(f"offload={self.offload!r} is not True or False")
+        if self.zero != 3 and self.together == 1:
+            raise ValueError(f"zero={self.zero}: no gradients are summed over workers; write shard=2, or leave it out")
+        if self.offload and self.workers == 1:
+            raise ValueError("offload=True: that is a way to shard, and here is one worker; write shard=2")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} is none of {', '.join(SCHEDULES)}")
         if not isinstance(self.cuts, tuple) or not all(isinstance(cut, str) for cut in self.cuts):
@@ -100,6 +116,11 @@ class Layout:
     def workers(self) -> int:
         """How many hold one replica."""
         return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def together(self) -> int:
+        """Over how many of them the gradient of one parameter is summed inside the replica."""
+        return self.side_by_side * self.context
 
     @property
     def side_by_side(self) -> int:

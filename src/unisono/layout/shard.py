@@ -2,29 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from unisono.layout.layout import Layout
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the parameters of `model` over the one-dimensional `mesh`, in place; names stay as they are.
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    repeated: Collection[nn.Module],
+    layout: Layout,
+    *,
+    bf16: bool = False,
+    last: bool = True,
+    apart: Collection[nn.Parameter] = (),
+) -> None:
+    """Shard the parameters of `model` over `mesh`, in place; names stay as they are, and those `apart` as they lie.
 
-    Each member of a list or sequence of blocks is gathered when it is called and let go after it; what is left
-    together, at the root. Gradients of the members' micro-batches add up: nothing is averaged.
+    Each block is gathered when it is called and let go as ``layout.zero`` says; what is left together, at the root.
+    Gradients of the members' micro-batches add up: nothing is averaged.
+
+    Args:
+        mesh: of one dimension; or of two, over the first of which everything is there several times.
+        repeated: the blocks, some of which are in `model`.
+        bf16: parameters travel and compute in bf16; gradients are summed in fp32.
+        last: whether the model's output leaves here, which then is fp32.
     """
-    for block in blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Where a backend cannot scale while it sums (gloo).
-            module.set_force_sum_reduction_for_comms(True)
+    offload = CPUOffloadPolicy() if layout.offload and mesh.device_type != "cpu" else OffloadPolicy()
+    inner, outer = _numbers(bf16, None), _numbers(bf16, torch.float32 if last else None)
+    let_go = None if layout.zero == 3 else False  # None: all but the root
+    left = set(apart)
+    for block in [m for m in model.modules() if m in repeated and m is not model]:
+        fully_shard(block, mesh=mesh, reshard_after_forward=let_go, mp_policy=inner, offload_policy=offload,
+                    ignored_params=left)  # fmt: skip
+    fully_shard(model, mesh=mesh, reshard_after_forward=let_go, mp_policy=outer, offload_policy=offload,
+                ignored_params=left)  # fmt: skip
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        # Where a backend cannot scale while it sums (gloo).
+        module.set_force_sum_reduction_for_comms(True)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost members of the model's lists and sequences that have parameters: what repeats."""
-    if isinstance(model, nn.ModuleList | nn.Sequential):
-        return [block for block in model if any(True for _ in block.parameters())]
-    return [block for child in model.children() for block in blocks(child)]
+def _numbers(bf16: bool, output: torch.dtype | None) -> MixedPrecisionPolicy:
+    if not bf16:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=output)
+
+
+class Gathered:
+    """Whole parameters and gradients of sharded `models`, inside a step and between two; see `Gathering`."""
+
+    def __init__(self, models: Sequence[nn.Module], layout: Layout) -> None:
+        self._models = [model for model in models if isinstance(model, FSDPModule)]
+        # A pipeline's schedule has all micro-batches in hand, and sums once per step by itself.
+        self._once = layout.zero == 1 and layout.pipeline == 1
+
+    def backward(self, last: bool) -> None:
+        """See `Gathering`."""
+        if self._once:
+            for model in self._models:
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+
+    def let_go(self) -> None:
+        """See `Gathering`."""
+        for model in self._models:
+            for module in _sharded(model):
+                module.reshard()
+
+
+def _sharded(model: nn.Module | FSDPModule) -> list[FSDPModule]:
+    assert isinstance(model, nn.Module)
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

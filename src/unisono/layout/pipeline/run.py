@@ -110,6 +110,8 @@ class Pipeline:
             if the stage were the first: what stages before it have drawn comes on top.
         behind: ``with behind(micro_batch):`` each backward pass is done.
         kept: for how many lists of shapes a schedule is kept, the latest ones.
+        apart: whether the gradients of a stage's inputs may be taken before those of its weights, in a backward pass
+            of their own; not where it computes again, or is compiled.
     """
 
     stages: Mapping[int, Stage]
@@ -121,6 +123,7 @@ class Pipeline:
     around: Around = lambda micro_batch, stage: nullcontext()
     behind: Behind = lambda micro_batch: nullcontext()
     kept: int = 8
+    apart: bool = True
 
     def __post_init__(self) -> None:
         kind(self.schedule)
@@ -285,7 +288,7 @@ class Pipeline:
         stage = self.stages[place]
         # What a sharded part holds changes between the two halves of a zero-bubble schedule's backward pass.
         sharded = any(isinstance(m, FSDPModule) for m in stage.modules())
-        apart = not sharded and (place == 0 or separable(arrives, leaves))
+        apart = self.apart and not sharded and (place == 0 or separable(arrives, leaves))
         made = _Entering(
             stage, place, self.count, self.device, input_args=tuple(map(outline, arrives)),
             output_args=tuple(map(outline, leaves)), group=self.group,
