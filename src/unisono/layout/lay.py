@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,13 +15,16 @@ from torch.utils._pytree import tree_map
 
 from unisono.layout.context import Passage, verify
 from unisono.layout.deferred import Deferred, record
+from unisono.layout.expert import derive as derive_experts
+from unisono.layout.expert import split as split_experts
+from unisono.layout.expert import standing_in
 from unisono.layout.held import Held
 from unisono.layout.layout import AXES, Layout
 from unisono.layout.pipeline import Pipeline, split, stages_of
 from unisono.layout.places import Places
 from unisono.layout.sample import Sample
 from unisono.layout.shard import shard
-from unisono.layout.tensor import TensorPlan, apply, derive, refusal
+from unisono.layout.tensor import apply, derive, refusal
 
 LOG = logging.getLogger("unisono")
 
@@ -73,19 +76,26 @@ def _fill(held: Held, deferred: Deferred) -> None:
 
 def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> _Spread:
     """Change `model` in place, axis by axis."""
-    if layout.tensor > 1:
-        refusal(model, layout.tensor)
-        plan = derive(model, layout.tensor, sample.arguments)
-        if mesh.get_rank() == 0:
-            _tell(plan)
-        apply(model, mesh["tensor"], plan)
-    pipeline = _pipeline(model, layout, mesh, sample) if layout.pipeline > 1 else None
+    experts = derive_experts(model, layout.expert) if layout.expert > 1 else None
+    with standing_in(model):
+        if layout.tensor > 1:
+            refusal(model, layout.tensor)
+            plan = derive(model, layout.tensor, sample.arguments)
+            if mesh.get_rank() == 0:
+                _tell("tensor", [f"{name} ({word})" for name, word in plan.split.items()], plan.whole)
+            apply(model, mesh["tensor"], plan)
+        pipeline = _pipeline(model, layout, mesh, sample) if layout.pipeline > 1 else None
     pieces: list[nn.Module] = list(pipeline.stages.values()) if pipeline else [model]
     here = nn.ModuleList(pieces) if pipeline else model
     matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
-    if layout.shard * layout.context > 1:
+    apart = []
+    if experts:
+        if mesh.get_rank() == 0:
+            _tell("expert", experts.split, experts.whole)
+        apart = split_experts(here, mesh["expert"], experts)
+    if (sharding := _sharding(layout, mesh, "shard", "expert", "context")) is not None:
         for piece in pieces:
-            shard(piece, _sharding(layout, mesh))
+            shard(piece, sharding, apart, _sharding(layout, mesh, "shard", "context"))
     return _Spread(here, pipeline, matrices)
 
 
@@ -128,16 +138,15 @@ def _pipeline(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample
         layout.schedule, torch.device(mesh.device_type), stages.tied)  # fmt: skip
 
 
-def _sharding(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
-    """The workers whose gradients add up: those of a shard group, and those that have parts of one sequence."""
-    if layout.context == 1 or layout.shard == 1:
-        return mesh["shard" if layout.context == 1 else "context"]
-    return mesh["shard", "context"]._flatten("sharded")
+def _sharding(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh | None:
+    """The workers that differ on these axes as one row; None where that is one worker."""
+    wide = tuple(axis for axis in axes if getattr(layout, axis) > 1)
+    if len(wide) > 1:
+        return mesh[wide]._flatten("_".join(wide))
+    return mesh[wide[0]] if wide else None
 
 
-def _tell(plan: TensorPlan) -> None:
-    LOG.info(
-        "split over the tensor axis: %s", ", ".join(f"{n} ({word})" for n, word in plan.split.items()) or "nothing"
-    )
-    for name, why in plan.whole.items():
+def _tell(axis: str, split: Collection[str], whole: Mapping[str, str]) -> None:
+    LOG.info("split over the %s axis: %s", axis, ", ".join(split) or "nothing")
+    for name, why in whole.items():
         LOG.info("%s stays whole: %s", name, why)
