@@ -89,9 +89,10 @@ def learning(*, model: str = "ours", optimizer: str = "adamw") -> Task:
     random = torch.Generator().manual_seed(0)
     # Not all equally likely, so that there is something to learn.
     tokens = torch.rand(96, CONTEXT + 1, generator=random).pow(3).mul(VOCABULARY).long()
-    held_out = Evaluation(TensorDataset(tokens[:20]), batch=6)
+    data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    held_out = Evaluation(TensorDataset(*data[:20]), batch=6)
     return Task(
-        model=MODELS[model], data=TensorDataset(tokens), loss=loss, inputs=lambda batch: batch[0][:, :-1],
+        model=MODELS[model], data=data, loss=loss,
         optimizer=OPTIMIZERS[optimizer], evaluate=held_out,
         defaults={"global_batch": 24, "micro_batch": 3, "schedule": "Constant()"}, name="learning",
     )  # fmt: skip
@@ -99,4 +100,4 @@ def learning(*, model: str = "ours", optimizer: str = "adamw") -> Task:
 
 def loss(output: Tensor, batch: Any) -> Tensor:
     """The mean over tokens."""
-    return F.cross_entropy(output.flatten(0, 1), batch[0][:, 1:].flatten())
+    return F.cross_entropy(output.flatten(0, 1), batch[1].flatten())

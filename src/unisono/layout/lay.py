@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from unisono.layout.pipeline import Pipeline, split, stages_of
 from unisono.layout.places import Places
 from unisono.layout.sample import Sample
 from unisono.layout.shard import shard
-from unisono.layout.tensor import apply, derive, refusal
+from unisono.layout.tensor import TensorPlan, apply, derive, refusal
 
 LOG = logging.getLogger("unisono")
 
@@ -76,26 +76,24 @@ def _fill(held: Held, deferred: Deferred) -> None:
 
 def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> _Spread:
     """Change `model` in place, axis by axis."""
-    experts = derive_experts(model, layout.expert) if layout.expert > 1 else None
+    mixtures = derive_experts(model, layout.expert) if layout.expert > 1 else None
     with standing_in(model):
         if layout.tensor > 1:
             refusal(model, layout.tensor)
             plan = derive(model, layout.tensor, sample.arguments)
             if mesh.get_rank() == 0:
-                _tell("tensor", [f"{name} ({word})" for name, word in plan.split.items()], plan.whole)
+                _tell(plan)
             apply(model, mesh["tensor"], plan)
         pipeline = _pipeline(model, layout, mesh, sample) if layout.pipeline > 1 else None
     pieces: list[nn.Module] = list(pipeline.stages.values()) if pipeline else [model]
     here = nn.ModuleList(pieces) if pipeline else model
     matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
-    apart = []
-    if experts:
-        if mesh.get_rank() == 0:
-            _tell("expert", experts.split, experts.whole)
-        apart = split_experts(here, mesh["expert"], experts)
-    if (sharding := _sharding(layout, mesh, "shard", "expert", "context")) is not None:
+    experts = split_experts(here, mesh["expert"], mixtures) if mixtures else []
+    if layout.shard * layout.expert * layout.context > 1:
+        for module in experts:  # their gradients are of all the expert axis' micro-batches already
+            shard(module, _sharding(layout, mesh, "shard", "context"))
         for piece in pieces:
-            shard(piece, sharding, apart, _sharding(layout, mesh, "shard", "context"))
+            shard(piece, _sharding(layout, mesh, "shard", "expert", "context"))
     return _Spread(here, pipeline, matrices)
 
 
@@ -138,15 +136,15 @@ def _pipeline(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample
         layout.schedule, torch.device(mesh.device_type), stages.tied)  # fmt: skip
 
 
-def _sharding(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh | None:
-    """The workers that differ on these axes as one row; None where that is one worker."""
-    wide = tuple(axis for axis in axes if getattr(layout, axis) > 1)
-    if len(wide) > 1:
-        return mesh[wide]._flatten("_".join(wide))
-    return mesh[wide[0]] if wide else None
+def _sharding(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """The workers that differ on these axes as one row: those whose gradients add up."""
+    wide = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
+    return mesh[wide[0]] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
 
 
-def _tell(axis: str, split: Collection[str], whole: Mapping[str, str]) -> None:
-    LOG.info("split over the %s axis: %s", axis, ", ".join(split) or "nothing")
-    for name, why in whole.items():
+def _tell(plan: TensorPlan) -> None:
+    LOG.info(
+        "split over the tensor axis: %s", ", ".join(f"{n} ({word})" for n, word in plan.split.items()) or "nothing"
+    )
+    for name, why in plan.whole.items():
         LOG.info("%s stays whole: %s", name, why)

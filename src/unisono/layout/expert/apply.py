@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from unisono.layout.expert.exchange import exchanged
 from unisono.layout.expert.plan import ExpertPlan, Split
 
+LOG = logging.getLogger("unisono")
+
 
 def split(model: nn.Module, mesh: DeviceMesh, plan: ExpertPlan) -> list[nn.Module]:
     """Split the mixtures of `plan` that `model` holds, in place, over the 1-D `mesh`; returns them.
@@ -21,6 +24,10 @@ def split(model: nn.Module, mesh: DeviceMesh, plan: ExpertPlan) -> list[nn.Modul
     Names of parameters and the shapes that they say they have stay those of the whole. Gradients of a member's experts
     are of all members' tokens.
     """
+    if mesh.get_rank() == 0:
+        LOG.info("split over the expert axis: %s", ", ".join(plan.split))
+        for name, why in plan.whole.items():
+            LOG.info("%s stays whole: %s", name, why)
     here = set(model.modules())
     mine = [each for each in plan.split.values() if each.module in here]
     for each in mine:
