@@ -90,10 +90,14 @@ def _spread(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) 
     matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
     experts = split_experts(here, mesh["expert"], mixtures) if mixtures else []
     if layout.shard * layout.expert * layout.context > 1:
-        for module in experts:  # their gradients are of all the expert axis' micro-batches already
-            shard(module, _sharding(layout, mesh, "shard", "context"))
+        # Gradients of experts are of all the expert axis' micro-batches already. Over one worker they are not sharded:
+        # most of a model would be copied in every pass.
+        rest = _sharding(layout, mesh, "shard", "context")
+        for module in experts if rest.size() > 1 else ():
+            shard(module, rest)
+        apart = [p for module in experts for p in module.parameters()]
         for piece in pieces:
-            shard(piece, _sharding(layout, mesh, "shard", "expert", "context"))
+            shard(piece, _sharding(layout, mesh, "shard", "expert", "context"), apart)
     return _Spread(here, pipeline, matrices)
 
 

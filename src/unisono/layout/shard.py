@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the parameters of `model` over the one-dimensional `mesh`, in place; names stay as they are.
+def shard(model: nn.Module, mesh: DeviceMesh, apart: Iterable[nn.Parameter] = ()) -> None:
+    """Shard the parameters of `model` over the one-dimensional `mesh`, in place; names stay as they are, and those
+    `apart` as they lie.
 
     Each member of a list or sequence of blocks is gathered when it is called and let go after it; what is left
     together, at the root. Gradients of the members' micro-batches add up: nothing is averaged.
     """
+    left = set(apart)
     for block in blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, ignored_params=left)
+    fully_shard(model, mesh=mesh, ignored_params=left)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
