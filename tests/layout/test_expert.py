@@ -58,9 +58,11 @@ def test_what_cannot_be_split_is_refused_with_the_cure(model, degree, words) -> 
 def test_a_mixture_that_cannot_be_split_stays_whole_beside_one_that_can() -> None:
     from unisono.layout.expert import derive
 
-    plan = derive(nn.ModuleList([mixtures.ours(), mixtures.Mixing(), mixtures.Lists()]), 2)
+    tied = [mixtures.Lonely(), mixtures.Lonely()]
+    tied[1].experts.up = tied[0].experts.up
+    plan = derive(nn.ModuleList([mixtures.ours(), mixtures.Mixing(), mixtures.Lists(), *tied]), 2)
     assert list(plan.split) == ["0.blocks.0.mlp.experts", "0.blocks.1.mlp.experts"]
-    assert list(plan.whole) == ["2.experts", "1"]
+    assert list(plan.whole) == ["2.experts", "1", "3.experts", "4.experts"]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,17 @@ def lists(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, SEPARATE
 
 
+def shared(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that several modules of `model` hold."""
+    seen: set[nn.Parameter] = set()
+    twice: set[nn.Parameter] = set()
+    for module in model.modules():
+        own = {parameter for parameter in module._parameters.values() if parameter is not None}
+        twice |= own & seen
+        seen |= own
+    return twice
+
+
 def widths(module: nn.Module) -> list[int]:
     """How wide the tokens of a mixture may be, by its matrices."""
     sizes = [size for p in module.parameters() if p.ndim >= 3 for size in (p.shape[-1], p.shape[-2])]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from unisono.errors import InvalidInput
-from unisono.layout.expert.find import experts, lists, mixtures
+from unisono.layout.expert.find import experts, lists, mixtures, shared
 from unisono.layout.expert.part import Part
 from unisono.layout.expert.routed import Calling
 from unisono.layout.expert.verify import likeness, tried
@@ -17,6 +17,7 @@ from unisono.layout.places import nearest_divisor
 
 CURE = "leave out expert=, or hold the experts as transformers does: one module called with tokens, numbers of experts "
 CURE += "and weights, each of whose parameters has the experts in its first dimension"
+TIED = "another module holds some of its parameters too"
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ def derive(model: nn.Module, degree: int) -> ExpertPlan:
     _check_divides(found, degree)
     verdicts: dict[object, str | tuple[Calling, Part]] = {}
     split: dict[str, Split] = {}
-    whole = dict(lists(model))
+    whole, held_twice = dict(lists(model)), shared(model)
     for name, module in found.items():
         like = likeness(module)
         if like not in verdicts:
             verdicts[like] = tried(module, degree)
-        verdict = verdicts[like]
+        verdict = TIED if held_twice & set(module.parameters()) else verdicts[like]
         if isinstance(verdict, str):
             whole[name] = verdict
         else:

@@ -44,8 +44,8 @@ class Calling:
         tokens, chosen, weights = (given.arguments[name] for name in (self.tokens, self.chosen, self.weights))
         if chosen.is_floating_point() or chosen.shape != weights.shape:
             raise InvalidInput(
-                "layout", self.chosen, f"the mixture was called with {list(chosen.shape)} experts and weights "
-                f"{list(weights.shape)}", "leave out expert=")  # fmt: skip
+                "expert", self.chosen, f"a mixture was called with numbers {list(chosen.shape)} and weights "
+                f"{list(weights.shape)}, not one of each for each choice", "leave out expert=")  # fmt: skip
         k = chosen.shape[-1]
         return Routed(tokens.reshape(-1, tokens.shape[-1]), chosen.reshape(-1, k), weights.reshape(-1, k))
 
