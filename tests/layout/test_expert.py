@@ -73,6 +73,20 @@ def test_a_mixture_of_ours_needs_two_experts_and_as_many_as_it_chooses(shape, wo
         GPT(**shape)
 
 
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 2), (7, 2, 4), (16, 3, 5), (0, 2, 4)])
+def test_pairs_are_in_the_order_of_experts_and_come_back_to_their_tokens(tokens, choices, experts) -> None:
+    from unisono.layout.expert.routed import Pairs, numbered
+
+    random = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 3, generator=random)
+    weights = torch.rand(tokens, choices, generator=random)
+    chosen = torch.randint(experts + 1, (tokens, choices), generator=random)  # the last one stands for none
+    pairs, scale = Pairs.of(chosen, experts), 1.0 + torch.arange(experts)
+    outputs = pairs.tokens(x) * (pairs.weights(weights) * scale[numbered(pairs.counts)])[:, None]
+    expected = x * (weights * torch.cat([scale, torch.zeros(1)])[chosen]).sum(1, keepdim=True)
+    assert torch.allclose(pairs.summed(outputs), expected)
+
+
 LAYOUTS = {
     2: [Layout(expert=2)],
     4: [Layout(expert=4), Layout(shard=2, expert=2), Layout(expert=2, tensor=2)],

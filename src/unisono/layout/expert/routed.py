@@ -46,8 +46,7 @@ class Calling:
             raise InvalidInput(
                 "expert", self.chosen, f"a mixture was called with numbers {list(chosen.shape)} and weights "
                 f"{list(weights.shape)}, not one of each for each choice", "leave out expert=")  # fmt: skip
-        k = chosen.shape[-1]
-        return Routed(tokens.reshape(-1, tokens.shape[-1]), chosen.reshape(-1, k), weights.reshape(-1, k))
+        return Routed(tokens.flatten(0, -2), chosen.flatten(0, -2), weights.flatten(0, -2))
 
     def compute(self, module: nn.Module, given: inspect.BoundArguments, routed: Routed) -> Tensor:
         """The output (N, width) of `module` for `routed`, all other arguments being as `given`."""
@@ -88,8 +87,8 @@ class Pairs:
 
     def summed(self, outputs: Tensor) -> Tensor:
         """(pairs, width) to (N, width), in the order of each token's choices: the same bits in every run."""
-        n, k = self.shape
-        return outputs.new_zeros(n * k, outputs.shape[1]).index_copy(0, self.order, outputs).view(n, k, -1).sum(1)
+        places = outputs.new_zeros(self.shape.numel(), outputs.shape[1]).index_copy(0, self.order, outputs)
+        return places.view(*self.shape, outputs.shape[1]).sum(1)
 
 
 def numbered(counts: Tensor) -> Tensor:
