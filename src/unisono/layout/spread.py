@@ -80,7 +80,7 @@ def spread(
     for block in [m for piece in pieces for m in piece.modules() if m in repeated]:
         compute.prepare(block)
     _shard(pieces, experts, layout, mesh, compute, repeated)
-    return Spread(here, pipeline, matrices, Gathered([*experts, *pieces], layout))
+    return Spread(here, pipeline, matrices, Gathered(pieces, layout))
 
 
 def _shard(

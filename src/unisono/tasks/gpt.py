@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +22,9 @@ class GPT:
         heads: attention heads.
         context: bytes that a position can look back on, itself included.
         dropout: share of features that training leaves out.
+        experts: how many perceptrons each block chooses from for each position (Shazeer et al. 2017, without their
+            loss for balance); 0: one perceptron for all.
+        experts_per_token: how many of them are chosen.
     """
 
     layers: int = 5
@@ -28,6 +32,8 @@ class GPT:
     heads: int = 4
     context: int = 128
     dropout: float = 0.0
+    experts: int = 0
+    experts_per_token: int = 2
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context"):
@@ -37,6 +43,10 @@ class GPT:
             raise ValueError(f"width={self.width} is not a multiple of heads={self.heads}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} is not in [0, 1)")
+        if self.experts < 0 or self.experts == 1:
+            raise ValueError(f"experts={self.experts!r} is neither 0 nor from 2")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(f"experts_per_token={self.experts_per_token!r} is not in 1..{self.experts}")
 
     def build(self) -> Network:
         """The network with fresh weights."""
@@ -55,7 +65,7 @@ class Network(nn.Module):
         self.head = nn.Linear(shape.width, BYTES, bias=False)
         self.apply(_initialise)
         for name, weight in self.named_parameters():
-            if name.endswith(("attention.output.weight", "mlp.2.weight")):
+            if name.endswith(("attention.output.weight", "mlp.2.weight", "mlp.experts.down")):
                 # the stream that blocks add to keeps its size, however deep (Radford et al. 2019, 2.3)
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * shape.layers))
 
@@ -68,19 +78,14 @@ class Network(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added to its input."""
+    """Attention, then a two-layer perceptron or a mixture of them, each added to its input."""
 
     def __init__(self, shape: GPT) -> None:
         super().__init__()
         width = shape.width
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(shape)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(4 * width, width),
-            nn.Dropout(shape.dropout),
-        )
+        self.mlp = Mixture(shape) if shape.experts else perceptron(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -106,11 +111,59 @@ class Attention(nn.Module):
         return y
 
 
+def perceptron(shape: GPT) -> nn.Module:
+    """Positions (N, T, width) to the same, through four times as many features."""
+    return nn.Sequential(
+        nn.Linear(shape.width, 4 * shape.width),
+        nn.GELU(approximate="tanh"),
+        nn.Linear(4 * shape.width, shape.width),
+        nn.Dropout(shape.dropout),
+    )
+
+
+class Mixture(nn.Module):
+    """A perceptron for each position, out of several: the likeliest ones, weighted by how likely they are."""
+
+    def __init__(self, shape: GPT) -> None:
+        super().__init__()
+        self.chosen, self.dropout = shape.experts_per_token, shape.dropout
+        self.router = nn.Linear(shape.width, shape.experts, bias=False)
+        self.experts = Experts(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens).softmax(-1).topk(self.chosen)
+        y: Tensor = self.experts(tokens, chosen, weights / weights.sum(-1, keepdim=True))
+        return F.dropout(y.view_as(x), self.dropout, self.training)
+
+
+class Experts(nn.Module):
+    """All perceptrons of a mixture: tokens (N, width), numbers of experts (N, k) and their weights (N, k) to
+    (N, width)."""
+
+    def __init__(self, shape: GPT) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(shape.experts, 4 * shape.width, shape.width))
+        self.down = nn.Parameter(torch.empty(shape.experts, shape.width, 4 * shape.width))
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(len(self.up)):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            wide = F.gelu(F.linear(tokens[token], self.up[expert]), approximate="tanh")
+            y = F.linear(wide, self.down[expert]) * weights[token, place, None]
+            out.index_add_(0, token, y.to(out.dtype))
+        return out
+
+
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
+    if isinstance(module, Experts):
+        nn.init.normal_(module.up, std=0.02)
+        nn.init.normal_(module.down, std=0.02)
 
 
 def parameters(model: nn.Module) -> int:

@@ -1,0 +1,4 @@
+from unisono.layout.expert.apply import split as split
+from unisono.layout.expert.plan import ExpertPlan as ExpertPlan
+from unisono.layout.expert.plan import derive as derive
+from unisono.layout.expert.standing import standing_in as standing_in

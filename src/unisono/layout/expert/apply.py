@@ -1,0 +1,61 @@
+"""A plan put into effect: each worker holds whole experts, their parameters are DTensors on the ``expert`` mesh."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from unisono.layout.expert.exchange import exchanged
+from unisono.layout.expert.plan import ExpertPlan, Split
+
+LOG = logging.getLogger("unisono")
+
+
+def split(model: nn.Module, mesh: DeviceMesh, plan: ExpertPlan) -> list[nn.Module]:
+    """Split the mixtures of `plan` that `model` holds, in place, over the 1-D `mesh`; returns them.
+
+    Names of parameters and the shapes that they say they have stay those of the whole. Gradients of a member's experts
+    are of all members' tokens.
+    """
+    if mesh.get_rank() == 0:
+        LOG.info("split over the expert axis: %s", ", ".join(plan.split))
+        for name, why in plan.whole.items():
+            LOG.info("%s stays whole: %s", name, why)
+    here = set(model.modules())
+    mine = [each for each in plan.split.values() if each.module in here]
+    for each in mine:
+        _split(each, mesh)
+    return [each.module for each in mine]
+
+
+def _split(each: Split, mesh: DeviceMesh) -> None:
+    each.module.forward = MethodType(_forward(each, mesh), each.module)
+    for module in each.module.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            spread = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+
+
+def _forward(each: Split, mesh: DeviceMesh) -> Any:
+    calling, part, group, signature = each.calling, each.part, mesh.get_group(), inspect.signature(each.module.forward)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs)
+        asked = calling.read(given)
+        mine = part.of(self, _here)
+        output = exchanged(partial(calling.compute, mine, given), asked, part.share, group)
+        return output.view_as(given.arguments[calling.tokens])
+
+    return torch.compiler.disable(forward)  # sizes depend on what is chosen
+
+
+def _here(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

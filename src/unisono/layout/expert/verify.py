@@ -1,0 +1,106 @@
+"""A mixture tried before anything is trained: its parts, one after the other in this process, against the whole."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.layout.expert.find import arguments, experts, widths
+from unisono.layout.expert.part import Part, counted
+from unisono.layout.expert.routed import Calling, Pairs, Routed, numbered
+from unisono.layout.tensor.compare import Outcome, difference, measured
+from unisono.layout.tensor.observe import Call, evaluating
+from unisono.layout.tensor.substance import substantial
+
+TOKENS = 32
+
+
+def tried(module: nn.Module, degree: int) -> tuple[Calling, Part] | str:
+    """How `module` is called and split; a sentence where it cannot be.
+
+    Outputs and gradients are compared within 1e-5 of their largest number, as those of the tensor axis are. Where it
+    is on the meta device it has made-up numbers meanwhile.
+    """
+    number, refused = experts(module), ""
+    with evaluating(module), substantial(module), torch.enable_grad():
+        for calling, call in _callings(module, number):
+            try:
+                expected = measured(partial(_whole, module, calling), module, call)
+            except Exception as error:  # the user's code may raise anything when called in a way that it does not know
+                refused = (
+                    refused or f"called with tokens, numbers of experts and weights, its code fails: {_said(error)}"
+                )
+                continue
+            if [x.shape for x in expected.outputs] != [call[0][0].shape]:
+                continue
+            for counts in (True, False) if _counts(module, number) else (False,):
+                part = Part(type(module), number, number // degree, counts)
+                found = _differs(module, calling, part, call, expected)
+                if not found:
+                    return calling, part
+                refused = found
+    return refused or "what it gives for tokens has another shape"
+
+
+def likeness(module: nn.Module) -> object:
+    """Equal for mixtures of which it is enough to try one."""
+    shapes = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
+    numbers = tuple((name, value) for name, value in vars(module).items() if type(value) in (int, float, bool, str))
+    return type(module), shapes, numbers, "forward" in vars(module)
+
+
+def _callings(module: nn.Module, number: int) -> Iterator[tuple[Calling, Call]]:
+    """Ways to call `module`, the usual one first, and made-up arguments (tokens, chosen, weights)."""
+    generator, dtype = torch.Generator().manual_seed(2), next(module.parameters()).dtype
+    device = torch.device("cpu") if next(module.parameters()).is_meta else next(module.parameters()).device
+    weights, chosen = torch.rand(TOKENS, number, generator=generator).topk(2)
+    for names in permutations(arguments(module)[:3]):
+        for width in widths(module):
+            tokens = torch.randn(TOKENS, width, generator=generator)
+            yield Calling(*names), ((tokens.to(device, dtype), chosen.to(device), weights.to(device, dtype)), {})
+
+
+def _counts(module: nn.Module, number: int) -> bool:
+    return any(counted(inner, number) for inner in module.modules())
+
+
+def _whole(module: nn.Module, calling: Calling, call: Call) -> Tensor:
+    return calling.compute(module, _given(module, calling, call), Routed(*call[0]))
+
+
+def _given(module: nn.Module, calling: Calling, call: Call) -> inspect.BoundArguments:
+    named = OrderedDict(zip(vars(calling).values(), call[0]))
+    return inspect.BoundArguments(inspect.signature(module.forward), named)
+
+
+def _differs(module: nn.Module, calling: Calling, part: Part, call: Call, expected: Outcome) -> str:
+    try:
+        outcome = measured(partial(_together, module, calling, part), module, call)
+    except Exception as error:  # the user's code may raise anything when it is handed a part
+        return f"its code fails with some of its experts: {_said(error)}"
+    return difference(expected, outcome)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _together(module: nn.Module, calling: Calling, part: Part, call: Call) -> Any:
+    asked, given = Routed(*call[0]), _given(module, calling, call)
+    pairs = Pairs.of(asked.chosen, part.experts)
+    tokens, weights = pairs.tokens(asked.tokens), pairs.weights(asked.weights).unsqueeze(1)
+    outputs, begin = [], 0
+    for first in range(0, part.experts, part.share):
+        counts = pairs.counts[first : first + part.share]
+        mine = slice(begin, begin := begin + int(counts.sum()))
+        member = part.of(module, lambda p, first=first: p[first : first + part.share])  # type: ignore[misc]
+        routed = Routed(tokens[mine], numbered(counts).unsqueeze(1), weights[mine])
+        outputs.append(calling.compute(member, given, routed))
+    return pairs.summed(torch.cat(outputs))
