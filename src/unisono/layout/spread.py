@@ -109,8 +109,8 @@ def _shard(
 
 
 def _sharding(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh:
-    """The workers that differ on these axes as one row, those whose gradients add up; in as many rows as there are copies
-    of them."""
+    """The workers that differ on these axes as one row, those whose gradients add up; in as many rows as there are
+    copies of them."""
     wide = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
     row = mesh[wide[0]] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
     return DeviceMesh._concatenate([mesh["replicate"], row]) if layout.replicate > 1 else row
