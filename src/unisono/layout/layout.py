@@ -63,7 +63,7 @@ class Layout:
             raise ValueError(f"cuts: {len(self.cuts)} make {len(self.cuts) + 1} stages, and here are {self.stages}")
 
     def __str__(self) -> str:
-        said = [f"{each.name}={getattr(self, each.name)}" for each in fields(self)
+        said = [f"{each.name}={getattr(self, each.name)!r}" for each in fields(self)
                 if getattr(self, each.name) != each.default]  # fmt: skip
         return f"Layout({', '.join(said)})"
 
