@@ -58,6 +58,14 @@ class Feed:
         task = self.task
         return Sample((task.collate or default_collate)(first), task.inputs, task.loss, task.weight)
 
+    def micro_batch(self) -> Batch:
+        """As many of the dataset's first samples as a micro-batch has; no random stream moves."""
+        with torch.random.fork_rng(devices=[]):
+            many = getattr(self.dataset, "__getitems__", None)
+            first = list(range(self.plan.micro_batch))
+            samples = many(first) if many else [self.dataset[i] for i in first]
+        return (self.task.collate or default_collate)(samples)
+
     def loader(self, first_step: int) -> Loader:
         """Loads this worker's micro-batches from `first_step` on."""
         loader = Loader(
@@ -83,9 +91,9 @@ def build(
     if mesh is not None and sample is not None:
         from unisono.layout.lay import lay  # imports more of torch than others need
 
-        held = lay(lambda: _model(task), config.layout, mesh, sample)
+        held = lay(lambda: model_of(task), config.layout, mesh, sample)
     else:
-        model = _model(task)
+        model = model_of(task)
         if config.sync_batchnorm:
             model = synchronize_batchnorm(model, comm.lane("batchnorm"))
         held = Held.whole(model.to(device))
@@ -95,7 +103,8 @@ def build(
     return held, optimizer
 
 
-def _model(task: Task) -> nn.Module:
+def model_of(task: Task) -> nn.Module:
+    """What the task builds. Raises `InvalidInput` if it cannot be trained."""
     model = task.model()
     if not isinstance(model, nn.Module):
         raise InvalidInput(
@@ -135,7 +144,7 @@ def bind(
     _check_concurrent(config, feed.plan, comm.size, replica)
     _check_pipelined(config, feed.places, held)
     schedule = config.schedule or task.schedule or Constant()
-    autocast = _autocast(config, device)
+    autocast = autocast_of(config, device)
     task = dataclasses.replace(task, loss=within(autocast, task.loss))
     runs = forward(task, autocast)
     called = torch.compile(held.model) if config.compile else held.model
@@ -196,7 +205,8 @@ def _check_pipelined(config: Config, places: Places, held: Held) -> None:
             "one pipeline's micro-batches each", "use one pipeline, or a layer without running statistics")  # fmt: skip
 
 
-def _autocast(config: Config, device: torch.device) -> Callable[[], Any]:
+def autocast_of(config: Config, device: torch.device) -> Callable[[], Any]:
+    """The context of forward passes and losses."""
     if config.precision == "bf16":
         return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
     return contextlib.nullcontext

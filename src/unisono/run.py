@@ -53,7 +53,8 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
     identity = identify(os.environ)
     if identity.launcher != "none":
         return _be_worker(identity, source, settings, began, json, on_message)
-    with prepare(LAID if settings.get("layout") else PRELOAD) as server:  # imports torch while this process checks what was written
+    preload = LAID if settings.get("layout") else PRELOAD
+    with prepare(preload) as server:  # imports torch while this process checks what was written
         settings = with_earlier(settings)
         config = settle(source.load(), settings)
         if config.layout.workers > 1:  # what workers would refuse is refused before there are any

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +58,27 @@ def lay(build: Callable[[], nn.Module], layout: Layout, mesh: DeviceMesh, sample
     spread.model.to_empty(device=mesh.device_type)
     held = spread.held(layout, mesh, sample)
     _fill(held, deferred)
+    return held
+
+
+def outline(
+    build: Callable[[], nn.Module],
+    layout: Layout,
+    mesh: DeviceMesh,
+    sample: Sample,
+    shapes: Callable[[], AbstractContextManager[Any]],
+) -> Held:
+    """What `lay` would give, of tensors that are made within ``shapes()``: zeros, where those have memory."""
+    deferred = record(build)
+    if deferred.whole:
+        LOG.info("the model is built whole on every worker: %s", deferred.why)
+    spread = _spread(deferred.model.to("meta"), layout, mesh, sample)
+    with shapes():
+        spread.model.to_empty(device=mesh.device_type)
+    held = spread.held(layout, mesh, sample)
+    with shapes(), torch.no_grad():
+        for tensor in (*held.local.parameters(), *held.local.buffers()):
+            tensor.zero_()
     return held
 
 

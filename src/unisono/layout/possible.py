@@ -43,7 +43,8 @@ def check(build: Callable[[], nn.Module], places: Places, sample: Sample) -> Non
 def near(places: Places, axis: str, values: Iterable[int]) -> Layout | None:
     """The layout whose `axis` has the one of `values` nearest to what was wanted that these workers allow."""
     wanted = getattr(places.layout, axis)
-    candidates = [replace(places.layout, **{axis: value}, cuts=()) for value in values if value != wanted]
+    others: Any = {"cuts": ()}
+    candidates = [replace(places.layout, **{**others, axis: value}) for value in values if value != wanted]
     fitting = [each for each in candidates if places.workers % each.workers == 0]
     return min(fitting, key=lambda each: abs(getattr(each, axis) - wanted), default=None)
 
