@@ -90,9 +90,7 @@ def launch(
         return Crew(server, inbox, tail, on_message, stop_seconds).run(orders, payload)
 
 
-def ask(
-    target: str, arguments: tuple[Any, ...], server: Forkserver, *, threads: int = 1, name: str = "unisono"
-) -> Any:
+def ask(target: str, arguments: tuple[Any, ...], server: Forkserver, *, threads: int = 1, name: str = "unisono") -> Any:
     """What ``target(worker, *arguments)`` returns in one process that leaves nothing behind, not even a log; `server`
     stays open, for `launch`.
 

@@ -181,9 +181,7 @@ def _imagine(
                            "see whether it trains on one worker") from error  # fmt: skip
 
 
-def _holdings(
-    task: Task, config: Config, places: Places, rank: int, worker: Imagined, work: Work
-) -> list[Holding]:
+def _holdings(task: Task, config: Config, places: Places, rank: int, worker: Imagined, work: Work) -> list[Holding]:
     """Of all workers at the same place of the pipeline as `rank`."""
     held, step = worker.held, rehearsed(worker, work)
     if held.pipeline is not None:
@@ -322,5 +320,3 @@ def _told(notes: list[str]) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-

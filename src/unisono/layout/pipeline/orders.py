@@ -41,7 +41,8 @@ def _of(action: Any) -> list[Turn]:
     inside = getattr(action, "sub_actions", None)
     if inside:
         return [turn for each in inside for turn in _of(each)]
-    letter = str(action.computation_type)
+    what = action.computation_type
+    letter = what.value if isinstance(what.value, str) else str(what)  # its values were numbers once
     if letter != "F" and letter not in _BACKWARD:
         return []
     return [(action.stage_index, action.microbatch_index, letter != "F")]
