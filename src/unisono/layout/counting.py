@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -86,7 +86,8 @@ def _ranks(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """The group among an operator's arguments, which is a name or a boxed object."""
     for argument in arguments:
         if isinstance(argument, str) and argument not in _WORDS:
-            return tuple(dist.get_process_group_ranks(_resolve_process_group(argument)))
+            named: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+            return tuple(dist.get_process_group_ranks(named(argument)))
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
     raise AssertionError("a message without a group")
@@ -156,9 +157,3 @@ class Kept:
 def _local(tensor: Any) -> Tensor:
     local: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return local
-
-
-def total(messages: Mapping[Message, int], wanted: Callable[[Message], bool] = lambda message: True) -> tuple[int, int]:
-    """How many there are, and bytes that leave a worker with them."""
-    chosen = [(message, count) for message, count in messages.items() if wanted(message)]
-    return sum(count for _, count in chosen), round(sum(message.sent * count for message, count in chosen))

@@ -28,7 +28,7 @@ def sizes(leaf: Tensor, places: Places, rank: int) -> tuple[int, ...]:
 
 
 def chunk(length: int, parts: int, part: int) -> int:
-    """How much of `length` falls to `part` where torch cuts it into `parts`: the last ones may have less, or nothing."""
+    """How much of `length` falls to `part` where torch cuts it into `parts`: the last may have less, or none."""
     each = -(-length // parts)
     return max(0, min(length - part * each, each))
 

@@ -269,14 +269,12 @@ def places_bytes(leaf: Tensor, places: Places, rank: int, width: int) -> int:
 
 
 def _traffic(messages: Mapping[Message, int], places: Places) -> Iterator[Traffic]:
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    found: dict[tuple[str, str], Counter[Message]] = defaultdict(Counter)
     for message, count in messages.items():
         if len(message.ranks) > 1:
-            entry = found[" x ".join(axes(message.ranks, places)), message.kind]
-            entry[0] += count
-            entry[1] += message.sent * count
-    for (wide, kind), (count, sent) in sorted(found.items()):
-        yield Traffic(wide, kind, int(count), round(sent))
+            found[" x ".join(axes(message.ranks, places)), message.kind][message] += count
+    for (wide, kind), some in sorted(found.items()):
+        yield Traffic(wide, kind, some.total(), round(sum(message.sent * count for message, count in some.items())))
 
 
 def _joined(holdings: list[Holding]) -> list[Holding]:
