@@ -114,7 +114,7 @@ def _answered(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dataclass
 class Kept:
-    """What autograd keeps: memory, each piece once, without parameters.
+    """What autograd keeps: memory, each piece once, without parameters and buffers.
 
     Attributes:
         gathered: bytes of the parameters that a sharded module had whole when it was called, but for those of sharded
@@ -140,7 +140,7 @@ class Kept:
             yield
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        for tensor in module.parameters():
+        for tensor in (*module.parameters(), *module.buffers()):
             storage = _local(tensor).untyped_storage()
             self._weights[storage._cdata] = storage
         if isinstance(module, FSDPModule):

@@ -212,7 +212,7 @@ def _holding(
         step.activations,
         step.in_flight,
         step.gathered,
-        tuple(_traffic(step.messages, places)),
+        tuple(traffic(step.messages, places)),
     )
 
 
@@ -268,7 +268,7 @@ def places_bytes(leaf: Tensor, places: Places, rank: int, width: int) -> int:
     return torch.Size(sizes(leaf, places, rank)).numel() * width
 
 
-def _traffic(messages: Mapping[Message, int], places: Places) -> Iterator[Traffic]:
+def traffic(messages: Mapping[Message, int], places: Places) -> Iterator[Traffic]:
     found: dict[tuple[str, str], Counter[Message]] = defaultdict(Counter)
     for message, count in messages.items():
         if len(message.ranks) > 1:
