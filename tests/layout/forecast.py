@@ -111,7 +111,9 @@ def compare(layout: str, workers: int, task: Source, settings: Mapping[str, Any]
     expected, found = foretold(task, workers, layout, settings), seen(task, workers, layout, settings)
     for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
         for key in HELD:
-            if one[key] != other[key]:
+            # A number per exchanged matrix is there or not: a copy of rows with gaps may end before the last gap.
+            gaps = key == "activations" and "tensor" in layout
+            if abs(one[key] - other[key]) > (1e-4 * one[key] if gaps else 0):
                 wrong.append(f"worker {rank}: {one[key]} bytes of {key} foretold, {other[key]} there")
         messages = {(m["axes"], m["kind"]): [m["count"], m["bytes"]] for m in one["messages"] if m["axes"] != "replica"}
         sent = traffic(other["messages"], places)

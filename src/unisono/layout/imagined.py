@@ -70,5 +70,7 @@ def _like(value: Any, mode: FakeTensorMode | None, device: torch.device) -> Any:
         return value
     if mode is None:
         return value.to(device)
+    if value.device.type == device.type:
+        return mode.from_tensor(value)  # which knows how much memory lies behind a view
     with mode:
         return torch.empty_like(value, device=device)

@@ -35,7 +35,7 @@ def check(build: Callable[[], nn.Module], places: Places, sample: Sample) -> Non
     if layout.context > 1:
         _check_context(build, model, places, sample)
     if layout.tensor > 1:
-        refusal(model, layout.tensor)
+        _check_heads(model, places)
     if layout.pipeline > 1:
         _check_pipeline(model, places, sample)
 
@@ -47,6 +47,23 @@ def near(places: Places, axis: str, values: Iterable[int]) -> Layout | None:
     candidates = [replace(places.layout, **{**others, axis: value}) for value in values if value != wanted]
     fitting = [each for each in candidates if places.workers % each.workers == 0]
     return min(fitting, key=lambda each: abs(getattr(each, axis) - wanted), default=None)
+
+
+def _check_heads(model: nn.Module, places: Places) -> None:
+    try:
+        refusal(model, places.layout.tensor)
+    except InvalidInput as error:
+        values = [n for n in range(1, places.workers + 1) if _divides(model, n)]
+        found = near(places, "tensor", values)
+        raise InvalidInput(error.field, error.value, error.problem, f"write {found}" if found else error.cure) from None
+
+
+def _divides(model: nn.Module, degree: int) -> bool:
+    try:
+        refusal(model, degree)
+    except InvalidInput:
+        return False
+    return True
 
 
 def _check_pipeline(model: nn.Module, places: Places, sample: Sample) -> None:
@@ -70,7 +87,8 @@ def _check_context(build: Callable[[], nn.Module], model: nn.Module, places: Pla
         parts = Split(tokens, size)
     except InvalidInput as error:
         values = [n for n in range(1, tokens + 1) if n == 1 or tokens % (2 * n) == 0]
-        raise _refused(error.field, tokens, error.problem, places, "context", values, error.cure) from None
+        problem = f"it needs {2 * size} chunks of one length, and sequences have length {tokens} here"
+        raise _refused("context", size, problem, places, "context", values, error.cure) from None
     if sum(p.nbytes for p in model.parameters()) <= _TRIED_BYTES:
         whole = build()
         forward = partial(sample.forward, whole)
