@@ -72,7 +72,8 @@ def outline(
     deferred = record(build)
     if deferred.whole:
         LOG.info("the model is built whole on every worker: %s", deferred.why)
-    spread = _spread(deferred.model.to("meta"), layout, mesh, sample)
+        deferred.materialise(lambda name, whole: None)  # nothing of it is kept
+    spread = _spread(deferred.model, layout, mesh, sample)
     with shapes():
         spread.model.to_empty(device=mesh.device_type)
     held = spread.held(layout, mesh, sample)
