@@ -116,7 +116,7 @@ def compare(layout: str, workers: int, task: Source, settings: Mapping[str, Any]
             if abs(one[key] - other[key]) > (1e-4 * one[key] if gaps else 0):
                 wrong.append(f"worker {rank}: {one[key]} bytes of {key} foretold, {other[key]} there")
         messages = {(m["axes"], m["kind"]): [m["count"], m["bytes"]] for m in one["messages"] if m["axes"] != "replica"}
-        sent = traffic(other["messages"], places)
+        sent = traffic(other["messages"], places, "gloo")
         real = {(t.axes, t.kind): [t.count, t.bytes] for t in sent if t.axes != "replica"}
         if messages != real:
             wrong.append(f"worker {rank}: {messages} foretold, {real} sent")

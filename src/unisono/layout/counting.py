@@ -25,20 +25,23 @@ class Message:
     Args:
         kind: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all``, ``broadcast`` or ``send``.
         ranks: of the workers among whom it goes, this one included; of a send, who takes it is not told.
-        bytes: of the whole tensor; of a gather or scatter, all members' parts together.
+        bytes: of the whole tensor; of a gather or scatter, all members' parts together; of an all-to-all, what is for
+            others.
     """
 
     kind: str
     ranks: tuple[int, ...]
     bytes: int
 
-    @property
-    def sent(self) -> float:
-        """Bytes that leave a member, as the least that is known to do: a ring for sums, gathers and scatters
-        (Patarasuk & Yuan 2009); part by part for an all-to-all."""
+    def sent(self, backend: str) -> float:
+        """Bytes that leave a member: by a ring for sums, gathers and scatters (Patarasuk & Yuan 2009), as NCCL and gloo
+        have them; but gloo makes a reduce-scatter of an all-reduce."""
         n = len(self.ranks)
-        passes = {"send": 1.0, "broadcast": 1 / n, "all-reduce": 2 * (n - 1) / n}
-        return self.bytes * passes.get(self.kind, (n - 1) / n)
+        around = (n - 1) / n
+        passes = {"send": 1.0, "all-to-all": 1.0, "broadcast": 1 / n, "all-reduce": 2 * around}
+        if backend == "gloo":
+            passes["reduce-scatter"] = 2 * around
+        return self.bytes * passes.get(self.kind, around)
 
 
 class Messages(TorchDispatchMode):
@@ -56,7 +59,7 @@ class Messages(TorchDispatchMode):
             kind, which = _KINDS[name]
             ranks = _ranks((*args, *kwargs.values()))
             size = sum(x.nbytes for x in tree_leaves(args[which]) if isinstance(x, Tensor))
-            self.seen[Message(kind, ranks, size * len(ranks) if name in _PARTS else size)] += 1
+            self.seen[Message(kind, ranks, round(size * _share(name, args, ranks)))] += 1
         if func.namespace == "c10d" and any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
             return _answered(func, args, kwargs)
         return func(*args, **kwargs)
@@ -80,6 +83,15 @@ _KINDS = {  # the kind of each operator, and which of its arguments is what trav
     "send": ("send", 0),
 }
 _PARTS = ("allgather_", "all_gather_into_tensor")  # of which one member's part is counted
+
+
+def _share(name: str, args: Any, ranks: tuple[int, ...]) -> float:
+    """What to multiply the bytes of the argument that travels with."""
+    if name in _PARTS:
+        return float(len(ranks))
+    if name == "all_to_all_single" and sum(args[2]):
+        return 1 - args[2][ranks.index(dist.get_rank())] / sum(args[2])
+    return (len(ranks) - 1) / len(ranks) if name.startswith("alltoall") else 1.0
 
 
 def _ranks(arguments: tuple[Any, ...]) -> tuple[int, ...]:

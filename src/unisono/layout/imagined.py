@@ -31,11 +31,13 @@ class Imagined:
         held: as a real one's, but for the numbers.
         shapes: a context in which tensors are made without memory.
         of: what the like of a real batch is there.
+        device: where its tensors are, or are said to be.
     """
 
     held: Held
     shapes: Callable[[], AbstractContextManager[Any]]
     of: Callable[[Any], Any]
+    device: torch.device
 
 
 @contextmanager
@@ -60,7 +62,7 @@ def imagined(
         mode = None if memory else FakeTensorMode(allow_non_fake_inputs=True)
         shapes = (lambda: mode) if mode else nullcontext
         held = outline(build, places.layout, mesh, sample, shapes)
-        yield Imagined(held, shapes, lambda batch: tree_map(lambda x: _like(x, mode, device), batch))
+        yield Imagined(held, shapes, lambda batch: tree_map(lambda x: _like(x, mode, device), batch), device)
     finally:
         dist.destroy_process_group()
 

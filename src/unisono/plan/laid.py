@@ -212,7 +212,7 @@ def _holding(
         step.activations,
         step.in_flight,
         step.gathered,
-        tuple(traffic(step.messages, places)),
+        tuple(traffic(step.messages, places, "nccl" if worker.device.type == "cuda" else "gloo")),
     )
 
 
@@ -268,13 +268,16 @@ def places_bytes(leaf: Tensor, places: Places, rank: int, width: int) -> int:
     return torch.Size(sizes(leaf, places, rank)).numel() * width
 
 
-def traffic(messages: Mapping[Message, int], places: Places) -> Iterator[Traffic]:
+def traffic(messages: Mapping[Message, int], places: Places, backend: str) -> Iterator[Traffic]:
+    """What `messages` come to, by axes and kind."""
     found: dict[tuple[str, str], Counter[Message]] = defaultdict(Counter)
     for message, count in messages.items():
         if len(message.ranks) > 1:
             found[" x ".join(axes(message.ranks, places)), message.kind][message] += count
     for (wide, kind), some in sorted(found.items()):
-        yield Traffic(wide, kind, some.total(), round(sum(message.sent * count for message, count in some.items())))
+        yield Traffic(
+            wide, kind, some.total(), round(sum(message.sent(backend) * count for message, count in some.items()))
+        )
 
 
 def _joined(holdings: list[Holding]) -> list[Holding]:
