@@ -90,7 +90,8 @@ def _share(name: str, args: Any, ranks: tuple[int, ...]) -> float:
     if name in _PARTS:
         return float(len(ranks))
     if name == "all_to_all_single" and sum(args[2]):
-        return 1 - args[2][ranks.index(dist.get_rank())] / sum(args[2])
+        kept: int = args[2][ranks.index(dist.get_rank())]
+        return 1 - kept / sum(args[2])
     return (len(ranks) - 1) / len(ranks) if name.startswith("alltoall") else 1.0
 
 
