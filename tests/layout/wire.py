@@ -1,6 +1,7 @@
 """Bytes that `unisono layout` foretells, beside those that cross the loopback.
 
-As root: ``python -m tests.layout.wire``. In a network of its own, where nobody else talks: TCP's headers are in what is measured, and what workers say besides.
+As root: ``python -m tests.layout.wire``. In a network of its own, where nobody else talks; TCP's headers are in what is
+measured, and what workers say besides.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _share(name: str, args: Any, ranks: tuple[int, ...]) -> float:
         return float(len(ranks))
     if name == "all_to_all_single" and sum(args[2]):
         kept: int = args[2][ranks.index(dist.get_rank())]
-        return 1 - kept / sum(args[2])
+        return 1 - kept / float(sum(args[2]))
     return (len(ranks) - 1) / len(ranks) if name.startswith("alltoall") else 1.0
 
 
