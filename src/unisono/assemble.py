@@ -60,6 +60,14 @@ class Feed:
         task = self.task
         return Sample((task.collate or default_collate)(first), task.inputs, task.loss, task.weight)
 
+    def micro_batch(self) -> Batch:
+        """As many of the dataset's first samples as a micro-batch has; no random stream moves."""
+        with torch.random.fork_rng(devices=[]):
+            many = getattr(self.dataset, "__getitems__", None)
+            first = list(range(self.plan.micro_batch))
+            samples = many(first) if many else [self.dataset[i] for i in first]
+        return (self.task.collate or default_collate)(samples)
+
     def loader(self, first_step: int) -> Loader:
         """Loads this worker's micro-batches from `first_step` on."""
         loader = Loader(
@@ -89,9 +97,9 @@ def build(
     if mesh is not None and sample is not None:
         from unisono.layout.lay import lay  # imports more of torch than others need
 
-        held = lay(lambda: _model(task), config.layout, mesh, sample, compute)
+        held = lay(lambda: model_of(task), config.layout, mesh, sample, compute)
     else:
-        model = compute.change(_model(task))
+        model = compute.change(model_of(task))
         compute.check(model)
         for block in blocks(model):
             compute.prepare(block)
@@ -115,7 +123,8 @@ def _compiled_whole(config: Config) -> bool:
     return config.layout.workers == 1 and config.recompute == "none"
 
 
-def _model(task: Task) -> nn.Module:
+def model_of(task: Task) -> nn.Module:
+    """What the task builds. Raises `InvalidInput` if it cannot be trained."""
     model = task.model()
     if not isinstance(model, nn.Module):
         raise InvalidInput(
@@ -155,7 +164,7 @@ def bind(
     _check_concurrent(config, feed.plan, feed.places.lanes, replica)
     _check_offloaded(config, feed.places, device)
     schedule = config.schedule or task.schedule or Constant()
-    autocast = _autocast(config, device)
+    autocast = autocast_of(config, device)
     task = dataclasses.replace(task, loss=within(autocast, task.loss))
     runs = forward(task, autocast)
     called = torch.compile(held.model) if config.compile and _compiled_whole(config) else held.model
@@ -208,7 +217,8 @@ def _check_concurrent(config: Config, plan: MicroBatchPlan, lanes: int, replica:
             f"choose global_batch and micro_batch so that their number divides by {lanes}")  # fmt: skip
 
 
-def _autocast(config: Config, device: torch.device) -> Callable[[], Any]:
+def autocast_of(config: Config, device: torch.device) -> Callable[[], Any]:
+    """The context of forward passes and losses."""
     if config.precision == "bf16":
         return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
     return contextlib.nullcontext

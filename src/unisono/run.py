@@ -12,7 +12,7 @@ from typing import Any
 from unisono.config import Config
 from unisono.directory import claimed, with_earlier
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.launch import Identity, StopRequest, Worker, identify, launch, prepare
+from unisono.launch import Forkserver, Identity, StopRequest, Worker, ask, identify, launch, prepare
 from unisono.observe import write_summary
 from unisono.observe.written import SUMMARY
 from unisono.order import Carried, Order, Result, TaskSource
@@ -20,6 +20,7 @@ from unisono.settings import settle
 from unisono.task import Task
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "unisono.work")
+LAID = (*PRELOAD, "unisono.layout.lay", "unisono.plan.possible")  # what workers of a layout need besides
 Messages = Callable[[int, Mapping[str, Any]], None]
 
 
@@ -52,9 +53,12 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
     identity = identify(os.environ)
     if identity.launcher != "none":
         return _be_worker(identity, source, settings, began, json, on_message)
-    with prepare(PRELOAD) as server:  # imports torch while this process checks what was written
+    preload = LAID if settings.get("layout") else PRELOAD
+    with prepare(preload) as server:  # imports torch while this process checks what was written
         settings = with_earlier(settings)
         config = settle(source.load(), settings)
+        if config.layout.workers > 1:  # what workers would refuse is refused before there are any
+            _ask("unisono.plan.possible:check", source, settings, server)
         with claimed(config, source) as path:
             on_message(0, {"kind": "run", "path": str(path)})
             order = Order(source, settings, path, began)
@@ -67,6 +71,22 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
                 on_message=on_message,
             )
     return conclude(results[0], path, json, on_message)
+
+
+def foretell(source: TaskSource, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What workers would hold of the task of `source` under ``settings``; the fields of a `unisono.plan.laid.Laid`.
+
+    Raises:
+        InvalidInput: what is asked for cannot work.
+    """
+    with prepare(LAID) as server:
+        found: Mapping[str, Any] = _ask("unisono.plan.laid:answer", source, settings, server)
+        return found
+
+
+def _ask(target: str, source: TaskSource, settings: Mapping[str, Any], server: Forkserver) -> Any:
+    """In a process of its own, since a model may be built, and torch's default process group be a false one."""
+    return ask(target, (source, settings), server, threads=len(os.sched_getaffinity(0)))
 
 
 def _be_worker(

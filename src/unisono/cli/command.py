@@ -16,6 +16,7 @@ Train one neural network on many devices as if they were one.
 commands:
   train TASK     train a built-in task, path/to/file.py:function or package.module:function
   simulate TASK  forecast what training is like on other networks, with learning that is real
+  layout TASK    say what each worker would hold and send when a model lies on several
   launch SCRIPT  run a script with its own training loop on several workers
   tasks          list the built-in tasks and their options
   checkpoint     show and verify checkpoints, convert them to safetensors and back
@@ -74,6 +75,12 @@ def _simulate(given: list[str]) -> int:
     return simulate(given)
 
 
+def _layout(given: list[str]) -> int:
+    from unisono.cli.layout import layout
+
+    return layout(given)
+
+
 def _launch(given: list[str]) -> int:
     from unisono.cli.launch import launch
 
@@ -95,6 +102,7 @@ def _checkpoint(given: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "simulate": _simulate,
+    "layout": _layout,
     "launch": _launch,
     "tasks": _tasks,
     "checkpoint": _checkpoint,

@@ -3,7 +3,7 @@
 from unisono.launch.failure import ScriptExited
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.identity import Identity, identify
-from unisono.launch.local import PRELOAD, launch, prepare
+from unisono.launch.local import PRELOAD, ask, launch, prepare
 from unisono.launch.script import launch_script
 from unisono.launch.stopping import Interrupted, StopRequest
 from unisono.launch.worker import Report, Worker
@@ -17,6 +17,7 @@ __all__ = [
     "ScriptExited",
     "StopRequest",
     "Worker",
+    "ask",
     "identify",
     "launch",
     "launch_script",

@@ -27,6 +27,7 @@ from unisono.launch.worker import Order
 
 # The first optimizer that is built imports torch._dynamo, a second of computing: once is enough.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "cloudpickle")
+_ANSWER_SECONDS = 1.0  # between a signal and the end of who was asked
 
 
 def prepare(preload: Sequence[str] = PRELOAD, name: str = "unisono") -> Forkserver:
@@ -87,6 +88,18 @@ def launch(
         tail = stack.enter_context(Tail(Path(orders[0].log), echo)) if echo else None
         payload = stack.enter_context(_in_memory(cloudpickle.dumps(arguments)))
         return Crew(server, inbox, tail, on_message, stop_seconds).run(orders, payload)
+
+
+def ask(target: str, arguments: tuple[Any, ...], server: Forkserver, *, threads: int = 1, name: str = "unisono") -> Any:
+    """What ``target(worker, *arguments)`` returns in one process that leaves nothing behind, not even a log; `server`
+    stays open, for `launch`.
+
+    Raises:
+        Like `launch`.
+    """
+    order = Order(0, 1, target, os.devnull, threads, name, sys.path, os.getcwd())
+    with Inbox() as inbox, _in_memory(cloudpickle.dumps(arguments)) as payload:
+        return Crew(server, inbox, None, _ignore, _ANSWER_SECONDS).run([order], payload)[0]
 
 
 @contextlib.contextmanager

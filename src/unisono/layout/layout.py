@@ -103,7 +103,7 @@ class Layout:
             raise ValueError("plan: it says how matrices are split over tensor workers, and tensor=1")
 
     def __str__(self) -> str:
-        said = [f"{each.name}={getattr(self, each.name)}" for each in fields(self)
+        said = [f"{each.name}={getattr(self, each.name)!r}" for each in fields(self)
                 if getattr(self, each.name) != each.default]  # fmt: skip
         return f"Layout({', '.join(said)})"
 

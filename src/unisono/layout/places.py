@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 from unisono.errors import InvalidInput
 from unisono.layout.layout import AXES, SIDE_BY_SIDE, Layout
@@ -45,7 +48,19 @@ class Places:
             raise InvalidInput(
                 "layout", str(self.layout),
                 f"one replica lies on {whole} workers, and {self.workers} are not a multiple",
-                f"write {nearest}")  # fmt: skip
+                f"write {nearest}" + (f", or {fitting}" if (fitting := self._fitting()) else ""))  # fmt: skip
+
+    def _fitting(self) -> Layout | None:
+        """The largest layout on the same axes, none of them longer, whose replicas these workers divide into."""
+        wide = [axis for axis in AXES if getattr(self.layout, axis) > 1]
+        sizes = [[n for n in range(1, getattr(self.layout, axis) + 1) if self.workers % n == 0] for axis in wide]
+        found = []
+        for values in product(*sizes):
+            changed: dict[str, Any] = {**dict(zip(wide, values)), "cuts": ()}
+            with suppress(ValueError):  # an option that asks for an axis
+                found.append(replace(self.layout, **changed))
+        fitting = [each for each in found if each.workers > 1 and self.workers % each.workers == 0]
+        return max(fitting, key=lambda each: each.workers, default=None)
 
     @property
     def replicas(self) -> int:

@@ -23,7 +23,7 @@ LOG = logging.getLogger("unisono")
 
 def costs_of(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> list[float] | None:
     """Seconds of each segment of a pipeline, as worker 0 measures them; None where that cannot be."""
-    found = joints(model, _given(model, sample), (), layout.stages)
+    found = joints(model, given_to(model, sample.arguments), (), layout.stages)
     seconds = torch.full([len(found.names) + 1], math.nan, dtype=torch.float64)
     if mesh.get_rank() == 0 and layout.stages < len(seconds):
         try:
@@ -44,7 +44,7 @@ def staged(
         InvalidInput: the model cannot be cut, or not into so many stages.
     """
     holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
-    stages = split(model, _given(model, sample), layout.stages, layout.cuts or None, costs, holders=holders)
+    stages = split(model, given_to(model, sample.arguments), layout.stages, layout.cuts or None, costs, holders=holders)
     if mesh.get_rank() == 0:
         what = "time" if costs else "bytes"
         shares = ", ".join(f"{share:.0%}" for share in stages.shares)
@@ -61,10 +61,10 @@ def _measured(found: Joints, device: torch.device, sample: Sample) -> list[float
     return measure(found, named, device, lambda output: sample.loss(output, batch))
 
 
-def _given(model: nn.Module, sample: Sample) -> Any:
-    """The sample's inputs where the model is; for one without numbers, where they are."""
+def given_to(model: nn.Module, inputs: Any) -> Any:
+    """`inputs` where the model is; for one without numbers, where they are."""
     device = next(model.parameters()).device
-    return sample.arguments if device.type == "meta" else _moved(sample.arguments, device)
+    return inputs if device.type == "meta" else _moved(inputs, device)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -51,7 +51,7 @@ def derive(model: nn.Module, degree: int) -> ExpertPlan:
         InvalidInput: there is no mixture that can be split, or one whose experts do not divide by `degree`.
     """
     found = dict(mixtures(model))
-    _check_divides(found, degree)
+    check_divides(model, degree)
     verdicts: dict[object, str | tuple[Calling, Part]] = {}
     split: dict[str, Split] = {}
     whole, held_twice = dict(lists(model)), shared(model)
@@ -71,8 +71,9 @@ def derive(model: nn.Module, degree: int) -> ExpertPlan:
     return ExpertPlan(split, whole)
 
 
-def _check_divides(found: Mapping[str, nn.Module], degree: int) -> None:
-    numbers = {name: experts(module) for name, module in found.items()}
+def check_divides(model: nn.Module, degree: int) -> None:
+    """Raise `InvalidInput` where the experts of a mixture cannot be shared out to `degree` workers."""
+    numbers = {name: experts(module) for name, module in mixtures(model)}
     broken = {name: number for name, number in numbers.items() if number % degree}
     if broken:
         name, number = next(iter(broken.items()))

@@ -97,6 +97,9 @@ def _row(output_dimension: int, group: dist.ProcessGroup, scatter: bool) -> Call
 def _column(
     output_dimension: int, group: dist.ProcessGroup, blocks: Exchange, gather: bool
 ) -> Callable[[nn.Module, Tensor], Tensor]:
+    if blocks.groups > 1:
+        blocks.prepare()
+
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         whole = Matrix(self, output_dimension)
         weight, bias = whole.upright(_here(whole.weight)), None if whole.bias is None else _here(whole.bias)

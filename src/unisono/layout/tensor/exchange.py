@@ -28,6 +28,11 @@ class Exchange:
     degree: int
     member: int
 
+    def prepare(self) -> Exchange:
+        """Count rows now: a forward pass may be one that knows shapes alone."""
+        _ = self.order, self.sent, self.received
+        return self
+
     @cached_property
     def order(self) -> Tensor:
         """The rows of this member's box, those for member 0 first."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from unisono.layout.tensor import heads
+from unisono.layout.tensor.alike import likeness
 from unisono.layout.tensor.compare import difference, measured
 from unisono.layout.tensor.matrix import is_vocabulary, matrix
 from unisono.layout.tensor.members import together
@@ -40,11 +41,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trial:
-    """Tries units of `model` on the inputs that were seen."""
+    """Tries units of `model` on the inputs that were seen; of blocks that are alike, the first."""
 
     model: nn.Module
     degree: int
     seen: Observed
+    tried: dict[Any, str] = field(default_factory=dict)
 
     def of(self, unit: Unit) -> Verdict:
         """Whether `unit` can be split, and how."""
@@ -119,6 +121,13 @@ class Trial:
         return any(each is not None and each.output_dimension for each in found)
 
     def _differs(self, scope: str, unit: Unit, treatment: str) -> str:
+        """How a split of `unit` differs from the whole; empty where it does not."""
+        kind = likeness(self.model, scope, unit, self.seen.calls[scope]), treatment
+        if kind not in self.tried:
+            self.tried[kind] = self._compared(scope, unit, treatment)
+        return self.tried[kind]
+
+    def _compared(self, scope: str, unit: Unit, treatment: str) -> str:
         module, call = self.model.get_submodule(scope), filled(self.seen.calls[scope])
 
         def whole(call: Call) -> Any:

@@ -1,0 +1,172 @@
+"""What a forward pass keeps for backward, and what both send: counted while they run, with numbers or without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """A message that all of `ranks` take part in.
+
+    Args:
+        kind: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all``, ``broadcast`` or ``send``.
+        ranks: of the workers among whom it goes, this one included; of a send, who takes it is not told.
+        bytes: of the whole tensor; of a gather or scatter, all members' parts together; of an all-to-all, what is for
+            others.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    bytes: int
+
+    def sent(self, backend: str) -> float:
+        """Bytes that leave a member: by a ring for sums, gathers and scatters (Patarasuk & Yuan 2009), as NCCL and gloo
+        have them; but gloo makes a reduce-scatter of an all-reduce."""
+        n = len(self.ranks)
+        around = (n - 1) / n
+        passes = {"send": 1.0, "all-to-all": 1.0, "broadcast": 1 / n, "all-reduce": 2 * around}
+        if backend == "gloo":
+            passes["reduce-scatter"] = 2 * around
+        return self.bytes * passes.get(self.kind, around)
+
+
+class Messages(TorchDispatchMode):
+    """While it is on, every message of this thread and of its backward passes is counted in `seen`. Tensors without
+    numbers are sent nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: Counter[Message] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") and name in _KINDS:
+            kind, which = _KINDS[name]
+            ranks = _ranks((*args, *kwargs.values()))
+            size = sum(x.nbytes for x in tree_leaves(args[which]) if isinstance(x, Tensor))
+            self.seen[Message(kind, ranks, round(size * _share(name, args, ranks)))] += 1
+        if func.namespace == "c10d" and any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+            return _answered(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+_KINDS = {  # the kind of each operator, and which of its arguments is what travels
+    "allreduce_": ("all-reduce", 0),
+    "all_reduce": ("all-reduce", 0),
+    "all_reduce_": ("all-reduce", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_": ("all-gather", 1),
+    "all_gather_into_tensor": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor": ("reduce-scatter", 0),
+    "alltoall_base_": ("all-to-all", 1),
+    "alltoall_": ("all-to-all", 1),
+    "all_to_all_single": ("all-to-all", 0),
+    "broadcast_": ("broadcast", 0),
+    "broadcast": ("broadcast", 0),
+    "send": ("send", 0),
+}
+_PARTS = ("allgather_", "all_gather_into_tensor")  # of which one member's part is counted
+
+
+def _share(name: str, args: Any, ranks: tuple[int, ...]) -> float:
+    """What to multiply the bytes of the argument that travels with."""
+    if name in _PARTS:
+        return float(len(ranks))
+    if name == "all_to_all_single" and sum(args[2]):
+        kept: int = args[2][ranks.index(dist.get_rank())]
+        return 1 - kept / float(sum(args[2]))
+    return (len(ranks) - 1) / len(ranks) if name.startswith("alltoall") else 1.0
+
+
+def _ranks(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """The group among an operator's arguments, which is a name or a boxed object."""
+    for argument in arguments:
+        if isinstance(argument, str) and argument not in _WORDS:
+            named: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+            return tuple(dist.get_process_group_ranks(named(argument)))
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
+    raise AssertionError("a message without a group")
+
+
+_WORDS = ("sum", "avg", "min", "max", "product")
+
+
+def _answered(func: Any, args: Any, kwargs: Any) -> Any:
+    """`func` called with nothing in place of tensors without numbers, of which its result has the first again."""
+    blanks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def blank(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        stand_in = torch.empty(0)
+        blanks[id(stand_in)] = (stand_in, value)
+        return stand_in
+
+    with _disable_current_modes():
+        result = func(*tree_map(blank, args), **tree_map(blank, kwargs))
+    return tree_map(lambda value: blanks[id(value)][1] if id(value) in blanks else value, result)
+
+
+@dataclass
+class Kept:
+    """What autograd keeps: memory, each piece once, without parameters and buffers.
+
+    Attributes:
+        gathered: bytes of the parameters that a sharded module had whole when it was called, but for those of sharded
+            modules in it.
+    """
+
+    gathered: dict[nn.Module, int] = field(default_factory=dict)
+    _pieces: dict[int, tuple[UntypedStorage, int]] = field(default_factory=dict)
+    _weights: dict[int, UntypedStorage] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Kept so far."""
+        return sum(size for number, (_, size) in self._pieces.items() if number not in self._weights)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Forward passes of `model` inside are counted."""
+        with ExitStack() as stack:
+            for module in model.modules():
+                stack.callback(module.register_forward_pre_hook(self._enter).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            yield
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        for tensor in (*module.parameters(), *module.buffers()):
+            storage = _local(tensor).untyped_storage()
+            self._weights[storage._cdata] = storage
+        if isinstance(module, FSDPModule):
+            inner = {p for child in module.modules() if child is not module and isinstance(child, FSDPModule)
+                     for p in child.parameters()}  # fmt: skip
+            self.gathered[module] = sum(_local(p).nbytes for p in module.parameters() if p not in inner)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = _local(tensor).untyped_storage()
+        self._pieces.setdefault(storage._cdata, (storage, storage.nbytes()))
+        return tensor
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    return local

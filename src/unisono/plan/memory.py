@@ -1,0 +1,44 @@
+"""How much memory workers find here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory that workers compute in.
+
+    Args:
+        name: of what has it.
+        bytes: in all.
+        shared: whether all workers of the machine share it, or each has as much.
+    """
+
+    name: str
+    bytes: int
+    shared: bool
+
+
+def memory_of(device: torch.device) -> Memory:
+    """That of this machine, as far as this process may use it, or of its GPU."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return Memory(found.name, found.total_memory, shared=False)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Memory("this machine", min([machine, *_limits()]), shared=True)
+
+
+def _limits() -> list[int]:
+    """What the control groups of this process allow."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        line = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))
+        group = Path("/sys/fs/cgroup") / line.removeprefix("0::").strip("/")
+        found = [place / "memory.max" for place in (group, *group.parents) if (place / "memory.max").exists()]
+        return [int(text) for file in found if (text := file.read_text().strip()).isdigit()]
+    return []
