@@ -75,7 +75,8 @@ def _whole(worker: Imagined, work: Work) -> Step:
     held, kept, sent = worker.held, Kept(), Counter[Message]()
     activations = 0
     middle = work.micro_batches - 2
-    for times, last in [(1, False), (middle, False)][: min(2, work.micro_batches - 1)] + [(1, True)]:
+    before = [(1, False), (middle, False)][: work.micro_batches - 1]
+    for times, last in (*before, (1, True)):
         messages, here = Messages(), Kept(kept.gathered)
         with worker.shapes(), messages:
             batch = worker.of(work.batch)
