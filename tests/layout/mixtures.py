@@ -174,6 +174,7 @@ LAYOUTS = {
     "Layout(expert=2, tensor=2)": 4,
     "Layout(expert=2, pipeline=2)": 4,
     "Layout(expert=2, context=2)": 4,
+    "Layout(shard=4, expert=2)": 8,
 }
 
 

@@ -73,6 +73,18 @@ def test_a_mixture_of_ours_needs_two_experts_and_as_many_as_it_chooses(shape, wo
         GPT(**shape)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dimension"), [((2, 8, 6), 1), ((2, 6, 8), 2), ((2, 3, 5), 0), ((4, 8, 8), None), ((2, 8), None)]
+)
+def test_fewer_experts_than_workers_are_sharded_inside(shape, dimension) -> None:
+    from torch.distributed.tensor import Shard
+
+    from unisono.layout.shard import placed
+
+    expected = None if dimension is None else Shard(dimension)
+    assert placed(4, nn.Parameter(torch.zeros(shape))) == expected
+
+
 @pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 2), (7, 2, 4), (16, 3, 5), (0, 2, 4)])
 def test_pairs_are_in_the_order_of_experts_and_come_back_to_their_tokens(tokens, choices, experts) -> None:
     from unisono.layout.expert.routed import Pairs, numbered

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from unisono.layout.layout import Layout
 
@@ -36,16 +39,25 @@ def shard(
     offload = CPUOffloadPolicy() if layout.offload and mesh.device_type != "cpu" else OffloadPolicy()
     inner, outer = _numbers(bf16, None), _numbers(bf16, torch.float32 if last else None)
     let_go = None if layout.zero == 3 else False  # None: all but the root
-    left = set(apart)
+    given: dict[str, Any] = {
+        "mesh": mesh, "reshard_after_forward": let_go, "offload_policy": offload, "ignored_params": set(apart),
+        "shard_placement_fn": partial(placed, mesh.size(mesh.ndim - 1)),
+    }  # fmt: skip
     for block in [m for m in model.modules() if m in repeated and m is not model]:
-        fully_shard(block, mesh=mesh, reshard_after_forward=let_go, mp_policy=inner, offload_policy=offload,
-                    ignored_params=left)  # fmt: skip
-    fully_shard(model, mesh=mesh, reshard_after_forward=let_go, mp_policy=outer, offload_policy=offload,
-                ignored_params=left)  # fmt: skip
+        fully_shard(block, mp_policy=inner, **given)
+    fully_shard(model, mp_policy=outer, **given)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         # Where a backend cannot scale while it sums (gloo).
         module.set_force_sum_reduction_for_comms(True)
+
+
+def placed(members: int, parameter: nn.Parameter) -> Shard | None:
+    """Where `parameter` is sharded over `members`: None, along the first dimension, but for a stack of fewer matrices
+    than there are members (experts)."""
+    size = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
+    even = (d for d in range(1, len(size)) if size[d] % members == 0)
+    return Shard(next(even, 0)) if len(size) > 2 and size[0] < members else None
 
 
 def _numbers(bf16: bool, output: torch.dtype | None) -> MixedPrecisionPolicy:
