@@ -54,7 +54,7 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.partition("::")[2]
+        name = func._schema.name.rpartition(":")[2]
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") and name in _KINDS:
             kind, which = _KINDS[name]
             ranks = _ranks((*args, *kwargs.values()))

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from unisono.evaluate import forward
 from unisono.layout.counting import Kept, Message, Messages
 from unisono.layout.imagined import Imagined
-from unisono.layout.pipeline.orders import turns
+from unisono.layout.pipeline.orders import sum_at, turns
 from unisono.layout.pipeline.stage import Stage, by_name
 from unisono.task import Batch, Task
 
@@ -108,7 +107,7 @@ def _stages(worker: Imagined, work: Work) -> Step:
                 sizes[number, m] = here.bytes
                 alive += here.bytes
             else:
-                _sum_at(stage, i == last[number])
+                sum_at(stage, i == last[number])
                 _back(waiting.pop((number, m)))
                 alive -= sizes[number, m]
             most = max(most, alive)
@@ -136,14 +135,6 @@ def _back(leaves: list[Tensor]) -> None:
     learning = [value for value in leaves if value.requires_grad]
     if learning:
         torch.autograd.backward(learning, [torch.ones_like(value) for value in learning])
-
-
-def _sum_at(stage: Stage, last: bool) -> None:
-    """As torch's pipelines have it: sharded gradients are summed in the last backward pass of a step."""
-    if isinstance(stage, FSDPModule):
-        stage.set_is_last_backward(last)
-        stage.set_reshard_after_backward(last)
-        stage.set_requires_gradient_sync(last)
 
 
 def _gathered(kept: Kept) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from unisono.layout.pipeline.schedules import kind, possible, stages_of
@@ -25,6 +26,14 @@ def turns(schedule: str, stages: int, micro_batches: int, group: dist.ProcessGro
     mine = [_stage(number, stages, group) for number in stages_of(schedule, workers, stages, me)]
     order = kind(schedule).torch(mine, micro_batches, loss_fn=lambda *_: None).pipeline_order[me]
     return [turn for action in order if action is not None for turn in _of(action)]
+
+
+def sum_at(stage: nn.Module, last: bool) -> None:
+    """Before a backward pass: as torch's pipelines have it, sharded gradients are summed in the last one of a step."""
+    if isinstance(stage, FSDPModule):
+        stage.set_is_last_backward(last)
+        stage.set_reshard_after_backward(last)
+        stage.set_requires_gradient_sync(last)
 
 
 def _single(schedule: str, stages: int, micro_batches: int, stage: int) -> list[Turn]:
