@@ -1,4 +1,4 @@
-"""What each worker of a layout holds, and the most that it ever took: one run of ``unisono.train``, measured from inside.
+"""What each worker of a layout holds, and the most that it ever took: one run of `unisono.train`, seen from inside.
 
 Every worker enters a control group of its own before its model is built, if it is told where to make one, and so may
 be held to a limit. Every worker writes what it holds at its last optimizer step; rank 0 reports.
@@ -100,7 +100,7 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """The report: what the workers held, the most memory that one of them ever had, the loss; or who failed, and how."""
+    """The report: what the workers held, the most memory that one of them ever had, the loss; or how one failed."""
     shape = GPT(layers=asked.layers, width=asked.width, heads=4, context=CONTEXT)
     tokens = torch.randint(256, (64, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
     task = unisono.Task(
