@@ -72,7 +72,9 @@ def measure(case: Case, steps: int, repeats: int, model: str = "") -> Verdict:
         SystemExit: the two ways did not compute the same.
     """
     print(f"{case.claim.text} against {case.peer}; expected: {case.expected}", flush=True)
-    ways = {way: functools.partial(harness.run, command(case, way, steps, model)) for way in (case.ours, case.theirs)}
+    ways = {
+        way: functools.partial(harness.run, command(case, way, steps, model), 600.0) for way in (case.ours, case.theirs)
+    }
     ran = harness.interleave(ways, repeats)
     compare(case, {way: [r.report["loss"] for r in runs] for way, runs in ran.items()})
     rates = [[1 / r.report["step_seconds_median"] for r in ran[way]] for way in ways]
