@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import harness
+from benchmarks import gpu, harness, layout_memory, layout_speed
 from benchmarks.harness import Claim, Spread, Verdict
+from benchmarks.netlab.errors import Unavailable
 
 FASTER, QUICKER = Claim("faster", 2.0), Claim("sooner", 0.4, at_least=False)
 
@@ -56,3 +57,49 @@ def test_a_command_that_fails_ends_the_benchmark_with_what_it_said() -> None:
 def test_a_command_that_hangs_is_ended() -> None:
     with pytest.raises(SystemExit, match="still running after"):
         harness.run([sys.executable, "-c", "import signal; signal.pause()"], timeout_seconds=0.3)
+
+
+@pytest.mark.parametrize("way", ["unisono", "plain"])
+def test_a_model_of_nothing_goes_through_the_benchmark_of_one_device(way: str) -> None:
+    report = harness.run(gpu.command(way, "tiny", "cpu", 4)).report
+    blocks = 2 * (12 * 32**2 + 13 * 32)
+    assert report["parameters"] == 256 * 32 + 16 * 32 + blocks + 2 * 32 + 256 * 32
+    assert report["flops_per_token"] == 6 * report["parameters"] + 12 * 2 * 32 * 16
+    assert gpu.utilisation(report, report["tokens_per_second"] * report["flops_per_token"] * 4) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("name", "known"), [("NVIDIA H200", True), ("NVIDIA A100-SXM4-80GB", True), ("CPU", False)])
+def test_the_peak_of_a_device_is_known_by_its_name_or_not_at_all(name: str, known: bool) -> None:
+    assert (gpu.peak_of(name) is not None) is known
+
+
+def test_ways_that_do_not_compute_the_same_are_not_compared() -> None:
+    case = layout_speed.CASES[0]
+    layout_speed.compare(case, {"a": [1.0, 1.00005], "b": [1.0, 1.0]})
+    with pytest.raises(SystemExit, match="did not compute the same"):
+        layout_speed.compare(case, {"a": [1.0, 1.0], "b": [1.0, 1.001]})
+
+
+def test_what_a_worker_holds_is_that_of_the_one_with_most_above_an_empty_one() -> None:
+    kinds = ("parameters", "gradients", "optimizer", "tensors")
+    full = {"workers": [dict.fromkeys(kinds, 3), dict.fromkeys(kinds, 5)], "peak_rss_bytes": 100, "loss": 1.0}
+    empty = {"workers": [dict.fromkeys(kinds, 1)] * 2, "peak_rss_bytes": 60, "loss": 2.0}
+    found = layout_memory.Figure.of(full, empty)
+    assert found == layout_memory.Figure(state=15, tensors=4, peak=40, fixed=60, loss=1.0)
+    assert layout_memory.third(found, 60) == 65
+
+
+@pytest.mark.root
+def test_a_model_that_is_too_large_for_one_worker_trains_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*next(iter(layout_memory.THRESHOLD.items())))
+    size, layout = layout_memory.Size(8, 256), "Layout(pipeline=2)"
+    state = 16 * 12 * size.layers * size.width**2
+    try:
+        limit = layout_memory.limited(layout, size.empty, 0).peak + state * 2 // 3
+    except Unavailable as refused:
+        pytest.skip(str(refused))
+    laid, alone = (layout_memory.limited(each, size, limit) for each in (layout, layout_memory.ALONE))
+    assert laid.killed == 0, laid
+    assert laid.report["loss"] < 6, laid
+    assert alone.killed == 1, alone
+    assert "SIGKILL" in alone.report["failed"], alone

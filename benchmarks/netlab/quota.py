@@ -53,17 +53,17 @@ def remove(group: Path) -> None:
             time.sleep(0.01)
 
 
-def controller() -> Path:
-    """The directory of this process's control group of the ``cpu`` controller.
+def controller(kind: str = "cpu") -> Path:
+    """The directory of this process's control group of the controller `kind`.
 
     Raises:
         Unavailable: it is not mounted.
     """
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    mounted = next((m[1] for m in mounts if m[2] == "cgroup" and "cpu" in m[3].split(",")), None)
+    mounted = next((m[1] for m in mounts if m[2] == "cgroup" and kind in m[3].split(",")), None)
     if mounted is None or not os.access(mounted, os.W_OK):
-        raise Unavailable("control groups of version 1 with the controller cpu are not mounted, or read-only")
+        raise Unavailable(f"control groups of version 1 with the controller {kind} are not mounted, or read-only")
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    inside = next((path for _, names, path in lines if "cpu" in names.split(",")), "/")
+    inside = next((path for _, names, path in lines if kind in names.split(",")), "/")
     ours = Path(mounted, inside.lstrip("/"))
     return ours if ours.exists() else Path(mounted)

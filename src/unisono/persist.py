@@ -119,7 +119,7 @@ class Persistence:
     def finish(self, done: int) -> None:
         """After the last step: take the last checkpoint and wait until it lies on disk."""
         if self._last != done:
-            self._take(done)
+            self._take(done, still=True)
         self._conclude()
 
     def resume(self, found: Loaded | Opened | None) -> int:
@@ -263,13 +263,15 @@ class Persistence:
         mine = loaded.tensors[name].to(like.device) if loaded else torch.empty_like(like.detach())
         return self._comm.broadcast(mine.contiguous()).wait()
 
-    def _take(self, done: int) -> None:
+    def _take(self, done: int, still: bool = False) -> None:
+        """`still`: nothing changes before `_conclude`."""
         self._conclude()
         if self._writer:
             _, numbers = state_of(self._optimizer, self._model)
             tensors = self._tensors()
             holders = self._agreed_holders(tensors)
-            self._writer.stage(done, tensors, {**self._meta, "numbers": self._everybodys(numbers)}, holders)
+            write = self._writer.write if still else self._writer.stage
+            write(done, tensors, {**self._meta, "numbers": self._everybodys(numbers)}, holders)
         self._pending = self._last = done
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -33,6 +33,24 @@ def test_every_kind_of_tensor_returns_bit_for_bit(tmp_path: Path, size: int) -> 
     assert fingerprint(found.tensors) == fingerprint(tensors)
 
 
+@pytest.mark.parametrize("tensors", [every_kind(), numbered(5, 1_000_000), {}], ids=["every kind", "large", "nothing"])
+def test_what_stays_as_it_is_is_written_as_its_copy_is(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    writer = Writer(tmp_path, 0, 1, 2, unexpected_event)
+    for step, write in ((1, writer.stage), (2, writer.write)):
+        write(step, tensors, META)
+        writer.finish()
+        writer.commit(step)
+        writer.finish()
+    writer.close()
+    copied, still = (tmp_path / f"step-0000000{step}" / "part-0.safetensors" for step in (1, 2))
+    assert still.read_bytes() == copied.read_bytes()
+    assert fingerprint(load(tmp_path / "step-00000002").tensors) == fingerprint(tensors)
+
+
+def unexpected_event(event: Event) -> None:
+    assert event.kind == "committed", event.words
+
+
 def _write(rank: int, size: int, directory: str) -> str:
     tensors = numbered(5, 100_000)
     writer = Writer(directory, rank, size, 2, lambda event: None)

@@ -6,14 +6,13 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from unisono.checkpoint.container import Container
+from unisono.checkpoint.container import PAGE
 from unisono.checkpoint.directory import write_durably
-from unisono.checkpoint.manifest import Entry, Part, encode_part, part_file
-
-CHUNK = 32 << 20  # bytes per write: long enough that the interpreter's lock is rarely asked for
+from unisono.checkpoint.manifest import Part, encode_part, part_file
+from unisono.checkpoint.staging import Image
 
 
 class Stopped(Exception):
@@ -29,13 +28,11 @@ def write_part(
     directory: Path,
     rank: int,
     step: int,
-    container: Container,
-    image: memoryview,
-    tensors: Mapping[str, Entry],
+    image: Image,
     stopped: Callable[[], bool],
 ) -> Part:
     """Write the file image durably into `directory`, then its report, whose presence says that the part is
-    complete. `tensors`: what the image holds, with the digests taken when it was copied.
+    complete.
 
     Raises:
         OSError: the disk does not take it; what was written of it is removed.
@@ -44,8 +41,8 @@ def write_part(
     path, report = directory / part_file(rank), directory / report_file(rank)
     report.unlink(missing_ok=True)
     try:
-        _stream(path, image, container.nbytes, stopped)
-        part = Part(container.nbytes, tensors)
+        _stream(path, image, stopped)
+        part = Part(image.container.nbytes, image.tensors)
         write_durably(report, encode_part(step, part))
     except (OSError, Stopped):
         with contextlib.suppress(OSError):  # the first error is the one that tells
@@ -54,15 +51,15 @@ def write_part(
     return part
 
 
-def _stream(path: Path, image: memoryview, nbytes: int, stopped: Callable[[], bool]) -> None:
-    descriptor = _create(path)
+def _stream(path: Path, image: Image, stopped: Callable[[], bool]) -> None:
+    nbytes, descriptor = image.container.nbytes, _create(path)
     try:
         # Space is taken first: a disk that is too full says so before a byte is written.
-        os.posix_fallocate(descriptor, 0, len(image))
-        for begin in range(0, len(image), CHUNK):
+        os.posix_fallocate(descriptor, 0, -(-nbytes // PAGE) * PAGE)
+        for chunk in image.chunks():
             if stopped():
                 raise Stopped
-            _write_all(descriptor, image[begin : begin + CHUNK])
+            _write_all(descriptor, chunk)
         os.ftruncate(descriptor, nbytes)
         os.fsync(descriptor)
     finally:

@@ -31,7 +31,7 @@ from unisono.checkpoint.commit import commit_parts
 from unisono.checkpoint.container import Container, Spec, specs_of
 from unisono.checkpoint.holding import Holding, Piece, shares
 from unisono.checkpoint.part import Stopped, write_part
-from unisono.checkpoint.staging import Staging
+from unisono.checkpoint.staging import Image, Staging, Window
 from unisono.checkpoint.words import reason
 from unisono.errors import CheckpointError
 
@@ -158,14 +158,15 @@ class Writer:
             TypeError: `meta` is not JSON.
             ValueError: `tensors` are not what ``holders[rank]`` says.
         """
-        self._check(tensors, holders)
-        self.finish()
-        if self._rank == 0:
-            self._meta[step] = json.dumps(meta)
-        self._abandoned.discard(step)
-        self._update(step=step, phase=Phase.STAGING, error="")
+        self._begin(step, tensors, meta, holders)
         self._copying = self._copier.submit(self._copy, dict(tensors), holders, _streams(tensors))
-        self._jobs.append(self._scribe.submit(self._write, step, self._copying))
+        self._jobs.append(self._scribe.submit(self._write, step, self._copying.result))
+
+    def write(self, step: int, tensors: Mapping[str, Tensor], meta: Any = None, holders: Holders = None) -> None:
+        """As `stage`, for tensors that do not change until `finish` returns: takes no memory for a copy of them."""
+        self._begin(step, tensors, meta, holders)
+        window = lambda: Window(self._share(specs_of(tensors), holders), tensors)
+        self._jobs.append(self._scribe.submit(self._write, step, window))
 
     def staged(self) -> None:
         """Wait until the tensors may change. Returns at once where nothing is being staged."""
@@ -211,6 +212,14 @@ class Writer:
         except OSError as error:
             raise CheckpointError(f"{self._directory} cannot hold checkpoints: {error.strerror}") from error
 
+    def _begin(self, step: int, tensors: Mapping[str, Tensor], meta: Any, holders: Holders) -> None:
+        self._check(tensors, holders)
+        self.finish()
+        if self._rank == 0:
+            self._meta[step] = json.dumps(meta)
+        self._abandoned.discard(step)
+        self._update(step=step, phase=Phase.STAGING, error="")
+
     def _check(self, tensors: Mapping[str, Tensor], holders: Holders) -> None:
         """Raise ValueError where this worker holds something else than it has told."""
         if holders is None:
@@ -230,26 +239,29 @@ class Writer:
 
     def _memory(self, specs: Specs, holders: Holders, pinned: bool) -> Staging:
         if self._staging is None or self._planned != (specs, holders):
-            whole = {name: Piece(spec.dtype, Box.whole(spec.shape)) for name, spec in specs.items()}
-            pieces = shares(holders or [whole] * self._size)[self._rank]
             self._staging = None  # the old memory goes before the new is taken
-            self._staging, self._planned = Staging(pieces, pinned), (specs, holders)
+            self._staging, self._planned = Staging(self._share(specs, holders), pinned), (specs, holders)
         return self._staging
+
+    def _share(self, specs: Specs, holders: Holders) -> dict[str, Piece]:
+        """What this worker writes."""
+        whole = {name: Piece(spec.dtype, Box.whole(spec.shape)) for name, spec in specs.items()}
+        return shares(holders or [whole] * self._size)[self._rank]
 
     def _copy(self, tensors: Mapping[str, Tensor], holders: Holders, streams: list[torch.cuda.Stream]) -> Staging:
         staging = self._memory(specs_of(tensors), holders, bool(streams))
         staging.copy(tensors, streams)
         return staging
 
-    def _write(self, step: int, copying: Future[Staging]) -> None:
+    def _write(self, step: int, made: Callable[[], Image]) -> None:
         file: Container | None = None
         try:
-            staging = copying.result()
-            file = staging.container
+            image = made()
+            file = image.container
             self._update(phase=Phase.WRITING)
             path = place.temporary(self._directory, step, self._attempt)
             path.mkdir(mode=0o700, exist_ok=True)
-            write_part(path, self._rank, step, file, staging.image, staging.tensors, lambda: self._unwanted(step))
+            write_part(path, self._rank, step, image, lambda: self._unwanted(step))
             self._update(phase=Phase.WRITTEN, written=step)
         except Stopped:
             self._update(phase=Phase.FAILED, error="abandoned", failed=step)

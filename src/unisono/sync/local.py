@@ -38,10 +38,11 @@ class LocalGradients(AllHere, OwesNothing):
         self._control = control
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
+        mine = gradient if weight == 1.0 else gradient * weight
         if name in self._offered:
-            self._offered[name] = self._offered[name] + gradient * weight  # either may be sparse
+            self._offered[name] = self._offered[name] + mine  # either may be sparse
         else:
-            self._offered[name] = gradient * weight
+            self._offered[name] = mine
 
     def settle(self) -> LocalMean:
         for name, gradient in self._offered.items():
@@ -86,4 +87,5 @@ class LocalMean:
         if scale != 1.0:
             for gradient in self._gradients:
                 gradient.mul_(scale)
+        self._gradients.clear()  # whoever keeps this change through the next step keeps no gradients by it
         return step()

@@ -1,0 +1,187 @@
+"""A model on two workers: under a layout of ours, or laid there by hand with torch's own parts.
+
+``unisono`` is the whole of `unisono.train` with a layout. ``fsdp``, ``tensor`` and ``pipeline`` are started by
+torchrun: plain loops, each with the lines that its part of torch asks for (`by_hand.py`). Initial weights, order of
+samples and fused optimizer are the same for all. Rank 0 writes a report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import unisono
+from unisono.data import MicroBatchPlan, seed_compute, stream
+from unisono.layout import Layout
+from unisono.notation import parse
+from unisono.tasks.gpt import GPT
+
+SAMPLES = 512
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained, and on what; ``build()`` gives a model, ``data()`` inputs and targets."""
+
+    build: Callable[[], nn.Module]
+    data: Callable[[], Batch]
+
+
+def text(context: int) -> Batch:
+    """Bytes (SAMPLES, context) and those that follow."""
+    tokens = torch.randint(256, (SAMPLES, context + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def pictures() -> Batch:
+    """Small pictures of ten kinds."""
+    return torch.randn(SAMPLES, 3, 32, 32), torch.randint(10, (SAMPLES,))
+
+
+def vectors() -> Batch:
+    """Vectors of ten kinds."""
+    return torch.randn(SAMPLES, 256), torch.randint(10, (SAMPLES,))
+
+
+def uneven() -> nn.Sequential:
+    """Eight blocks, of which the last two compute most."""
+    hidden = [512] * 6 + [4096] * 2
+    blocks = [nn.Sequential(nn.Linear(256, h), nn.ReLU(), nn.Linear(h, 256)) for h in hidden]
+    return nn.Sequential(*blocks)
+
+
+def convolutions() -> nn.Sequential:
+    """Eight layers: the first ones compute most, the last ones weigh most."""
+    sizes = ((3, 64), (64, 64), (64, 64), (64, 128), (128, 128), (128, 128))
+    layers = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1, stride=1 + (a != b > 64)), nn.ReLU()) for a, b in sizes]
+    tail = nn.Sequential(nn.Flatten(), nn.Linear(128 * 16 * 16, 128), nn.ReLU())
+    return nn.Sequential(*layers, tail, nn.Linear(128, 10))
+
+
+MODELS = {
+    "gpt": Shape(GPT(layers=12, width=256, heads=4, context=128).build, functools.partial(text, 128)),
+    "tiny": Shape(GPT(layers=2, width=32, heads=2, context=16).build, functools.partial(text, 16)),
+    "uneven": Shape(uneven, vectors),
+    "convolutions": Shape(convolutions, pictures),
+}
+
+
+class Samples(Dataset[Batch]):
+    """In memory; many at once by ``__getitems__``."""
+
+    def __init__(self, model: str) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.inputs, self.targets = MODELS[model].data()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> Batch:
+        return self.inputs[i], self.targets[i]
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        at = torch.as_tensor(indices)
+        return self.inputs[at], self.targets[at]
+
+
+def together(samples: Batch | list[Batch]) -> Batch:
+    """What ``__getitems__`` gave, or a list of samples as one batch."""
+    if isinstance(samples, tuple):
+        return samples
+    inputs, targets = zip(*samples)
+    return torch.stack(inputs), torch.stack(targets)
+
+
+def loss(output: Tensor, batch: Batch) -> Tensor:
+    """The mean cross-entropy over all positions."""
+    return F.cross_entropy(output.flatten(0, -2), batch[1].flatten())
+
+
+def fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW."""
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def built(model: str) -> nn.Module:
+    """The model with the weights that a run of seed 0 begins with."""
+    seed_compute(stream(0, 0, 0, "init"))
+    return MODELS[model].build()
+
+
+def batches(model: str, step: int, global_batch: int, micro_batch: int) -> list[Batch]:
+    """The micro-batches of `step` in a run of seed 0."""
+    plan, samples = MicroBatchPlan(SAMPLES, global_batch, micro_batch, 0), Samples(model)
+    return [samples.__getitems__(plan.indices(step, m).tolist()) for m in range(plan.micro_batches)]
+
+
+def timed(step: Callable[[int], None], steps: int) -> float:
+    """Seconds of the median step."""
+    marks = [time.monotonic()]
+    for t in range(steps):
+        step(t)
+        marks.append(time.monotonic())
+    return statistics.median(b - a for a, b in pairwise(marks))
+
+
+def ours(asked: argparse.Namespace) -> dict[str, float]:
+    """`unisono.train` under the layout."""
+    task = unisono.Task(
+        model=MODELS[asked.model].build,
+        data=functools.partial(Samples, asked.model),
+        loss=loss,
+        optimizer=fused,
+        collate=together,
+    )
+    layout = parse("layout", asked.layout, {"Layout": Layout})
+    with tempfile.TemporaryDirectory() as folder:
+        result = unisono.train(
+            task,
+            unisono.Config(
+                workers=layout.workers, layout=layout, steps=asked.steps, global_batch=asked.global_batch,
+                micro_batch=asked.micro_batch, threads=1, run=f"{folder}/run"))  # fmt: skip
+    assert result is not None  # this process is nobody's worker
+    return {"step_seconds_median": result.step_seconds_median, "loss": result.loss}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("way", choices=("unisono", "fsdp", "tensor", "pipeline"))
+    parser.add_argument("--model", choices=list(MODELS), default="gpt")
+    parser.add_argument("--layout", default="Layout()")
+    parser.add_argument("--global-batch", type=int, default=8)
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--report", type=Path, required=True)
+    asked = parser.parse_args()
+    if asked.way == "unisono":
+        asked.report.write_text(json.dumps(ours(asked)))
+        return
+    sys.path.insert(0, str(Path(__file__).parent))
+    import by_hand
+
+    report = by_hand.train(asked)
+    if torch.distributed.get_rank() == 0:
+        asked.report.write_text(json.dumps(report))
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # gloo's destructor waits for its threads under the interpreter's lock
+
+
+if __name__ == "__main__":
+    main()
