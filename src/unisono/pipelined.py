@@ -16,8 +16,6 @@ from unisono.layout.pipeline import Pipeline
 from unisono.task import Batch
 from unisono.trainer import Trainer, check_loss, checked_weight
 
-_Part = tuple[Batch, Callable[[Any, Batch], torch.Tensor]]
-
 
 @dataclass
 class PipelinedTrainer(Trainer):
@@ -38,12 +36,11 @@ class PipelinedTrainer(Trainer):
         given = [(m, self.move(batch)) for m, batch in batches]
         weights = [checked_weight(self.weight(batch)) for _, batch in given]
         passages = [partial(self.passage, batch, self.loss) for _, batch in given]
-        parts = [_entered(passage) for passage in passages]
         losses = [0.0] * len(given)
 
         def loss(i: int, output: Any) -> torch.Tensor:
-            part, loss_of = parts[i]
-            found = loss_of(output, part)
+            with passages[i]() as (part, loss_of):
+                found = loss_of(output, part)
             check_loss(found)
             losses[i] = float(found.detach())
             return found * self.replica.share(weights[i])
@@ -60,7 +57,7 @@ class PipelinedTrainer(Trainer):
         self.pipeline.copy_tied()
         self.pipeline.each_pass(around, lambda i: passages[i]())
         with self.autocast():
-            self.pipeline.step([self.inputs(part) for part, _ in parts], loss)
+            self.pipeline.step([self.inputs(_part(passage)) for passage in passages], loss)
         self.pipeline.sum_tied()
         for i, (m, _) in enumerate(given):
             last = m == mine[-1]
@@ -68,9 +65,9 @@ class PipelinedTrainer(Trainer):
             self.replica.leave(losses[i], last=last, extra=self.persistence.says(self.stop_asked()) if last else [])
 
 
-def _entered(passage: Callable[[], AbstractContextManager[_Part]]) -> _Part:
-    """What a passage gives, without its context."""
-    with passage() as part:
+def _part(passage: Callable[[], AbstractContextManager[tuple[Batch, Any]]]) -> Batch:
+    """What of a batch is this worker's."""
+    with passage() as (part, _):
         return part
 
 

@@ -277,16 +277,22 @@ def test_a_limit_of_bytes_moves_the_cut() -> None:
     assert split(model, torch.ones(1, 8), 2, costs=costs, limit=2 * 288).cuts == ("2",)
 
 
+def normed_twice() -> nn.Module:
+    norm = nn.BatchNorm1d(8)
+    return nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8), norm)
+
+
 @pytest.mark.parametrize(
     ("model", "sample", "stages", "cuts", "named"),
     [
+        (normed_twice, torch.ones(2, 8), 2, ("2",), "several stages would keep running statistics.*1.running_mean"),
         (Branching, torch.ones(2, 8), 2, None, "Branching.*depends on the numbers in a tensor.*nn.Sequential"),
         (Positions, torch.zeros(2, 8, dtype=torch.long), 9, None, "cut into 7"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 2, ("blocks.9",), "no module of that name.*blocks.0"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 3, ("blocks.2",), "2 stages, not 3"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 3, ("blocks.2", "blocks.1"), "blocks.1 is not called after"),
     ],
-    ids=["branches", "too-many", "unknown", "count", "order"],
+    ids=["normed-twice", "branches", "too-many", "unknown", "count", "order"],
 )
 def test_what_cannot_be_cut_is_refused_with_the_cure(
     model: Any, sample: Any, stages: int, cuts: Any, named: str

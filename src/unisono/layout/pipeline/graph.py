@@ -86,15 +86,6 @@ def _graph(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any])
     return graph, {node.name for node in graph.nodes if isinstance(tracer.values.get(node), Tensor)}
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One stage: its graph, and the names of the nodes whose values arrive and leave."""
-
-    body: fx.GraphModule
-    arrives: tuple[str, ...]
-    leaves: tuple[str, ...]
-
-
 class Division:
     """`chain` divided at `cuts`: stage k + 1 begins at the call of ``cuts[k]``.
 
@@ -133,7 +124,7 @@ class Division:
         later = {n for stage in range(cut, self.count) for n in self.uses[stage] if not self.computes(n, stage)}
         return [n for n in self.chain.graph.nodes if n in later and self.home[n] < cut]
 
-    def piece(self, stage: int) -> Piece:
+    def piece(self, stage: int) -> fx.GraphModule:
         """The graph of one stage, on the model's own modules and parameters."""
         arrives = self.crossing[stage - 1] if stage else []
         leaves = self.crossing[stage] if stage < self.count - 1 else []
@@ -150,7 +141,7 @@ class Division:
                 env[node] = graph.node_copy(node, lambda n: env[n])
         if stage < self.count - 1:
             graph.output(tuple(env[n] for n in leaves))
-        return Piece(fx.GraphModule(self.chain.model, graph), *(tuple(n.name for n in s) for s in (arrives, leaves)))
+        return fx.GraphModule(self.chain.model, graph)
 
 
 def _homes(graph: fx.Graph, cuts: Sequence[str]) -> dict[fx.Node, int]:

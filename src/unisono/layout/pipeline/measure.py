@@ -54,9 +54,9 @@ def measure(
         for _ in range(ROUNDS):
             for kind in seconds:
                 place = kinds.index(kind)
-                last = place == len(stages) - 1
-                trial = _Trial(stages[place], arriving[place], inputs, device, loss if last else None)
-                seconds[kind] = min(seconds[kind], trial.seconds())
+                of_last = loss if stages[place].is_last else None
+                spent = _Trial(stages[place], arriving[place], inputs, device, of_last).seconds()
+                seconds[kind] = min(seconds[kind], spent)
     generators.restore(states)
     return [seconds[kind] for kind in kinds]
 
@@ -105,7 +105,7 @@ class _Trial:
         device: torch.device,
         loss: Callable[[Any], Tensor] | None,
     ) -> None:
-        random = torch.Generator().manual_seed(0)
+        random = torch.Generator(device).manual_seed(0)
         tensors = (*stage.named_parameters(), *stage.named_buffers())
         self._tensors = {name: _number(t, isinstance(t, nn.Parameter), device, random) for name, t in tensors}
         self._arriving = tuple(_number(t, False, device, random) for t in arriving)
@@ -150,6 +150,6 @@ def _number(tensor: Tensor, weight: bool, device: torch.device, random: torch.Ge
     elif weight and tensor.dim() < 2:
         made = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
     else:
-        made = torch.randn(tensor.shape, dtype=torch.float32, generator=random).to(tensor.dtype).to(device)
+        made = torch.randn(tensor.shape, generator=random, device=device).to(tensor.dtype)
         made = made.mul_((tensor.shape[0] / max(1, tensor.numel())) ** 0.5) if weight else made
     return made.requires_grad_(tensor.requires_grad)

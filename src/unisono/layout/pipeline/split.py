@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -92,6 +93,7 @@ class Joints:
         modules = tuple(
             Stage(body, run, place == len(cuts), signature, aliases) for place, (body, run) in enumerate(parts)
         )
+        _check_running(self.model, modules, cuts)
         stages = Stages(modules, tuple(cuts), _tied(modules), self.units)
         _verify(self.model, stages, self.inputs)
         return stages
@@ -99,7 +101,7 @@ class Joints:
     def _graphs(self, cuts: Sequence[str]) -> list[tuple[nn.Module, Any]]:
         assert self.chain is not None
         division = Division(self.chain, cuts)
-        bodies = [division.piece(stage).body for stage in range(division.count)]
+        bodies = [division.piece(stage) for stage in range(division.count)]
         _adopt(self.model, bodies)
         return [(body, partial(_call, body)) for body in bodies]
 
@@ -249,6 +251,15 @@ def _tied(modules: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
         for name in stage.whole_names():
             holders.setdefault(name, []).append(place)
     return {name: tuple(places) for name, places in holders.items() if len(places) > 1}
+
+
+def _check_running(model: nn.Module, modules: Sequence[Stage], cuts: Sequence[str]) -> None:
+    """Running statistics are one worker's, who alone knows in which order they were visited."""
+    holders = Counter(id(buffer) for stage in modules for buffer in stage.buffers())
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean") and holders[id(buffer)] > 1:
+            raise InvalidInput("cuts", ", ".join(cuts), f"several stages would keep running statistics of their own in "
+                               f"{name}", "cut so that all calls of that layer lie in one stage")  # fmt: skip
 
 
 def _verify(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) -> None:
