@@ -122,7 +122,8 @@ class _Stand(nn.Module):
 
     def __init__(self, unit: nn.Module, door: Door) -> None:
         super().__init__()
-        known = {k: v for k, v in unit.__dict__.items() if not k.startswith("_") and k not in self.__dict__}
+        mine = self.__dict__.keys() | {"forward"}  # which a unit that is split has as an attribute
+        known = {k: v for k, v in unit.__dict__.items() if not k.startswith("_") and k not in mine}
         hollow = {
             name: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # one number, however large
             for name, p in unit.named_parameters(recurse=False)
