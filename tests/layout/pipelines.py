@@ -149,7 +149,7 @@ class Residual(Positions):
             raise ValueError("at most 16 positions")
         x = self.tokens(tokens) + self.positions(torch.arange(length))
         for block in self.blocks:
-            x = x + block(x)
+            x = (x + block(x)) / 2
         return {"logits": self.head(x.view(batch, length, -1))}
 
 
@@ -193,6 +193,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": tied_gpt,
     "frozen": frozen_gpt,
     "positions": Positions,
+    "remembering": Remembering,
+    "residual": Residual,
     "cnn": cnn,
     "skips": Skips,
     "shared": Shared,
@@ -234,7 +236,7 @@ def batch(case: Case, step: int) -> list[tuple[Any, Tensor]]:
             continue
         tokens = torch.randint(32, (size, length + 1), generator=stream)
         inputs: Any = tokens[:, :-1]
-        if case.model == "positions":
+        if case.model in ("positions", "remembering", "residual"):
             inputs = {"tokens": inputs, "mask": torch.rand(size, length, generator=stream) > 0.8}
         made.append((inputs, tokens[:, 1:]))
     return made
@@ -251,7 +253,7 @@ def weights(case: Case) -> list[float]:
 
 def optimizer(case: Case, parameters: Any) -> torch.optim.Optimizer:
     learning = [p for p in parameters if p.requires_grad]
-    gentle = case.model in ("positions", "shared")
+    gentle = case.model in ("positions", "remembering", "residual", "shared")
     if case.optimizer == "sgd":
         return torch.optim.SGD(learning, lr=0.02 if gentle else 0.3, momentum=0.9)
     return torch.optim.AdamW(learning, lr=1e-2)

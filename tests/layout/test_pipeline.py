@@ -53,6 +53,8 @@ TWO = [
     *(Case("skips", schedule, cuts=("second", "third", "fourth")) for schedule in ("Interleaved1F1B", "DualPipeV")),
     *(Case("frozen", schedule) for schedule in ("1F1B", "InterleavedZeroBubble")),
     *(Case("positions", schedule, "adamw") for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")),
+    Case("residual", "1F1B", lengths=(8, 5, 16)),
+    *(Case("remembering", s, cuts=("blocks.1", "blocks.2", "blocks.3")) for s in ("Interleaved1F1B", "ZBVZeroBubble")),
     *(Case("lstm", schedule) for schedule in ("1F1B", "LoopedBFS", "DualPipeV")),
     *(Case("gpt", schedule, lengths=(8, 5, 16, 8)) for schedule in ("1F1B", "Interleaved1F1B", "DualPipeV")),
     *(Case("gpt", schedule, sizes=RAGGED) for schedule in ("GPipe", "1F1B")),
