@@ -68,9 +68,7 @@ def test_the_users_own_plan_computes_what_one_worker_does(tmp_path) -> None:
     ("layout", "workers", "name"),
     [
         ("Layout(shard=2)", 2, "digits"),
-        ("Layout(shard=2)", 4, "digits"),
         ("Layout(tensor=2)", 4, "sgd"),
-        ("Layout(pipeline=2)", 4, "digits"),
         ("Layout(shard=2, pipeline=2, schedule='ZBVZeroBubble')", 4, "digits"),
     ],
 )
@@ -191,7 +189,7 @@ def test_servers_clip_by_the_norm_of_the_whole_replica(tmp_path) -> None:
     whole = losses(tmp_path / "whole", 2, TEXT, **options)
     for layout in ("Layout(tensor=2)", "Layout(pipeline=2)", "Layout(replicate=2)"):
         assert differ(losses(tmp_path / layout, 4, TEXT, layout=layout, **options), whole) <= SAME
-    assert differ(losses(tmp_path / "free", 2, TEXT, **{**options, "clip": None}), whole) > 1e-3
+    assert differ(losses(tmp_path / "free", 2, TEXT, **{**options, "clip": None}), whole) > 100 * SAME
 
 
 @pytest.mark.parametrize("layout", ["Layout(replicate=2)", "Layout(shard=2, zero=1)"])
