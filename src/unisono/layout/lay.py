@@ -71,8 +71,8 @@ def outline(
     compute: Compute,
     shapes: Callable[[], AbstractContextManager[Any]],
 ) -> Held:
-    """What `lay` would give, of tensors that are made within ``shapes()``: zeros, where those have memory. Stages of a
-    pipeline are cut by bytes, for there is nothing to measure."""
+    """What `lay` would give, of tensors that are made within ``shapes()``: zeros, where those have memory. Nothing is
+    measured: stages of a pipeline are cut where the layout says, or else by bytes."""
     deferred = record(build)
     if deferred.whole:
         LOG.info("the model is built whole on every worker: %s", deferred.why)

@@ -144,7 +144,10 @@ def foretell(task: Task, config: Config) -> Laid:
         batch = feed.micro_batch()
     seed_compute(stream(config.seed, 0, 0, "init"))
     autocast = autocast_of(config, device)
-    arrives = _arrivals(task, batch, places, sample) if places.layout.pipeline > 1 else {}
+    arrives: Mapping[int, Outline] = {}
+    if places.layout.pipeline > 1:
+        cuts, arrives = _arrivals(task, batch, places, sample)
+        places = Places(replace(places.layout, cuts=cuts), places.workers)
     work = Work(replace(task, loss=within(autocast, task.loss)), batch, len(feed.mine), autocast, arrives)
     notes: list[str] = []
     holdings: list[Holding] = []
@@ -237,12 +240,15 @@ def _optimizer_bytes(
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _arrivals(task: Task, batch: Any, places: Places, sample: Sample) -> dict[int, Outline]:
-    """What each stage gets for a micro-batch, from the whole model cut as `lay` cuts it."""
+def _arrivals(task: Task, batch: Any, places: Places, sample: Sample) -> tuple[tuple[str, ...], dict[int, Outline]]:
+    """Where stages begin, and what each gets for a micro-batch, from the whole model: by bytes, for there is nothing to
+    measure."""
     layout = places.layout
     model = record(partial(model_of, task)).model
+    holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
     with standing_in(model):
-        stages = split(model, given_to(model, sample.arguments), layout.stages, cuts=layout.cuts or None)
+        given = given_to(model, sample.arguments)
+        stages = split(model, given, layout.stages, layout.cuts or None, holders=holders)
         named = by_name(stages.modules[0].call_signature, given_to(model, task.inputs(batch)))
         found: dict[int, Outline] = {0: ()}
         values: tuple[Tensor, ...] = ()
@@ -251,7 +257,7 @@ def _arrivals(task: Task, batch: Any, places: Places, sample: Sample) -> dict[in
                 leaves = stage(*values, **named)
             found[number + 1] = tuple(map(outline, leaves))
             values = tuple(v.detach().requires_grad_(v.requires_grad) for v in leaves)
-    return found
+    return tuple(stages.cuts), found
 
 
 def _crossing(places: Places, rank: int, held: Any, work: Work) -> Counter[Message]:
