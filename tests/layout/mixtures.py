@@ -140,7 +140,7 @@ def learning(*, model: str = "ours", optimizer: str = "adamw") -> Task:
     return Task(
         model=MODELS[model], data=data, loss=loss,
         optimizer=OPTIMIZERS[optimizer], evaluate=held_out,
-        defaults={"global_batch": 24, "micro_batch": 3, "schedule": "Constant()"}, name="learning",
+        defaults={"global_batch": 24, "micro_batch": 6, "schedule": "Constant()"}, name="learning",
     )  # fmt: skip
 
 
@@ -180,6 +180,7 @@ LAYOUTS = {
 
 def main() -> None:
     """Every model, optimizer and layout against one worker; two replicas of two workers each against it too."""
+    same = {"clip": 0.5, "micro_batch": 3}
     rows = [(layout, workers, {}) for layout, workers in LAYOUTS.items()]
     rows += [("Layout(expert=2)", 4, {"sync": sync}) for sync in ("AllReduce()", "LocalSGD(every=3)")]
     with tempfile.TemporaryDirectory() as made:
@@ -192,8 +193,8 @@ def main() -> None:
                     base = (2, "LocalSGD(every=3)") if "LocalSGD" in str(settings) else (1, "AllReduce()")
                     at = Path(made, f"{model}-{optimizer}-{number}")
                     if base not in seen:
-                        seen[base] = losses(Path(f"{at}-base"), base[0], task, sync=base[1], clip=0.5)
-                    found = losses(at, workers, task, layout=layout, clip=0.5, **settings)
+                        seen[base] = losses(Path(f"{at}-base"), base[0], task, sync=base[1], **same)
+                    found = losses(at, workers, task, layout=layout, **same, **settings)
                     print(f"{model:8} {optimizer:6} {workers} workers {layout:32} {settings.get('sync', ''):18} "
                           f"{differ(found, seen[base]):.1e}", flush=True)  # fmt: skip
 
