@@ -53,7 +53,7 @@ class Evaluator:
         training = [module for module in model.modules() if module.training]
         model.eval()
         try:
-            with torch.inference_mode():
+            with torch.no_grad():  # sharded parameters that are first gathered in inference mode could not be trained
                 for i in range(self._replica, len(starts), self._replicas):
                     batch = self._fetch(starts[i], min(starts[i] + size, len(self._data)))
                     output = self._forward(model, batch)
