@@ -151,9 +151,8 @@ def _changed(rank: int, size: int, path: str, layout: Layout) -> dict[str, float
         def loss(model: nn.Module) -> float:
             return _loss(model(TOKENS[0]), (TOKENS[0], TOKENS[0])).item()
 
-        with torch.inference_mode():
-            before = loss(held.model)
         with torch.no_grad():
+            before = loss(held.model)
             for parameter in held.local.parameters():
                 parameter.mul_(2)
             torch.manual_seed(3)
@@ -162,8 +161,9 @@ def _changed(rank: int, size: int, path: str, layout: Layout) -> dict[str, float
             for parameter in whole.parameters():
                 parameter.mul_(2)
             expected.append(loss(whole))
-        held.gathering.let_go()
-        return {"before": before - expected[0], "after": loss(held.model) - expected[1], "change": before - expected[1]}
+            held.gathering.let_go()
+            after = loss(held.model)
+        return {"before": before - expected[0], "after": after - expected[1], "change": before - expected[1]}
     finally:
         dist.destroy_process_group()
 
