@@ -137,3 +137,40 @@ def test_blocks_that_compute_again_gather_no_more(tmp_path: Path) -> None:
     assert again[0]["losses"] == plain[0]["losses"]
     for name, expected in plain[0]["sums"].items():
         assert torch.equal(again[0]["sums"][name], expected)
+
+
+def _changed(rank: int, size: int, path: str, layout: Layout) -> dict[str, float]:
+    """Weights are doubled after an evaluation, as replicas that meet change them; what the next forward pass sees."""
+    from unisono.layout.lay import lay, mesh_of
+
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
+    try:
+        torch.manual_seed(3)
+        held = lay(NETWORK.build, layout, mesh_of(Places(layout, size), "cpu"), sample())
+
+        def loss(model: nn.Module) -> float:
+            return _loss(model(TOKENS[0]), (TOKENS[0], TOKENS[0])).item()
+
+        with torch.no_grad():
+            before = loss(held.model)
+            for parameter in held.local.parameters():
+                parameter.mul_(2)
+            torch.manual_seed(3)
+            whole = NETWORK.build()
+            expected = [loss(whole)]
+            for parameter in whole.parameters():
+                parameter.mul_(2)
+            expected.append(loss(whole))
+            held.gathering.let_go()
+            after = loss(held.model)
+        return {"before": before - expected[0], "after": after - expected[1], "change": before - expected[1]}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", [Layout(shard=2), Layout(shard=2, zero=1), Layout(replicate=2)], ids=str)
+def test_what_changes_after_an_evaluation_is_seen(layout: Layout, tmp_path: Path) -> None:
+    for found in run(2, _changed, str(tmp_path), layout):
+        assert abs(found["before"]) < 1e-6
+        assert abs(found["after"]) < 1e-6
+        assert abs(found["change"]) > 1e-2
