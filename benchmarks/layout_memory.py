@@ -34,7 +34,7 @@ ALONE = "Layout()"
 LAYOUTS = tuple(f"Layout({axis})" for axis in ("shard=2", "shard=4", "tensor=2", "pipeline=2", "pipeline=4"))
 LIMITED = ("Layout(shard=4)", "Layout(pipeline=4)")
 UNEVEN = 4 / 3  # what a worker may hold, over an even part
-THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}  # bytes; what glibc begins with, and else raises as it goes
 NOTHING = 16  # the width of a model that weighs almost nothing
 
 
