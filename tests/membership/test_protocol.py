@@ -186,12 +186,12 @@ def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
 @given(
     seed=st.integers(0, 1 << 16),
     unit=st.sampled_from([1, 1, 2]),
-    lost=st.sampled_from([0.0, 0.1]),
+    network=st.sampled_from([Network(), Network(lost=0.1), Network(most_seconds=0.6)]),
     faults=st.lists(st.tuples(st.sampled_from(FAULTS), st.floats(0.01, 3.0)), max_size=12),
 )
-def test_whatever_happens(seed, unit, lost, faults) -> None:
+def test_whatever_happens(seed, unit, network, faults) -> None:
     policy = Policy(minimum=unit, expected=4, maximum=6, unit=unit, patience_seconds=1e9, estranged_seconds=1.0)
-    world = World(policy, 4, seed, Network(lost=lost), step_seconds=0.2)
+    world = World(policy, 4, seed, network, step_seconds=0.2)
     pick = random.Random(seed)
     world.run(3.0)
     for fault, seconds in faults:
