@@ -20,7 +20,7 @@ def settled(world: World, seconds: float = 60.0) -> None:
     world.heal()
     world.run(seconds)
     before = world.steps
-    world.run(5.0)
+    world.run(8.0)
     world.check()
     present = world.present()
     if len(present) >= max(world.policy.minimum, world.policy.unit):

@@ -294,7 +294,8 @@ class World:
                 other = self.workers[member]
                 self._at(other, self._delay() * 3, lambda other=other: self._met(other, group, state))
         else:
-            self._at(worker, 1.0, lambda: self._missed(worker, group))
+            patience = max(1.0, 6 * self.network.most_seconds)
+            self._at(worker, patience, lambda: self._missed(worker, group))
 
     def _state(self, view: View, group: Group) -> State:
         if not view.sources:
