@@ -179,6 +179,12 @@ class World:
             lost = set(self.confirmed.values()) - set(state)
             assert not lost, f"lost (step, view): {sorted(lost)[:5]}"
 
+    def is_spare(self, name: str) -> bool:
+        """Whether others that run have all that was committed."""
+        step, view = self.confirmed.get(self.steps, (0, 0))
+        others = (self.workers[other].agent.standing for other in self.present() if other != name)
+        return any((each.view, each.step) >= (view, step) for each in others)
+
     @property
     def steps(self) -> int:
         """Done by all members of a view."""

@@ -34,15 +34,19 @@ def unproven(lineage: Sequence[View], start: Standing, ended: Mapping[str, Stand
 def acquainted(workers: Sequence[str], estranged: Iterable[tuple[str, str]]) -> list[str]:
     """As many of `workers`, in their order, as a simple rule finds among whom no two are `estranged`: whoever is so
     from most goes first, of several the last in order."""
-    left = dict.fromkeys(workers)
-    pairs = {frozenset(pair) for pair in estranged if pair[0] != pair[1] and set(pair) <= left.keys()}
-    while pairs:
-        troubles = Counter(worker for pair in pairs for worker in pair)
-        worst = max(troubles.values())
-        out = [worker for worker in left if troubles[worker] == worst][-1]
-        del left[out]
-        pairs = {pair for pair in pairs if out not in pair}
-    return list(left)
+    apart: dict[str, set[str]] = {worker: set() for worker in workers}
+    for one, other in estranged:
+        if one != other and one in apart and other in apart:
+            apart[one].add(other)
+            apart[other].add(one)
+    rank = {worker: i for i, worker in enumerate(workers)}
+    troubled = {worker for worker, others in apart.items() if others}
+    while troubled:
+        out = max(troubled, key=lambda worker: (len(apart[worker]), rank[worker]))
+        for other in apart.pop(out):
+            apart[other].discard(out)
+        troubled = {worker for worker in troubled if worker != out and apart[worker]}
+    return [worker for worker in workers if worker in apart]
 
 
 def seated(before: Sequence[str], candidates: Collection[str], unit: int, maximum: int) -> list[str]:
@@ -51,9 +55,11 @@ def seated(before: Sequence[str], candidates: Collection[str], unit: int, maximu
     Replicas of `before` that are whole stay whole and in their order; of the others' survivors and of who came since
     new ones are made, in order.
     """
+    among, members = set(candidates), set(before)
     whole = [before[i : i + unit] for i in range(0, len(before) - unit + 1, unit)]
-    staying = [m for replica in whole if all(m in candidates for m in replica) for m in replica]
-    survivors = [m for m in before if m in candidates and m not in set(staying)]
-    new = [m for m in candidates if m not in set(before)]
+    staying = [m for replica in whole if among.issuperset(replica) for m in replica]
+    seated_already = set(staying)
+    survivors = [m for m in before if m in among and m not in seated_already]
+    new = [m for m in candidates if m not in members]
     ordered = [*staying, *survivors, *new]
     return ordered[: min(len(ordered), maximum) // unit * unit]
