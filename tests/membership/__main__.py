@@ -16,14 +16,18 @@ def play(seed: int, workers: int, faults: int) -> World:
     pick = random.Random(seed)
     beat_seconds = max(0.1, workers / 4096)
     policy = Policy(
-        minimum=1, expected=workers, maximum=workers + workers // 2, patience_seconds=1e9, beat_seconds=beat_seconds
+        minimum=1,
+        expected=workers,
+        maximum=workers + workers // 2,
+        patience_seconds=200 * beat_seconds,
+        beat_seconds=beat_seconds,
     )
     world = World(policy, workers, seed, Network(lost=pick.choice([0.0, 0.05])), step_seconds=2 * beat_seconds)
     world.run(30 * beat_seconds)
     for _ in range(faults):
         befall(world, pick.choice(FAULTS), pick, spare=workers * 2 // 3)
         world.run(pick.uniform(0.5, 40) * beat_seconds)
-    settled(world, 300 * beat_seconds)
+    settled(world, 400 * beat_seconds)
     return world
 
 

@@ -24,7 +24,6 @@ from unisono.membership import (
     Exit,
     Formed,
     Meet,
-    Over,
     Policy,
     Saved,
     Standing,
@@ -132,6 +131,10 @@ class World:
         if seen:
             self._after(self._delay(), lambda: self._told_gone(name))
 
+    def leave(self, name: str) -> None:
+        """SIGTERM."""
+        self._do(self.workers[name], self.workers[name].agent.leave())
+
     def freeze(self, name: str) -> None:
         """SIGSTOP."""
         self.workers[name].frozen = True
@@ -180,10 +183,12 @@ class World:
             assert not lost, f"lost (step, view): {sorted(lost)[:5]}"
 
     def is_spare(self, name: str) -> bool:
-        """Whether others that run have all that was committed."""
+        """Whether others that run have all that was committed, and one of them can tell that nobody else has more."""
         step, view = self.confirmed.get(self.steps, (0, 0))
-        others = (self.workers[other].agent.standing for other in self.present() if other != name)
-        return any((each.view, each.step) >= (view, step) for each in others)
+        others = [other for other in self.present() if other != name]
+        standings = (self.workers[other].agent.standing for other in others)
+        witness = not self.views or any(other in self.views[max(self.views)].members for other in others)
+        return witness and any((each.view, each.step) >= (view, step) for each in standings)
 
     @property
     def steps(self) -> int:
@@ -259,8 +264,8 @@ class World:
             if isinstance(each, Formed):
                 assert each.view.number not in self.views, "two views of one number"
                 self.views[each.view.number] = each.view
-                if not each.view.sources:  # knowingly from the start, which stands for what was kept
-                    self.confirmed = {}
+                kept = {of for of in self.confirmed.items() if of[1][1] not in each.given_up}
+                self.confirmed = dict(kept)
         for name in self.present():
             self._answer(self.workers[name])
 
@@ -272,18 +277,19 @@ class World:
 
     def _take(self, worker: Worker, word: Word) -> None:
         assert word.view.number == 0 or self.views[word.view.number] == word.view, "two views of one number"
-        if word == worker.heard and worker.agent.beat().ended >= word.view.number:
-            return
-        worker.heard = word
-        self._do(worker, worker.agent.hear(word))
-        if word.over is Over.NOW:
+        actions = worker.agent.hear(word)
+        self._do(worker, actions)
+        if word != worker.heard or actions:  # something may have changed that the coordinator waits for
+            worker.heard = word
             self._beat(worker)
 
     def _do(self, worker: Worker, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Abort(view):
-                    self._break(self.groups.get(view))
+                    group = self.groups[view]
+                    self._break(group)
+                    self._at(worker, self._delay(), lambda group=group: self._lose(worker, group))
                 case Meet(view):
                     self._meet(worker, view)
                 case Exit():
@@ -369,7 +375,7 @@ class World:
         self.applied[number, step].add(name)
         if self.applied[number, step] == set(group.view.members):
             assert self.confirmed.setdefault(step, (step, number)) == (step, number), "a step was done twice"
-        worker.agent.done(number, worker.state.digest, boundary=boundary)
+        self._do(worker, worker.agent.done(number, worker.state.digest, boundary=boundary))
         if boundary:
             self._beat(worker)
         else:
@@ -381,9 +387,9 @@ class World:
             if name in group.view.members and not group.broken:
                 self._break(group)
 
-    def _break(self, group: Group | None) -> None:
+    def _break(self, group: Group) -> None:
         """Members that wait are woken."""
-        if group is None or group.broken:
+        if group.broken:
             return
         group.broken = True
         for member in group.view.members:

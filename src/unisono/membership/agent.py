@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unisono.membership.values import Beat, Over, Standing, View, Word
 
@@ -33,8 +33,9 @@ Action = Abort | Meet | Exit
 class Agent:
     """What one worker knows and says. Calls return what is to be done, and are followed by a beat.
 
-    A view is entered once, and never again once it has `ended` here: what the coordinator concludes from that stays
-    true.
+    Whoever trains is inside a view from `Meet` until it says that it stopped, by `broken` or by a `done` at a boundary;
+    nothing that is heard meanwhile changes that, so a standing is final once its view has ended here. A view that has
+    ended is never entered again: what the coordinator concludes from a standing stays true.
 
     Args:
         worker: its name, which no other process ever has.
@@ -43,13 +44,13 @@ class Agent:
 
     def __init__(self, worker: str, standing: Standing) -> None:
         self.worker, self.standing = worker, standing
-        self.view = View()  # that it works in, or is about to
+        self.view = View()  # that it is inside
         self.working = False
+        self._word = Word(View(), Over.NOW)
         self._ended = 0
         self._count = 0
         self._missed: tuple[str, ...] = ()
-        self._leaving = False
-        self._over = Over.NO
+        self._leaving = self._aborted = False
 
     def beat(self) -> Beat:
         """All that the coordinator is to know."""
@@ -60,24 +61,14 @@ class Agent:
     @property
     def votes(self) -> bool:
         """Whether this worker says, with its next step, that the view should end after it."""
-        return self._over is Over.AT_A_BOUNDARY
+        return self.view.number == self._word.view.number and self._word.over is Over.AT_A_BOUNDARY
 
     def hear(self, word: Word) -> list[Action]:
         """The coordinator said `word`; words may come late, twice, or not in order."""
-        number, mine = word.view.number, self.worker in word.view.members
-        if self._leaving and not mine and number >= max(self._ended, 1):
-            return [*self._end(number), Exit()]
-        if number <= self._ended or number < self.view.number:
+        if (word.view.number, _AGE[word.over]) < (self._word.view.number, _AGE[self._word.over]):
             return []
-        if number == self.view.number:
-            self._over = word.over
-            return self._end(number) if word.over is Over.NOW else []
-        actions = self._end(number - 1)
-        if word.over is Over.NOW or not mine:
-            self._ended = number
-            return actions
-        self.view, self._over, self._missed = word.view, word.over, ()
-        return [*actions, Meet(word.view)]
+        self._word = word
+        return self._next()
 
     def met(self, number: int, step: int, digest: str) -> None:
         """The group of view `number` is there, and this worker has the state that it starts from."""
@@ -85,30 +76,50 @@ class Agent:
             self.standing = Standing(number, step, digest)
             self.working = True
 
-    def done(self, number: int, digest: str, *, boundary: bool) -> None:
+    def done(self, number: int, digest: str, *, boundary: bool) -> list[Action]:
         """One more step of view `number` is in the state; with `boundary`, one with which some voted to end."""
-        if number == self.view.number and self.working:
-            self.standing = Standing(number, self.standing.step + 1, digest)
-            if boundary:
-                self._leave(number)
+        if number != self.view.number or not self.working:
+            return []
+        self.standing = Standing(number, self.standing.step + 1, digest)
+        return self._stopped(number) if boundary else []
 
-    def broken(self, number: int, missed: tuple[str, ...] = ()) -> list[Action]:
-        """The group of view `number` does not work, or was never complete: `missed` were not there."""
+    def broken(self, number: int, missed: tuple[str, ...] = (), digest: str | None = None) -> list[Action]:
+        """The group of view `number` does not work, or was never complete: `missed` were not there. `digest`, where it
+        is given, is that of the state as it now is."""
         if number != self.view.number:
             return []
+        if digest is not None:
+            self.standing = replace(self.standing, digest=digest)
         self._missed = missed
-        return self._end(number)
+        return self._stopped(number)
 
-    def leave(self) -> None:
+    def leave(self) -> list[Action]:
         """This worker is to go, after a step that all take."""
         self._leaving = True
+        return self._next()
 
-    def _end(self, number: int) -> list[Action]:
-        """Out of all views up to `number`, whatever is under way."""
-        left = self.view.number
-        self._leave(number)
-        return [Abort(left)] if left and self.view.number == 0 else []
-
-    def _leave(self, number: int) -> None:
+    def _stopped(self, number: int) -> list[Action]:
         self._ended = max(self._ended, number)
-        self.view, self.working, self._over = View(), False, Over.NO
+        self.view, self.working, self._aborted = View(), False, False
+        return self._next()
+
+    def _next(self) -> list[Action]:
+        view, over = self._word.view, self._word.over
+        mine = self.worker in view.members
+        if self.view.number:
+            past = view.number > self.view.number or over is Over.NOW
+            if not past or self._aborted:
+                return []
+            self._aborted = True
+            return [Abort(self.view.number)]
+        if over is Over.NOW or not mine:
+            self._ended = max(self._ended, view.number)
+        if self._leaving and not mine and view.number:
+            return [Exit()]
+        if view.number <= self._ended:
+            return []
+        self.view, self._missed = view, ()
+        return [Meet(view)]
+
+
+_AGE = {Over.NO: 0, Over.AT_A_BOUNDARY: 1, Over.NOW: 2}  # a view goes through them in this order

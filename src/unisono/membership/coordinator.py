@@ -21,9 +21,15 @@ _LINEAGE = 16  # views remembered; a worker that was away for longer cannot prov
 
 @dataclass(frozen=True)
 class Formed:
-    """A view is there."""
+    """A view is there.
+
+    Args:
+        given_up: the numbers of views some of whose steps may have been committed, and are not in the state that this
+            one starts from: nobody who could tell was heard of in time.
+    """
 
     view: View
+    given_up: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,10 @@ class Coordinator:
         """What any worker is to know, in answer to a beat and whenever something happened."""
         return Word(self.view, self.saved.over)
 
+    def heard(self) -> list[tuple[Beat, float]]:
+        """Every worker's last beat, and when it came."""
+        return [(known.beat, known.pulse.last or self.began) for known in self._heard.values()]
+
     def hear(self, beat: Beat, now: float) -> list[Happened]:
         """A worker said `beat`."""
         if beat.worker in self._gone:
@@ -122,8 +132,8 @@ class Coordinator:
             self._note_progress(beat.standing, now)
         if beat.ended >= self.view.number:
             self._staying.discard(beat.worker)
-        same = (before.works_in, before.ended, before.leaving) == (beat.works_in, beat.ended, beat.leaving)
-        return [] if same else list(self._decide([beat.worker], now))
+        told = (before.works_in, before.ended, before.leaving) == (beat.works_in, beat.ended, beat.leaving)
+        return [] if told and before.count else list(self._decide([beat.worker], now))
 
     def gone(self, worker: str, now: float) -> list[Happened]:
         """The process of `worker` has ended, as who started it has seen."""
@@ -145,9 +155,10 @@ class Coordinator:
             if why:
                 yield self._end(Over.AT_A_BOUNDARY, why, now)
         if self.saved.over is not Over.NO:
-            view = self._next(now)
-            if view is not None:
-                yield self._form(view, now)
+            formed = self._next(now)
+            if formed is not None:
+                self._take(formed.view, now)
+                yield formed
 
     def _loss(self, members: Sequence[str], now: float) -> str:
         """Why, for one of `members`, the view cannot go on."""
@@ -174,7 +185,7 @@ class Coordinator:
         more = [worker for worker in seats if worker not in self.view.members]
         return f"{', '.join(more)} may join" if len(seats) > len(self.view.members) else ""
 
-    def _next(self, now: float) -> View | None:
+    def _next(self, now: float) -> Formed | None:
         """The view after this one, once all that can be heard of it have ended it, and those that are needed are
         there."""
         if not all(self._silent(member, now) for member in self._staying):
@@ -182,7 +193,7 @@ class Coordinator:
         ready = self._ready(now)
         late = now - self._ended_at > self.policy.patience_seconds
         wanted = self.policy.minimum if self.view.number or late else self.policy.expected
-        number, lost = self.view.number + 1, False
+        last_resort: Formed | None = None
         # Whoever leaves may have what the others lack, and then stays for one view more.
         for asked in ([w for w in ready if not self._heard[w].beat.leaving], list(ready)):
             seats = self._seats(asked, now)
@@ -190,10 +201,14 @@ class Coordinator:
                 continue
             start, sources = best({worker: ready[worker] for worker in seats})
             missing = unproven(self.saved.lineage, start, ready)
+            view = View(self.view.number + 1, tuple(seats), start, sources)
             if not missing:
-                return View(number, tuple(seats), start, sources)
-            lost = late or all(m in self._gone or m in ready for view in missing for m in view.members)
-        return View(number, tuple(seats)) if lost else None
+                return Formed(view)
+            if not start.view:  # none of them has ever trained: what was kept is more
+                view = View(view.number, view.members)
+            if late or all(m in self._gone or m in ready for old in missing for m in old.members):
+                last_resort = Formed(view, tuple(old.number for old in missing))
+        return last_resort
 
     def _silent(self, worker: str, now: float) -> bool:
         return worker in self._gone or self._heard[worker].pulse.overdue(now)
@@ -215,13 +230,12 @@ class Coordinator:
         self._ended_at = now
         return Ended(self.view.number, over, why)
 
-    def _form(self, view: View, now: float) -> Formed:
+    def _take(self, view: View, now: float) -> None:
         lineage = [old for old in self.saved.lineage if old.number <= view.start.view]
         self.saved = Saved((*lineage, view)[-_LINEAGE:], Over.NO)
         self._arriving, self._staying = set(view.members), set(view.members)
         self._furthest = (view.number, view.start.step)
         self._steps.restart(now)
-        return Formed(view)
 
     def _note_progress(self, standing: Standing, now: float) -> None:
         if (standing.view, standing.step) > self._furthest:
