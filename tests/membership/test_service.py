@@ -68,6 +68,20 @@ def test_news_reach_who_waits_at_once_and_else_the_answer_comes_when_the_next_be
     asyncio.run(play())
 
 
+def test_nobody_hears_of_what_could_not_be_written(tmp_path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path / "store")
+        other = sqlite3.connect(tmp_path / "store", isolation_level=None)
+        desk.store._file.execute("pragma busy_timeout = 0")
+        other.execute("begin immediate")  # as good as a full disk
+        await desk.beat("w0", 1)
+        assert (await desk.beat("w1", 1)).view.number == 0
+        other.execute("rollback")
+        assert (await desk.beat("w1", 2)).view.number == 1
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("given", [{}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"},
                                    {"authorization": f"Bearer {TOKEN} "}])  # fmt: skip
 @pytest.mark.parametrize(("verb", "path"), [("POST", "/v1/beat"), ("POST", "/v1/gone"), ("GET", "/v1/status"),

@@ -100,7 +100,8 @@ class Attendance:
             self._news.notify_all()
         self._listening.cut()
         self._thread.join()
-        self._saying.cut()
+        for line in (self._saying, self._listening):
+            line.close()
 
     def __enter__(self) -> Attendance:
         return self
@@ -178,6 +179,9 @@ class _Line:
         if wire is not None:
             with suppress(OSError):  # it was not connected any more
                 wire.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Nobody asks any more."""
         self._made.close()
 
 

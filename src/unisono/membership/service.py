@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -146,16 +147,25 @@ class Service:
         told: Callable[[str], None] = lambda words: None,
     ) -> None:
         self.coordinator, self.store, self.now, self._today, self._told = coordinator, store, now, today, told
+        self.word = coordinator.word  # what is on disk
+        self._unwritten: list[Happened] = []
         self._news = asyncio.Event()
 
     def decide(self, happened: Sequence[Happened]) -> None:
-        """Nobody hears of what is not on disk."""
-        if happened:
-            self.store.save(self.coordinator.saved, happened, self._today())
-            for each in happened:
-                self._told(words(each))
-            self._news.set()
-            self._news = asyncio.Event()
+        """Nobody hears of what is not on disk; what cannot be written now is tried again with the next tick."""
+        self._unwritten += happened
+        if not self._unwritten:
+            return
+        try:
+            self.store.save(self.coordinator.saved, self._unwritten, self._today())
+        except sqlite3.Error as error:
+            self._told(f"what was decided cannot be written: {error}")
+            return
+        for each in self._unwritten:
+            self._told(words(each))
+        self.word, self._unwritten = self.coordinator.word, []
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def tick(self) -> None:
         """For ever."""
@@ -166,11 +176,10 @@ class Service:
     async def hear(self, message: BeatMessage) -> Word:
         """Answers at once if there is news for the worker, else when there is, or its next beat is due."""
         self.decide(self.coordinator.hear(message.value(), self.now()))
-        word = self.coordinator.word
-        if (message.knows, message.knows_over) == (word.view.number, word.over.value):
+        if (message.knows, message.knows_over) == (self.word.view.number, self.word.over.value):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), self.coordinator.policy.beat_seconds)
-        return self.coordinator.word
+        return self.word
 
 
 def application(service: Service, token: str) -> FastAPI:
@@ -220,7 +229,7 @@ def _guard(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Respo
 
 
 def _status(service: Service) -> StatusMessage:
-    now, word = service.now(), service.coordinator.word
+    now, word = service.now(), service.word
     workers = [
         WorkerMessage(worker=beat.worker, works_in=beat.works_in, step=beat.standing.step, leaving=beat.leaving,
                       silent_seconds=round(now - last, 3)) for beat, last in service.coordinator.heard()

@@ -28,7 +28,8 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        self._file = sqlite3.connect(path, isolation_level=None)
+        # Made in one thread, and used in another: never in two at a time.
+        self._file = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._file.execute("pragma journal_mode = wal")
         self._file.execute("pragma synchronous = full")
         self._file.executescript(_SCHEMA)
@@ -43,6 +44,9 @@ class Store:
 
         Args:
             at_seconds: since the epoch.
+
+        Raises:
+            sqlite3.Error: they could not be written, and are not.
         """
         text = json.dumps({"lineage": [asdict(view) for view in saved.lineage], "over": saved.over.value})
         with self._file:
