@@ -1,0 +1,125 @@
+"""A worker's half of the protocol: which view it works in, and when it stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from unisono.membership.values import Beat, Over, Standing, View, Word
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Break off whatever is under way in the group of the view of this number."""
+
+    view: int
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Find the other members of `view`, take the state that it starts from, and say so by `Agent.met`, or by
+    `Agent.broken` if they are not all there."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The others go on without this worker, which may end."""
+
+
+Action = Abort | Meet | Exit
+
+
+class Agent:
+    """What one worker knows and says. Calls return what is to be done, and are followed by a beat.
+
+    Whoever trains is inside a view from `Meet` until it says that it stopped, by `broken` or by a `done` at a boundary;
+    nothing that is heard meanwhile changes that, so a standing is final once its view has ended here. A view that has
+    ended is never entered again: what the coordinator concludes from a standing stays true.
+
+    Args:
+        worker: its name, which no other process ever has.
+        standing: of the state that it starts with.
+    """
+
+    def __init__(self, worker: str, standing: Standing) -> None:
+        self.worker, self.standing = worker, standing
+        self.view = View()  # that it is inside
+        self.working = False
+        self._word = Word(View(), Over.NOW)
+        self._ended = 0
+        self._count = 0
+        self._missed: tuple[str, ...] = ()
+        self._leaving = self._aborted = False
+
+    def beat(self) -> Beat:
+        """All that the coordinator is to know."""
+        self._count += 1
+        works_in = self.view.number if self.working else 0
+        return Beat(self.worker, self._count, works_in, self._ended, self.standing, self._missed, self._leaving)
+
+    @property
+    def votes(self) -> bool:
+        """Whether this worker says, with its next step, that the view should end after it."""
+        return self.view.number == self._word.view.number and self._word.over is Over.AT_A_BOUNDARY
+
+    def hear(self, word: Word) -> list[Action]:
+        """The coordinator said `word`; words may come late, twice, or not in order."""
+        if (word.view.number, _AGE[word.over]) < (self._word.view.number, _AGE[self._word.over]):
+            return []
+        self._word = word
+        return self._next()
+
+    def met(self, number: int, step: int, digest: str) -> None:
+        """The group of view `number` is there, and this worker has the state that it starts from."""
+        if number == self.view.number:
+            self.standing = Standing(number, step, digest)
+            self.working = True
+
+    def done(self, number: int, digest: str, *, boundary: bool) -> list[Action]:
+        """One more step of view `number` is in the state; with `boundary`, one with which some voted to end."""
+        if number != self.view.number or not self.working:
+            return []
+        self.standing = Standing(number, self.standing.step + 1, digest)
+        return self._stopped(number) if boundary else []
+
+    def broken(self, number: int, missed: tuple[str, ...] = (), digest: str | None = None) -> list[Action]:
+        """The group of view `number` does not work, or was never complete: `missed` were not there. `digest`, where it
+        is given, is that of the state as it now is."""
+        if number != self.view.number:
+            return []
+        if digest is not None:
+            self.standing = replace(self.standing, digest=digest)
+        self._missed = missed
+        return self._stopped(number)
+
+    def leave(self) -> list[Action]:
+        """This worker is to go, after a step that all take."""
+        self._leaving = True
+        return self._next()
+
+    def _stopped(self, number: int) -> list[Action]:
+        self._ended = max(self._ended, number)
+        self.view, self.working, self._aborted = View(), False, False
+        return self._next()
+
+    def _next(self) -> list[Action]:
+        view, over = self._word.view, self._word.over
+        mine = self.worker in view.members
+        if self.view.number:
+            past = view.number > self.view.number or over is Over.NOW
+            if not past or self._aborted:
+                return []
+            self._aborted = True
+            return [Abort(self.view.number)]
+        if over is Over.NOW or not mine:
+            self._ended = max(self._ended, view.number)
+        if self._leaving and not mine and view.number:
+            return [Exit()]
+        if view.number <= self._ended:
+            return []
+        self.view, self._missed = view, ()
+        return [Meet(view)]
+
+
+_AGE = {Over.NO: 0, Over.AT_A_BOUNDARY: 1, Over.NOW: 2}  # a view goes through them in this order

@@ -1,0 +1,243 @@
+"""The coordinator over HTTP: a thin shell that gives the protocol its clock, its disk and its ears.
+
+A worker's beat is answered when there is news, or when the next one is due: so news reach it at once, and a worker
+that dies closes a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from unisono.membership.coordinator import Coordinator, Happened
+from unisono.membership.store import Store, words
+from unisono.membership.values import Beat, Over, Standing, View, Word
+
+LONGEST_BODY_BYTES = 1 << 20
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class StandingMessage(_Message):
+    """See `Standing`."""
+
+    view: Count = 0
+    step: Count = 0
+    digest: Annotated[str, Field(max_length=128)] = ""
+
+
+class BeatMessage(_Message):
+    """See `Beat`; `knows` and `knows_over` are the word that the worker heard last."""
+
+    worker: Name
+    count: Count
+    works_in: Count = 0
+    ended: Count = 0
+    standing: StandingMessage = StandingMessage()
+    missed: Annotated[list[Name], Field(max_length=1024)] = []
+    leaving: bool = False
+    knows: Count = 0
+    knows_over: str = ""
+
+    @staticmethod
+    def of(beat: Beat, knows: Word | None = None) -> BeatMessage:
+        """Of a beat as the protocol says it, from a worker that `knows` a word."""
+        standing = beat.standing
+        return BeatMessage(
+            worker=beat.worker, count=beat.count, works_in=beat.works_in, ended=beat.ended,
+            standing=StandingMessage(view=standing.view, step=standing.step, digest=standing.digest),
+            missed=list(beat.missed), leaving=beat.leaving, knows=knows.view.number if knows else 0,
+            knows_over=knows.over.value if knows else "")  # fmt: skip
+
+    def value(self) -> Beat:
+        """As the protocol takes it."""
+        standing = Standing(self.standing.view, self.standing.step, self.standing.digest)
+        return Beat(
+            self.worker, self.count, self.works_in, self.ended, standing, tuple(self.missed), self.leaving
+        )  # fmt: skip
+
+
+class ViewMessage(_Message):
+    """See `View`."""
+
+    number: Count
+    members: list[str]
+    start: StandingMessage
+    sources: list[str]
+
+
+class WordMessage(_Message):
+    """See `Word`; with the seconds after which the coordinator wants to hear again."""
+
+    view: ViewMessage
+    over: str
+    beat_seconds: float
+
+    @staticmethod
+    def of(word: Word, beat_seconds: float) -> WordMessage:
+        """Of a word as the protocol says it."""
+        return WordMessage(view=_view(word.view), over=word.over.value, beat_seconds=beat_seconds)
+
+    def value(self) -> Word:
+        """As the protocol takes it."""
+        start = Standing(self.view.start.view, self.view.start.step, self.view.start.digest)
+        view = View(self.view.number, tuple(self.view.members), start, tuple(self.view.sources))
+        return Word(view, Over(self.over))
+
+
+class GoneMessage(_Message):
+    """The process of a worker has ended, as who started it saw."""
+
+    worker: Name
+
+
+class WorkerMessage(_Message):
+    """A worker, as last heard."""
+
+    worker: str
+    works_in: int
+    step: int
+    silent_seconds: float
+    leaving: bool
+
+
+class HappenedMessage(_Message):
+    """A decision, with its time in seconds since the epoch."""
+
+    at_seconds: float
+    words: str
+
+
+class StatusMessage(_Message):
+    """All that the coordinator knows."""
+
+    view: ViewMessage
+    over: str
+    workers: list[WorkerMessage]
+    happened: list[HappenedMessage]
+
+
+class Service:
+    """A `Coordinator` with a clock and a disk.
+
+    Args:
+        now: seconds of a clock that does not jump.
+        today: seconds since the epoch.
+        told: called with each decision in words.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        store: Store,
+        now: Callable[[], float] = time.monotonic,
+        today: Callable[[], float] = time.time,
+        told: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        self.coordinator, self.store, self.now, self._today, self._told = coordinator, store, now, today, told
+        self.word = coordinator.word  # what is on disk
+        self._unwritten: list[Happened] = []
+        self._news = asyncio.Event()
+
+    def decide(self, happened: Sequence[Happened]) -> None:
+        """Nobody hears of what is not on disk; what cannot be written now is tried again with the next tick."""
+        self._unwritten += happened
+        if not self._unwritten:
+            return
+        try:
+            self.store.save(self.coordinator.saved, self._unwritten, self._today())
+        except sqlite3.Error as error:
+            self._told(f"what was decided cannot be written: {error}")
+            return
+        for each in self._unwritten:
+            self._told(words(each))
+        self.word, self._unwritten = self.coordinator.word, []
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def tick(self) -> None:
+        """For ever."""
+        while True:
+            self.decide(self.coordinator.tick(self.now()))
+            await asyncio.sleep(self.coordinator.policy.beat_seconds / 2)
+
+    async def hear(self, message: BeatMessage) -> Word:
+        """Answers at once if there is news for the worker, else when there is, or its next beat is due."""
+        self.decide(self.coordinator.hear(message.value(), self.now()))
+        if (message.knows, message.knows_over) == (self.word.view.number, self.word.over.value):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), self.coordinator.policy.beat_seconds)
+        return self.word
+
+
+def application(service: Service, token: str) -> FastAPI:
+    """The service for whoever has `token`, which every call has to bear."""
+
+    @asynccontextmanager
+    async def ticking(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(service.tick())
+        yield
+        task.cancel()
+
+    app = FastAPI(title="Unisono coordinator", version="1", lifespan=ticking, docs_url=None, redoc_url=None)
+    app.middleware("http")(_guard(token))
+
+    @app.post("/v1/beat")
+    async def beat(message: BeatMessage) -> WordMessage:
+        """A worker says how it stands, and hears which view there is."""
+        word = await service.hear(message)
+        return WordMessage.of(word, service.coordinator.policy.beat_seconds)
+
+    @app.post("/v1/gone", status_code=204)
+    async def gone(message: GoneMessage) -> None:
+        """Who started a worker saw its process end."""
+        service.decide(service.coordinator.gone(message.worker, service.now()))
+
+    @app.get("/v1/status")
+    async def status() -> StatusMessage:
+        """Who is here, and what happened."""
+        return _status(service)
+
+    return app
+
+
+def _guard(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
+    expected = f"Bearer {token}".encode()
+
+    async def guard(request: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
+        given = request.headers.get("authorization", "").encode("utf-8", "replace")
+        if not hmac.compare_digest(given, expected):
+            return Response(status_code=401, headers={"www-authenticate": "Bearer"})
+        length = request.headers.get("content-length", "0" if request.method == "GET" else "")
+        if not length.isdecimal() or int(length) > LONGEST_BODY_BYTES:
+            return Response(status_code=411 if not length else 413)
+        return await handle(request)
+
+    return guard
+
+
+def _status(service: Service) -> StatusMessage:
+    now, word = service.now(), service.word
+    workers = [
+        WorkerMessage(worker=beat.worker, works_in=beat.works_in, step=beat.standing.step, leaving=beat.leaving,
+                      silent_seconds=round(now - last, 3)) for beat, last in service.coordinator.heard()
+    ]  # fmt: skip
+    happened = [HappenedMessage(at_seconds=at, words=said) for at, said in service.store.happened()]
+    return StatusMessage(view=_view(word.view), over=word.over.value, workers=workers, happened=happened)
+
+
+def _view(view: View) -> ViewMessage:
+    start = StandingMessage(view=view.start.view, step=view.start.step, digest=view.start.digest)
+    return ViewMessage(number=view.number, members=list(view.members), start=start, sources=list(view.sources))

@@ -1,0 +1,84 @@
+"""What the coordinator has decided, on disk: one SQLite file that only its owner can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from unisono.membership.coordinator import Ended, Formed, Happened, Saved
+from unisono.membership.values import Over, Standing, View
+
+_SCHEMA = """
+create table if not exists decided (one integer primary key check (one = 1), saved text not null);
+create table if not exists happened (number integer primary key, at_seconds real not null, words text not null);
+"""
+
+
+class Store:
+    """Decisions in the file `path`, made if it is not there.
+
+    Raises:
+        sqlite3.DatabaseError: the file is no such store.
+    """
+
+    def __init__(self, path: Path) -> None:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        # Made in one thread, and used in another: never in two at a time.
+        self._file = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._file.execute("pragma journal_mode = wal")
+        self._file.execute("pragma synchronous = full")
+        self._file.executescript(_SCHEMA)
+
+    def load(self) -> Saved:
+        """What was decided last; at first, that there is no view."""
+        row = self._file.execute("select saved from decided").fetchone()
+        return _saved(json.loads(row[0])) if row else Saved()
+
+    def save(self, saved: Saved, happened: Sequence[Happened], at_seconds: float) -> None:
+        """Once it returns, both outlive this machine's power.
+
+        Args:
+            at_seconds: since the epoch.
+
+        Raises:
+            sqlite3.Error: they could not be written, and are not.
+        """
+        text = json.dumps({"lineage": [asdict(view) for view in saved.lineage], "over": saved.over.value})
+        with self._file:
+            self._file.execute("begin")
+            self._file.execute("insert or replace into decided values (1, ?)", (text,))
+            rows = [(at_seconds, words(each)) for each in happened]
+            self._file.executemany("insert into happened (at_seconds, words) values (?, ?)", rows)
+
+    def happened(self, last: int = 100) -> list[tuple[float, str]]:
+        """The latest decisions in words, each with its time in seconds since the epoch."""
+        rows = self._file.execute("select at_seconds, words from happened order by number desc limit ?", (last,))
+        return [(float(at), str(said)) for at, said in rows][::-1]
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+
+def words(happened: Happened) -> str:
+    """For a log."""
+    match happened:
+        case Formed(view, given_up):
+            given = f"from step {view.start.step}" if view.sources else "from what was kept"
+            lost = f"; what view {', '.join(map(str, given_up))} did after it is given up" if given_up else ""
+            return f"view {view.number}: {len(view.members)} workers ({', '.join(view.members)}) go on {given}{lost}"
+        case Ended(number, over, why):
+            return f"view {number} ends {over.value}: {why}" if number else why
+
+
+def _saved(told: dict[str, Any]) -> Saved:
+    return Saved(tuple(_view(view) for view in told["lineage"]), Over(told["over"]))
+
+
+def _view(told: dict[str, Any]) -> View:
+    return View(told["number"], tuple(told["members"]), Standing(**told["start"]), tuple(told["sources"]))

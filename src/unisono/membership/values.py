@@ -1,0 +1,114 @@
+"""What coordinator and agents say to each other.
+
+Each message holds all that its sender has to say, so that one that is lost, late or said twice does no harm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, order=True)
+class Standing:
+    """How far a worker's state is; of two, the one reached in the later view is right, then the one of more steps.
+
+    Args:
+        view: in which it was reached; 0: in none, it is what the run starts from.
+        step: steps that are in it.
+        digest: of the state; replicas that stand alike are equal.
+    """
+
+    view: int = 0
+    step: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """The replicas present, from one change to the next.
+
+    Args:
+        number: 1, 2, ...; there is one view of each number; 0 is before the first.
+        members: workers by name, in the order of their ranks.
+        start: what every member's state is before its first step.
+        sources: members whose state that is already; the others take it from them. Without any, all take what was
+            kept for the worst case, in memory or on disk, and `start` says nothing.
+    """
+
+    number: int = 0
+    members: tuple[str, ...] = ()
+    start: Standing = Standing()
+    sources: tuple[str, ...] = ()
+
+
+class Over(Enum):
+    """Whether a view goes on."""
+
+    NO = "no"
+    AT_A_BOUNDARY = "at a boundary"  # after a step that all of its members take
+    NOW = "now"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A worker to the coordinator, every so often and whenever something changes.
+
+    Args:
+        worker: its name, which no other process ever has.
+        count: of this worker's beats; later ones hold more.
+        works_in: number of the view whose group it has met, and is in now; 0: in none.
+        ended: number of the latest view that it will never work in, or not again; nor in one before.
+        standing: of its state.
+        missed: workers that it could not reach when it last met a group.
+        leaving: it wants to go after a step that all take.
+    """
+
+    worker: str
+    count: int
+    works_in: int = 0
+    ended: int = 0
+    standing: Standing = Standing()
+    missed: tuple[str, ...] = ()
+    leaving: bool = False
+
+
+@dataclass(frozen=True)
+class Word:
+    """The coordinator to a worker: the latest view, and whether it goes on."""
+
+    view: View
+    over: Over
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user decides.
+
+    Args:
+        minimum: workers below which nothing is trained.
+        maximum: workers above which further ones stand by.
+        expected: workers that the first view waits for.
+        unit: workers of one replica; a view has whole replicas.
+        patience_seconds: how long the first view waits for `expected`, and any for workers without whom something
+            committed may be lost.
+        beat_seconds: between a worker's beats.
+        estranged_seconds: how long two workers that could not reach each other are kept apart, at first; then twice as
+            long each time.
+    """
+
+    minimum: int = 1
+    maximum: int = 1 << 30
+    expected: int = 1
+    unit: int = 1
+    patience_seconds: float = 30.0
+    beat_seconds: float = 0.1
+    estranged_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.expected <= self.maximum:
+            raise ValueError(
+                f"minimum={self.minimum}, expected={self.expected}, maximum={self.maximum}: not in this order, from 1"
+            )
+        if self.unit < 1 or self.maximum < self.unit:
+            raise ValueError(f"unit={self.unit}: not from 1 to maximum={self.maximum}")

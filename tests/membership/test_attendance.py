@@ -1,0 +1,124 @@
+"""Workers at a coordinator that is a real server: views come, end and are left; and it may die in between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import InvalidInput
+from unisono.membership import Agent, Policy, Standing
+from unisono.membership.attendance import Attendance
+from unisono.membership.serve import Place, Serving
+
+TOKEN = "a token"
+POLICY = Policy(minimum=1, expected=2, maximum=3, beat_seconds=2.0)  # the machine may be busy
+
+
+@contextmanager
+def serving(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[Serving]:
+    served = Serving(Place(port=port), policy, state, TOKEN)
+    thread = threading.Thread(target=served.run)
+    thread.start()
+    try:
+        yield served
+    finally:
+        served.stop()
+        thread.join()
+
+
+def attend(url: str, worker: str) -> tuple[Attendance, list[int]]:
+    aborted: list[int] = []
+    return Attendance(url, TOKEN, Agent(worker, Standing()), aborted.append), aborted
+
+
+def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
+    with serving(tmp_path / "state") as served:
+        (a, _), (b, _) = attend(served.url, "a"), attend(served.url, "b")
+        with a, b:
+            first = a.next_view()
+            assert first == b.next_view()
+            assert first is not None
+            assert set(first.members) == {"a", "b"}
+            for each in (a, b):
+                each.met(1, 0, "")
+            with attend(served.url, "c")[0] as c:
+                while not (a.votes and b.votes):
+                    for each in (a, b):
+                        each.done(1)
+                    threading.Event().wait(0.01)
+                step = max(a.standing.step, b.standing.step)
+                while a.standing.step < step:
+                    a.done(1)
+                while b.standing.step < step:
+                    b.done(1)
+                for each in (a, b):
+                    each.boundary(1, "state")
+                second = c.next_view()
+                assert second is not None
+                assert second.members == (*first.members, "c")
+                assert second.start == Standing(1, step + 1, "state")
+                assert set(second.sources) == {"a", "b"}
+                assert a.next_view() == b.next_view() == second
+                for each in (a, b, c):
+                    each.met(2, second.start.step, "state")
+                c.leave()
+                while not a.votes:
+                    threading.Event().wait(0.01)
+                for each in (a, b, c):
+                    each.boundary(2, "later")
+                assert c.next_view() is None
+                third = a.next_view()
+                assert third is not None
+                assert third.members == first.members
+
+
+def test_who_loses_the_others_ends_the_view_for_all(tmp_path) -> None:
+    with serving(tmp_path / "state") as served:
+        (a, aborted), (b, _) = attend(served.url, "a"), attend(served.url, "b")
+        with a, b:
+            for each in (a, b):
+                view = each.next_view()
+                assert view is not None
+                each.met(1, 0, "")
+            b.broken(1, "")
+            while not aborted:
+                threading.Event().wait(0.01)
+            a.broken(1, "")
+            view = a.next_view()
+            assert view is not None
+            assert view.number == 2
+
+
+def test_a_coordinator_that_comes_back_goes_on_where_it_was(tmp_path) -> None:
+    with serving(tmp_path / "state") as served:
+        port = int(served.url.rsplit(":", 1)[1])
+        (a, _), (b, _) = attend(served.url, "a"), attend(served.url, "b")
+        for each in (a, b):
+            assert each.next_view() is not None
+            each.met(1, 0, "")
+    for each in (a, b):
+        each.done(1)
+    with a, b, serving(tmp_path / "state", port), attend(f"http://127.0.0.1:{port}", "c")[0] as c:
+        while not (a.votes and b.votes):
+            threading.Event().wait(0.01)
+        for each in (a, b):
+            each.boundary(1, "state")
+        view = c.next_view()
+        assert view is not None
+        assert view.number == 2
+        assert view.start.step == 2
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "http://127.0.0.1", "ftp://a:1", "http://:80"])
+def test_what_is_no_address_is_refused(url) -> None:
+    with pytest.raises(InvalidInput, match="write http://host:port"):
+        attend(url, "a")
+
+
+def test_nobody_listens_where_somebody_does(tmp_path) -> None:
+    with serving(tmp_path / "state") as served, pytest.raises(InvalidInput, match="choose another"):
+        Serving(Place(port=int(served.url.rsplit(":", 1)[1])), POLICY, tmp_path / "other", TOKEN)

@@ -1,0 +1,60 @@
+"""Who may be in the next view: arithmetic."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.membership import Standing, View
+from unisono.membership.choice import acquainted, best, seated, unproven
+
+NAMES = [f"w{i}" for i in range(8)]
+SOME = st.lists(st.sampled_from(NAMES), unique=True)
+
+
+def test_the_later_view_is_right_then_the_later_step_then_what_most_have() -> None:
+    stand = {"a": Standing(2, 9, "x"), "b": Standing(3, 5, "y"), "c": Standing(3, 7, "bad"), "d": Standing(3, 7, "z"),
+             "e": Standing(3, 7, "z")}  # fmt: skip
+    assert best(stand) == (Standing(3, 7, "z"), ("d", "e"))
+
+
+@given(workers=SOME, pairs=st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), max_size=12))
+def test_no_two_are_left_that_could_not_reach_each_other(workers, pairs) -> None:
+    left = acquainted(workers, pairs)
+    assert left == [worker for worker in workers if worker in left]
+    assert not [pair for pair in pairs if pair[0] != pair[1] and set(pair) <= set(left)]
+    quarrels = {name for one, other in pairs if one != other and {one, other} <= set(workers) for name in (one, other)}
+    assert set(workers) - quarrels <= set(left)
+    assert len(left) == len(workers) or set(workers) & quarrels
+
+
+def test_of_two_islands_the_larger_stays() -> None:
+    pairs = [(one, other) for one in NAMES[:5] for other in NAMES[5:]]
+    assert acquainted(NAMES, pairs) == NAMES[:5]
+
+
+@given(before=SOME, candidates=SOME, unit=st.integers(1, 3), maximum=st.integers(1, 8))
+def test_replicas_are_whole_and_stay_together(before, candidates, unit, maximum) -> None:
+    before = before[: len(before) // unit * unit]
+    found = seated(before, candidates, unit, maximum)
+    assert len(found) == len(set(found)) == min(len(candidates), maximum) // unit * unit
+    assert set(found) <= set(candidates)
+    replicas = [before[i : i + unit] for i in range(0, len(before), unit)]
+    whole = [member for replica in replicas if set(replica) <= set(candidates) for member in replica]
+    assert found[: len(whole)] == whole[: len(found)]
+
+
+LINEAGE = (View(1, ("a", "b")), View(2, ("a", "b", "c"), Standing(1, 5, "x")), View(5, ("b", "c"), Standing(2, 9, "y")))
+
+
+def numbers(start, ended) -> list[int]:
+    return [view.number for view in unproven(LINEAGE, start, ended)]
+
+
+def test_what_may_be_committed_elsewhere() -> None:
+    latest, second, first = Standing(5, 12, "z"), Standing(2, 9, "y"), Standing(1, 5, "x")
+    assert numbers(latest, {"c": latest}) == []
+    assert numbers(second, {"c": second}) == []  # c was to be in view 5, and never was
+    assert numbers(second, {"a": second}) == [5]  # b and c may have worked in it
+    assert numbers(first, {"a": first}) == [5]
+    assert numbers(first, {"d": first}) == [2, 5]
+    assert numbers(first, {"c": first}) == []
+    assert [view.number for view in unproven(LINEAGE[1:], Standing(), {"c": Standing()})] == [2]  # who knows what was

@@ -1,0 +1,145 @@
+"""The coordinator over HTTP: what it answers, when, to whom; and that it goes on where it was."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import httpx
+import pytest
+
+from unisono.membership import Beat, Coordinator, Policy, Standing
+from unisono.membership.service import LONGEST_BODY_BYTES, BeatMessage, Service, WordMessage, application
+from unisono.membership.store import Store
+
+TOKEN = "a token of this run"
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+
+
+class Desk:
+    """A service with a clock that is set by hand, and a client of it without a network."""
+
+    def __init__(self, path: Path, policy: Policy | None = None) -> None:
+        self.seconds = 100.0
+        self.store = Store(path)
+        coordinator = Coordinator(policy or Policy(expected=2, maximum=3), self.store.load(), began=self.seconds)
+        self.service = Service(coordinator, self.store, now=lambda: self.seconds, today=lambda: 1e9)
+        transport = httpx.ASGITransport(application(self.service, TOKEN))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://coordinator", headers=BEARER)
+
+    async def beat(self, worker: str, count: int, **said: object) -> WordMessage:
+        message = {"worker": worker, "count": count, **said}
+        answer = await self.client.post("/v1/beat", json=message)
+        assert answer.status_code == 200, answer.text
+        return WordMessage.model_validate(answer.json())
+
+
+def test_a_view_is_formed_said_and_remembered(tmp_path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path / "store")
+        await desk.beat("w0", 1)
+        word = await desk.beat("w1", 1)
+        assert word.view.number == 1
+        assert word.view.members == ["w0", "w1"]
+        await desk.beat("w0", 2, works_in=1, standing={"view": 1, "step": 7, "digest": "x"})
+        desk.store.close()
+        again = Desk(tmp_path / "store")
+        word = await again.beat("w0", 3, works_in=1, standing={"view": 1, "step": 9, "digest": "y"})
+        assert (word.view.number, word.over) == (1, "no")
+        status = (await again.client.get("/v1/status")).json()
+        assert [worker["step"] for worker in status["workers"]] == [9, 0]
+        assert status["happened"][0]["words"] == "view 1: 2 workers (w0, w1) go on from step 0"
+
+    asyncio.run(play())
+
+
+def test_news_reach_who_waits_at_once_and_else_the_answer_comes_when_the_next_beat_is_due(tmp_path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path / "store", Policy(expected=2, maximum=3, beat_seconds=20.0))
+        waiting = asyncio.create_task(desk.beat("w0", 1, knows=0, knows_over="now"))
+        await asyncio.sleep(0)
+        while not desk.service.coordinator.heard():
+            await asyncio.sleep(0.001)
+        assert not waiting.done()
+        await desk.beat("w1", 1)
+        assert (await asyncio.wait_for(waiting, 5.0)).view.number == 1
+
+    asyncio.run(play())
+
+
+def test_nobody_hears_of_what_could_not_be_written(tmp_path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path / "store")
+        other = sqlite3.connect(tmp_path / "store", isolation_level=None)
+        desk.store._file.execute("pragma busy_timeout = 0")
+        other.execute("begin immediate")  # as good as a full disk
+        await desk.beat("w0", 1)
+        assert (await desk.beat("w1", 1)).view.number == 0
+        other.execute("rollback")
+        assert (await desk.beat("w1", 2)).view.number == 1
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("given", [{}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"},
+                                   {"authorization": f"Bearer {TOKEN} "}])  # fmt: skip
+@pytest.mark.parametrize(("verb", "path"), [("POST", "/v1/beat"), ("POST", "/v1/gone"), ("GET", "/v1/status"),
+                                            ("GET", "/openapi.json"), ("GET", "/anything")])  # fmt: skip
+def test_nothing_is_said_to_who_has_not_the_token(verb, path, given, tmp_path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path / "store")
+        desk.client.headers.pop("authorization")
+        answer = await desk.client.request(verb, path, json={"worker": "w0", "count": 1}, headers=given)
+        assert answer.status_code == 401
+        assert not answer.content
+        assert not desk.service.coordinator.heard()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("message", [
+    {}, {"worker": "w0"}, {"worker": "", "count": 1}, {"worker": "w 0", "count": 1}, {"worker": "w0", "count": -1},
+    {"worker": "w0", "count": 1 << 70}, {"worker": "w0", "count": "1"}, {"worker": "w0", "count": 1, "more": 1},
+    {"worker": "w0", "count": 1, "standing": {"step": 1.5}}, {"worker": "w0" * 99, "count": 1}, [], "text", None,
+    {"worker": "w0", "count": 1, "missed": ["a"] * 2000},
+])  # fmt: skip
+def test_what_is_no_beat_is_refused_and_changes_nothing(message, tmp_path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path / "store")
+        assert (await desk.client.post("/v1/beat", json=message)).status_code == 422
+        assert not desk.service.coordinator.heard()
+
+    asyncio.run(play())
+
+
+def test_a_body_of_any_length_or_of_none_is_refused_before_it_is_read(tmp_path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path / "store")
+
+        async def endless():
+            yield b"{"
+            raise AssertionError("read")
+
+        assert (await desk.client.post("/v1/beat", content=endless())).status_code == 411
+        long = {"content-length": str(LONGEST_BODY_BYTES + 1)}
+        assert (await desk.client.post("/v1/beat", content=endless(), headers=long)).status_code == 413
+
+    asyncio.run(play())
+
+
+def test_only_the_owner_reads_the_store(tmp_path) -> None:
+    Store(tmp_path / "store").close()
+    assert (tmp_path / "store").stat().st_mode & 0o077 == 0
+
+
+def test_another_file_is_not_taken_for_a_store(tmp_path) -> None:
+    (tmp_path / "store").write_text("something else, and long enough to be looked at by whoever opens it\n" * 20)
+    with pytest.raises(sqlite3.DatabaseError):
+        Store(tmp_path / "store")
+
+
+def test_a_beat_says_over_the_wire_what_it_says_without() -> None:
+    beat = Beat("w0", 3, 2, 1, Standing(2, 9, "x"), ("w1",), True)
+    message = BeatMessage.model_validate_json(BeatMessage.of(beat).model_dump_json())
+    assert message.value() == beat

@@ -1,0 +1,413 @@
+"""Workers, a coordinator and a network between them, all made up: what can happen to the protocol, from a seed.
+
+Workers train: a step is done when all members of a view have arrived at it, and each hears of that at a moment of its
+own. The state is the list of steps that made it, and holds in which view each was done, so that two groups that do the
+same step make different states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from unisono.membership import (
+    Abort,
+    Action,
+    Agent,
+    Beat,
+    Coordinator,
+    Exit,
+    Formed,
+    Meet,
+    Policy,
+    Saved,
+    Standing,
+    View,
+    Word,
+)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Seconds that messages take, and how many are lost."""
+
+    least_seconds: float = 0.001
+    most_seconds: float = 0.02
+    lost: float = 0.0
+
+
+@dataclass(frozen=True)
+class State:
+    """What training has made: a step, the view that it was done in, and the state that it was done to."""
+
+    step: int = 0
+    view: int = 0
+    before: State | None = field(default=None, repr=False, compare=False)
+    digest: str = ""
+
+    def after(self, view: int) -> State:
+        """One step more."""
+        said = f"{self.digest} {self.step + 1} {view}"
+        return State(self.step + 1, view, self, hashlib.blake2b(said.encode(), digest_size=8).hexdigest())
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """All (step, view) in it, in their order."""
+        found: list[tuple[int, int]] = []
+        at: State | None = self
+        while at is not None and at.before is not None:
+            found.append((at.step, at.view))
+            at = at.before
+        return found[::-1]
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process: its half of the protocol, its state, and what befell it."""
+
+    agent: Agent
+    state: State = State()
+    alive: bool = True
+    frozen: bool = False
+    exited: bool = False
+    island: int = 0  # only workers of the same one reach each other
+    offline: bool = False  # the coordinator cannot be reached
+    heard: Word | None = None
+
+
+@dataclass(eq=False)
+class Group:
+    """The members of a view as they meet and take steps."""
+
+    view: View
+    there: dict[str, State] = field(default_factory=dict)
+    arrived: dict[int, dict[str, bool]] = field(default_factory=lambda: defaultdict(dict))
+    broken: bool = False
+
+
+class World:
+    """A run of `workers` under `policy`; everything that happens follows from `seed`."""
+
+    def __init__(
+        self, policy: Policy, workers: int, seed: int, network: Network | None = None, step_seconds: float = 0.05
+    ) -> None:
+        self.policy, self.network = policy, network or Network()
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.workers: dict[str, Worker] = {}
+        self.groups: dict[int, Group] = {}
+        self.views: dict[int, View] = {}
+        self.applied: dict[tuple[int, int], set[str]] = defaultdict(set)  # (view, step) to who has it
+        self.confirmed: dict[int, tuple[int, int]] = {}  # step to what all members of a view have of it
+        self.happened: list[object] = []
+        self.step_seconds = step_seconds
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._names = itertools.count()
+        self._saved = Saved()
+        self.coordinator: Coordinator | None = Coordinator(policy, began=0.0)
+        for _ in range(workers):
+            self.start()
+        self._tick()
+
+    # What may be done to it.
+
+    def start(self) -> str:
+        """A process more, which has yet to join."""
+        name = f"w{next(self._names)}"
+        worker = self.workers[name] = Worker(Agent(name, Standing()))
+        self._after(self.random.uniform(0, 0.1), lambda: self._beat_on(worker))
+        return name
+
+    def kill(self, name: str, *, seen: bool) -> None:
+        """SIGKILL; `seen` by whoever started it."""
+        self.workers[name].alive = False
+        self._tear(name)
+        if seen:
+            self._after(self._delay(), lambda: self._told_gone(name))
+
+    def leave(self, name: str) -> None:
+        """SIGTERM."""
+        self._do(self.workers[name], self.workers[name].agent.leave())
+
+    def freeze(self, name: str) -> None:
+        """SIGSTOP."""
+        self.workers[name].frozen = True
+
+    def thaw(self, name: str) -> None:
+        """SIGCONT; what it missed comes now."""
+        self.workers[name].frozen = False
+
+    def part(self, islands: list[list[str]]) -> None:
+        """Only workers of one island reach each other."""
+        for number, island in enumerate(islands):
+            for name in island:
+                self.workers[name].island = number
+        for group in self.groups.values():
+            if len({self.workers[m].island for m in group.view.members}) > 1:
+                self._stall(group)
+
+    def heal(self) -> None:
+        """Everybody reaches everybody; nobody is frozen, and the coordinator is there."""
+        for name, worker in self.workers.items():
+            worker.island, worker.offline = 0, False
+            if worker.frozen:
+                self.thaw(name)
+        if self.coordinator is None:
+            self.restart_coordinator()
+
+    def crash_coordinator(self) -> None:
+        """What it had not on disk is forgotten."""
+        self.coordinator = None
+
+    def restart_coordinator(self) -> None:
+        """From what it had on disk."""
+        self.coordinator = Coordinator(self.policy, self._saved, began=self.now)
+
+    def check(self) -> None:
+        """Nothing that was committed is lost, and no step is missing or there twice.
+
+        Raises:
+            AssertionError: naming what does not hold.
+        """
+        names = [name for name in self.present() if self.workers[name].agent.standing.view]
+        if names:
+            state = self.workers[max(names, key=lambda name: self.workers[name].agent.standing)].state.steps
+            assert [step for step, _ in state] == list(range(1, len(state) + 1)), "steps are missing, or there twice"
+            lost = set(self.confirmed.values()) - set(state)
+            assert not lost, f"lost (step, view): {sorted(lost)[:5]}"
+
+    def is_spare(self, name: str) -> bool:
+        """Whether others that run have all that was committed, and one of them can tell that nobody else has more."""
+        step, view = self.confirmed.get(self.steps, (0, 0))
+        others = [other for other in self.present() if other != name]
+        standings = (self.workers[other].agent.standing for other in others)
+        witness = not self.views or any(other in self.views[max(self.views)].members for other in others)
+        return witness and any((each.view, each.step) >= (view, step) for each in standings)
+
+    @property
+    def steps(self) -> int:
+        """Done by all members of a view."""
+        return max(self.confirmed, default=0)
+
+    def present(self) -> list[str]:
+        """Processes that run."""
+        return [name for name, worker in self.workers.items() if worker.alive and not worker.exited]
+
+    def run(self, seconds: float) -> None:
+        """Let `seconds` pass."""
+        until = self.now + seconds
+        while self._events and self._events[0][0] <= until:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+        self.now = until
+
+    # The network.
+
+    def _after(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), what))
+
+    def _delay(self) -> float:
+        return self.random.uniform(self.network.least_seconds, self.network.most_seconds)
+
+    def _lost(self) -> bool:
+        return self.random.random() < self.network.lost
+
+    def _at(self, worker: Worker, seconds: float, what: Callable[[], None]) -> None:
+        """After `seconds`, or once `worker` is no longer frozen; never, if it has died by then."""
+
+        def then() -> None:
+            if worker.frozen:
+                self._after(0.05, then)
+            elif worker.alive and not worker.exited:
+                what()
+
+        self._after(seconds, then)
+
+    # Between workers and coordinator.
+
+    def _beat_on(self, worker: Worker) -> None:
+        self._beat(worker)
+        self._at(worker, self.policy.beat_seconds * self.random.uniform(0.9, 1.1), lambda: self._beat_on(worker))
+
+    def _beat(self, worker: Worker) -> None:
+        beat = worker.agent.beat()
+        if not worker.offline and not self._lost():
+            self._after(self._delay(), lambda: self._hear(worker, beat))
+
+    def _hear(self, worker: Worker, beat: Beat) -> None:
+        if self.coordinator is not None and not worker.offline:
+            self._tell(self.coordinator.hear(beat, self.now))
+            self._answer(worker)
+
+    def _told_gone(self, name: str) -> None:
+        if self.coordinator is not None:
+            self._tell(self.coordinator.gone(name, self.now))
+
+    def _tick(self) -> None:
+        if self.coordinator is not None:
+            self._tell(self.coordinator.tick(self.now))
+        self._after(self.policy.beat_seconds / 2, self._tick)
+
+    def _tell(self, happened: list[object]) -> None:
+        if not happened:
+            return
+        assert self.coordinator is not None
+        self._saved = self.coordinator.saved
+        self.happened += happened
+        for each in happened:
+            if isinstance(each, Formed):
+                assert each.view.number not in self.views, "two views of one number"
+                self.views[each.view.number] = each.view
+                kept = {of for of in self.confirmed.items() if of[1][1] not in each.given_up}
+                self.confirmed = dict(kept)
+        for name in self.present():
+            self._answer(self.workers[name])
+
+    def _answer(self, worker: Worker) -> None:
+        assert self.coordinator is not None
+        word = self.coordinator.word
+        if not worker.offline and not self._lost():
+            self._at(worker, self._delay(), lambda: self._take(worker, word))
+
+    def _take(self, worker: Worker, word: Word) -> None:
+        assert word.view.number == 0 or self.views[word.view.number] == word.view, "two views of one number"
+        actions = worker.agent.hear(word)
+        self._do(worker, actions)
+        if word != worker.heard or actions:  # something may have changed that the coordinator waits for
+            worker.heard = word
+            self._beat(worker)
+
+    def _do(self, worker: Worker, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Abort(view):
+                    group = self.groups[view]
+                    self._break(group)
+                    self._at(worker, self._delay(), lambda group=group: self._lose(worker, group))
+                case Meet(view):
+                    self._meet(worker, view)
+                case Exit():
+                    worker.exited = True
+
+    # Between workers.
+
+    def _meet(self, worker: Worker, view: View) -> None:
+        group = self.groups.setdefault(view.number, Group(view))
+        group.there[worker.agent.worker] = worker.state
+        if len(group.there) == len(view.members) and self._joined(group):
+            state = self._state(view, group)
+            for member in view.members:
+                other = self.workers[member]
+                self._at(other, self._delay() * 3, lambda other=other: self._met(other, group, state))
+        else:
+            patience = max(1.0, 6 * self.network.most_seconds)
+            self._at(worker, patience, lambda: self._missed(worker, group))
+
+    def _state(self, view: View, group: Group) -> State:
+        if not view.sources:
+            return State()
+        states = {group.there[source] for source in view.sources}
+        assert {(state.digest, state.step) for state in states} == {(view.start.digest, view.start.step)}
+        return states.pop()
+
+    def _joined(self, group: Group) -> bool:
+        """Whether its members reach each other."""
+        islands = {self.workers[m].island for m in group.view.members}
+        return len(islands) == 1 and all(self.workers[m].alive for m in group.view.members)
+
+    def _missed(self, worker: Worker, group: Group) -> None:
+        name = worker.agent.worker
+        if worker.agent.view.number == group.view.number and not worker.agent.working:
+            missed = tuple(
+                m for m in group.view.members
+                if m not in group.there or not self.workers[m].alive or self.workers[m].island != worker.island
+            )  # fmt: skip
+            group.broken = True
+            self._do(worker, worker.agent.broken(group.view.number, tuple(m for m in missed if m != name)))
+            self._beat(worker)
+
+    def _met(self, worker: Worker, group: Group, state: State) -> None:
+        if worker.agent.view.number != group.view.number:
+            return
+        if group.broken:
+            self._lose(worker, group)
+            return
+        worker.state = state
+        worker.agent.met(group.view.number, state.step, state.digest)
+        self._beat(worker)
+        self._compute(worker, group)
+
+    def _compute(self, worker: Worker, group: Group) -> None:
+        seconds = self.step_seconds * self.random.uniform(0.5, 1.5)
+        self._at(worker, seconds, lambda: self._arrive(worker, group))
+
+    def _arrive(self, worker: Worker, group: Group) -> None:
+        if worker.agent.view.number != group.view.number:
+            return
+        if group.broken:
+            self._lose(worker, group)
+            return
+        step = worker.agent.standing.step + 1
+        arrived = group.arrived[step]
+        arrived[worker.agent.worker] = worker.agent.votes
+        if len(arrived) == len(group.view.members):
+            for member in group.view.members:
+                other = self.workers[member]
+                self._at(
+                    other, self._delay(), lambda other=other: self._done(other, group, step, any(arrived.values()))
+                )
+
+    def _done(self, worker: Worker, group: Group, step: int, boundary: bool) -> None:
+        """The sum came; as it would have if some of it broke while it was under way, for some."""
+        number, name = group.view.number, worker.agent.worker
+        if worker.agent.view.number != number or not worker.agent.working or worker.agent.standing.step != step - 1:
+            return
+        if group.broken and self.random.random() < 0.5:
+            self._lose(worker, group)
+            return
+        worker.state = worker.state.after(number)
+        self.applied[number, step].add(name)
+        if self.applied[number, step] == set(group.view.members):
+            assert self.confirmed.setdefault(step, (step, number)) == (step, number), "a step was done twice"
+        self._do(worker, worker.agent.done(number, worker.state.digest, boundary=boundary))
+        if boundary:
+            self._beat(worker)
+        else:
+            self._compute(worker, group)
+
+    def _tear(self, name: str) -> None:
+        """Its connections are closed."""
+        for group in self.groups.values():
+            if name in group.view.members and not group.broken:
+                self._break(group)
+
+    def _break(self, group: Group) -> None:
+        """Members that wait are woken."""
+        if group.broken:
+            return
+        group.broken = True
+        for member in group.view.members:
+            worker = self.workers[member]
+            if self.random.random() < 0.7:  # the others find out when they come to it
+                self._at(worker, self._delay(), lambda worker=worker: self._lose(worker, group))
+            else:
+                self._at(worker, 1.0, lambda worker=worker: self._lose(worker, group))
+
+    def _stall(self, group: Group) -> None:
+        """Nothing more arrives; who waits gives up at its deadline."""
+        if not group.broken:
+            group.broken = True
+            for member in group.view.members:
+                worker = self.workers[member]
+                self._at(worker, self.random.uniform(0.5, 1.0), lambda worker=worker: self._lose(worker, group))
+
+    def _lose(self, worker: Worker, group: Group) -> None:
+        if worker.agent.view.number == group.view.number:
+            self._do(worker, worker.agent.broken(group.view.number))
+            self._beat(worker)
