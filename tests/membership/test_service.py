@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from unisono.membership import Beat, Coordinator, Policy, Standing
@@ -25,8 +25,8 @@ class Desk:
         self.store = Store(path)
         coordinator = Coordinator(policy or Policy(expected=2, maximum=3), self.store.load(), began=self.seconds)
         self.service = Service(coordinator, self.store, now=lambda: self.seconds, today=lambda: 1e9)
-        transport = httpx.ASGITransport(application(self.service, TOKEN))
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://coordinator", headers=BEARER)
+        transport = httpx2.ASGITransport(application(self.service, TOKEN))
+        self.client = httpx2.AsyncClient(transport=transport, base_url="http://coordinator", headers=BEARER)
 
     async def beat(self, worker: str, count: int, **said: object) -> WordMessage:
         message = {"worker": worker, "count": count, **said}
