@@ -256,7 +256,8 @@ def test_a_command_that_a_page_shows_exists(page: str) -> None:
             unknown += [line for word in words[1:] if "=" not in word and word not in targets]
         if words[:1] == ["unisono"] and len(words) > 1:
             known = options_of(words[1])
-            asked = re.findall(r"(?<=\s)--[a-z-]+", line.split(".py")[0])
+            # Options with a dot are the task's own.
+            asked = re.findall(r"(?<=\s)--[a-z-]+(?=\s|$)", line.split(".py")[0])
             unknown += [f"{line}: {option}" for option in asked if not re.search(rf"{option}\b", known)]
         unknown += [
             line

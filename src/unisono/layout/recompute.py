@@ -51,7 +51,7 @@ def recompute(block: nn.Module, kind: str) -> None:
 def _policy(_: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Whether what `operator` has computed is kept. Where it drew random numbers it runs again, or all that comes after
     it would draw others."""
-    kept = operator.name().partition("::")[2].partition(".")[0] in _KEPT.get(getattr(operator, "namespace", ""), ())
+    kept = operator._schema.name.rpartition(":")[2] in _KEPT.get(getattr(operator, "namespace", ""), ())
     kept = kept and not _dropout(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
