@@ -35,7 +35,8 @@ class Statistics:
         self._comm, self._count = comm, micro_batches
         layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         theirs = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
-        theirs |= {id(p) for p in model.parameters() if p.requires_grad}
+        # What is trained is no buffer; nor can be what lies in parts on several workers, and comes and goes.
+        theirs |= {id(p) for p in model.parameters() if p.requires_grad or hasattr(p, "to_local")}
         self._layers = [_Layer(layer) for layer in layers if not getattr(layer, "buffers_agree", False)]
         self._quiet = [
             _Place(f"{path}.{key}".lstrip("."), module, key)
