@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.asking import Asking
-from unisono.comm import Communicator
+from unisono.comm import Communicator, Work
 from unisono.compress import Compressor
 from unisono.errors import Diverged, InvalidInput
 from unisono.layout import Held
@@ -149,6 +149,7 @@ class Replica:
     def begin(self) -> None:
         """A new step; what was computed for one that was not applied is forgotten."""
         self._control = [0.0] * (2 * self._count)
+        self._word: Work[Tensor] | None = None
         self._sync.begin()
         for statistics in self._statistics.values():
             statistics.begin()
@@ -176,9 +177,17 @@ class Replica:
                 n, silent = self._count, [0.0] * self._count
                 control[:n] = control[:n] if self._wires.speaks else silent
                 control[n : 2 * n] = control[n : 2 * n] if self._wires.weighs else silent
-                said = torch.tensor(control, dtype=torch.float64)
-                control = self._wires.inside.sum(said).wait().tolist()
-            self._sync.close(control)
+                self._word = self._wires.inside.sum(torch.tensor(control, dtype=torch.float64))
+                if not isinstance(self._sync, LocalGradients):
+                    self._close()  # it travels on with the gradients
+            else:
+                self._sync.close(control)
+
+    def _close(self) -> None:
+        """Once all of this replica's workers have said their part of the control word."""
+        assert self._word is not None
+        self._sync.close(self._word.wait().tolist())
+        self._word = None
 
     def before(self, stage: int = 0) -> None:
         """Before each forward pass of a pipeline's `stage`; without one, `enter` calls it."""
@@ -203,6 +212,8 @@ class Replica:
         """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`."""
         if not self._local:
             self._take_what_lies_there()
+        if self._word is not None:
+            self._close()
         return Step(self, self._sync.settle())
 
     def norm(self, change: Change) -> float:
