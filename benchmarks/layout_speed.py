@@ -7,7 +7,7 @@ The loss of the last step is compared, so that a way that computes something els
 
 Then two models whose layers are not alike, in stages that are found against stages of equal numbers of layers, both
 ours: blocks of which the last two compute most; and convolutions, which compute most, before linear layers, which weigh
-most.
+most; there equal numbers happen to be as good, and stages of equal bytes would not be.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CASES = (
          "gpt", "Layout(pipeline=2)", "pipeline", "Schedule1F1B by hand", (16, 2)),
     Case("uneven", Claim("blocks of unequal width, stages found: steps/s", FOUND), "1.2 to 1.3 of 9216 / 7168",
          "uneven", "Layout(pipeline=2)", "Layout(pipeline=2, cuts=('4',))", "equal numbers of layers", (512, 64)),
-    Case("convolutions", Claim("convolutions, stages found: steps/s", FOUND), "above 1.15 where time is measured",
+    Case("convolutions", Claim("convolutions, stages found: steps/s", BY_HAND), "1.0: equal numbers are as good here",
          "convolutions", "Layout(pipeline=2)", "Layout(pipeline=2, cuts=('4',))", "equal numbers of layers", (32, 4)),
 )  # fmt: skip
 
