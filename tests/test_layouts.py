@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import safetensors.torch
 
 from tests.processes import ChildFailed
-from tests.training import source, train
+from tests.training import differ, losses, source, train
 from unisono import notation
 from unisono.checkpoint import fingerprint_of, open_newest
 from unisono.cli import main
@@ -26,20 +23,6 @@ TASKS = {
     "clip": (source("regression", optimizer="sgd"), {"clip": 0.05, **EVEN}),
 }
 SAME = 2e-6
-STEPS = 20
-
-
-def losses(directory: Path, workers: int, task, **settings) -> dict[int, float]:
-    """By step; of how many steps the record tells is a matter of time, the first and the last are among them."""
-    train(workers, task, directory, steps=STEPS, workers=workers, **settings)
-    lines = (directory / "events.jsonl").read_text().splitlines()
-    return {e["step"]: e["loss"] for e in map(json.loads, lines) if e["event"] == "step"}
-
-
-def differ(found: dict[int, float], expected: dict[int, float]) -> float:
-    """By how much at most, where both tell."""
-    assert {1, STEPS} <= found.keys() & expected.keys()
-    return max(abs(found[step] - expected[step]) for step in found.keys() & expected.keys())
 
 
 LAYOUTS = [

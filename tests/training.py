@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from unisono.order import Order
 from unisono.source import Source
 from unisono.work import work
 
+STEPS = 20  # of the runs that are compared
+
 HERE = str(Path(__file__).resolve().parent.parent)
 
 
@@ -32,6 +35,20 @@ def train(size: int, task: Source, path: Path, **settings: Any) -> dict[str, Any
     """Run `task` on `size` workers in directory `path`; what worker 0 returns."""
     result: dict[str, Any] = start(size, task, path, settings)[0]
     return result
+
+
+def losses(path: Path, workers: int, task: Source, **settings: Any) -> dict[int, float]:
+    """Of a run of `STEPS`, by step; of how many steps the record tells is a matter of time, the first and the last are
+    among them."""
+    train(workers, task, path, steps=STEPS, workers=workers, **settings)
+    lines = (path / "events.jsonl").read_text().splitlines()
+    return {e["step"]: e["loss"] for e in map(json.loads, lines) if e["event"] == "step"}
+
+
+def differ(found: Mapping[int, float], expected: Mapping[int, float]) -> float:
+    """By how much at most, where both tell."""
+    assert {1, STEPS} <= found.keys() & expected.keys()
+    return max(abs(found[step] - expected[step]) for step in found.keys() & expected.keys())
 
 
 def start(size: int, task: Source, path: Path, settings: Mapping[str, Any]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from tests.training import HERE, train
+from tests.training import HERE, differ, losses
 from unisono import Evaluation, Task
 from unisono.source import Source
 from unisono.tasks.gpt import GPT, Experts
 
-VOCABULARY, CONTEXT, STEPS = 64, 16, 20
+VOCABULARY, CONTEXT = 64, 16
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": CONTEXT,
@@ -147,19 +146,6 @@ def learning(*, model: str = "ours", optimizer: str = "adamw") -> Task:
 def mixture(model: str, optimizer: str) -> Source:
     """`learning` with these, for a run."""
     return Source("tests.layout.mixtures:learning", {"model": model, "optimizer": optimizer}, HERE)
-
-
-def losses(directory: Path, workers: int, task: Source, **settings: Any) -> dict[int, float]:
-    """By step; of how many steps the record tells is a matter of time, the first and the last are among them."""
-    train(workers, task, directory, steps=STEPS, workers=workers, **settings)
-    lines = (directory / "events.jsonl").read_text().splitlines()
-    return {e["step"]: e["loss"] for e in map(json.loads, lines) if e["event"] == "step"}
-
-
-def differ(found: dict[int, float], expected: dict[int, float]) -> float:
-    """By how much at most, where both tell."""
-    assert {1, STEPS} <= found.keys() & expected.keys()
-    return max(abs(found[step] - expected[step]) for step in found.keys() & expected.keys())
 
 
 def loss(output: Tensor, batch: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from unisono.errors import InvalidInput
 from unisono.layout.context import Split, attending, length, take, verify
+from unisono.layout.context.peers import Coming
 from unisono.layout.deferred import record
 from unisono.layout.expert import check_divides, standing_in
 from unisono.layout.expert.find import experts, mixtures
@@ -150,5 +151,15 @@ class _Alike:
     def gather(self, mine: Tensor) -> Tensor:
         return mine.expand(self.size, *mine.shape)
 
-    def pass_on(self, mine: Tensor) -> Any:
-        raise NotImplementedError  # of the ring's form alone, which is not used here
+    def pass_on(self, mine: Tensor) -> Coming:
+        return _There(mine)
+
+
+@dataclass(frozen=True)
+class _There:
+    """What came is what was sent."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
