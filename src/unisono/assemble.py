@@ -25,6 +25,7 @@ from unisono.observe import Recorder
 from unisono.optimizer import LearningRate, optimizer_of, prefer_fused
 from unisono.persist import Persistence
 from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters
+from unisono.said import NUMBERS
 from unisono.schedule import Constant
 from unisono.task import Batch, Task, build_dataset
 from unisono.trainer import Trainer
@@ -159,7 +160,7 @@ def bind(
         held.local, optimizer, wires.replicas, held=held, wires=wires, sync=config.sync, compress=config.compress,
         micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
-        extra=Persistence.WORDS * comm.size, lazy=not config.compile)  # fmt: skip
+        extra=NUMBERS * comm.size, lazy=not config.compile)  # fmt: skip
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, feed.places.lanes, replica)
     _check_offloaded(config, feed.places, device)

@@ -49,8 +49,6 @@ class Persistence:
         replicas: one of the workers at the same place of all replicas, where that is not all of them.
     """
 
-    WORDS = 2  # numbers per worker in the control word: asked to stop, what became of its share
-
     def __init__(
         self,
         writer: Writer | None,
@@ -74,23 +72,25 @@ class Persistence:
         self._last = 0
         self._prepared = False
 
-    def says(self, stop: bool) -> list[float]:
-        """This worker's numbers for the control word, in the slots of its rank."""
-        words = [0.0] * (self.WORDS * self._comm.size)
-        words[self.WORDS * self._comm.rank : self.WORDS * (self._comm.rank + 1)] = [float(stop), self._outcome()]
-        return words
+    @property
+    def outcome(self) -> float:
+        """What became of this worker's share: 0: under way, or nothing; the step: it is on disk; minus the step: it
+        could not be written."""
+        if self._writer is None or not self._pending:
+            return float(self._pending)
+        progress = self._writer.state
+        return float(
+            self._pending * (progress.written == self._pending) - self._pending * (progress.failed == self._pending)
+        )
 
     def before_change(self) -> None:
         """Right before weights change: a checkpoint that is being taken must have its copy first."""
         if self._writer and self._pending:
             self._writer.staged()
 
-    def after_step(self, done: int, words: Sequence[float]) -> list[bool]:
-        """After `done` steps in all: hear what became of shares, take the checkpoint that is due.
-
-        Returns who asked to stop.
-        """
-        self._hear(words[1 :: self.WORDS])
+    def after_step(self, done: int, outcomes: Sequence[float]) -> None:
+        """After `done` steps in all: hear what became of everybody's shares, take the checkpoint that is due."""
+        self._hear(outcomes)
         if self._writer and self.every and not self._prepared:
             tensors = self._tensors()
             self._writer.prepare(
@@ -99,7 +99,6 @@ class Persistence:
             self._prepared = True
         if self.due(done):
             self._take(done)
-        return [bool(word) for word in words[0 :: self.WORDS]]
 
     def due(self, done: int) -> bool:
         """Whether a checkpoint is to be taken after `done` steps in all, if all workers are together there."""
@@ -292,20 +291,11 @@ class Persistence:
             return
         if self._writer:
             self._writer.finish()
-        mine = torch.tensor([self._outcome()], dtype=torch.float64)
+        mine = torch.tensor([self.outcome], dtype=torch.float64)
         self._hear(self._comm.gather(mine).wait().view(-1).tolist())
         if self._writer:
             self._writer.finish()
         self._comm.gather(mine).wait()  # nobody goes on before worker 0 has committed
-
-    def _outcome(self) -> float:
-        """0: under way or nothing; the step: this share is on disk; minus the step: it could not be written."""
-        if self._writer is None or not self._pending:
-            return float(self._pending)
-        progress = self._writer.state
-        return float(
-            self._pending * (progress.written == self._pending) - self._pending * (progress.failed == self._pending)
-        )
 
     def _hear(self, outcomes: Sequence[float]) -> None:
         if not self._pending or not all(abs(o) == self._pending for o in outcomes):

@@ -62,7 +62,7 @@ class PipelinedTrainer(Trainer):
         for i, (m, _) in enumerate(given):
             last = m == mine[-1]
             self.replica.enter(m, weights[i])
-            self.replica.leave(losses[i], last=last, extra=self.persistence.says(self.stop_asked()) if last else [])
+            self.replica.leave(losses[i], last=last, extra=self.says() if last else [])
 
 
 def _part(passage: Callable[[], AbstractContextManager[tuple[Batch, Any]]]) -> Batch:

@@ -28,6 +28,7 @@ from unisono.observe import Recorder
 from unisono.optimizer import LearningRate
 from unisono.persist import Persistence
 from unisono.replica import Replica
+from unisono.said import Said, heard, numbers
 from unisono.task import Batch
 
 
@@ -127,16 +128,23 @@ class Trainer:
 
     def meet_after(self, dealt: int) -> None:
         """All that was dealt out, to before step `dealt`, is computed, here; wait for the others."""
-        mine = torch.tensor(self.persistence.says(self.stop_asked()), dtype=torch.float64)
+        mine = torch.tensor(self.says(), dtype=torch.float64)
         self.done = dealt
         self.meet(self.comm.gather(mine).wait().sum(0).tolist())
         self.evaluate_if_due()
 
+    def says(self) -> list[float]:
+        """This worker's numbers for the control word."""
+        said = Said(stop=self.stop_asked(), written=self.persistence.outcome)
+        return numbers(said, self.comm.rank, self.comm.size)
+
     def meet(self, words: Sequence[float]) -> None:
         """All workers are between the same two steps, and have said `words`."""
+        said = heard(words)
         if self.persistence.due(self.done):
             self.replica.meet()
-        self.stopping = any(self.persistence.after_step(self.done, words))
+        self.persistence.after_step(self.done, [each.written for each in said])
+        self.stopping = any(each.stop for each in said)
 
     def evaluate_if_due(self) -> None:
         """Evaluate if it was due since the last time; what is due after the last step comes at the end."""
@@ -157,9 +165,7 @@ class Trainer:
         with self.passage(batch, self.loss) as (mine, loss_of):
             loss = loss_of(self.forward(self.model, mine), mine)
             check_loss(loss)
-            self.replica.leave(
-                float(loss.detach()), last=last, extra=self.persistence.says(self.stop_asked()) if last else []
-            )
+            self.replica.leave(float(loss.detach()), last=last, extra=self.says() if last else [])
             self.replica.backward(loss)
 
     def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:

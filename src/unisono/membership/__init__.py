@@ -12,6 +12,7 @@ from unisono.membership.coordinator import Happened as Happened
 from unisono.membership.coordinator import Saved as Saved
 from unisono.membership.values import Beat as Beat
 from unisono.membership.values import Over as Over
+from unisono.membership.values import Place as Place
 from unisono.membership.values import Policy as Policy
 from unisono.membership.values import Standing as Standing
 from unisono.membership.values import View as View

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from unisono.membership.values import Beat, Over, Standing, View, Word
+from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Meet:
 
 @dataclass(frozen=True)
 class Exit:
-    """The others go on without this worker, which may end."""
+    """The others go on without this worker, or there is nothing more to do: it may end."""
 
 
 Action = Abort | Meet | Exit
@@ -40,23 +40,26 @@ class Agent:
     Args:
         worker: its name, which no other process ever has.
         standing: of the state that it starts with.
+        place: where it is.
     """
 
-    def __init__(self, worker: str, standing: Standing) -> None:
-        self.worker, self.standing = worker, standing
+    def __init__(self, worker: str, standing: Standing, place: Place = Place()) -> None:
+        self.worker, self.standing, self.place = worker, standing, place
         self.view = View()  # that it is inside
         self.working = False
         self._word = Word(View(), Over.NOW)
         self._ended = 0
         self._count = 0
         self._missed: tuple[str, ...] = ()
-        self._leaving = self._aborted = False
+        self._leaving = self._finished = self._aborted = False
 
     def beat(self) -> Beat:
         """All that the coordinator is to know."""
         self._count += 1
         works_in = self.view.number if self.working else 0
-        return Beat(self.worker, self._count, works_in, self._ended, self.standing, self._missed, self._leaving)
+        return Beat(
+            self.worker, self._count, works_in, self._ended, self.standing, self._missed, self._leaving,
+            self._finished, self.place)  # fmt: skip
 
     @property
     def votes(self) -> bool:
@@ -98,6 +101,11 @@ class Agent:
         self._leaving = True
         return self._next()
 
+    def finish(self) -> list[Action]:
+        """All that was to be trained is, and the result lies where it belongs."""
+        self._finished = True
+        return self._stopped(self.view.number) if self.view.number else self._next()
+
     def _stopped(self, number: int) -> list[Action]:
         self._ended = max(self._ended, number)
         self.view, self.working, self._aborted = View(), False, False
@@ -107,11 +115,15 @@ class Agent:
         view, over = self._word.view, self._word.over
         mine = self.worker in view.members
         if self.view.number:
+            if over is Over.FOR_EVER:  # others may still need this group for their last words
+                return []
             past = view.number > self.view.number or over is Over.NOW
             if not past or self._aborted:
                 return []
             self._aborted = True
             return [Abort(self.view.number)]
+        if over is Over.FOR_EVER or self._finished:
+            return [Exit()]
         if over is Over.NOW or not mine:
             self._ended = max(self._ended, view.number)
         if self._leaving and not mine and view.number:
@@ -122,4 +134,4 @@ class Agent:
         return [Meet(view)]
 
 
-_AGE = {Over.NO: 0, Over.AT_A_BOUNDARY: 1, Over.NOW: 2}  # a view goes through them in this order
+_AGE = {Over.NO: 0, Over.AT_A_BOUNDARY: 1, Over.NOW: 2, Over.FOR_EVER: 3}  # a view goes through them in this order

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from unisono.errors import InvalidInput
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
-from unisono.membership.values import Over, Standing, View, Word
+from unisono.membership.values import Over, Place, Standing, View, Word
 
 _LONGEST_ANSWER_BYTES = 16 << 20
 _ANSWER_SECONDS = 10.0
@@ -56,7 +56,8 @@ class Attendance:
         self._thread.start()
 
     def next_view(self) -> View | None:
-        """Waits for a view to meet; None once the others go on without this worker, which asked to leave."""
+        """Waits for a view to meet; None once the others go on without this worker, which asked to leave, or the
+        training is over."""
         with self._news:
             self._news.wait_for(lambda: self._view is not None or self._dismissed or self._closed)
             view, self._view = self._view, None
@@ -88,6 +89,10 @@ class Attendance:
     def broken(self, number: int, digest: str, missed: tuple[str, ...] = ()) -> None:
         """See `Agent.broken`; `digest` of the state as it now is."""
         self._tell(lambda: self._agent.broken(number, missed, digest))
+
+    def finish(self) -> None:
+        """See `Agent.finish`."""
+        self._tell(self._agent.finish)
 
     def leave(self) -> None:
         """See `Agent.leave`."""
@@ -189,4 +194,5 @@ def _word(told: object) -> Word:
     assert isinstance(told, dict)
     view = told["view"]
     start = Standing(**view["start"])
-    return Word(View(view["number"], tuple(view["members"]), start, tuple(view["sources"])), Over(told["over"]))
+    places = tuple(Place(**place) for place in view["places"])
+    return Word(View(view["number"], tuple(view["members"]), start, tuple(view["sources"]), places), Over(told["over"]))

@@ -1,7 +1,7 @@
 """The coordinator's half of the protocol: which workers make up the next view.
 
     no view ──► gathering ──► formed ──► gathering ──► ...
-                   ▲                         │
+                   ▲                         │  └── somebody has the result ──► over for ever
                    └── a member is lost (NOW), or somebody waits or leaves (AT_A_BOUNDARY)
 
 It decides only who is present. It is never on the path of a step: members of a view go on without it.
@@ -118,8 +118,10 @@ class Coordinator:
 
     def hear(self, beat: Beat, now: float) -> list[Happened]:
         """A worker said `beat`."""
-        if beat.worker in self._gone:
+        if beat.worker in self._gone or self.saved.over is Over.FOR_EVER:
             return []
+        if beat.finished:
+            return [self._end(Over.FOR_EVER, f"{beat.worker} has the result", now)]
         known = self._heard.setdefault(beat.worker, _Heard(Beat(beat.worker, 0), self._pulse(now)))
         if beat.count <= known.beat.count:
             return []
@@ -146,6 +148,8 @@ class Coordinator:
         return list(self._decide(self.view.members, now))
 
     def _decide(self, about: Sequence[str], now: float) -> Iterator[Happened]:
+        if self.saved.over is Over.FOR_EVER:
+            return
         if self.saved.over is not Over.NOW:
             why = self._loss([worker for worker in about if worker in self.view.members], now)
             if why:
@@ -201,11 +205,12 @@ class Coordinator:
                 continue
             start, sources = best({worker: ready[worker] for worker in seats})
             missing = unproven(self.saved.lineage, start, ready)
-            view = View(self.view.number + 1, tuple(seats), start, sources)
+            places = tuple(self._heard[worker].beat.place for worker in seats)
+            view = View(self.view.number + 1, tuple(seats), start, sources, places)
             if not missing:
                 return Formed(view)
             if not start.view:  # none of them has ever trained: what was kept is more
-                view = View(view.number, view.members)
+                view = View(view.number, view.members, places=places)
             if late or all(m in self._gone or m in ready for old in missing for m in old.members):
                 last_resort = Formed(view, tuple(old.number for old in missing))
         return last_resort

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.membership.coordinator import Coordinator, Happened
 from unisono.membership.store import Store, words
-from unisono.membership.values import Beat, Over, Standing, View, Word
+from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
 LONGEST_BODY_BYTES = 1 << 20
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
@@ -38,6 +38,13 @@ class StandingMessage(_Message):
     digest: Annotated[str, Field(max_length=128)] = ""
 
 
+class PlaceMessage(_Message):
+    """See `Place`."""
+
+    host: Annotated[str, Field(max_length=256)] = ""
+    meets_at: Annotated[str, Field(max_length=1024)] = ""
+
+
 class BeatMessage(_Message):
     """See `Beat`; `knows` and `knows_over` are the word that the worker heard last."""
 
@@ -48,6 +55,8 @@ class BeatMessage(_Message):
     standing: StandingMessage = StandingMessage()
     missed: Annotated[list[Name], Field(max_length=1024)] = []
     leaving: bool = False
+    finished: bool = False
+    place: PlaceMessage = PlaceMessage()
     knows: Count = 0
     knows_over: str = ""
 
@@ -58,15 +67,16 @@ class BeatMessage(_Message):
         return BeatMessage(
             worker=beat.worker, count=beat.count, works_in=beat.works_in, ended=beat.ended,
             standing=StandingMessage(view=standing.view, step=standing.step, digest=standing.digest),
-            missed=list(beat.missed), leaving=beat.leaving, knows=knows.view.number if knows else 0,
-            knows_over=knows.over.value if knows else "")  # fmt: skip
+            missed=list(beat.missed), leaving=beat.leaving, finished=beat.finished,
+            place=PlaceMessage(host=beat.place.host, meets_at=beat.place.meets_at),
+            knows=knows.view.number if knows else 0, knows_over=knows.over.value if knows else "")  # fmt: skip
 
     def value(self) -> Beat:
         """As the protocol takes it."""
         standing = Standing(self.standing.view, self.standing.step, self.standing.digest)
         return Beat(
-            self.worker, self.count, self.works_in, self.ended, standing, tuple(self.missed), self.leaving
-        )  # fmt: skip
+            self.worker, self.count, self.works_in, self.ended, standing, tuple(self.missed), self.leaving,
+            self.finished, Place(self.place.host, self.place.meets_at))  # fmt: skip
 
 
 class ViewMessage(_Message):
@@ -76,6 +86,7 @@ class ViewMessage(_Message):
     members: list[str]
     start: StandingMessage
     sources: list[str]
+    places: list[PlaceMessage]
 
 
 class WordMessage(_Message):
@@ -93,7 +104,8 @@ class WordMessage(_Message):
     def value(self) -> Word:
         """As the protocol takes it."""
         start = Standing(self.view.start.view, self.view.start.step, self.view.start.digest)
-        view = View(self.view.number, tuple(self.view.members), start, tuple(self.view.sources))
+        places = tuple(Place(each.host, each.meets_at) for each in self.view.places)
+        view = View(self.view.number, tuple(self.view.members), start, tuple(self.view.sources), places)
         return Word(view, Over(self.over))
 
 
@@ -240,4 +252,7 @@ def _status(service: Service) -> StatusMessage:
 
 def _view(view: View) -> ViewMessage:
     start = StandingMessage(view=view.start.view, step=view.start.step, digest=view.start.digest)
-    return ViewMessage(number=view.number, members=list(view.members), start=start, sources=list(view.sources))
+    places = [PlaceMessage(host=each.host, meets_at=each.meets_at) for each in view.places]
+    return ViewMessage(
+        number=view.number, members=list(view.members), start=start, sources=list(view.sources), places=places
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.membership.coordinator import Ended, Formed, Happened, Saved
-from unisono.membership.values import Over, Standing, View
+from unisono.membership.values import Over, Place, Standing, View
 
 _SCHEMA = """
 create table if not exists decided (one integer primary key check (one = 1), saved text not null);
@@ -81,4 +81,5 @@ def _saved(told: dict[str, Any]) -> Saved:
 
 
 def _view(told: dict[str, Any]) -> View:
-    return View(told["number"], tuple(told["members"]), Standing(**told["start"]), tuple(told["sources"]))
+    places = tuple(Place(**place) for place in told["places"])
+    return View(told["number"], tuple(told["members"]), Standing(**told["start"]), tuple(told["sources"]), places)

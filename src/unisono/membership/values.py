@@ -25,6 +25,19 @@ class Standing:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a worker is.
+
+    Args:
+        host: a name that only workers who share memory and loopback have in common.
+        meets_at: a URL at which others can meet it, see `unisono.comm.rendezvous`.
+    """
+
+    host: str = ""
+    meets_at: str = ""
+
+
+@dataclass(frozen=True)
 class View:
     """The replicas present, from one change to the next.
 
@@ -34,12 +47,14 @@ class View:
         start: what every member's state is before its first step.
         sources: members whose state that is already; the others take it from them. Without any, all take what was
             kept for the worst case, in memory or on disk, and `start` says nothing.
+        places: where the members are, in their order; they meet where the first is.
     """
 
     number: int = 0
     members: tuple[str, ...] = ()
     start: Standing = Standing()
     sources: tuple[str, ...] = ()
+    places: tuple[Place, ...] = ()
 
 
 class Over(Enum):
@@ -48,6 +63,7 @@ class Over(Enum):
     NO = "no"
     AT_A_BOUNDARY = "at a boundary"  # after a step that all of its members take
     NOW = "now"
+    FOR_EVER = "for ever"  # all that was to be trained is
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,8 @@ class Beat:
         standing: of its state.
         missed: workers that it could not reach when it last met a group.
         leaving: it wants to go after a step that all take.
+        finished: all that was to be trained is, and its result lies where it belongs.
+        place: where it is.
     """
 
     worker: str
@@ -71,6 +89,8 @@ class Beat:
     standing: Standing = Standing()
     missed: tuple[str, ...] = ()
     leaving: bool = False
+    finished: bool = False
+    place: Place = Place()
 
 
 @dataclass(frozen=True)
