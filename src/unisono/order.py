@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
+from unisono.membership import Contact
 from unisono.task import Task
 
 
@@ -60,12 +61,14 @@ class Order:
         settings: Config fields that were given.
         path: the run's directory; None where worker 0 has to make it.
         began: seconds since 1970 when the command was given.
+        contact: of the coordinator, where workers may come and go.
     """
 
     source: TaskSource
     settings: Mapping[str, Any]
     path: Path | None
     began: float
+    contact: Contact | None = None
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,13 @@ class Worker:
         identity: who this worker is.
         report: ``report(mapping)`` sends progress or an event to the launcher.
         stop: whether to stop at the next step boundary.
+        name: that no other process of the run ever has; empty where nobody replaces workers.
     """
 
     identity: Identity
     report: Callable[[Mapping[str, Any]], None]
     stop: StopRequest
+    name: str = ""
 
 
 def main(order: Order, rendezvous: str, channel: int, payload: int) -> int:

@@ -11,6 +11,7 @@ from unisono.membership.coordinator import Formed as Formed
 from unisono.membership.coordinator import Happened as Happened
 from unisono.membership.coordinator import Saved as Saved
 from unisono.membership.values import Beat as Beat
+from unisono.membership.values import Contact as Contact
 from unisono.membership.values import Over as Over
 from unisono.membership.values import Place as Place
 from unisono.membership.values import Policy as Policy

@@ -5,7 +5,7 @@ Each message holds all that its sender has to say, so that one that is lost, lat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -132,3 +132,22 @@ class Policy:
             )
         if self.unit < 1 or self.maximum < self.unit:
             raise ValueError(f"unit={self.unit}: not from 1 to maximum={self.maximum}")
+
+
+@dataclass(frozen=True)
+class Contact:
+    """How a worker reaches the coordinator of its run.
+
+    Args:
+        url: ``http://host:port`` or ``https://``.
+        token: that every call bears.
+        meets_at: where workers of this host meet each other, ``file:///private/directory``; empty: each opens a door
+            of its own, that other hosts can reach.
+        authority: a file with the certificate by which an ``https://`` coordinator is known, where the system's own
+            list does not have it.
+    """
+
+    url: str
+    token: str = field(repr=False)
+    meets_at: str = ""
+    authority: str = ""
