@@ -24,6 +24,7 @@ from unisono.notation import show
 from unisono.observe import Recorder
 from unisono.optimizer import LearningRate, optimizer_of, prefer_fused
 from unisono.persist import Persistence
+from unisono.presence import Presence, Unchanging
 from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters
 from unisono.said import NUMBERS
 from unisono.schedule import Constant
@@ -147,7 +148,7 @@ def bind(
     record: Recorder,
     device: torch.device,
     first_step: int = 0,
-    stop_asked: Callable[[], bool] = lambda: False,
+    presence: Presence = Unchanging(),
     trainer: Callable[..., Trainer] = Trainer,
 ) -> Trainer:
     """Give what is held and its optimizer their replica, and all of it a `trainer`.
@@ -202,7 +203,7 @@ def bind(
         steps=feed.steps,
         global_batch=feed.plan.global_batch,
         evaluate_every=config.evaluate_every,
-        stop_asked=stop_asked,
+        presence=presence,
     )
 
 

@@ -32,6 +32,7 @@ from unisono.comm import Communicator
 from unisono.layout import Part
 from unisono.optimizer import load_state, state_of
 from unisono.replica import Replica, weights_of
+from unisono.state import Reached
 
 LOG = logging.getLogger("unisono")
 Receive = Callable[[str, Tensor], Tensor]  # of a checkpoint's tensor by name, and what it is like here
@@ -69,7 +70,8 @@ class Persistence:
         self._keeps_debts = False
         self._replica: Replica | None = None
         self._pending = 0  # the step whose checkpoint is not yet committed or abandoned; 0: none
-        self._last = 0
+        self._last = 0  # the step of the checkpoint taken last
+        self.committed = 0  # that of the one that lies on disk
         self._prepared = False
 
     @property
@@ -88,8 +90,13 @@ class Persistence:
         if self._writer and self._pending:
             self._writer.staged()
 
-    def after_step(self, done: int, outcomes: Sequence[float]) -> None:
-        """After `done` steps in all: hear what became of everybody's shares, take the checkpoint that is due."""
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint is being written; all workers know the same of it."""
+        return self._pending > 0
+
+    def after_step(self, done: int, outcomes: Sequence[float], take: bool = True) -> None:
+        """After `done` steps in all: hear what became of everybody's shares; `take` the checkpoint that is due."""
         self._hear(outcomes)
         if self._writer and self.every and not self._prepared:
             tensors = self._tensors()
@@ -97,7 +104,7 @@ class Persistence:
                 tensors, self._agreed_holders(tensors)
             )  # the optimizer's state is there from the first step on
             self._prepared = True
-        if self.due(done):
+        if take and self.due(done):
             self._take(done)
 
     def due(self, done: int) -> bool:
@@ -158,8 +165,12 @@ class Persistence:
             if self._parts is None or name.startswith(mine):
                 tensor = receive(f"owed/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
                 self._owed |= {name.removeprefix(mine): tensor} if name.startswith(mine) else {}
-        self._last = int(plan["step"])
+        self._last = self.committed = int(plan["step"])
         return self._last
+
+    def go_on(self, reached: Reached) -> None:
+        """The state of all workers is what they have `reached`, in another view of the same run."""
+        self._shared, self._last, self.committed = dict(reached.shared), reached.committed, reached.committed
 
     def agree(self) -> None:
         """Everybody takes the first replica's weights, so that all start from the same bits."""
@@ -306,6 +317,7 @@ class Persistence:
                 self._writer.abandon(self._pending, failed)
             else:
                 self._writer.commit(self._pending)
+        self.committed = self.committed if failed else self._pending
         self._pending = 0
 
 

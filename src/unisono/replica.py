@@ -223,6 +223,13 @@ class Replica:
         square = torch.tensor([change.norm(self.held.elsewhere) ** 2], dtype=torch.float64)
         return math.sqrt(float(self._wires.inside.sum(square).wait()))
 
+    def drop(self) -> None:
+        """Forget what was computed for a step that will not be applied: the model is as the last one left it."""
+        for statistics in self._statistics.values():
+            statistics.undo()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
     def unbind(self) -> None:
         """Leave the model as it was found, with all weights here."""
         if self._asking:

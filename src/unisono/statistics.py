@@ -46,6 +46,7 @@ class Statistics:
         ]
         self._written: list[_Place] = []
         self._probing = True
+        self._probe: list[Tensor] = []
         self.active = micro_batches > 1 and bool(self._layers or self._quiet)
 
     def begin(self) -> None:
@@ -73,6 +74,14 @@ class Statistics:
         values = [b for layer in self._layers for b in layer.buffers] + [p.tensor for p in self._written]
         if values:
             self._rows[micro_batch] = _flat([*values, values[0].new_ones(1)])  # the last number: here it is
+
+    def undo(self) -> None:
+        """Put the buffers back that the step began with, which is not taken."""
+        for layer in self._layers:
+            layer.put_back()
+        began = zip(self._quiet, self._probe) if self._probing else zip(self._written, self._first)
+        for place, first in began:
+            place.tensor.copy_(first)
 
     def send(self) -> None:
         """After this worker's last forward pass: share what it collected; backward may run meanwhile."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,6 +89,15 @@ def build_dataset(data: Data) -> Any:
         raise InvalidInput("data", type(dataset).__name__, "not a map-style dataset: samples are dealt out by number",
                            "give it __len__ and __getitem__(i)")  # fmt: skip
     return dataset
+
+
+def with_data(task: Task) -> Task:
+    """`task` with its data made, so that it is made once, whoever asks for it."""
+    made = {"data": build_dataset(task.data)}
+    if task.evaluate is not None:
+        given = task.evaluate if isinstance(task.evaluate, Evaluation) else Evaluation(task.evaluate)
+        made["evaluate"] = replace(given, data=build_dataset(given.data))
+    return replace(task, **made)
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:

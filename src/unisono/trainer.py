@@ -27,6 +27,7 @@ from unisono.layout import Passage
 from unisono.observe import Recorder
 from unisono.optimizer import LearningRate
 from unisono.persist import Persistence
+from unisono.presence import Presence
 from unisono.replica import Replica
 from unisono.said import Said, heard, numbers
 from unisono.task import Batch
@@ -44,7 +45,7 @@ class Trainer:
         move: brings a batch to the model's device.
         mine: the micro-batches of a step that this worker computes; `worker_of` says whose one is.
         factor: the learning rate's factor at a step.
-        stop_asked: True once this worker was asked to stop; all workers then stop after the same step.
+        presence: who is there; all workers stop, or end what they do together, after the same step.
     """
 
     model: nn.Module
@@ -67,7 +68,7 @@ class Trainer:
     steps: int
     global_batch: int
     evaluate_every: int
-    stop_asked: Callable[[], bool]
+    presence: Presence
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
     last_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -76,9 +77,12 @@ class Trainer:
     seconds: float = 0.0
     evaluating_seconds: float = 0.0
     stopping: bool = False
+    parting: bool = False
 
     def run(self, first_step: int) -> Outcome:
-        """Train steps ``first_step .. steps - 1``. Raises `Diverged`, `PeerLost`, and what user code raises."""
+        """Train steps ``first_step .. steps - 1``, or up to where the workers present change (`parting`). Raises
+        `Diverged`, `PeerLost`, and what user code raises; the model is then as the last step done left it, once
+        `let_go` has been called."""
         self.model.train()
         self.done = self.evaluated = first_step
         began = self.comm.now()
@@ -92,9 +96,11 @@ class Trainer:
                 step = self.replica.settle()
                 step.check_finite(t, self.worker_of)
                 self.persistence.before_change()
+                self.presence.check()
                 step.apply()
 
                 self.last_loss, self.done = step.loss, max(self.done, t + 1)
+                self.presence.done()
                 self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
                 words = step.extra
                 if words is not None:
@@ -102,26 +108,38 @@ class Trainer:
                 self.step_seconds.append(self.comm.now() - started)
                 if words is not None:
                     self.evaluate_if_due()
-                if self.stopping:
+                if self.stopping or self.parting:
                     break
             if dealt:
                 self.meet_after(self.replica.dealt)
         self.seconds = self.comm.now() - began - self.evaluating_seconds
+        if not self.parting:
+            self.finish()
+        return Outcome(self.done, self.last_loss, self.last_metrics, statistics.median(self.step_seconds or [0.0]))
+
+    def finish(self) -> None:
+        """After the last step: the last checkpoint, the last evaluation."""
         self.replica.meet()
         self.persistence.finish(self.done)
         if self.evaluator and self.done == self.steps:
             self.evaluate()
-        return Outcome(self.done, self.last_loss, self.last_metrics, statistics.median(self.step_seconds or [0.0]))
+
+    def let_go(self) -> None:
+        """Leave model and optimizer to the next trainer, as the last step done left them."""
+        self.replica.drop()
+        self.replica.unbind()
+        self.learning_rate.set(1.0)
 
     def over(self) -> bool:
-        """Whether all steps are taken, or all workers have heard that one was asked to stop."""
-        return self.stopping or self.done >= self.steps
+        """Whether all steps are taken, or all workers have heard that one was asked to stop, or that others come or
+        go."""
+        return self.stopping or self.parting or self.done >= self.steps
 
     def turns(self) -> tuple[bool, Iterator[Turn]]:
         """This worker's work: steps, and its own micro-batches of each. Where work is dealt out as it is asked for,
         only as far as the step after which everybody has to meet; else all the rest."""
         due = [n * (self.done // n + 1) for n in (self.persistence.every, self.evaluate_every) if n]
-        shares = self.replica.shares(self.done, min([self.steps, *due]), self.stop_asked)
+        shares = self.replica.shares(self.done, min([self.steps, *due]), lambda: self.presence.stop)
         if shares is None:
             return False, ((t, self.mine, self.loader.batches(t)) for t in range(self.done, self.steps))
         return True, self.loader.turns(shares)
@@ -135,7 +153,8 @@ class Trainer:
 
     def says(self) -> list[float]:
         """This worker's numbers for the control word."""
-        said = Said(stop=self.stop_asked(), written=self.persistence.outcome)
+        now = self.presence
+        said = Said(stop=now.stop, written=self.persistence.outcome, parting=now.parting, leaving=now.leaving)
         return numbers(said, self.comm.rank, self.comm.size)
 
     def meet(self, words: Sequence[float]) -> None:
@@ -143,8 +162,11 @@ class Trainer:
         said = heard(words)
         if self.persistence.due(self.done):
             self.replica.meet()
-        self.persistence.after_step(self.done, [each.written for each in said])
-        self.stopping = any(each.stop for each in said)
+        parting = any(each.parting for each in said)
+        self.persistence.after_step(self.done, [each.written for each in said], take=not parting)
+        self.stopping = any(each.stop for each in said) or all(each.leaving for each in said)
+        # What is being written would be lost: its workers finish it first.
+        self.parting = parting and not (self.stopping or self.persistence.pending or self.done >= self.steps)
 
     def evaluate_if_due(self) -> None:
         """Evaluate if it was due since the last time; what is due after the last step comes at the end."""

@@ -8,6 +8,7 @@ import json
 import logging
 import resource
 import secrets
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from unisono.assemble import Feed, bind, build
 from unisono.checkpoint import (
@@ -32,16 +34,19 @@ from unisono.checkpoint import (
 from unisono.comm import Communicator, Meeting
 from unisono.config import Config
 from unisono.directory import claimed
-from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
+from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput
 from unisono.launch import Worker
-from unisono.layout import AXES, SIDE_BY_SIDE, Places, Whole
+from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
+from unisono.membership import View
 from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
 from unisono.settings import check_same_run, settle
-from unisono.task import Task
+from unisono.state import Reached, adopt, describe, digest
+from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
+from unisono.views import Attended, Only, Views
 from unisono.wires import Wires
 from unisono.world import choose_device, fair_threads
 
@@ -50,68 +55,179 @@ Found = Loaded | Opened
 Read = Callable[[Path, Callable[[CheckpointDamaged], None]], Found | None]
 
 
-def work(worker: Worker, order: Order) -> dict[str, Any]:
-    """Train as one of ``worker.identity.size`` workers; returns the fields of a `Result`."""
+def work(worker: Worker, order: Order) -> dict[str, Any] | None:
+    """Train as one of the workers of a run; returns the fields of a `Result`, or None from a worker that left while
+    the others went on."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    who = worker.identity
-    task = order.source.load()
+    task = with_data(order.source.load())
     config = settle(task, order.settings)
-    with contextlib.ExitStack() as stack:
-        device = choose_device(config.device, who)
-        meeting = Meeting(who.rank, who.size, who.rendezvous, who.local_size, config.communicator, device,
-                          config.deadline_seconds)  # fmt: skip
-        comm = meeting.among(range(who.size))
-        stack.callback(comm.close)
-        # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
-        config = Config.of(json.loads(broadcast_text(comm, json.dumps(config.mapping()))))
-        torch.set_num_threads(config.threads or fair_threads(who))
-        feed = Feed(task, config, who.rank, who.size, stack)
-        place = _place(comm, config, order, stack)
-        wires = _wires(meeting, comm, feed.places, who.rank)
-        stack.callback(wires.close)
-        trainer, first_step = _set_up(worker, order, task, config, feed, device, wires, place, stack)
-        worker.stop.listen()
-        startup = time.time() - order.began
-        outcome = trainer.run(first_step)
-        return dataclasses.asdict(_result(order, trainer, wires, outcome, first_step, startup, place.path))
+    life = Life(worker, order, task, config, choose_device(config.device, worker.identity))
+    with Attended(worker, config, order.contact) if order.contact else Only(worker, config) as views:
+        result = life.go_through(views)
+        return dataclasses.asdict(result) if result else None
 
 
-def _set_up(
-    worker: Worker,
-    order: Order,
-    task: Task,
-    config: Config,
-    feed: Feed,
-    device: torch.device,
-    wires: Wires,
-    place: _Place,
-    stack: contextlib.ExitStack,
-) -> tuple[Trainer, int]:
-    """Build everything and bind it; returns the trainer and the steps done by earlier lives of the run."""
-    comm, path = wires.everybody, place.path
-    mesh, sample = (_mesh(feed.places, device), feed.sample()) if wires.spread else (None, None)
-    held, optimizer = build(task, config, device, wires.lanes, mesh, sample)
-    record = _recorder(worker, path)
-    stack.callback(record.close)
-    writer = _writer(comm, config, place, _teller(worker, record), stack, wires.spread)
-    meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
-    persistence = Persistence(
-        writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
-        held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None)  # fmt: skip
+@dataclasses.dataclass
+class Life:
+    """What a worker keeps from view to view: a model and its optimizer, and how far they have come.
+
+    Attributes:
+        reached: None before this worker has met others.
+        startup_seconds: from the command to the first step.
+        trained: steps that were taken here; `step_seconds` each.
+    """
+
+    worker: Worker
+    order: Order
+    task: Task
+    config: Config
+    device: torch.device
+    built: tuple[Held, Optimizer] | None = None
+    reached: Reached | None = None
+    startup_seconds: float | None = None
+    trained: int = 0
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def go_through(self, views: Views) -> Result | None:
+        """Train in one view after the other; None if the others went on without this worker."""
+        while views.next():
+            try:
+                result = self.live(views)
+            except CommunicationError as error:
+                views.broken(error, self.digest())
+                continue
+            if result is not None:
+                views.finish()
+                return result
+            views.ended(self.digest())
+        return None
+
+    def live(self, views: Views) -> Result | None:
+        """Train in the view at hand; None if it ended at a boundary.
+
+        Raises:
+            CommunicationError: it ended otherwise; the model is as the last step that was done left it.
+        """
+        with contextlib.ExitStack() as stack:
+            meeting, size = views.meeting(self.device), len(views.view.members)
+            comm = meeting.among(range(size))
+            stack.callback(comm.close)
+            # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
+            self.config = Config.of(json.loads(broadcast_text(comm, json.dumps(self.config.mapping()))))
+            torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
+            feed = Feed(self.task, self.config, comm.rank, size, stack)
+            place = _place(comm, self.config, self.order, stack)
+            wires = _wires(meeting, comm, feed.places, comm.rank)
+            stack.callback(wires.close)
+            trainer, first_step = self._set_up(views, feed, wires, place, stack)
+            self.worker.stop.listen()
+            if self.startup_seconds is None:
+                self.startup_seconds = time.time() - self.order.began
+            outcome = self._train(trainer, first_step)
+            return None if trainer.parting else self._result(trainer, wires, outcome, place.path)
+
+    def digest(self) -> str:
+        """Of all that replicas have in common; empty as long as that is what a run starts from."""
+        if self.reached is None or self.built is None:
+            return ""
+        held, optimizer = self.built
+        return digest(*describe(held.local, optimizer, self.reached))
+
+    def _set_up(
+        self, views: Views, feed: Feed, wires: Wires, place: _Place, stack: contextlib.ExitStack
+    ) -> tuple[Trainer, int]:
+        """Build everything and bind it; returns the trainer and the steps that are in the state."""
+        comm, config, path = wires.everybody, self.config, place.path
+        mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if wires.spread else (None, None)
+        self.built = self.built or build(self.task, config, self.device, wires.lanes, mesh, sample)
+        held, optimizer = self.built
+        record = _recorder(self.worker, comm, path)
+        stack.callback(record.close)
+        writer = _writer(comm, config, place, _teller(comm, record), stack, wires.spread)
+        meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
+        persistence = Persistence(
+            writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
+            held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None)  # fmt: skip
+        view = views.view
+        if view.start.view:
+            self.reached = self._take_over(view, comm, held, optimizer)
+            persistence.go_on(self.reached)
+        else:
+            read: Read = partial(newest, read=verified) if wires.spread else load_newest
+            again = config.resume or view.number > 1
+            found = _newest(read, config, path, meta, record) if again and comm.rank == 0 else None
+            self.reached = Reached(_begin(persistence, found, path), persistence.committed)
+        first_step = self.reached.steps
+        views.met(first_step, view.start.digest)
+        _write_down(self.order, config, comm, path, record, first_step, view)
+        trainer = bind(
+            self.task, config, feed, held, optimizer, wires, persistence=persistence, record=record,
+            device=self.device, first_step=first_step, presence=views)  # fmt: skip
+        return trainer, first_step
+
+    def _take_over(self, view: View, comm: Communicator, held: Held, optimizer: Optimizer) -> Reached:
+        """The state that the view starts from: this worker's own, or that of those who have it."""
+        if view.members[comm.rank] in view.sources:
+            assert self.reached is not None
+        root = view.members.index(view.sources[0])
+        tensors, numbers = describe(held.local, optimizer, self.reached or Reached())
+        kinds = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+        told = json.loads(_tell(comm, json.dumps([kinds, numbers]), root))
+        received = {}
+        for name, (kind, shape) in sorted(told[0].items()):
+            mine = tensors[name].clone() if comm.rank == root else torch.empty(shape, dtype=getattr(torch, kind))
+            received[name] = comm.broadcast(mine, root).wait()
+        if view.members[comm.rank] in view.sources:
+            assert self.reached is not None
+            return self.reached
+        return adopt(held.local, optimizer, received, told[1])
+
+    def _train(self, trainer: Trainer, first_step: int) -> Outcome:
+        try:
+            return trainer.run(first_step)
+        finally:
+            shared = trainer.replica.state_dict() if trainer.replica.lockstep else {}
+            trainer.let_go()
+            self.reached = Reached(trainer.done, trainer.persistence.committed, shared)
+            self.trained += trainer.done - first_step
+            self.step_seconds += trainer.step_seconds
+
+    def _result(self, trainer: Trainer, wires: Wires, outcome: Outcome, path: Path) -> Result:
+        peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
+        sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
+        seconds = sum(self.step_seconds) if trainer.replica.lockstep else trainer.seconds
+        return Result(
+            steps=outcome.steps,
+            samples=outcome.steps * trainer.global_batch,
+            loss=outcome.loss,
+            metrics=dict(outcome.metrics),
+            weights_sha256=_hash(trainer, path, outcome.steps),
+            wall_seconds=time.time() - self.order.began,
+            startup_seconds=self.startup_seconds or 0.0,
+            samples_per_second=self.trained * trainer.global_batch / seconds if seconds else 0.0,
+            bytes_sent_per_worker=int(sent.max()),
+            step_seconds_median=statistics.median(self.step_seconds or [0.0]),
+            peak_rss_bytes=int(peaks.max()),
+            run=str(path),
+        )
+
+
+def _tell(comm: Communicator, text: str, root: int) -> str:
+    data = text.encode()
+    length = comm.broadcast(torch.tensor([len(data)]), root).wait()
+    mine = torch.tensor(list(data), dtype=torch.uint8) if comm.rank == root else torch.empty(int(length), dtype=torch.uint8)
+    return bytes(comm.broadcast(mine, root).wait().tolist()).decode()
+
+
+def _begin(persistence: Persistence, found: Found | None, path: Path) -> int:
+    """All take the state that worker 0 has `found` on disk, or the same first weights; returns the steps in it."""
     persistence.agree()
-    read: Read = partial(newest, read=verified) if wires.spread else load_newest
-    loaded = _newest(read, config, path, meta, record) if config.resume and comm.rank == 0 else None
     try:
-        first_step = persistence.resume(loaded)
+        return persistence.resume(found)
     except CheckpointMismatch as error:
         raise InvalidInput(
             "resume", str(path), f"the checkpoint belongs to another model: {error}", "give the task and the arguments "
             "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
-    _write_down(order, config, comm, path, record, first_step)
-    trainer = bind(
-        task, config, feed, held, optimizer, wires, persistence=persistence, record=record, device=device,
-        first_step=first_step, stop_asked=lambda: worker.stop.requested)  # fmt: skip
-    return trainer, first_step
 
 
 def _wires(meeting: Meeting, comm: Communicator, places: Places, rank: int) -> Wires:
@@ -136,29 +252,6 @@ def _mesh(places: Places, device: torch.device) -> Any:
     from unisono.layout.lay import mesh_of  # imports more of torch than others need
 
     return mesh_of(places, device.type)
-
-
-def _result(
-    order: Order, trainer: Trainer, wires: Wires, outcome: Outcome, first_step: int, startup: float, path: Path
-) -> Result:
-    peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
-    sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
-    trained = (outcome.steps - first_step) * trainer.global_batch
-    seconds = sum(trainer.step_seconds) if trainer.replica.lockstep else trainer.seconds
-    return Result(
-        steps=outcome.steps,
-        samples=outcome.steps * trainer.global_batch,
-        loss=outcome.loss,
-        metrics=dict(outcome.metrics),
-        weights_sha256=_hash(trainer, path, outcome.steps),
-        wall_seconds=time.time() - order.began,
-        startup_seconds=startup,
-        samples_per_second=trained / seconds if seconds else 0.0,
-        bytes_sent_per_worker=int(sent.max()),
-        step_seconds_median=outcome.step_seconds_median,
-        peak_rss_bytes=int(peaks.max()),
-        run=str(path),
-    )
 
 
 def _hash(trainer: Trainer, path: Path, steps: int) -> str:
@@ -225,18 +318,20 @@ def _writer(
     return writer
 
 
-def _recorder(worker: Worker, path: Path) -> Recorder:
+def _recorder(worker: Worker, comm: Communicator, path: Path) -> Recorder:
     """Worker 0 records; the others have nothing to add that it does not know."""
-    if worker.identity.rank != 0:
+    if comm.rank != 0:
         return Nothing()
     return Telling(RunRecorder(path), worker.report)
 
 
 def _write_down(
-    order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, first_step: int
+    order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, first_step: int, view: View
 ) -> None:
-    """The configuration, once it is sure that the run begins."""
-    if comm.rank == 0:
+    """The configuration, once it is sure that the run begins; later, who goes on."""
+    if view.start.view:
+        record.event("view", number=view.number, members=list(view.members), step=first_step)
+    elif comm.rank == 0:
         try:
             write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)
         except OSError as error:
@@ -244,11 +339,11 @@ def _write_down(
         record.event("start", workers=comm.size, first_step=first_step, config=config.mapping())
 
 
-def _teller(worker: Worker, record: Recorder) -> Callable[[Event], None]:
+def _teller(comm: Communicator, record: Recorder) -> Callable[[Event], None]:
     def tell(event: Event) -> None:
         log.info(event.words)
         if event.kind == "failed":
-            record.event("checkpoint failed", step=event.step, worker=worker.identity.rank, words=event.words)
+            record.event("checkpoint failed", step=event.step, worker=comm.rank, words=event.words)
         else:
             record.event("checkpoint", step=event.step)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import InvalidInput
-from unisono.membership import Agent, Policy, Standing
+from unisono.membership import Agent, Contact, Policy, Standing
 from unisono.membership.attendance import Attendance
 from unisono.membership.serve import Place, Serving
 
@@ -32,7 +32,13 @@ def serving(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[Ser
 
 def attend(url: str, worker: str) -> tuple[Attendance, list[int]]:
     aborted: list[int] = []
-    return Attendance(url, TOKEN, Agent(worker, Standing()), aborted.append), aborted
+    return Attendance(Contact(url, TOKEN), Agent(worker, Standing()), aborted.append), aborted
+
+
+def part(worker: Attendance, number: int, digest: str) -> None:
+    """One more step, and the view is over."""
+    worker.done(number)
+    worker.broken(number, digest)
 
 
 def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
@@ -56,7 +62,7 @@ def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
                 while b.standing.step < step:
                     b.done(1)
                 for each in (a, b):
-                    each.boundary(1, "state")
+                    part(each, 1, "state")
                 second = c.next_view()
                 assert second is not None
                 assert second.members == (*first.members, "c")
@@ -69,7 +75,7 @@ def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
                 while not a.votes:
                     threading.Event().wait(0.01)
                 for each in (a, b, c):
-                    each.boundary(2, "later")
+                    part(each, 2, "later")
                 assert c.next_view() is None
                 third = a.next_view()
                 assert third is not None
@@ -106,7 +112,7 @@ def test_a_coordinator_that_comes_back_goes_on_where_it_was(tmp_path) -> None:
         while not (a.votes and b.votes):
             threading.Event().wait(0.01)
         for each in (a, b):
-            each.boundary(1, "state")
+            part(each, 1, "state")
         view = c.next_view()
         assert view is not None
         assert view.number == 2

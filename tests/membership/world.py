@@ -375,7 +375,9 @@ class World:
         self.applied[number, step].add(name)
         if self.applied[number, step] == set(group.view.members):
             assert self.confirmed.setdefault(step, (step, number)) == (step, number), "a step was done twice"
-        self._do(worker, worker.agent.done(number, worker.state.digest, boundary=boundary))
+        worker.agent.done(number, worker.state.digest)
+        if boundary:
+            self._do(worker, worker.agent.broken(number))
         if boundary:
             self._beat(worker)
         else:

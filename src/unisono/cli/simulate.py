@@ -85,7 +85,7 @@ def _forecasts(asked: Asked) -> tuple[str, dict[str, Forecast]]:
     """What all of it is about, in one sentence, and what every way will be like."""
     from unisono.observe.display import Display
     from unisono.plan import forecast, study
-    from unisono.plan.simulation import with_data
+    from unisono.task import with_data
 
     source, (link, latency, compute) = asked.request.source, (asked.options[name] for name in _DEFAULTS)
     task = with_data(source.load())

@@ -33,7 +33,7 @@ Action = Abort | Meet | Exit
 class Agent:
     """What one worker knows and says. Calls return what is to be done, and are followed by a beat.
 
-    Whoever trains is inside a view from `Meet` until it says that it stopped, by `broken` or by a `done` at a boundary;
+    Whoever trains is inside a view from `Meet` until it says that it stopped, by `broken`;
     nothing that is heard meanwhile changes that, so a standing is final once its view has ended here. A view that has
     ended is never entered again: what the coordinator concludes from a standing stays true.
 
@@ -79,16 +79,14 @@ class Agent:
             self.standing = Standing(number, step, digest)
             self.working = True
 
-    def done(self, number: int, digest: str, *, boundary: bool) -> list[Action]:
-        """One more step of view `number` is in the state; with `boundary`, one with which some voted to end."""
-        if number != self.view.number or not self.working:
-            return []
-        self.standing = Standing(number, self.standing.step + 1, digest)
-        return self._stopped(number) if boundary else []
+    def done(self, number: int, digest: str = "") -> None:
+        """One more step of view `number` is in the state."""
+        if number == self.view.number and self.working:
+            self.standing = Standing(number, self.standing.step + 1, digest)
 
     def broken(self, number: int, missed: tuple[str, ...] = (), digest: str | None = None) -> list[Action]:
-        """The group of view `number` does not work, or was never complete: `missed` were not there. `digest`, where it
-        is given, is that of the state as it now is."""
+        """The group of view `number` does not work any more: its members part at a boundary, or one is lost, or it was
+        never complete: `missed` were not there. `digest`, where it is given, is that of the state as it now is."""
         if number != self.view.number:
             return []
         if digest is not None:

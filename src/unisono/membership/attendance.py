@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from unisono.errors import InvalidInput
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
-from unisono.membership.values import Over, Place, Standing, View, Word
+from unisono.membership.values import Contact, Over, Place, Standing, View, Word
 
 _LONGEST_ANSWER_BYTES = 16 << 20
 _ANSWER_SECONDS = 10.0
@@ -29,24 +29,33 @@ class Attendance:
     beside that.
 
     Args:
-        url: of the coordinator, ``http://host:port`` or ``https://``.
-        token: of the run.
+        contact: of the coordinator.
         agent: this worker's half of the protocol.
         abort: called by the listening thread, which may happen at any time, with the number of a view whose group is
             to be broken off.
+        leaving: whether this worker was asked to go; asked before every beat.
+        stopping: whether the run was asked to stop, so that no view is worth waiting for.
 
     Raises:
-        InvalidInput: `url` is none.
+        InvalidInput: the contact's URL is none.
     """
 
-    def __init__(self, url: str, token: str, agent: Agent, abort: Callable[[int], None]) -> None:
-        parts = urlsplit(url)
+    def __init__(
+        self,
+        contact: Contact,
+        agent: Agent,
+        abort: Callable[[int], None],
+        *,
+        leaving: Callable[[], bool] = lambda: False,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        parts = urlsplit(contact.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
-            raise InvalidInput("coordinator", url, "no address of one", "write http://host:port")
+            raise InvalidInput("coordinator", contact.url, "no address of one", "write http://host:port")
         self._saying, self._listening = (
-            _Line(parts.scheme == "https", parts.hostname, parts.port, token) for _ in "12"
+            _Line(parts.scheme == "https", parts.hostname, parts.port, contact.token) for _ in "12"
         )
-        self._agent, self._abort = agent, abort
+        self._agent, self._abort, self._leaving, self._stopping = agent, abort, leaving, stopping
         self._knows: Word | None = None
         self._news = threading.Condition()  # guards the agent and what follows
         self._view: View | None = None
@@ -59,7 +68,9 @@ class Attendance:
         """Waits for a view to meet; None once the others go on without this worker, which asked to leave, or the
         training is over."""
         with self._news:
-            self._news.wait_for(lambda: self._view is not None or self._dismissed or self._closed)
+            self._news.wait_for(
+                lambda: self._view is not None or self._dismissed or self._closed or self._stopping()
+            )
             view, self._view = self._view, None
             return view
 
@@ -77,14 +88,15 @@ class Attendance:
         """See `Agent.met`."""
         self._tell(lambda: self._agent.met(number, step, digest))
 
+    @property
+    def works(self) -> bool:
+        """Whether the group of the view at hand has been met."""
+        return self._agent.working
+
     def done(self, number: int) -> None:
         """One more step is in the state; told with the next beat."""
         with self._news:
-            self._agent.done(number, "", boundary=False)
-
-    def boundary(self, number: int, digest: str) -> None:
-        """One more step is in the state, with which some voted to end."""
-        self._tell(lambda: self._agent.done(number, digest, boundary=True))
+            self._agent.done(number)
 
     def broken(self, number: int, digest: str, missed: tuple[str, ...] = ()) -> None:
         """See `Agent.broken`; `digest` of the state as it now is."""
@@ -128,6 +140,8 @@ class Attendance:
 
     def _exchange(self, line: _Line, *, waits: bool) -> bool:
         with self._news:
+            if self._leaving():
+                self._do(self._agent.leave())
             beat, knows = self._agent.beat(), self._knows if waits else None
         told = asdict(beat) | {
             "knows": knows.view.number if knows else 0,

@@ -16,8 +16,8 @@ from unisono.config import Config
 from unisono.data import Inline
 from unisono.observe import Nothing
 from unisono.persist import Persistence
-from unisono.plan.simulation import with_data
-from unisono.task import Task
+from unisono.presence import Unchanging
+from unisono.task import Task, with_data
 from unisono.wires import Wires
 
 _STEPS = 6  # of which the first, which also pays for what is made once, does not count
@@ -42,7 +42,7 @@ def share_seconds(task: Task, config: Config) -> float:
         began = time.monotonic()
         trainer = bind(task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence,
                        record=Nothing(), device=device,
-                       stop_asked=lambda: time.monotonic() - began > _ENOUGH_SECONDS)  # fmt: skip
+                       presence=Unchanging(lambda: time.monotonic() - began > _ENOUGH_SECONDS))  # fmt: skip
         trainer.run(0)
     counted = trainer.step_seconds[1:] or trainer.step_seconds
     return statistics.median(counted) * whole.plan.micro_batches / config.workers / mine

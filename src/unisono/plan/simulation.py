@@ -29,7 +29,7 @@ from unisono.persist import Persistence
 from unisono.plan.compute import Compute, quantiles
 from unisono.plan.pace import Pace, PacedTrainer
 from unisono.replica import weights_of
-from unisono.task import Evaluation, Task, build_dataset
+from unisono.task import Task, with_data
 from unisono.wires import Wires
 
 _PATIENCE_SECONDS = 1e9  # of virtual time: nobody is taken for lost because a link is slow
@@ -115,15 +115,6 @@ def forecast(task: Task, config: Config, cluster: Cluster, tell: Tell = lambda m
         config.workers, _live, task, config, cluster, tell, link=cluster.link(config.workers),
         seed=config.seed, deadline_seconds=_PATIENCE_SECONDS)  # fmt: skip
     return summed(lives)
-
-
-def with_data(task: Task) -> Task:
-    """`task` with its data made, so that all virtual workers share it."""
-    made = {"data": build_dataset(task.data)}
-    if task.evaluate is not None:
-        given = task.evaluate if isinstance(task.evaluate, Evaluation) else Evaluation(task.evaluate)
-        made["evaluate"] = replace(given, data=build_dataset(given.data))
-    return replace(task, **made)
 
 
 @dataclass(frozen=True)

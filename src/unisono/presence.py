@@ -1,0 +1,51 @@
+"""Who is present, as the training loop asks and tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Presence(Protocol):
+    """One worker's ear and mouth between steps; nothing here waits."""
+
+    @property
+    def stop(self) -> bool:
+        """This worker was asked to stop the run: all do, after a step that all take."""
+
+    @property
+    def parting(self) -> bool:
+        """The workers present are to change, after a step that all take."""
+
+    @property
+    def leaving(self) -> bool:
+        """This worker was asked to go, while the others go on."""
+
+    def check(self) -> None:
+        """Right before a step is taken. Raises `PeerLost` if the others go on without this worker."""
+
+    def done(self) -> None:
+        """One more step is in the state."""
+
+
+class Unchanging:
+    """The same workers from the beginning to the end.
+
+    Args:
+        stop_asked: True once this worker was asked to stop.
+    """
+
+    parting = leaving = False
+
+    def __init__(self, stop_asked: Callable[[], bool] = lambda: False) -> None:
+        self._stop_asked = stop_asked
+
+    @property
+    def stop(self) -> bool:
+        return self._stop_asked()
+
+    def check(self) -> None:
+        pass
+
+    def done(self) -> None:
+        pass

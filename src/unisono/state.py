@@ -1,0 +1,68 @@
+"""All that makes up a worker's state between two steps, as named tensors and numbers: what travels to whoever comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from xxhash import xxh3_128
+
+from unisono.checkpoint.fingerprint import raw_bytes
+from unisono.optimizer import load_state, state_of
+from unisono.replica import weights_of
+
+_STEPS, _COMMITTED = _RESERVED = "steps", "committed"  # an optimizer's own numbers have a slash in their names
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a worker has come.
+
+    Args:
+        steps: that are in its model and optimizer.
+        committed: the step of the newest checkpoint that lies on disk; 0: none.
+        shared: what the synchronizer had beside them.
+    """
+
+    steps: int = 0
+    committed: int = 0
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def describe(model: nn.Module, optimizer: Optimizer, reached: Reached) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The state, by a checkpoint's names; tensors are the model's own."""
+    state, numbers = state_of(optimizer, model)
+    tensors = {f"model/{name}": tensor.detach() for name, tensor in weights_of(model).items()}
+    tensors |= {f"optimizer/{name}": tensor for name, tensor in state.items()}
+    tensors |= {f"sync/{name}": tensor for name, tensor in reached.shared.items()}
+    return tensors, {**numbers, _STEPS: reached.steps, _COMMITTED: reached.committed}
+
+
+def adopt(
+    model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
+) -> Reached:
+    """Take over what another worker `describe`d."""
+    with torch.no_grad():
+        for name, tensor in weights_of(model).items():
+            tensor.copy_(tensors[f"model/{name}"])
+    own = {name: number for name, number in numbers.items() if name not in _RESERVED}
+    load_state(optimizer, model, _under("optimizer/", tensors), own)
+    return Reached(int(numbers[_STEPS]), int(numbers[_COMMITTED]), _under("sync/", tensors))
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def digest(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
+    """What equal states have in common: XXH3 over names, kinds, shapes and bytes."""
+    hashed = xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        hashed.update(raw_bytes(tensor))
+    hashed.update(json.dumps(sorted(numbers.items())).encode())
+    return hashed.hexdigest()
