@@ -16,6 +16,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from unisono.comm.abort import Abort
 from unisono.comm.hosting import Hosting, Verbs
 from unisono.comm.service import Actor, Line
 from unisono.comm.tiers import Tiers
@@ -84,6 +85,7 @@ class Family:
     bytes_sent: int = 0
     hosting: Hosting = field(default_factory=Hosting)
     tiers: Tiers | None = None
+    abort: Abort = field(default_factory=Abort)
 
 
 class Conversation:
@@ -136,8 +138,10 @@ class Conversation:
         return operation
 
     def advance(self) -> None:
-        """Move every operation as far as it goes; fails the lane when a peer is lost or the deadline has
-        passed."""
+        """Move every operation as far as it goes; fails the lane when a peer is lost, the deadline has passed, or it
+        was broken off."""
+        if self._family.abort.why and self._queue:
+            self._fail(self._family.abort.lost(self._queue[0].verb))
         if self._move() or not self._queue:
             self._fruitless_since = None
             return
