@@ -70,11 +70,14 @@ class Abort:
         self.check(during)
         answers: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
 
+        over = False
+
         def answer() -> None:
             try:
                 answers.put((call(),))
             except BaseException as error:  # it is raised where the result is waited for
-                answers.put(error)
+                if not over:  # else the error would keep its frames, they the answers, and they the error
+                    answers.put(error)
 
         forget = self.then(lambda: answers.put(None))
         try:
@@ -83,6 +86,7 @@ class Abort:
         except Empty:
             raise PeerLost([], during, f"no answer within the deadline of {deadline_seconds:g} s") from None
         finally:
+            over = True
             forget()
         if answered is None:
             raise self.lost(during)

@@ -128,6 +128,7 @@ class Conversation:
     def _begin(self, verb: str, steps: Steps[T]) -> Operation[T]:
         operation = Operation(self, verb, steps)
         self._thread = threading.get_ident()
+        self._heed(verb)
         if self._failure is not None:
             operation.fail(self._failure)
             return operation
@@ -140,8 +141,8 @@ class Conversation:
     def advance(self) -> None:
         """Move every operation as far as it goes; fails the lane when a peer is lost, the deadline has passed, or it
         was broken off."""
-        if self._family.abort.why and self._queue:
-            self._fail(self._family.abort.lost(self._queue[0].verb))
+        if self._queue:
+            self._heed(self._queue[0].verb)
         if self._move() or not self._queue:
             self._fruitless_since = None
             return
@@ -175,6 +176,11 @@ class Conversation:
         while self._queue and self._queue[0].finished:
             self._queue.popleft()
         return self._progress != before
+
+    def _heed(self, verb: str) -> None:
+        """Fail if this was broken off, before anybody hears of `verb`."""
+        if self._family.abort.why and self._failure is None:
+            self._fail(self._family.abort.lost(verb))
 
     def _fail(self, error: CommunicationError) -> None:
         self._refuse(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch._C import _distributed_c10d as c10d
@@ -15,6 +15,49 @@ from unisono.errors import PeerLost
 T = TypeVar("T")
 _GRACE_SECONDS = 1.0
 _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 100e-6, 5e-3
+
+
+class Breakable(c10d.Store):
+    """`store`, for a library that waits in it and listens to nobody: broken off, it hears of it as an error. Who hands
+    it over keeps it as well.
+
+    Args:
+        deadline_seconds: how long a key may take to come.
+        abort: breaks off the waiting.
+    """
+
+    def __init__(self, store: c10d.Store, deadline_seconds: float, abort: Abort) -> None:
+        super().__init__()
+        self._store, self._deadline_seconds, self._abort = store, deadline_seconds, abort
+
+    def set(self, key: str, value: Any) -> None:
+        """As torch's."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """As torch's."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        """As torch's, but that the deadline is this store's own."""
+        await_keys(self._store, [(-1, key) for key in keys], self._deadline_seconds, self._abort)
+
+
+def await_keys(store: c10d.Store, keys: Sequence[tuple[int, str]], deadline_seconds: float, abort: Abort) -> None:
+    """Look at `store` again and again, until each rank has written its key there; rank -1 is nobody in particular.
+
+    Raises:
+        PeerLost: it was broken off, or the deadline has passed; then it names those who did not come.
+    """
+    end, sleep_seconds, missing = time.monotonic() + deadline_seconds, _SHORTEST_SLEEP_SECONDS, keys
+    while missing := [(rank, key) for rank, key in missing if not store.check([key])]:
+        abort.check("connect")
+        if time.monotonic() > end:
+            detail = f"did not come within the deadline of {deadline_seconds:g} s"
+            raise PeerLost([rank for rank, _ in missing if rank >= 0], "connect", detail)
+        time.sleep(sleep_seconds)
+        sleep_seconds = min(1.5 * sleep_seconds, _LONGEST_SLEEP_SECONDS)
 
 
 class Notices:
@@ -48,15 +91,7 @@ class Notices:
         return self.hear((other, f"{name}/{other}") for other in range(size))
 
     def _collect(self, wanted: list[tuple[int, str]]) -> list[Any]:
-        end, sleep_seconds = time.monotonic() + self._deadline_seconds, _SHORTEST_SLEEP_SECONDS
-        missing = wanted
-        while missing := [(rank, key) for rank, key in missing if not self._store.check([key])]:
-            self._abort.check("connect")
-            if time.monotonic() > end:
-                detail = f"did not come within the deadline of {self._deadline_seconds:g} s"
-                raise PeerLost([rank for rank, _ in missing], "connect", detail)
-            time.sleep(sleep_seconds)
-            sleep_seconds = min(1.5 * sleep_seconds, _LONGEST_SLEEP_SECONDS)
+        await_keys(self._store, wanted, self._deadline_seconds, self._abort)
         return [json.loads(self._store.get(key)) for _, key in wanted]
 
     def _run(self, call: Callable[[], T]) -> T:

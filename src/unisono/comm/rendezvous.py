@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,7 @@ from unisono.comm.sockets import shut, towards
 from unisono.errors import InvalidInput, PeerLost
 
 _FILE = "store-"
+_PATIENCE_SECONDS = 1.0
 _CURE = "write file:///private/directory or tcp://host:port"
 
 
@@ -106,21 +108,32 @@ def tidy(place: Rendezvous) -> None:
 
 
 def _tcp_store(place: Rendezvous, rank: int, timeout: timedelta, abort: Abort) -> c10d.Store:
-    serves = rank == 0 and not place.served
-    listening = listen(place) if serves else None
+    if rank == 0 and not place.served:
+        wire = listen(place)
+        return c10d.TCPStore(place.host, place.port, None, True, timeout, wait_for_workers=False, master_listen_fd=wire)
     end = resolve(place)[4][:2]
-    before = towards(end)
-    make = partial(
-        c10d.TCPStore, place.host, place.port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listening
-    )
+    before = towards(end).items()
+    # What it waits for there is there no more, once it is broken off.
+    abort.then(lambda: shut(dict(towards(end).items() - before)))
     try:
-        store = abort.run("connect", make)
-        wires = {fd: name for fd, name in towards(end).items() if before.get(fd) != name}
-        abort.then(partial(shut, wires))
-        return store
+        return abort.run("connect", partial(_reach, place, time.monotonic() + timeout.total_seconds(), abort))
     except RuntimeError as error:
         where = f"{place.host}:{place.port}"
         raise PeerLost([0], "connect", f"nobody serves at {where}: {str(error).splitlines()[0]}") from error
+
+
+def _reach(place: Rendezvous, until: float, abort: Abort) -> c10d.Store:
+    """The store that somebody serves at `place`; torch is asked again and again, as it listens to nobody meanwhile."""
+    while True:
+        abort.check("connect")
+        patience = min(_PATIENCE_SECONDS, max(0.01, until - time.monotonic()))
+        try:
+            return c10d.TCPStore(
+                place.host, place.port, None, False, timedelta(seconds=patience), wait_for_workers=False
+            )
+        except RuntimeError:
+            if time.monotonic() > until:
+                raise
 
 
 def listen(place: Rendezvous) -> int:

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Collection, Mapping
 
+_OLDER_FAMILY = "::ffff:"
 End = tuple[str, int]
 """Address and port."""
 
@@ -81,8 +82,21 @@ def _peer(fd: int) -> End | None:
 def _end(fd: int, which: str) -> End | None:
     """One end of the socket `fd`; None where it has none, or none on a network."""
     try:
-        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
-            found = getattr(wire, which)()
+        copy = os.dup(fd)
+    except OSError:
+        return None  # closed meanwhile
+    try:
+        wire = socket.socket(fileno=copy)  # of the family that it has: the addresses of one do not fit into another's
+    except OSError:
+        os.close(copy)
+        return None
+    try:
+        found = getattr(wire, which)()
     except OSError:
         return None
-    return found[:2] if isinstance(found, tuple) and len(found) >= 2 else None
+    finally:
+        wire.close()
+    if not isinstance(found, tuple) or len(found) < 2:
+        return None
+    # A socket of both families writes the addresses of the older one in its own way.
+    return found[0].removeprefix(_OLDER_FAMILY), found[1]

@@ -27,7 +27,7 @@ from unisono.comm import record
 from unisono.comm.abort import Abort
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
 from unisono.comm.hosting import Hosting
-from unisono.comm.notices import Notices
+from unisono.comm.notices import Breakable, Notices
 from unisono.comm.sockets import End, connected, is_open, listening, shut
 from unisono.comm.tiers import Tiers
 from unisono.errors import CommunicationError, InvalidInput, PeerLost
@@ -93,6 +93,7 @@ class TorchGroup(Conversation):
         self._headers: Any = None
         self._payloads: Any = None
         self._near: Any = None  # NCCL carries only what lies on its device; what lies here goes beside it
+        self._waiting: Breakable | None = None  # gloo has only what C++ knows of it
         self._unabort: Callable[[], None] = lambda: None
         _check_backend(backend)
         devices = [Device.open(address) for _ in range(3 if backend == "nccl" else 2)]
@@ -113,10 +114,11 @@ class TorchGroup(Conversation):
 
     def _connect(self, store: c10d.Store, devices: Sequence[Device]) -> tuple[Any, Any, Any]:
         """The groups of headers, of payloads, and of payloads that lie here."""
+        waiting = Breakable(store, self._deadline_seconds, self._family.abort)
 
         def over(name: str, device: Device) -> Any:
             self._family.abort.check("connect")
-            return gloo(c10d.PrefixStore(name, store), self.rank, self.size, device, self._deadline_seconds)
+            return gloo(c10d.PrefixStore(name, waiting), self.rank, self.size, device, self._deadline_seconds)
 
         headers = over("headers", devices[0])
         if self._backend == "gloo":
@@ -124,6 +126,7 @@ class TorchGroup(Conversation):
         else:
             payloads, near = self._nccl(c10d.PrefixStore("payloads", store)), over("near", devices[2])
         _meet(headers, self.size, self._deadline_seconds)
+        self._waiting = waiting
         return headers, payloads, near
 
     def _nccl(self, store: c10d.Store) -> Any:
@@ -242,6 +245,7 @@ class TorchGroup(Conversation):
         options = c10d.AllToAllOptions()
         options.timeout = _LONG
         arrival = None
+        self._heed(verb)
         try:
             if self._failure is None:
                 with _peer_lost_for(verb):
@@ -358,12 +362,12 @@ class TorchGroup(Conversation):
         worker."""
         self._unabort()
         shut(self._wires)
-        self._wires, self._store = {}, None
+        self._wires, self._store, self._waiting = {}, None, None
         if self._backend == "nccl" and self._payloads is not None:
             self._payloads.abort()
         if not self._unwound():
             # To be taken down, a group waits for what is under way in it, which would be for ever.
-            for group in (self._headers, self._payloads, self._near):
+            for group in (self._headers, self._payloads, self._near, self._waiting):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._headers = self._payloads = self._near = None
         self._issued.clear()
