@@ -25,7 +25,7 @@ from unisono.comm.sockets import shut, towards
 from unisono.errors import InvalidInput, PeerLost
 
 _FILE = "store-"
-_PATIENCE_SECONDS = 1.0
+_SHORTEST_PATIENCE_SECONDS, _LONGEST_PATIENCE_SECONDS = 0.1, 1.0
 _CURE = "write file:///private/directory or tcp://host:port"
 
 
@@ -124,16 +124,17 @@ def _tcp_store(place: Rendezvous, rank: int, timeout: timedelta, abort: Abort) -
 
 def _reach(place: Rendezvous, until: float, abort: Abort) -> c10d.Store:
     """The store that somebody serves at `place`; torch is asked again and again, as it listens to nobody meanwhile."""
+    patience_seconds = _SHORTEST_PATIENCE_SECONDS
     while True:
         abort.check("connect")
-        patience = min(_PATIENCE_SECONDS, max(0.01, until - time.monotonic()))
+        # For so long it tries again by itself.
+        patience = timedelta(seconds=min(patience_seconds, max(0.01, until - time.monotonic())))
         try:
-            return c10d.TCPStore(
-                place.host, place.port, None, False, timedelta(seconds=patience), wait_for_workers=False
-            )
+            return c10d.TCPStore(place.host, place.port, None, False, patience, wait_for_workers=False)
         except RuntimeError:
             if time.monotonic() > until:
                 raise
+        patience_seconds = min(2 * patience_seconds, _LONGEST_PATIENCE_SECONDS)
 
 
 def listen(place: Rendezvous) -> int:
