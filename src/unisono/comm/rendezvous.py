@@ -156,6 +156,7 @@ def listen(place: Rendezvous) -> int:
 
 
 def resolve(place: Rendezvous) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]:
+    """What the system says first of that host and port. Raises `InvalidInput` where it knows no such host."""
     try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     except OSError as error:
