@@ -14,6 +14,7 @@ from unisono.comm import Communicator
 from unisono.errors import StateDamaged
 from unisono.handover.held import Held, Said
 from unisono.handover.plan import Move, plan, rounds
+from unisono.handover.told import tell
 
 ROUND_BYTES = 16 << 20
 """What one worker gives in one round."""
@@ -59,16 +60,6 @@ def hand_over(
         if told:
             raise StateDamaged(told)
     return found
-
-
-def tell(comm: Communicator, text: str) -> list[str]:
-    """Everybody's `text`, by rank."""
-    data = text.encode()
-    lengths = comm.gather(torch.tensor([len(data)])).wait().view(-1).tolist()
-    rows = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-    rows[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-    told = comm.gather(rows).wait()
-    return [bytes(raw_bytes(row)[:length]).decode() for row, length in zip(told, lengths)]
 
 
 def _exchange(
