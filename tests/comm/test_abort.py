@@ -14,7 +14,6 @@ import torch
 
 from tests.comm import laws
 from tests.comm.actors import Echo
-from tests.launch.observation import within
 from tests.processes import start
 from unisono.comm import Abort, Meeting, Message
 from unisono.errors import PeerLost
@@ -67,24 +66,16 @@ def test_what_is_run_has_its_result_its_error_and_its_deadline() -> None:
     free.set()
 
 
-# Real workers. Those that wait are told to break off once the last of them has done what it does.
+# Real workers.
 
 HOSTS = {"shared_memory": "aaa", "gloo": "aaa", "tiers": "aabb"}
+VERBS = dict.fromkeys(("shared_memory", "gloo"), (*laws.STARTS, "lane", "host", "call")) | {"tiers": ("within",)}
 
 
-def meet(rank: int, size: int, kind: str, directory: Path, abort: Abort) -> Any:
-    hosts = list(HOSTS[kind])
+def meet(rank: int, size: int, kind: str, place: str, abort: Abort) -> Any:
     way = "auto" if kind == "tiers" else kind
-    meeting = Meeting(rank, hosts, f"file://{directory}/place", way, torch.device("cpu"), DEADLINE_SECONDS, abort=abort)
-    return meeting.among(range(size))
-
-
-def break_off(abort: Abort, directory: Path, told: list[float]) -> None:
-    """Wait until the last worker has said that it is about to be lost, and then for the others to be waiting."""
-    assert within(DEADLINE_SECONDS, lambda: (directory / "lost").exists())
-    time.sleep(0.2)
-    told.append(time.monotonic())
-    abort.set(WHY)
+    hosts, device = HOSTS[kind], torch.device("cpu")
+    return Meeting(rank, hosts, f"file://{place}", way, device, DEADLINE_SECONDS, abort=abort).among(range(size))
 
 
 def wait(comm: Any, lines: list[Any], verb: str) -> None:
@@ -102,40 +93,47 @@ def wait(comm: Any, lines: list[Any], verb: str) -> None:
         comm.gather(torch.zeros(1)).wait()  # what one has sent and another has received may be all that they need
 
 
-def wait_for_the_lost(rank: int, size: int, kind: str, verb: str, directory: Path) -> Any:
-    """What was raised, how long after it was broken off, how long it took to close, and what all verbs say then."""
-    abort, told = Abort(), list[float]()
-    comm = meet(rank, size, kind, directory, abort)
-    lines = comm.host(Echo(rank)) if verb == "call" else []
-    comm.gather(torch.zeros(1)).wait()
+def wait_for_the_lost(rank: int, size: int, kind: str, place: str) -> dict[str, Any]:
+    """By verb, each with a communicator of its own: what was raised, how long after it was broken off, how long it took
+    to close, and what all verbs say then."""
+    aborts = {verb: Abort() for verb in VERBS[kind]}
+    comms = {verb: meet(rank, size, kind, f"{place}/{verb}", abort) for verb, abort in aborts.items()}
+    lines = comms["call"].host(Echo(rank)) if "call" in comms else []
+    for comm in comms.values():
+        comm.gather(torch.zeros(1)).wait()
     if rank == size - 1:
-        (directory / "lost").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
-    threading.Thread(target=break_off, args=(abort, directory, told), daemon=True).start()
+    return {verb: broken_off(comm, lines, verb, aborts[verb]) for verb, comm in comms.items()}
+
+
+def broken_off(comm: Any, lines: list[Any], verb: str, abort: Abort) -> Any:
+    told = list[float]()
+
+    def break_off() -> None:
+        told.append(time.monotonic())
+        abort.set(WHY)
+
+    timer = threading.Timer(0.1, break_off)  # when this worker waits, as it does until then
+    timer.start()
     with pytest.raises(PeerLost) as caught:
         wait(comm, lines, verb)
-    seconds = time.monotonic() - told[0] if told else 0.0  # one that was told earlier has told this one
+    ended = time.monotonic()
+    timer.join()
+    seconds = ended - told[0]  # below 0 where another, who was told before, has told this one
     later = [type(each).__name__ for each in laws.everything_fails_from_now_on(comm)]
     closing = time.monotonic()
     comm.close()
     return str(caught.value), seconds, time.monotonic() - closing, later
 
 
-WAITS = [
-    *((kind, verb) for kind in ("gloo", "shared_memory") for verb in (*laws.STARTS, "lane", "host", "call")),
-    ("tiers", "within"),
-]
-
-
-@pytest.mark.parametrize(("kind", "verb"), WAITS)
-def test_who_waits_for_a_stopped_peer_is_told(kind: str, verb: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", VERBS)
+def test_who_waits_for_a_stopped_peer_is_told(kind: str, tmp_path: Path) -> None:
     size = len(HOSTS[kind])
-    with start(size, wait_for_the_lost, kind, verb, tmp_path) as workers:
-        results = workers.results(lost={size - 1})
-    told = [error for error, *_ in results[: size - 1] if WHY in error]
-    assert told, "the others may have heard of it from this one"
-    for _, seconds, closing, later in results[: size - 1]:
-        assert seconds < PROMPT_SECONDS
-        assert closing < PROMPT_SECONDS
-        assert later == ["PeerLost"] * 5
-    print(kind, verb, [(round(s, 3), round(c, 3)) for _, s, c, _ in results[: size - 1]])
+    with start(size, wait_for_the_lost, kind, str(tmp_path)) as workers:
+        results = workers.results(lost={size - 1})[: size - 1]
+    for verb in VERBS[kind]:
+        assert any(WHY in worker[verb][0] for worker in results), "the others may have heard of it from this one"
+        for _, seconds, closing, later in (worker[verb] for worker in results):
+            assert seconds < PROMPT_SECONDS
+            assert closing < PROMPT_SECONDS
+            assert later == ["PeerLost"] * 5

@@ -99,8 +99,8 @@ class TorchGroup(Conversation):
         devices = [Device.open(address) for _ in range(3 if backend == "nccl" else 2)]
         # Where all listen is known before anybody connects, so that what hangs meanwhile can be woken.
         notices = Notices(store, deadline_seconds, family.abort)
-        listening = notices.exchange("listening", rank, size, [list(each.end) for each in devices])
-        ends = frozenset((str(host), int(port)) for each in listening for host, port in each)
+        told = notices.exchange("listening", rank, size, [list(each.end) for each in devices])
+        ends = frozenset((str(host), int(port)) for each in told for host, port in each)
         forget = family.abort.then(lambda: shut(connected(ends)))
         try:
             with _peer_lost_for("connect"):
