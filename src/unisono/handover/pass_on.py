@@ -46,7 +46,9 @@ def hand_over(
         StateDamaged: on all workers; names a tensor and its holder.
         PeerLost: a worker was lost meanwhile.
     """
-    everybody = [Said.decode(text) for text in tell(comm, Said([each.holding for each in here], wanted).encode())]
+    texts = tell(comm, Said([each.holding for each in here], wanted).encode())
+    read = {text: Said.decode(text) for text in set(texts)}  # equals say the same
+    everybody = [read[text] for text in texts]
     moves = plan([said.here for said in everybody], [said.wants for said in everybody], hosts)
     found = {name: torch.empty(piece.box.size, dtype=piece.dtype) for name, piece in wanted.items()}
     damaged = ""
