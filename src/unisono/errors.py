@@ -8,6 +8,9 @@ UnisonoError
 ├── CheckpointError
 │   ├── CheckpointDamaged      what was read is not what was written
 │   └── CheckpointMismatch     written by another model: names the first tensor that differs
+├── HandoverError
+│   ├── StateMissing           nobody who is there has what somebody needs
+│   └── StateDamaged           what came from another worker's memory is not what was sent
 ├── Diverged                   a loss or gradient is not finite: names step, micro-batch, worker
 └── WorkerFailed               a worker process ended badly: carries its traceback
 """
@@ -77,6 +80,30 @@ class CheckpointDamaged(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """The checkpoint belongs to another model, optimizer or plan; names the first difference."""
+
+
+class HandoverError(UnisonoError):
+    """State could not be passed on from worker to worker."""
+
+
+class StateMissing(HandoverError):
+    """Nobody who is there has what somebody needs.
+
+    Args:
+        missing: names of tensors, with the boxes that are missing.
+    """
+
+    def __init__(self, missing: Iterable[str]) -> None:
+        self.missing = tuple(missing)
+        shown = ", ".join(self.missing[:3]) + (f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else "")
+        super().__init__(f"no worker has {shown}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.missing,)
+
+
+class StateDamaged(HandoverError):
+    """What came from another worker's memory is not what was sent; names the tensor and its holder."""
 
 
 class Diverged(UnisonoError):

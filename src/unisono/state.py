@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from xxhash import xxh3_128
 
-from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.optimizer import load_state, state_of
 from unisono.replica import weights_of
 
@@ -56,13 +53,3 @@ def adopt(
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def digest(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
-    """What equal states have in common: XXH3 over names, kinds, shapes and bytes."""
-    hashed = xxh3_128()
-    for name, tensor in sorted(tensors.items()):
-        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        hashed.update(raw_bytes(tensor))
-    hashed.update(json.dumps(sorted(numbers.items())).encode())
-    return hashed.hexdigest()

@@ -1,7 +1,7 @@
 """Who trains with whom, from one change to the next, as one worker comes to know it.
 
-    next ─► meet ─► the state that the view starts from ─► train ─┬─ a boundary, or a peer is lost ─► next
-                                                                   └─ all is trained ─► finish
+next ─► meet ─► the state that the view starts from ─► train ─┬─ a boundary, or a peer is lost ─► next
+                                                               └─ all is trained ─► finish
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 import torch
 
-from unisono.comm import Abort, Communicator, Meeting, TorchWorld, at_attempt, host_name, open_door
+from unisono.comm import Abort, Communicator, Meeting, TorchWorld, at_attempt, host_name, in_blocks, open_door
 from unisono.config import Config
 from unisono.errors import CommunicationError, PeerLost
 from unisono.launch import Worker
@@ -72,8 +72,9 @@ class Views(Presence, Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
 
 
 class Only:
@@ -96,7 +97,7 @@ class Only:
 
     def meeting(self, device: torch.device) -> Meeting:
         who, config = self._worker.identity, self._config
-        hosts = [str(rank // who.local_size) for rank in range(who.size)]
+        hosts = in_blocks(who.size, who.local_size)
         return Meeting(who.rank, hosts, who.rendezvous, config.communicator, device, config.deadline_seconds)
 
     def met(self, step: int, digest: str) -> None:

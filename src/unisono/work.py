@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from unisono import handover
 from unisono.assemble import Feed, bind, build
 from unisono.checkpoint import (
     Event,
     Loaded,
     Opened,
     Writer,
+    decode_holding,
+    encode_holding,
     fingerprint,
     fingerprint_of,
     load_newest,
@@ -34,7 +38,7 @@ from unisono.checkpoint import (
 from unisono.comm import Communicator, Meeting
 from unisono.config import Config
 from unisono.directory import claimed
-from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput
+from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput, StateDamaged
 from unisono.launch import Worker
 from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
 from unisono.membership import View
@@ -43,7 +47,7 @@ from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_confi
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
 from unisono.settings import check_same_run, settle
-from unisono.state import Reached, adopt, describe, digest
+from unisono.state import Reached, adopt, describe
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
 from unisono.views import Attended, Only, Views
@@ -131,7 +135,7 @@ class Life:
         if self.reached is None or self.built is None:
             return ""
         held, optimizer = self.built
-        return digest(*describe(held.local, optimizer, self.reached))
+        return handover.digest(*describe(held.local, optimizer, self.reached))
 
     def _set_up(
         self, views: Views, feed: Feed, wires: Wires, place: _Place, stack: contextlib.ExitStack
@@ -150,7 +154,7 @@ class Life:
             held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None)  # fmt: skip
         view = views.view
         if view.start.view:
-            self.reached = self._take_over(view, comm, held, optimizer)
+            self.reached = self._take_over(view, comm, held.local, optimizer)
             persistence.go_on(self.reached)
         else:
             read: Read = partial(newest, read=verified) if wires.spread else load_newest
@@ -165,22 +169,20 @@ class Life:
             device=self.device, first_step=first_step, presence=views)  # fmt: skip
         return trainer, first_step
 
-    def _take_over(self, view: View, comm: Communicator, held: Held, optimizer: Optimizer) -> Reached:
-        """The state that the view starts from: this worker's own, or that of those who have it."""
-        if view.members[comm.rank] in view.sources:
-            assert self.reached is not None
-        root = view.members.index(view.sources[0])
-        tensors, numbers = describe(held.local, optimizer, self.reached or Reached())
-        kinds = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-        told = json.loads(_tell(comm, json.dumps([kinds, numbers]), root))
-        received = {}
-        for name, (kind, shape) in sorted(told[0].items()):
-            mine = tensors[name].clone() if comm.rank == root else torch.empty(shape, dtype=getattr(torch, kind))
-            received[name] = comm.broadcast(mine, root).wait()
-        if view.members[comm.rank] in view.sources:
-            assert self.reached is not None
-            return self.reached
-        return adopt(held.local, optimizer, received, told[1])
+    def _take_over(self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer) -> Reached:
+        """The state that the view starts from: this worker's own, or what those who have it hand over."""
+        has = self.reached if view.members[comm.rank] in view.sources else None
+        tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
+        here = handover.Held(tensors)
+        told = handover.tell(comm, json.dumps([encode_holding(here.holding), numbers]) if has else "")
+        kinds, numbers = json.loads(told[view.members.index(view.sources[0])])
+        wanted = {} if has else decode_holding(kinds)
+        received = handover.hand_over(comm, [here], wanted, [place.host for place in view.places])
+        if has:
+            return has
+        if handover.digest(received, numbers) != view.start.digest:
+            raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
+        return adopt(model, optimizer, received, numbers)
 
     def _train(self, trainer: Trainer, first_step: int) -> Outcome:
         try:
@@ -210,13 +212,6 @@ class Life:
             peak_rss_bytes=int(peaks.max()),
             run=str(path),
         )
-
-
-def _tell(comm: Communicator, text: str, root: int) -> str:
-    data = text.encode()
-    length = comm.broadcast(torch.tensor([len(data)]), root).wait()
-    mine = torch.tensor(list(data), dtype=torch.uint8) if comm.rank == root else torch.empty(int(length), dtype=torch.uint8)
-    return bytes(comm.broadcast(mine, root).wait().tolist()).decode()
 
 
 def _begin(persistence: Persistence, found: Found | None, path: Path) -> int:

@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,21 @@ def test_peers_know_who_is_dead_zombies_included(descriptors: bool, monkeypatch:
         os.waitpid(child, 0)
         assert peers.lost() == {3}
         peers.close()
+
+
+def test_several_threads_may_ask_who_is_dead() -> None:
+    """As lanes do that are used by threads of their own."""
+    children = [os.posix_spawn("/bin/sleep", ["sleep", "60"], {}) for _ in range(3)]
+    peers = Peers(dict(enumerate(children)))
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(lambda: [peers.lost() for _ in range(3000)][-1]) for _ in range(4)]
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for each in asking:
+            each.result()
+    assert peers.lost() == {0, 1, 2}
+    peers.close()
 
 
 def look_too_early(rank: int, size: int, directory: str) -> list[int]:

@@ -110,7 +110,7 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
     if sum(box.numel for box in boxes) < math.prod(shape):
         missing = [Box.whole(shape)]
         for box in boxes:
-            missing = [rest for region in missing for rest in _without(region, box)]
+            missing = [rest for region in missing for rest in without(region, box)]
         raise ValueError(f"{missing[0]} of {list(shape)} is missing")
 
 
@@ -129,7 +129,7 @@ def _check_disjoint(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
         opened.append(box)
 
 
-def _without(region: Box, box: Box) -> Iterator[Box]:
+def without(region: Box, box: Box) -> Iterator[Box]:
     """What of `region` is not in `box`."""
     common = region.overlap(box)
     if common is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from collections.abc import Mapping
 
 
@@ -20,21 +21,24 @@ class Peers:
         self._ranks: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._dead: set[int] = set()
+        self._lock = threading.Lock()  # lanes may be used by threads of their own
         for rank, pid in pids.items():
             self._watch(rank, pid)
 
     def lost(self) -> frozenset[int]:
         """The ranks whose process is gone, now and from now on."""
-        for fd, _ in self._poll.poll(0) if self._ranks else ():
-            self._dead.add(self._ranks[fd])
-            self._poll.unregister(fd)
-        self._dead.update(rank for rank, pid in self._pids.items() if not _alive(pid))
-        return frozenset(self._dead)
+        with self._lock:
+            for fd, _ in self._poll.poll(0) if self._ranks else ():
+                self._dead.add(self._ranks[fd])
+                self._poll.unregister(fd)
+            self._dead.update(rank for rank, pid in self._pids.items() if not _alive(pid))
+            return frozenset(self._dead)
 
     def close(self) -> None:
-        for fd in self._ranks:
-            os.close(fd)
-        self._ranks, self._poll = {}, select.poll()
+        with self._lock:
+            for fd in self._ranks:
+                os.close(fd)
+            self._ranks, self._poll = {}, select.poll()
 
     def _watch(self, rank: int, pid: int) -> None:
         try:

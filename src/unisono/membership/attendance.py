@@ -68,9 +68,7 @@ class Attendance:
         """Waits for a view to meet; None once the others go on without this worker, which asked to leave, or the
         training is over."""
         with self._news:
-            self._news.wait_for(
-                lambda: self._view is not None or self._dismissed or self._closed or self._stopping()
-            )
+            self._news.wait_for(lambda: self._view is not None or self._dismissed or self._closed or self._stopping())
             view, self._view = self._view, None
             return view
 
