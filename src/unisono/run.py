@@ -64,7 +64,7 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
         with claimed(config, source) as path, contextlib.ExitStack() as stack:
             on_message(0, {"kind": "run", "path": str(path)})
             elastic = stack.enter_context(_may_come_and_go(config, path, server, on_message))
-            order = Order(source, settings, path, began, elastic and elastic.contact)
+            order = Order(source, settings, path, began, elastic.contact if elastic else None)
             results = launch(
                 "unisono.work:work",
                 (order,),
