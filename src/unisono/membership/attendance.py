@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import socket
-import ssl
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
-from urllib.parse import urlsplit
 
-from unisono.errors import InvalidInput
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
+from unisono.membership.line import Line
 from unisono.membership.values import Over, Place, Standing, View, Word
 
-_LONGEST_ANSWER_BYTES = 16 << 20
-_ANSWER_SECONDS = 10.0
 _RETRY_SECONDS = 0.2  # while the coordinator is away
 
 
@@ -34,18 +26,14 @@ class Attendance:
         agent: this worker's half of the protocol.
         abort: called by the listening thread, which may happen at any time, with the number of a view whose group is
             to be broken off.
+        authority: see `Contact`.
 
     Raises:
-        InvalidInput: `url` is none.
+        InvalidInput: `url` is none, or `authority` cannot be read.
     """
 
-    def __init__(self, url: str, token: str, agent: Agent, abort: Callable[[int], None]) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
-            raise InvalidInput("coordinator", url, "no address of one", "write http://host:port")
-        self._saying, self._listening = (
-            _Line(parts.scheme == "https", parts.hostname, parts.port, token) for _ in "12"
-        )
+    def __init__(self, url: str, token: str, agent: Agent, abort: Callable[[int], None], authority: str = "") -> None:
+        self._saying, self._listening = (Line(url, token, authority) for _ in "12")
         self._agent, self._abort = agent, abort
         self._knows: Word | None = None
         self._news = threading.Condition()  # guards the agent and what follows
@@ -126,7 +114,7 @@ class Attendance:
                 with self._news:
                     self._news.wait_for(lambda: self._closed, _RETRY_SECONDS)
 
-    def _exchange(self, line: _Line, *, waits: bool) -> bool:
+    def _exchange(self, line: Line, *, waits: bool) -> bool:
         with self._news:
             beat, knows = self._agent.beat(), self._knows if waits else None
         told = asdict(beat) | {
@@ -153,41 +141,6 @@ class Attendance:
                 case Exit():
                     self._dismissed = True
         self._news.notify_all()
-
-
-class _Line:
-    """A connection that is made again when it is needed."""
-
-    def __init__(self, secure: bool, host: str, port: int, token: str) -> None:
-        self._headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
-        self._made: http.client.HTTPConnection
-        if secure:
-            context = ssl.create_default_context()
-            self._made = http.client.HTTPSConnection(host, port, timeout=_ANSWER_SECONDS, context=context)
-        else:
-            self._made = http.client.HTTPConnection(host, port, timeout=_ANSWER_SECONDS)
-
-    def post(self, path: str, message: object) -> object | None:
-        """The answer; None if there is none, or it is an error."""
-        try:
-            self._made.request("POST", path, json.dumps(message), self._headers)
-            answer = self._made.getresponse()
-            body = answer.read(_LONGEST_ANSWER_BYTES)
-            return json.loads(body) if answer.status == 200 else None
-        except (OSError, http.client.HTTPException, ValueError):
-            self._made.close()
-            return None
-
-    def cut(self) -> None:
-        """Whoever waits for an answer gets none."""
-        wire = self._made.sock
-        if wire is not None:
-            with suppress(OSError):  # it was not connected any more
-                wire.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Nobody asks any more."""
-        self._made.close()
 
 
 def _word(told: object) -> Word:
