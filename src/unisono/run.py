@@ -14,6 +14,7 @@ from unisono.directory import claimed, with_earlier
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.gathering import gathered
 from unisono.launch import Elastic, Forkserver, Identity, StopRequest, Worker, ask, identify, launch, prepare
+from unisono.launch.process import age_seconds
 from unisono.observe import write_summary
 from unisono.observe.written import SUMMARY
 from unisono.order import Carried, Order, Result, TaskSource
@@ -51,7 +52,7 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
         json: where to write the result as JSON besides ``summary.json``.
         on_message: told of progress, notices and where the run lies, with the rank of the worker that says so.
     """
-    began = time.time() - process_age_seconds()
+    began = time.time() - age_seconds()
     identity = identify(os.environ)
     if identity.launcher != "none":
         return _be_worker(identity, source, settings, began, json, on_message)
@@ -151,11 +152,3 @@ def conclude(result: Mapping[str, Any], path: Path, json: Path | None, on_messag
     except OSError as error:
         raise UnisonoError(f"the result was not written to {json}: {error.strerror}") from error
     return Result(**result)
-
-
-def process_age_seconds() -> float:
-    """How long ago this process was started; 0 where the system does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
-    return 0.0

@@ -92,6 +92,15 @@ def diagnose(stuck: Stuck, members: Sequence[Seen]) -> list[Finding]:
     return found
 
 
+def of_oneself(stuck: Stuck, doing: Doing) -> str:
+    """What holds a worker up that knows only of itself."""
+    ranks = ", ".join(map(str, doing.missing))
+    missed = f", to which worker{'s' * (len(doing.missing) > 1)} {ranks} did not come," if ranks else ""
+    what = "Look at the logs of those it waits for, and at the network." if doing.waits else _ADVICE[doing.phase]
+    since = _seconds(doing.since_seconds)
+    return f"{_late(stuck)}: this worker {doing.words}{missed} since {since}{doing.where}. {what}"
+
+
 def advice(seen: Seen) -> str:
     """What to do about a worker that has not arrived."""
     if seen.presence is Presence.GONE:
