@@ -18,6 +18,7 @@ commands:
   simulate TASK  forecast what training is like on other networks, with learning that is real
   layout TASK    say what each worker would hold and send when a model lies on several
   launch SCRIPT  run a script with its own training loop on several workers
+  status RUN     say who works in a run, what each does, on which line, and where the time goes
   tasks          list the built-in tasks and their options
   checkpoint     show and verify checkpoints, convert them to safetensors and back
 
@@ -87,6 +88,12 @@ def _launch(given: list[str]) -> int:
     return launch(given)
 
 
+def _status(given: list[str]) -> int:
+    from unisono.cli.status import status
+
+    return status(given)
+
+
 def _tasks(given: list[str]) -> int:
     from unisono.cli.tasks import tasks
 
@@ -104,6 +111,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "simulate": _simulate,
     "layout": _layout,
     "launch": _launch,
+    "status": _status,
     "tasks": _tasks,
     "checkpoint": _checkpoint,
 }

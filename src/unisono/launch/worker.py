@@ -27,6 +27,7 @@ from setproctitle import setproctitle
 from unisono.errors import CommunicationError, Diverged, InvalidInput
 from unisono.launch.identity import Identity
 from unisono.launch.stopping import StopRequest
+from unisono.stack import raised_at
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,8 @@ def _describe(error: BaseException) -> dict[str, Any]:
     elif isinstance(error, Diverged):
         found["said"] = ["Diverged", list(error.args)]
     consequence = isinstance(error, CommunicationError)
-    return found | {"traceback": _traceback(error), "consequence": consequence}
+    line = raised_at(error.__traceback__)
+    return found | {"traceback": _traceback(error), "consequence": consequence, "line": line}
 
 
 def _traceback(error: BaseException) -> str:
