@@ -64,7 +64,13 @@ class Agent:
     @property
     def votes(self) -> bool:
         """Whether this worker says, with its next step, that the view should end after it."""
-        return self.view.number == self._word.view.number and self._word.over is Over.AT_A_BOUNDARY
+        over = self._word.over in (Over.AT_A_BOUNDARY, Over.FOR_EVER)
+        return over and self.view.number == self._word.view.number
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker asked to go."""
+        return self._leaving
 
     def hear(self, word: Word) -> list[Action]:
         """The coordinator said `word`; words may come late, twice, or not in order."""

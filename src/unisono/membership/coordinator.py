@@ -184,13 +184,11 @@ class Coordinator:
         leaving = self._roll.leaving & self._members
         if self._arriving or not (leaving or self._roll.free):
             return ""
-        staying = [member for member in self.view.members if member not in leaving]
+        if leaving:  # where all do, the group stops by itself, as one
+            named = _names(member for member in self.view.members if member in leaving)
+            return f"{named} leaves" if len(leaving) < len(self._members) else ""
         coming = [w for w in self._roll.ready(now) if w not in self._members and w not in self._roll.leaving]
-        seats = self._seats([*staying, *coming], now)
-        if leaving:
-            # Where all leave and nobody takes over, the group stops by itself, as one.
-            follows = bool(staying) or len(seats) >= max(self.policy.minimum, self.policy.unit)
-            return f"{_names(m for m in self.view.members if m in leaving)} leaves" if follows else ""
+        seats = self._seats([*self.view.members, *coming], now)
         more = [worker for worker in seats if worker not in self._members]
         return f"{_names(more)} may join" if len(seats) > len(self.view.members) else ""
 
@@ -205,24 +203,19 @@ class Coordinator:
             return
         ready = self._roll.ready(now)
         staying = [worker for worker in ready if worker not in self._roll.leaving]
-        formed = self._formed(staying, ready, wanted, late, now)
+        formed = self._formed(self._seats(staying, now), ready, wanted, late)
         if formed is None or formed.given_up:
             lacking = bool(self._unproven(staying, ready))
-            # Whoever leaves may have what the others lack, and then stays for one view more; and where all leave, they
-            # stop together.
             if lacking or not staying:
-                formed = self._formed(list(ready), ready, wanted, late, now) or formed
+                formed = self._formed(self._handing_over(staying, ready, now), ready, wanted, late) or formed
             if formed is None and self._may_go(ready, late or not lacking or not staying):
                 yield self._end(Over.WITH_TOO_FEW, "who leaves may go", self._ended_at)
         if formed is not None:
             self._take(formed.view, now)
             yield formed
 
-    def _formed(
-        self, asked: Sequence[str], ready: Mapping[str, Standing], wanted: int, late: bool, now: float
-    ) -> Formed | None:
-        """A view of those of `asked` that can work together, if they are enough."""
-        seats = self._seats(asked, now)
+    def _formed(self, seats: Sequence[str], ready: Mapping[str, Standing], wanted: int, late: bool) -> Formed | None:
+        """A view of those who have `seats`, if they are enough, and know all that was committed or may give it up."""
         if len(seats) < wanted:
             return None
         start, sources = best({worker: ready[worker] for worker in seats})
@@ -237,6 +230,17 @@ class Coordinator:
             return Formed(view, tuple(old.number for old in missing))
         return None
 
+    def _handing_over(self, staying: Sequence[str], ready: Mapping[str, Standing], now: float) -> list[str]:
+        """Who leaves may have what the others lack: then a replica of them stays for one view more. Where all leave,
+        they stop together."""
+        leaving = {worker: standing for worker, standing in ready.items() if worker not in staying}
+        if not leaving or not staying:
+            return self._seats(list(leaving), now)
+        _, furthest = best(leaving)
+        replica = seated(self.view.members, furthest, self.policy.unit, self.policy.unit)
+        asked = [*self._seats(staying, now), *replica]
+        return self._seats(asked, now, len(asked))
+
     def _unproven(self, workers: Sequence[str], ready: Mapping[str, Standing]) -> list[View]:
         start = best({worker: ready[worker] for worker in workers})[0] if workers else Standing()
         return unproven(self.saved.lineage, start, ready)
@@ -244,10 +248,10 @@ class Coordinator:
     def _may_go(self, ready: Mapping[str, Standing], needless: bool) -> bool:
         return needless and self.saved.over is not Over.WITH_TOO_FEW and not self._roll.leaving.isdisjoint(ready)
 
-    def _seats(self, workers: Sequence[str], now: float) -> list[str]:
+    def _seats(self, workers: Sequence[str], now: float, maximum: int | None = None) -> list[str]:
         ordered = seated(self.view.members, workers, 1, len(workers))
         known = acquainted(ordered, self._quarrels.missing(now))
-        return seated(self.view.members, known, self.policy.unit, self.policy.maximum)
+        return seated(self.view.members, known, self.policy.unit, maximum or self.policy.maximum)
 
     def _end(self, over: Over, why: str, now: float) -> Ended:
         self.saved = Saved(self.saved.lineage, over)
