@@ -340,6 +340,7 @@ class World:
                     self._meet(worker, view)
                 case Exit():
                     worker.exited = True
+                    self._tear(worker.agent.worker)
 
     # Between workers.
 
