@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.config import Config
+from unisono.config import Config, ranged
 from unisono.directory import claimed, with_earlier
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.launch import Forkserver, Identity, StopRequest, Worker, ask, identify, launch, prepare
+from unisono.gathering import gathered
+from unisono.launch import Elastic, Forkserver, Identity, StopRequest, Worker, ask, identify, launch, prepare
+from unisono.launch.process import age_seconds
 from unisono.observe import write_summary
 from unisono.observe.written import SUMMARY
 from unisono.order import Carried, Order, Result, TaskSource
+from unisono.recovery import recovers
 from unisono.settings import settle
 from unisono.task import Task
 
@@ -49,7 +52,7 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
         json: where to write the result as JSON besides ``summary.json``.
         on_message: told of progress, notices and where the run lies, with the rank of the worker that says so.
     """
-    began = time.time() - process_age_seconds()
+    began = time.time() - age_seconds()
     identity = identify(os.environ)
     if identity.launcher != "none":
         return _be_worker(identity, source, settings, began, json, on_message)
@@ -59,9 +62,10 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
         config = settle(source.load(), settings)
         if config.layout.workers > 1:  # what workers would refuse is refused before there are any
             _ask("unisono.plan.possible:check", source, settings, server)
-        with claimed(config, source) as path:
+        with claimed(config, source) as path, contextlib.ExitStack() as stack:
             on_message(0, {"kind": "run", "path": str(path)})
-            order = Order(source, settings, path, began)
+            elastic = stack.enter_context(_may_come_and_go(config, path, server, on_message))
+            order = Order(source, settings, path, began, elastic.contact if elastic else None)
             results = launch(
                 "unisono.work:work",
                 (order,),
@@ -69,8 +73,28 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
                 logs=path / "logs",
                 prepared=server,
                 on_message=on_message,
+                elastic=elastic,
             )
     return conclude(results[0], path, json, on_message)
+
+
+def _may_come_and_go(
+    config: Config, path: Path, server: Forkserver, on_message: Messages
+) -> contextlib.AbstractContextManager[Elastic | None]:
+    """What workers need to do so, if they may.
+
+    Raises:
+        InvalidInput: they may not, and the user wants it.
+    """
+    if recovers(config) and config.elastic:
+        told = lambda words: on_message(0, {"kind": "notice", "text": words})
+        alone = max(config.workers, config.most or 1) == 1
+        return contextlib.nullcontext() if alone else gathered(config, path, server, told)
+    if config.fewest > 1 or config.most not in (None, config.workers):
+        raise InvalidInput(
+            "workers", f"{config.fewest}:{config.most or config.workers}", "in this run none can come or go",
+            "give one number; or leave elastic on, with sync='AllReduce()' and without a layout")  # fmt: skip
+    return contextlib.nullcontext()
 
 
 def foretell(source: TaskSource, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -100,6 +124,7 @@ def _be_worker(
     """This process is one of several that somebody else's launcher started."""
     from unisono.work import work  # imports torch
 
+    settings = ranged(settings)
     said = settings.get("workers")
     if said is not None and int(said) != identity.size:
         raise InvalidInput(
@@ -127,11 +152,3 @@ def conclude(result: Mapping[str, Any], path: Path, json: Path | None, on_messag
     except OSError as error:
         raise UnisonoError(f"the result was not written to {json}: {error.strerror}") from error
     return Result(**result)
-
-
-def process_age_seconds() -> float:
-    """How long ago this process was started; 0 where the system does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
-    return 0.0

@@ -40,6 +40,7 @@ class Order:
         threads: compute threads.
         name: what processes of this run are called in ``ps``.
         path: the launcher's ``sys.path``; `directory` is its working directory.
+        worker: a name that no other process of the run ever has; empty where nobody replaces workers.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Order:
     name: str
     path: list[str]
     directory: str
+    worker: str = ""
 
 
 class Report:
@@ -97,7 +99,7 @@ def main(order: Order, rendezvous: str, channel: int, payload: int) -> int:
     report = Report(socket.socket(fileno=channel))
     try:
         _settle_in(order, identity)
-        worker = Worker(identity, report, StopRequest().listen())
+        worker = Worker(identity, report, StopRequest(leaves=bool(order.worker)).listen(), order.worker)
         report.send("result", _call(_resolve(order.target), worker, _arguments(payload)))
         status = 0
     except BaseException as error:  # whatever it is, the launcher has to know
@@ -109,7 +111,7 @@ def main(order: Order, rendezvous: str, channel: int, payload: int) -> int:
 
 
 def _settle_in(order: Order, identity: Identity) -> None:
-    setproctitle(f"{order.name} worker {order.rank}")
+    setproctitle(f"{order.name} worker {order.worker or order.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect(order.log)
     faulthandler.enable()

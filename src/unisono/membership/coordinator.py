@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from unisono.membership.choice import acquainted, best, seated, unproven
+from unisono.membership.diagnosis import Presence
 from unisono.membership.pulse import Pulse
 from unisono.membership.quarrels import Quarrels
 from unisono.membership.roll import Roll
@@ -108,6 +109,27 @@ class Coordinator:
     def heard(self) -> list[tuple[Beat, float]]:
         """Every worker's last beat, and when it came."""
         return [(known.beat, known.pulse.last or self.began) for known in self._roll.heard.values()]
+
+    @property
+    def steps(self) -> Pulse:
+        """Of the present view."""
+        return self._steps
+
+    @property
+    def furthest(self) -> int:
+        """Steps that somebody has done."""
+        return self._furthest[1]
+
+    @property
+    def lost(self) -> bool:
+        """Whether the process of a member has ended."""
+        return not self._gone.isdisjoint(self.view.members)
+
+    def presence(self, worker: str, now: float) -> Presence:
+        """Whether that member of the view is there."""
+        if worker in self._gone:
+            return Presence.GONE
+        return Presence.SILENT if self._silent(worker, now) else Presence.HEARD
 
     def hear(self, beat: Beat, now: float) -> list[Happened]:
         """A worker said `beat`."""

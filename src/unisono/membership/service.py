@@ -17,7 +17,9 @@ from typing import Annotated
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
 from unisono.membership.coordinator import Coordinator, Happened
+from unisono.membership.reports import Reports
 from unisono.membership.store import Store, words
 from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
@@ -46,8 +48,39 @@ class PlaceMessage(_Message):
     meets_at: Annotated[str, Field(max_length=1024)] = ""
 
 
+Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
+PhaseName = Annotated[Phase, Field(strict=False)]  # JSON knows no enumerations
+Sentence = Annotated[str, Field(max_length=LONGEST_WORDS)]
+
+
+class DoingMessage(_Message):
+    """See `Doing`."""
+
+    phase: PhaseName
+    step: Count = 0
+    micro_batch: Annotated[int, Field(ge=-1, lt=1 << 62)] = -1
+    since_seconds: Seconds = 0.0
+    waits_for: Sentence = ""
+    missing: Annotated[list[Count], Field(max_length=MOST_MISSING)] = []
+    line: Sentence = ""
+
+    @staticmethod
+    def of(doing: Doing) -> DoingMessage:
+        """Of what the worker says."""
+        return DoingMessage(
+            phase=doing.phase, step=doing.step, micro_batch=doing.micro_batch, since_seconds=doing.since_seconds,
+            waits_for=doing.waits_for, missing=list(doing.missing), line=doing.line)  # fmt: skip
+
+    def value(self) -> Doing:
+        """As it is thought about."""
+        return Doing(
+            self.phase, self.step, self.micro_batch, self.since_seconds, self.waits_for, tuple(self.missing),
+            self.line)  # fmt: skip
+
+
 class BeatMessage(_Message):
-    """See `Beat`; `knows` and `knows_over` are the word that the worker heard last."""
+    """See `Beat`; `knows` and `knows_over` are the word that the worker heard last, `heard` the number of the latest
+    sentence; `doing` and `spent`, seconds by phase, are told now and then."""
 
     worker: Name
     count: Count
@@ -61,6 +94,9 @@ class BeatMessage(_Message):
     place: PlaceMessage = PlaceMessage()
     knows: Count = 0
     knows_over: str = ""
+    heard: Count = 0
+    doing: DoingMessage | None = None
+    spent: Annotated[dict[PhaseName, Seconds], Field(max_length=len(Phase))] | None = None
 
     @staticmethod
     def of(beat: Beat, knows: Word | None = None) -> BeatMessage:
@@ -92,16 +128,21 @@ class ViewMessage(_Message):
 
 
 class WordMessage(_Message):
-    """See `Word`; with the seconds after which the coordinator wants to hear again."""
+    """See `Word`; with the seconds after which the coordinator wants to hear again, and what there is to tell people:
+    sentences that the worker has not heard, and the number of the latest."""
 
     view: ViewMessage
     over: str
     beat_seconds: float
+    said: Count = 0
+    says: list[str] = []
 
     @staticmethod
-    def of(word: Word, beat_seconds: float) -> WordMessage:
+    def of(word: Word, beat_seconds: float, said: int = 0, says: Sequence[str] = ()) -> WordMessage:
         """Of a word as the protocol says it."""
-        return WordMessage(view=_view(word.view), over=word.over.value, beat_seconds=beat_seconds)
+        return WordMessage(
+            view=_view(word.view), over=word.over.value, beat_seconds=beat_seconds, said=said, says=list(says)
+        )
 
     def value(self) -> Word:
         """As the protocol takes it."""
@@ -125,6 +166,8 @@ class WorkerMessage(_Message):
     step: int
     silent_seconds: float
     leaving: bool
+    doing: DoingMessage | None
+    spent: dict[str, float]
 
 
 class HappenedMessage(_Message):
@@ -135,12 +178,15 @@ class HappenedMessage(_Message):
 
 
 class StatusMessage(_Message):
-    """All that the coordinator knows."""
+    """All that the coordinator knows; `says` are its latest sentences about what holds steps up, `spent` is of all
+    workers that ever were."""
 
     view: ViewMessage
     over: str
     workers: list[WorkerMessage]
     happened: list[HappenedMessage]
+    says: list[str]
+    spent: dict[str, dict[str, float]]
 
 
 class Service:
@@ -162,6 +208,7 @@ class Service:
     ) -> None:
         self.coordinator, self.store, self.now, self._today, self._told = coordinator, store, now, today, told
         self.word = coordinator.word  # what is on disk
+        self.reports = Reports(int(1000 * today()))
         self._unwritten: list[Happened] = []
         self._news = asyncio.Event()
 
@@ -178,6 +225,17 @@ class Service:
         for each in self._unwritten:
             self._told(words(each))
         self.word, self._unwritten = self.coordinator.word, []
+        self._wake()
+
+    def look(self) -> None:
+        """Say what holds a step up, if something does."""
+        found = self.reports.look(self.coordinator, self.now())
+        for sentence in found:
+            self._told(sentence)
+        if found:
+            self._wake()
+
+    def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
@@ -185,12 +243,17 @@ class Service:
         """For ever."""
         while True:
             self.decide(self.coordinator.tick(self.now()))
+            self.look()
             await asyncio.sleep(self.coordinator.policy.beat_seconds / 2)
 
     async def hear(self, message: BeatMessage) -> Word:
         """Answers at once if there is news for the worker, else when there is, or its next beat is due."""
+        spent = None if message.spent is None else {phase.value: time for phase, time in message.spent.items()}
+        doing = message.doing.value() if message.doing else None
+        self.reports.hear(message.worker, doing, spent, self.now())
         self.decide(self.coordinator.hear(message.value(), self.now()))
-        if (message.knows, message.knows_over) == (self.word.view.number, self.word.over.value):
+        told = not message.heard or message.heard >= self.reports.latest
+        if told and (message.knows, message.knows_over) == (self.word.view.number, self.word.over.value):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), self.coordinator.policy.beat_seconds)
         return self.word
@@ -212,12 +275,16 @@ def application(service: Service, token: str) -> FastAPI:
     async def beat(message: BeatMessage) -> WordMessage:
         """A worker says how it stands, and hears which view there is."""
         word = await service.hear(message)
-        return WordMessage.of(word, service.coordinator.policy.beat_seconds)
+        reports = service.reports
+        return WordMessage.of(
+            word, service.coordinator.policy.beat_seconds, reports.latest, reports.after(message.heard)
+        )
 
     @app.post("/v1/gone", status_code=204)
     async def gone(message: GoneMessage) -> None:
         """Who started a worker saw its process end."""
         service.decide(service.coordinator.gone(message.worker, service.now()))
+        service.look()
 
     @app.get("/v1/status")
     async def status() -> StatusMessage:
@@ -244,12 +311,17 @@ def _guard(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Respo
 
 def _status(service: Service) -> StatusMessage:
     now, word = service.now(), service.word
+    doings = {worker: DoingMessage.of(doing) for worker, (doing, _) in service.reports.doings.items()}
+    spent = {worker: dict(seconds) for worker, seconds in service.reports.spent.items()}
     workers = [
         WorkerMessage(worker=beat.worker, works_in=beat.works_in, step=beat.standing.step, leaving=beat.leaving,
-                      silent_seconds=round(now - last, 3)) for beat, last in service.coordinator.heard()
+                      silent_seconds=round(now - last, 3), doing=doings.get(beat.worker),
+                      spent=spent.get(beat.worker, {})) for beat, last in service.coordinator.heard()
     ]  # fmt: skip
     happened = [HappenedMessage(at_seconds=at, words=said) for at, said in service.store.happened()]
-    return StatusMessage(view=_view(word.view), over=word.over.value, workers=workers, happened=happened)
+    return StatusMessage(
+        view=_view(word.view), over=word.over.value, workers=workers, happened=happened,
+        says=service.reports.sentences, spent=spent)  # fmt: skip
 
 
 def _view(view: View) -> ViewMessage:

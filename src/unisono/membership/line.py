@@ -1,0 +1,99 @@
+"""A client's connection to the coordinator."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from unisono.errors import InvalidInput
+
+_LONGEST_ANSWER_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the coordinator said: HTTP's status, and the body as JSON; None where there is none."""
+
+    status: int
+    body: Any
+
+
+class Line:
+    """A connection that is made again when it is needed.
+
+    Args:
+        url: of the coordinator, ``http://host:port`` or ``https://``.
+        token: that every call bears.
+        authority: see `Contact`.
+        answer_seconds: how long one is waited for.
+
+    Raises:
+        InvalidInput: `url` is none, or `authority` cannot be read.
+    """
+
+    def __init__(self, url: str, token: str, authority: str = "", answer_seconds: float = 10.0) -> None:
+        host, port, secure = _address(url)
+        self._headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+        self._made: http.client.HTTPConnection
+        if secure:
+            self._made = http.client.HTTPSConnection(host, port, timeout=answer_seconds, context=_trust(authority))
+        else:
+            self._made = http.client.HTTPConnection(host, port, timeout=answer_seconds)
+
+    def post(self, path: str, message: object) -> object | None:
+        """The answer's body; None if there is none, or it is an error."""
+        answer = self.ask("POST", path, message)
+        body: object = answer.body if answer and answer.status == 200 else None
+        return body
+
+    def ask(self, method: str, path: str, message: object = None) -> Answer | None:
+        """The answer; None if the coordinator is away."""
+        try:
+            self._made.request(method, path, None if message is None else json.dumps(message), self._headers)
+            answer = self._made.getresponse()
+            body = answer.read(_LONGEST_ANSWER_BYTES)
+            return Answer(answer.status, json.loads(body) if body and answer.status < 400 else None)
+        except (OSError, http.client.HTTPException, ValueError):
+            self._made.close()
+            return None
+
+    def cut(self) -> None:
+        """Whoever waits for an answer gets none."""
+        wire = self._made.sock
+        if wire is not None:
+            with suppress(OSError):  # it was not connected any more
+                wire.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        self._made.close()
+
+
+def _address(url: str) -> tuple[str, int, bool]:
+    wrong = InvalidInput("coordinator", url, "no address of one", "write http://host:port")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise wrong from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port:
+        raise wrong
+    return parts.hostname, port, parts.scheme == "https"
+
+
+def _trust(authority: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=authority or None)
+    except OSError as error:
+        raise InvalidInput(
+            "authority",
+            authority,
+            f"no certificate that can be read ({error.strerror or error})",
+            "name a file in PEM format",
+        ) from error
