@@ -123,13 +123,13 @@ class Coordinator:
     @property
     def lost(self) -> bool:
         """Whether the process of a member has ended."""
-        return not self._gone.isdisjoint(self.view.members)
+        return not self._roll.gone.isdisjoint(self._members)
 
     def presence(self, worker: str, now: float) -> Presence:
         """Whether that member of the view is there."""
-        if worker in self._gone:
+        if worker in self._roll.gone:
             return Presence.GONE
-        return Presence.SILENT if self._silent(worker, now) else Presence.HEARD
+        return Presence.SILENT if self._roll.silent(worker, now) else Presence.HEARD
 
     def hear(self, beat: Beat, now: float) -> list[Happened]:
         """A worker said `beat`."""
