@@ -140,6 +140,6 @@ def test_another_file_is_not_taken_for_a_store(tmp_path) -> None:
 
 
 def test_a_beat_says_over_the_wire_what_it_says_without() -> None:
-    beat = Beat("w0", 3, 2, 1, 1, Standing(2, 9, "x"), ("w1",), True)
+    beat = Beat("w0", 3, 2, 1, Standing(2, 9, "x"), ("w1",), True, broke=1)
     message = BeatMessage.model_validate_json(BeatMessage.of(beat).model_dump_json())
     assert message.value() == beat

@@ -58,8 +58,8 @@ class Agent:
         self._count += 1
         works_in = self.view.number if self.working else 0
         return Beat(
-            self.worker, self._count, works_in, self._ended, self._broke, self.standing, self._missed, self._leaving,
-            self._finished, self.place)  # fmt: skip
+            self.worker, self._count, works_in, self._ended, self.standing, self._missed, self._leaving,
+            self._finished, self.place, self._broke)  # fmt: skip
 
     @property
     def votes(self) -> bool:

@@ -113,8 +113,8 @@ class BeatMessage(_Message):
         """As the protocol takes it."""
         standing = Standing(self.standing.view, self.standing.step, self.standing.digest)
         return Beat(
-            self.worker, self.count, self.works_in, self.ended, self.broke, standing, tuple(self.missed), self.leaving,
-            self.finished, Place(self.place.host, self.place.meets_at))  # fmt: skip
+            self.worker, self.count, self.works_in, self.ended, standing, tuple(self.missed), self.leaving,
+            self.finished, Place(self.place.host, self.place.meets_at), self.broke)  # fmt: skip
 
 
 class ViewMessage(_Message):

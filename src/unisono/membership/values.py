@@ -81,24 +81,24 @@ class Beat:
         count: of this worker's beats; later ones hold more.
         works_in: number of the view whose group it has met, and is in now; 0: in none.
         ended: number of the latest view that it will never work in, or not again; nor in one before.
-        broke: number of the latest view that it ended because it lost others, and not at a boundary.
         standing: of its state.
         missed: workers that it could not reach when it last met a group.
         leaving: it wants to go after a step that all take.
         finished: all that was to be trained is, and its result lies where it belongs.
         place: where it is.
+        broke: number of the latest view that it ended because it lost others, and not at a boundary.
     """
 
     worker: str
     count: int
     works_in: int = 0
     ended: int = 0
-    broke: int = 0
     standing: Standing = Standing()
     missed: tuple[str, ...] = ()
     leaving: bool = False
     finished: bool = False
     place: Place = Place()
+    broke: int = 0
 
 
 @dataclass(frozen=True)
