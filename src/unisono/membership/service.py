@@ -24,6 +24,7 @@ from unisono.membership.store import Store, words
 from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
 LONGEST_BODY_BYTES = 1 << 20
+MOST_MISSED = 1 << 13
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
@@ -85,8 +86,9 @@ class BeatMessage(_Message):
     count: Count
     works_in: Count = 0
     ended: Count = 0
+    broke: Count = 0
     standing: StandingMessage = StandingMessage()
-    missed: Annotated[list[Name], Field(max_length=1024)] = []
+    missed: Annotated[list[Name], Field(max_length=MOST_MISSED)] = []
     leaving: bool = False
     finished: bool = False
     place: PlaceMessage = PlaceMessage()
@@ -101,7 +103,7 @@ class BeatMessage(_Message):
         """Of a beat as the protocol says it, from a worker that `knows` a word."""
         standing = beat.standing
         return BeatMessage(
-            worker=beat.worker, count=beat.count, works_in=beat.works_in, ended=beat.ended,
+            worker=beat.worker, count=beat.count, works_in=beat.works_in, ended=beat.ended, broke=beat.broke,
             standing=StandingMessage(view=standing.view, step=standing.step, digest=standing.digest),
             missed=list(beat.missed), leaving=beat.leaving, finished=beat.finished,
             place=PlaceMessage(host=beat.place.host, meets_at=beat.place.meets_at),
@@ -112,7 +114,7 @@ class BeatMessage(_Message):
         standing = Standing(self.standing.view, self.standing.step, self.standing.digest)
         return Beat(
             self.worker, self.count, self.works_in, self.ended, standing, tuple(self.missed), self.leaving,
-            self.finished, Place(self.place.host, self.place.meets_at))  # fmt: skip
+            self.finished, Place(self.place.host, self.place.meets_at), self.broke)  # fmt: skip
 
 
 class ViewMessage(_Message):
