@@ -19,6 +19,7 @@ commands:
   layout TASK    say what each worker would hold and send when a model lies on several
   launch SCRIPT  run a script with its own training loop on several workers
   tasks          list the built-in tasks and their options
+  coordinator    agree on who trains, apart from all workers
   checkpoint     show and verify checkpoints, convert them to safetensors and back
 
   --version      print the version
@@ -93,6 +94,12 @@ def _tasks(given: list[str]) -> int:
     return tasks(given)
 
 
+def _coordinator(given: list[str]) -> int:
+    from unisono.cli.coordinator import coordinator
+
+    return coordinator(given)
+
+
 def _checkpoint(given: list[str]) -> int:
     from unisono.cli.checkpoint import checkpoint
 
@@ -105,6 +112,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "layout": _layout,
     "launch": _launch,
     "tasks": _tasks,
+    "coordinator": _coordinator,
     "checkpoint": _checkpoint,
 }
 
