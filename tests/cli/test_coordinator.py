@@ -15,6 +15,7 @@ import pytest
 
 from unisono.cli.token import token
 from unisono.errors import InvalidInput
+from unisono.membership import Contact
 from unisono.membership.line import Line
 
 TOKEN = "as long as it has to be"
@@ -45,7 +46,7 @@ def test_it_answers_whoever_has_the_token_until_it_is_asked_to_end(number: signa
         assert process.stdout is not None
         made = process.stdout.readline().strip().rpartition(" ")[2]
         for given, status in ((made, 200), (made[:-1], 401), ("", 401)):
-            answer = Line(url, given).ask("GET", "/v1/status")
+            answer = Line(Contact(url, given)).ask("GET", "/v1/status")
             assert answer is not None
             assert answer.status == status
         process.send_signal(number)
@@ -62,7 +63,9 @@ def test_started_again_it_knows_the_view(tmp_path) -> None:
         ) as it:
             url = url_of(it)
             port = url.rpartition(":")[2]
-            answer = Line(url, TOKEN).post("/v1/beat", {"worker": f"w{number}", "count": 1, "ended": number - 1})
+            answer = Line(Contact(url, TOKEN)).post(
+                "/v1/beat", {"worker": f"w{number}", "count": 1, "ended": number - 1}
+            )
             assert isinstance(answer, dict)
             assert answer["view"]["number"] == 1
             it.send_signal(signal.SIGKILL)

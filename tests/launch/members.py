@@ -21,7 +21,7 @@ def train(worker: Worker, contact: Contact, finish: str) -> dict[str, Any] | Non
     worker.report({"name": worker.name, "pid": os.getpid()})
     ended: set[int] = set()
     agent = Agent(worker.name, Standing())
-    with Attendance(contact.url, contact.token, agent, ended.add) as attendance:
+    with Attendance(contact, agent, ended.add) as attendance:
         while (view := attendance.next_view()) is not None:
             attendance.met(view.number, view.start.step, "")
             worker.report({"name": worker.name, "view": view.number, "members": view.members})

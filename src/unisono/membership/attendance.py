@@ -9,7 +9,7 @@ from types import TracebackType
 
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
 from unisono.membership.line import Line
-from unisono.membership.values import Over, Place, Standing, View, Word
+from unisono.membership.values import Contact, Over, Place, Standing, View, Word
 
 _RETRY_SECONDS = 0.2  # while the coordinator is away
 
@@ -21,19 +21,17 @@ class Attendance:
     beside that.
 
     Args:
-        url: of the coordinator, ``http://host:port`` or ``https://``.
-        token: of the run.
+        contact: of the coordinator.
         agent: this worker's half of the protocol.
         abort: called by the listening thread, which may happen at any time, with the number of a view whose group is
             to be broken off.
-        authority: see `Contact`.
 
     Raises:
-        InvalidInput: `url` is none, or `authority` cannot be read.
+        InvalidInput: the contact's URL is none, or its authority cannot be read.
     """
 
-    def __init__(self, url: str, token: str, agent: Agent, abort: Callable[[int], None], authority: str = "") -> None:
-        self._saying, self._listening = (Line(url, token, authority) for _ in "12")
+    def __init__(self, contact: Contact, agent: Agent, abort: Callable[[int], None]) -> None:
+        self._saying, self._listening = (Line(contact) for _ in "12")
         self._agent, self._abort = agent, abort
         self._knows: Word | None = None
         self._news = threading.Condition()  # guards the agent and what follows

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from unisono.errors import InvalidInput
+from unisono.membership.values import Contact
 
 _LONGEST_ANSWER_BYTES = 16 << 20
 
@@ -28,21 +29,21 @@ class Line:
     """A connection that is made again when it is needed.
 
     Args:
-        url: of the coordinator, ``http://host:port`` or ``https://``.
-        token: that every call bears.
-        authority: see `Contact`.
+        contact: of the coordinator.
         answer_seconds: how long one is waited for.
 
     Raises:
-        InvalidInput: `url` is none, or `authority` cannot be read.
+        InvalidInput: the contact's URL is none, or its authority cannot be read.
     """
 
-    def __init__(self, url: str, token: str, authority: str = "", answer_seconds: float = 10.0) -> None:
-        host, port, secure = _address(url)
-        self._headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+    def __init__(self, contact: Contact, answer_seconds: float = 10.0) -> None:
+        host, port, secure = _address(contact.url)
+        self._headers = {"authorization": f"Bearer {contact.token}", "content-type": "application/json"}
         self._made: http.client.HTTPConnection
         if secure:
-            self._made = http.client.HTTPSConnection(host, port, timeout=answer_seconds, context=_trust(authority))
+            self._made = http.client.HTTPSConnection(
+                host, port, timeout=answer_seconds, context=_trust(contact.authority)
+            )
         else:
             self._made = http.client.HTTPConnection(host, port, timeout=answer_seconds)
 
