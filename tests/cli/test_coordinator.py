@@ -76,7 +76,7 @@ def test_started_again_it_knows_the_view(tmp_path) -> None:
     [
         (["--minimum", "3", "--maximum", "2"], "--expected = 3: not between --minimum 3 and --maximum 2"),
         (["--minimum", "0"], "--minimum = 0: not a whole number from 1"),
-        (["--port", "70000"], "--port = 70000: above 65535"),
+        (["--port", "70000"], "port = 70000: above 65535"),
         (["--host", "192.0.2.1"], "listen = 192.0.2.1:0: Cannot assign requested address"),
         (["--certificate", __file__], "TLS needs a certificate and its key; give both."),
         (["--key", "nowhere"], "--key = nowhere: there is no such file"),

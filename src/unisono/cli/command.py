@@ -19,6 +19,8 @@ commands:
   layout TASK    say what each worker would hold and send when a model lies on several
   launch SCRIPT  run a script with its own training loop on several workers
   tasks          list the built-in tasks and their options
+  join URL       have workers of this host take part in a run that is under way
+  status URL     say who takes part in a run, how far they are, and what happened
   coordinator    agree on who trains, apart from all workers
   checkpoint     show and verify checkpoints, convert them to safetensors and back
 
@@ -94,6 +96,18 @@ def _tasks(given: list[str]) -> int:
     return tasks(given)
 
 
+def _join(given: list[str]) -> int:
+    from unisono.cli.join import join
+
+    return join(given)
+
+
+def _status(given: list[str]) -> int:
+    from unisono.cli.status import status
+
+    return status(given)
+
+
 def _coordinator(given: list[str]) -> int:
     from unisono.cli.coordinator import coordinator
 
@@ -112,6 +126,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "layout": _layout,
     "launch": _launch,
     "tasks": _tasks,
+    "join": _join,
+    "status": _status,
     "coordinator": _coordinator,
     "checkpoint": _checkpoint,
 }

@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from unisono.cli.calling import place
 from unisono.cli.token import VARIABLE, token
 from unisono.cli.words import read, whole
 from unisono.errors import InvalidInput
 from unisono.membership import Policy
-from unisono.membership.place import Place
 
 USAGE = f"""\
 usage: unisono coordinator [options]
@@ -31,7 +31,6 @@ host. It ends on Ctrl-C and SIGTERM; started again with the same --state and --p
 """
 _OPTIONS = ("--host", "--port", "--state", "--certificate", "--key", "--minimum", "--maximum", "--expected",
             "--token-file")  # fmt: skip
-_LARGEST_PORT = 65535
 
 
 def coordinator(words: list[str]) -> int:
@@ -46,7 +45,9 @@ def coordinator(words: list[str]) -> int:
     options, rest = read(words, dict.fromkeys(_OPTIONS, True))
     if rest:
         raise InvalidInput("coordinator", " ".join(rest), "it takes options only", "see unisono coordinator --help")
-    where, policy, state = place(options), policy_of(options), Path(options.get("--state", "coordinator.sqlite"))
+    port = whole("--port", options.get("--port", "0"), 0)
+    where = place(options.get("--host", "127.0.0.1"), port, options)
+    policy, state = policy_of(options), Path(options.get("--state", "coordinator.sqlite"))
     given = token(options)
     chosen = given or secrets.token_urlsafe(32)
 
@@ -60,22 +61,6 @@ def coordinator(words: list[str]) -> int:
     print("" if given else f"its token, for {VARIABLE} of whoever takes part: {chosen}\n", end="", flush=True)
     serving.run()
     return 0
-
-
-def place(options: Mapping[str, str]) -> Place:
-    """Where to listen.
-
-    Raises:
-        InvalidInput: no port, or one of certificate and key without the other.
-    """
-    port = whole("--port", options.get("--port", "0"), 0)
-    if port > _LARGEST_PORT:
-        raise InvalidInput("--port", port, f"above {_LARGEST_PORT}", "leave it out, which takes a free one")
-    files = {name: Path(options[f"--{name}"]) if f"--{name}" in options else None for name in ("certificate", "key")}
-    for name, file in files.items():
-        if file is not None and not file.is_file():
-            raise InvalidInput(f"--{name}", str(file), "there is no such file", "check the path")
-    return Place(options.get("--host", "127.0.0.1"), port, files["certificate"], files["key"])
 
 
 def policy_of(options: Mapping[str, str]) -> Policy:

@@ -76,6 +76,32 @@ class Line:
         self._made.close()
 
 
+def ask(contact: Contact, path: str) -> Any:
+    """What the coordinator answers; None if it knows nothing of the kind.
+
+    Raises:
+        InvalidInput: nobody answers, or the token is another run's.
+    """
+    answer = heard(contact, Line(contact).ask("GET", path))
+    return answer.body if answer.status == 200 else None
+
+
+def heard(contact: Contact, answer: Answer | None) -> Answer:
+    """`answer`, if it is one to whoever may ask.
+
+    Raises:
+        InvalidInput: else.
+    """
+    if answer is None:
+        secure = contact.url.startswith("https:")
+        problem = "nobody answers there" + (", or its certificate is not known here" if secure else "")
+        cure = "check the address, and that the run is under way" + ("; or give --authority FILE" if secure else "")
+        raise InvalidInput("coordinator", contact.url, problem, cure)
+    if answer.status == 401:
+        raise InvalidInput("token", "(not shown)", "it is not that of the coordinator", "give the one of this run")
+    return answer
+
+
 def _address(url: str) -> tuple[str, int, bool]:
     wrong = InvalidInput("coordinator", url, "no address of one", "write http://host:port")
     try:

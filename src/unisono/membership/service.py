@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.membership.coordinator import Coordinator, Happened
+from unisono.membership.ordered import offer
 from unisono.membership.store import Store, words
 from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
@@ -222,6 +223,7 @@ def application(service: Service, token: str) -> FastAPI:
         """Who is here, and what happened."""
         return _status(service)
 
+    offer(app, service.store)
     return app
 
 

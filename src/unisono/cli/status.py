@@ -1,0 +1,120 @@
+"""``unisono status``: who takes part in a run, how far each is, and what happened lately."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from unisono.cli.join import REACHING, reached
+from unisono.cli.token import VARIABLE
+from unisono.cli.words import read
+from unisono.errors import InvalidInput
+from unisono.membership.line import ask
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+USAGE = f"""\
+usage: unisono status URL [options]
+       unisono status --run DIR
+
+Say who takes part in a run, how far each is, since when nothing is heard of it, and what happened lately. URL is that
+of the run's coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both itself.
+
+  --token-file FILE  holds the token, in place of {VARIABLE}
+  --authority FILE   certificate by which an https:// coordinator is known
+  --json             as the coordinator says it
+"""
+_LATELY = 12  # of what happened
+
+
+def status(words: list[str]) -> int:
+    """Run the words after ``unisono status``; 0 when everything is said.
+
+    Raises:
+        UnisonoError: what was written cannot work, or nobody answers.
+    """
+    if "--help" in words or "-h" in words:
+        print(USAGE, end="")
+        return 0
+    options, rest = read(words, dict.fromkeys(REACHING, True) | {"--json": False})
+    where = reached(options, rest, "status")
+    told = ask(where, "/v1/status")
+    if told is None:
+        raise InvalidInput("coordinator", where.url, "it is none, or of another version", "check the address")
+    if "--json" in options:
+        print(json.dumps(told, indent=2))
+    else:
+        _print(told)
+    return 0
+
+
+def _print(told: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(heading(told), style="bold", markup=False)
+    if told["workers"]:
+        console.print()
+        console.print(_table(told))
+    for title, lines in (("what holds it up", told.get("says", [])), ("lately", list(_lately(told)))):
+        if lines:
+            console.print(f"\n{title}", style="bold")
+        for line in lines:
+            console.print(f"  {line}", markup=False)
+
+
+def heading(told: Mapping[str, Any]) -> str:
+    """The view at hand in one sentence."""
+    view, members = told["view"], len(told["view"]["members"])
+    if not view["number"]:
+        return f"no view yet: {len(told['workers'])} workers are here"
+    goes_on = {
+        "no": "it goes on",
+        "at a boundary": "it ends after the step in hand",
+        "now": "it is over, and the next one is awaited",
+        "for ever": "all is trained",
+    }
+    begun = f"from step {view['start']['step']:,}" if view["sources"] else "from what was kept"
+    count = f"{members} worker" + ("s" if members != 1 else "")
+    return f"view {view['number']}: {count} {begun}; {goes_on[told['over']]}"
+
+
+def _table(told: Mapping[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    titles = ["worker", "is", "step", "heard"] + (["does"] if _knows_doings(told) else [])
+    for title in titles:
+        table.add_column(title, justify="right" if title in ("step", "heard") else "left")
+    for worker in told["workers"]:
+        table.add_row(*_row(told, worker)[: len(titles)])
+    return table
+
+
+def _knows_doings(told: Mapping[str, Any]) -> bool:
+    return any(worker.get("doing") for worker in told["workers"])
+
+
+def _row(told: Mapping[str, Any], worker: Mapping[str, Any]) -> list[str]:
+    doing = worker.get("doing") or {}
+    does = " ".join(str(doing[part]) for part in ("phase", "waits_for") if doing.get(part))
+    silent = f"{worker['silent_seconds']:.1f} s ago"
+    return [worker["worker"], _is(told["view"], worker), f"{worker['step']:,}", silent, does]
+
+
+def _is(view: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
+    if worker["leaving"]:
+        return "leaving"
+    if worker["worker"] not in view["members"]:
+        return "standing by"
+    return f"in view {worker['works_in']}" if worker["works_in"] else "between views"
+
+
+def _lately(told: Mapping[str, Any]) -> Iterator[str]:
+    for each in told["happened"][-_LATELY:]:
+        yield f"{time.strftime('%H:%M:%S', time.localtime(each['at_seconds']))}  {each['words']}"
