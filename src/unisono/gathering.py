@@ -1,4 +1,4 @@
-"""The coordinator of a run whose workers may come and go, beside the launcher that starts the first of them."""
+"""How the workers of a run find each other where they may come and go: a coordinator, and the order that lies there."""
 
 from __future__ import annotations
 
@@ -7,35 +7,19 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from unisono.config import Config
 from unisono.errors import InvalidInput
 from unisono.launch import Coordination, Elastic, Forkserver
-from unisono.membership import Contact, Policy
-from unisono.membership.place import Place
-
-DIRECTORY = "coordinator"  # in the run's
-CONTACT = "contact.json"  # there, as long as the coordinator is
-
-
-@dataclass(frozen=True)
-class Calling:
-    """How others reach the coordinator.
-
-    Args:
-        place: where it listens; on loopback only workers of this host reach it, and meet without opening a port.
-        authority: see `Contact`.
-    """
-
-    place: Place = Place()
-    authority: str = ""
-
-    @property
-    def private(self) -> bool:
-        """Whether all workers are on this host."""
-        return self.place.host in ("127.0.0.1", "::1", "localhost")
+from unisono.membership import Contact, Policy, card
+from unisono.membership.line import Line, ask, heard
+from unisono.membership.place import Calling
+from unisono.membership.store import Store
+from unisono.order import Carried, Order
+from unisono.source import Source
 
 
 def policy_of(config: Config) -> Policy:
@@ -47,43 +31,95 @@ def policy_of(config: Config) -> Policy:
 
 @contextlib.contextmanager
 def gathered(
-    config: Config, path: Path, server: Forkserver, told: Callable[[str], None], calling: Calling = Calling()
+    config: Config, order: Order, server: Forkserver, told: Callable[[str], None], calling: Calling = Calling()
 ) -> Iterator[Elastic]:
-    """A coordinator for the run in `path`, whose workers `server` forks.
+    """A coordinator that knows `order`, whose first workers `server` forks.
 
-    What it decides stays in ``coordinator/<n>.sqlite`` for the n-th life of the run: what happened in it can be read
-    there later. Each life has a file of its own, since its workers are not those of the one before.
+    One that is started here lies in the run's directory: what it decides in ``coordinator/<n>.sqlite`` for the n-th
+    life of the run, where what happened can be read later (each life has a file of its own, since its workers are not
+    those of the one before); how it is reached in ``coordinator/contact.json``, as long as it is up.
 
     Args:
-        told: called with what happened to the coordinator, in words.
+        told: called with what happens to the coordinator, in words.
 
     Raises:
-        InvalidInput: nobody can listen there, or the directory cannot be written.
+        InvalidInput: nobody can listen there, the directory cannot be written, or the coordinator is none of ours.
     """
-    token = secrets.token_urlsafe(32)
-    state = _new_life(path / DIRECTORY)
-    log = path / "logs" / "coordinator.log"
+    if calling.elsewhere is not None:
+        contact = replace(calling.elsewhere, meets_at=_meets_at(calling.elsewhere.private, server))
+        _give(contact, _told_of(order, contact.meets_at))
+        yield Elastic(contact)
+        return
+    assert order.path is not None
+    token, meets_at = calling.token or secrets.token_urlsafe(32), _meets_at(calling.place.private, server)
+    state, log = _new_life(order.path / card.DIRECTORY), order.path / "logs" / "coordinator.log"
+    with contextlib.closing(Store(state)) as store:
+        store.keep_order(json.dumps(_told_of(order, meets_at), default=str))
     with Coordination(calling.place, policy_of(config), state, token, log, told) as coordination:
-        meets_at = f"file://{server.meeting}" if calling.private else ""
         contact = Contact(coordination.url, token, meets_at, calling.authority)
-        card = path / DIRECTORY / CONTACT
-        _write(card, json.dumps(asdict(contact)))
+        shown = card.keep(order.path, contact)
+        if not calling.place.private:
+            told(f"others join with  unisono join {contact.url}  and the token in {shown}")
         try:
             yield Elastic(contact, coordination)
         finally:
-            card.unlink(missing_ok=True)
+            shown.unlink(missing_ok=True)
 
 
-def contact_in(path: Path) -> Contact:
-    """Of the coordinator of the run in `path`.
+def called(contact: Contact, server: Forkserver) -> Order:
+    """What workers that `server` forks are to do as part of the run whose coordinator `contact` reaches.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: nobody answers there, or there is nothing that this host could do.
     """
-    try:
-        return Contact(**json.loads((path / DIRECTORY / CONTACT).read_text()))
-    except (OSError, ValueError, TypeError):
-        raise InvalidInput("run", str(path), "no coordinator of it is up", "name a run that is under way") from None
+    told = ask(contact, "/v1/order")
+    if told is None:
+        raise InvalidInput(
+            "coordinator", contact.url, "no run has been started there yet",
+            "start one with unisono train TASK --coordinator URL")  # fmt: skip
+    if not told["task"]:
+        raise InvalidInput(
+            "coordinator", contact.url, "its run has a task that a Python program made and carries to its own workers",
+            "start it by unisono train, with a task that has a name on every host")  # fmt: skip
+    source = Source(told["task"], told["arguments"])
+    source.place()
+    meets_at = _meets_at(_is_here(told["meets_at"]), server)
+    return Order(source, told["settings"], Path(told["run"]), told["began"], replace(contact, meets_at=meets_at))
+
+
+def _give(contact: Contact, told: dict[str, Any]) -> None:
+    """Have the coordinator know what is to be done."""
+    answer = heard(contact, Line(contact).ask("PUT", "/v1/order", json.loads(json.dumps(told, default=str))))
+    if answer.status == 409:
+        raise InvalidInput(
+            "--coordinator", contact.url, "it is another run's", "join that with unisono join, or start a coordinator "
+            "with another --state")  # fmt: skip
+    if answer.status != 204:
+        raise InvalidInput("--coordinator", contact.url, f"it refuses the run ({answer.status})", "see its log")
+
+
+def _told_of(order: Order, meets_at: str) -> dict[str, Any]:
+    named = not isinstance(order.source, Carried)
+    return {
+        "task": order.source.absolute() if named else "",
+        "arguments": dict(order.source.arguments) if named else {},
+        "settings": dict(order.settings),
+        "run": str(order.path or ""),
+        "meets_at": meets_at,
+        "began": order.began,
+    }
+
+
+def _meets_at(here: bool, server: Forkserver) -> str:
+    """Where workers of `server` are met: in its directory by those who are all `here`, else at a door that each opens.
+    Each launcher offers a directory of its own, since another's goes with it."""
+    return f"file://{server.meeting}" if here else ""
+
+
+def _is_here(meets_at: str) -> bool:
+    """Whether others meet in a directory that this process can write to as well."""
+    directory = meets_at.removeprefix("file://")
+    return directory != meets_at and os.access(directory, os.W_OK | os.X_OK)
 
 
 def _new_life(directory: Path) -> Path:
@@ -93,18 +129,9 @@ def _new_life(directory: Path) -> Path:
         number = 1
         while (state := directory / f"{number}.sqlite").exists():
             number += 1
-        _write(state, "")
+        card.write(state, "")
     except OSError as error:
         raise InvalidInput(
             "run", str(directory), f"cannot be written ({error.strerror})", "name another directory"
         ) from None
     return state
-
-
-def _write(path: Path, text: str) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    new.replace(path)

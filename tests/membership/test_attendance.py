@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import InvalidInput
-from unisono.membership import Agent, Policy, Standing
+from unisono.membership import Agent, Contact, Policy, Standing
 from unisono.membership.attendance import Attendance
 from unisono.membership.serve import Place, Serving
 
@@ -32,7 +32,7 @@ def serving(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[Ser
 
 def attend(url: str, worker: str) -> tuple[Attendance, list[int]]:
     aborted: list[int] = []
-    return Attendance(url, TOKEN, Agent(worker, Standing()), aborted.append), aborted
+    return Attendance(Contact(url, TOKEN), Agent(worker, Standing()), aborted.append), aborted
 
 
 def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.membership.test_attendance import TOKEN, serving
 from unisono.doing import Doing, Phase
-from unisono.membership import Agent, Beat, Coordinator, Policy, Standing
+from unisono.membership import Agent, Beat, Contact, Coordinator, Policy, Standing
 from unisono.membership.attendance import Attendance
 from unisono.membership.line import Line
 from unisono.membership.reports import HELD_UP_SECONDS, TOGETHER_SECONDS, Reports
@@ -168,7 +168,8 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
                 heard[worker].append(words)
                 told.notify_all()
 
-        return Attendance(served.url, TOKEN, Agent(worker, Standing()), lambda view: None, doing=lambda: doings[worker],
+        contact, agent = Contact(served.url, TOKEN), Agent(worker, Standing())
+        return Attendance(contact, agent, lambda view: None, doing=lambda: doings[worker],
                           spent=lambda: {Phase.DATA: 2.5, Phase.COMPUTE: 0.0}, told=tell)  # fmt: skip
 
     policy = Policy(expected=2, maximum=2, beat_seconds=0.5)
@@ -181,7 +182,7 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
             assert told.wait_for(lambda: all(heard.values()), 60), heard
         assert "(b) has not arrived, it waits for its data since" in heard["a"][0]
         assert "own.py:3 get" in heard["b"][0]
-        line = Line(served.url, TOKEN)
+        line = Line(Contact(served.url, TOKEN))
         answer = line.ask("GET", "/v1/status")
         line.close()
     assert answer is not None
@@ -200,7 +201,7 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
 ])  # fmt: skip
 def test_what_is_no_report_is_refused(more, tmp_path) -> None:
     with serving(tmp_path / "state") as served:
-        line = Line(served.url, TOKEN)
+        line = Line(Contact(served.url, TOKEN))
         answer = line.ask("POST", "/v1/beat", {"worker": "a", "count": 1, **more})
         line.close()
     assert answer is not None

@@ -18,8 +18,10 @@ commands:
   simulate TASK  forecast what training is like on other networks, with learning that is real
   layout TASK    say what each worker would hold and send when a model lies on several
   launch SCRIPT  run a script with its own training loop on several workers
-  status RUN     say who works in a run, what each does, on which line, and where the time goes
   tasks          list the built-in tasks and their options
+  join URL       have workers of this host take part in a run that is under way
+  status URL     say who takes part in a run, what each does on which line, where the time goes, and what happened
+  coordinator    agree on who trains, apart from all workers
   checkpoint     show and verify checkpoints, convert them to safetensors and back
 
   --version      print the version
@@ -88,16 +90,28 @@ def _launch(given: list[str]) -> int:
     return launch(given)
 
 
+def _tasks(given: list[str]) -> int:
+    from unisono.cli.tasks import tasks
+
+    return tasks(given)
+
+
+def _join(given: list[str]) -> int:
+    from unisono.cli.join import join
+
+    return join(given)
+
+
 def _status(given: list[str]) -> int:
     from unisono.cli.status import status
 
     return status(given)
 
 
-def _tasks(given: list[str]) -> int:
-    from unisono.cli.tasks import tasks
+def _coordinator(given: list[str]) -> int:
+    from unisono.cli.coordinator import coordinator
 
-    return tasks(given)
+    return coordinator(given)
 
 
 def _checkpoint(given: list[str]) -> int:
@@ -111,8 +125,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "simulate": _simulate,
     "layout": _layout,
     "launch": _launch,
-    "status": _status,
     "tasks": _tasks,
+    "join": _join,
+    "status": _status,
+    "coordinator": _coordinator,
     "checkpoint": _checkpoint,
 }
 

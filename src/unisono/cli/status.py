@@ -1,103 +1,154 @@
-"""``unisono status``: how a run stands, and where its time goes."""
+"""``unisono status``: who takes part in a run, how far each is, and what happened lately."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono.errors import InvalidInput, UnisonoError
-from unisono.membership import Contact
+from unisono.cli.join import REACHING, reached
+from unisono.cli.token import VARIABLE
+from unisono.cli.words import read
+from unisono.doing import Doing, Phase
+from unisono.errors import InvalidInput
+from unisono.membership.card import CONTACT, DIRECTORY
+from unisono.membership.line import ask
+from unisono.observe.goodput import account
+from unisono.observe.words import duration
+from unisono.observe.written import SUMMARY
 
-USAGE = """\
-usage: unisono status RUN
-       unisono status URL
+if TYPE_CHECKING:
+    from rich.table import Table
 
-Say how a run stands: who is here, what each worker does and on which line of your code, where the time goes, and what
-was said of steps that took too long. RUN is the directory of a run, under way or over; URL is that of its coordinator,
-whose token stands in the variable UNISONO_TOKEN.
+USAGE = f"""\
+usage: unisono status URL [options]
+       unisono status --run DIR
 
-  --authority FILE  the certificate by which an https:// coordinator is known [the system's own list]
-  --json            everything, as JSON
+Say who takes part in a run, how far each is, what it does on which line of your code, where its time went, and what
+happened lately. URL is that of the run's coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both
+itself, and, once it is over, where the time went.
+
+  --token-file FILE  holds the token, in place of {VARIABLE}
+  --authority FILE   certificate by which an https:// coordinator is known
+  --json             as the coordinator says it
 """
-TOKEN = "UNISONO_TOKEN"
+_LATELY = 12  # of what happened
 
 
 def status(words: list[str]) -> int:
-    """Run the words after ``unisono status``; 0 when it has been said.
+    """Run the words after ``unisono status``; 0 when everything is said.
 
     Raises:
         UnisonoError: what was written cannot work, or nobody answers.
     """
-    if not words or "--help" in words or "-h" in words:
+    if "--help" in words or "-h" in words:
         print(USAGE, end="")
         return 0
-    where, authority, as_json = _read(words)
-    found, lines = _of_url(where, authority) if "://" in where else _of_run(Path(where))
-    print(json.dumps(found, indent=2, ensure_ascii=False) if as_json else "\n".join(lines))
+    options, rest = read(words, dict.fromkeys(REACHING, True) | {"--json": False})
+    if "--run" in options and not rest and (over := _summary(Path(options["--run"]))):
+        print(json.dumps(over, indent=2) if "--json" in options else "\n".join(_ended(over)))
+        return 0
+    where = reached(options, rest, "status")
+    told = ask(where, "/v1/status")
+    if told is None:
+        raise InvalidInput("coordinator", where.url, "it is none, or of another version", "check the address")
+    if "--json" in options:
+        print(json.dumps(told, indent=2))
+    else:
+        _print(told)
     return 0
 
 
-def _read(words: list[str]) -> tuple[str, str, bool]:
-    given = list(words)
-    as_json = "--json" in given
-    rest, authority = [], ""
-    while given:
-        word = given.pop(0)
-        if word == "--authority":
-            if not given:
-                raise InvalidInput(word, "(nothing)", "a file is needed", "write --authority FILE")
-            authority = given.pop(0)
-        elif word.startswith("-") and word != "--json":
-            raise InvalidInput("option", word, "there is no such option", "see unisono status --help")
-        elif word != "--json":
-            rest.append(word)
-    if len(rest) != 1:
-        raise InvalidInput("RUN", " ".join(rest) or "(nothing)", "one run is needed", "write unisono status RUN")
-    return rest[0], authority, as_json
-
-
-def _of_url(url: str, authority: str) -> tuple[Mapping[str, Any], list[str]]:
-    token = os.environ.get(TOKEN, "")
-    if not token:
-        raise InvalidInput(
-            TOKEN, "(nothing)", "the coordinator wants its token", f"write {TOKEN}=... before the command"
-        )
-    return _ask(Contact(url, token, authority=authority))
-
-
-def _of_run(path: Path) -> tuple[Mapping[str, Any], list[str]]:
-    from unisono.gathering import contact_in
-    from unisono.observe.status import ended
-    from unisono.observe.written import SUMMARY
-
+def _summary(run: Path) -> Mapping[str, Any] | None:
+    """Of a run that has come to its end."""
+    if (run / DIRECTORY / CONTACT).exists():
+        return None
     try:
-        contact = contact_in(path)
-    except InvalidInput:
-        try:
-            found: Mapping[str, Any] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            problem, cure = "neither is it under way, nor did it come to its end", f"look into {path / 'logs'}"
-            raise InvalidInput("RUN", str(path), problem, cure) from None
-        return found, ended(found)
-    return _ask(contact)
+        found: Mapping[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
 
 
-def _ask(contact: Contact) -> tuple[Mapping[str, Any], list[str]]:
-    from unisono.membership.line import Line
-    from unisono.observe.status import under_way
+def _ended(summary: Mapping[str, Any]) -> list[str]:
+    spent = {str(rank): seconds for rank, seconds in enumerate(summary.get("ledger", []))}
+    over = f"the run is over after {summary['steps']:,} steps and {duration(summary['wall_seconds'])}"
+    return [over, "", *account(spent)]
 
-    line = Line(contact.url, contact.token, contact.authority)
-    answer = line.ask("GET", "/v1/status")
-    line.close()
-    if answer is None:
-        raise UnisonoError(f"nobody answers at {contact.url}")
-    if answer.status == 401:
-        raise InvalidInput(
-            TOKEN, "(not shown)", "it is not the token of that run", "see the run's coordinator/contact.json"
-        )
-    if answer.status != 200:
-        raise UnisonoError(f"{contact.url} answered with {answer.status}")
-    return answer.body, under_way(answer.body)
+
+def _print(told: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(heading(told), style="bold", markup=False)
+    if told["workers"]:
+        console.print()
+        console.print(_table(told))
+    spent = {worker: seconds for worker, seconds in told.get("spent", {}).items() if seconds}
+    parts = {"seconds of each worker's life": account(spent), "what held it up": told.get("says", [])[-_LATELY:],
+             "lately": list(_lately(told))}  # fmt: skip
+    for title, lines in parts.items():
+        if lines:
+            console.print(f"\n{title}", style="bold")
+        for line in lines:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def heading(told: Mapping[str, Any]) -> str:
+    """The view at hand in one sentence."""
+    view, members = told["view"], len(told["view"]["members"])
+    if not view["number"]:
+        return f"no view yet: {len(told['workers'])} workers are here"
+    goes_on = {
+        "no": "it goes on",
+        "at a boundary": "it ends after the step in hand",
+        "now": "it is over, and the next one is awaited",
+        "for ever": "all is trained",
+    }
+    begun = f"from step {view['start']['step']:,}" if view["sources"] else "from what was kept"
+    count = f"{members} worker" + ("s" if members != 1 else "")
+    return f"view {view['number']}: {count} {begun}; {goes_on[told['over']]}"
+
+
+def _table(told: Mapping[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    titles = ["worker", "is", "step", "heard"] + (["does"] if _knows_doings(told) else [])
+    for title in titles:
+        table.add_column(title, justify="right" if title in ("step", "heard") else "left")
+    for worker in told["workers"]:
+        table.add_row(*_row(told, worker)[: len(titles)])
+    return table
+
+
+def _knows_doings(told: Mapping[str, Any]) -> bool:
+    return any(worker.get("doing") for worker in told["workers"])
+
+
+def _row(told: Mapping[str, Any], worker: Mapping[str, Any]) -> list[str]:
+    does = _does(worker["doing"]) if worker.get("doing") else ""
+    silent = f"{worker['silent_seconds']:.1f} s ago"
+    return [worker["worker"], _is(told["view"], worker), f"{worker['step']:,}", silent, does]
+
+
+def _does(told: Mapping[str, Any]) -> str:
+    doing = Doing(Phase(told["phase"]), waits_for=told["waits_for"], line=told["line"])
+    return f"{doing.words} since {duration(told['since_seconds'])}{doing.where}"
+
+
+def _is(view: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
+    if worker["leaving"]:
+        return "leaving"
+    if worker["worker"] not in view["members"]:
+        return "standing by"
+    return f"in view {worker['works_in']}" if worker["works_in"] else "between views"
+
+
+def _lately(told: Mapping[str, Any]) -> Iterator[str]:
+    for each in told["happened"][-_LATELY:]:
+        yield f"{time.strftime('%H:%M:%S', time.localtime(each['at_seconds']))}  {each['words']}"

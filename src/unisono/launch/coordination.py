@@ -69,6 +69,11 @@ class Coordination:
         self._short = self._refusals = 0
         self._start(0.0)
 
+    @property
+    def pid(self) -> int:
+        """Of the latest process."""
+        return self._process.pid
+
     def fileno(self) -> int:
         """Readable when `attend` has something to do."""
         return self._watch.fileno()
@@ -79,13 +84,15 @@ class Coordination:
         Raises:
             UnisonoError: it ended by itself each time.
         """
-        status = self._bury()
+        status = self._process.wait()
         self._short = self._short + 1 if time.monotonic() - self._began < _SETTLED_SECONDS else 0
         self._refusals = self._refusals + 1 if status > 0 else 0
         if self._refusals >= _REFUSALS:
-            raise UnisonoError(f"no coordinator stays up here; the last one said: {self._last_words()}")
+            raise UnisonoError(f"no coordinator comes up: {self._last_words()}")
         pause = min(0.1 * 2 ** (self._short - 1), _LONGEST_PAUSE_SECONDS) if self._short > 1 else 0.0
         self._told(f"the coordinator {_ended(status)}: another one is started, and training goes on meanwhile")
+        self._watch.unregister(self._pidfd)
+        os.close(self._pidfd)
         self._start(pause)
 
     def close(self) -> None:
@@ -97,8 +104,9 @@ class Coordination:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        self._bury()
+            self._process.wait()
         self._watch.close()
+        os.close(self._pidfd)
         self._door.close()
 
     def __enter__(self) -> Coordination:
@@ -125,16 +133,11 @@ class Coordination:
             self._process.stdin.write(given)
             self._process.stdin.close()
 
-    def _bury(self) -> int:
-        status = self._process.wait()
-        self._watch.unregister(self._pidfd)
-        os.close(self._pidfd)
-        return status
-
     def _last_words(self) -> str:
         with suppress(OSError):
-            return self._log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip()
-        return "(nothing)"
+            lines = self._log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").split("\n")
+            return next((line for line in reversed(lines) if line), "") + f" (see {self._log})"
+        return "it said nothing"
 
 
 def serve(

@@ -20,7 +20,7 @@ class Gone:
     """
 
     def __init__(self, contact: Contact) -> None:
-        self._line = Line(contact.url, contact.token, contact.authority, _ANSWER_SECONDS)
+        self._line = Line(contact, _ANSWER_SECONDS)
         self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._say, name="unisono gone", daemon=True)

@@ -27,7 +27,7 @@ from unisono.launch.crew import Crew, OnMessage, Source
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.gone import Gone
 from unisono.launch.signals import Inbox
-from unisono.launch.succession import Replaced
+from unisono.launch.succession import Joined, Replaced
 from unisono.launch.tail import Tail
 from unisono.launch.worker import Order
 from unisono.membership.values import Contact
@@ -43,11 +43,18 @@ class Elastic:
 
     Args:
         contact: of the coordinator that is told whose process has ended.
-        coordination: its process, where it is this launcher's to look after.
+        coordination: its process, where it is this launcher's to look after; else others may go on without it.
+        launcher: a name that tells the workers of this launcher from those of others; the first needs none.
     """
 
     contact: Contact
     coordination: Coordination | None = None
+    launcher: str = ""
+
+    def succession(self, places: int, gone: Gone) -> Replaced:
+        """What becomes of workers that end."""
+        kind = Replaced if self.coordination else Joined
+        return kind(places, gone.tell, f"{self.launcher}:" if self.launcher else "")
 
 
 def prepare(preload: Sequence[str] = PRELOAD, name: str = "unisono") -> Forkserver:
@@ -117,7 +124,7 @@ def launch(
         if elastic.coordination:
             beside.append(elastic.coordination)
         gone = stack.enter_context(Gone(elastic.contact))
-        succession = Replaced(workers, gone.tell)
+        succession = elastic.succession(workers, gone)
         results = Crew(server, inbox, beside, on_message, stop_seconds, succession).run(orders, payload)
         return sorted(results, key=lambda result: result is None)
 

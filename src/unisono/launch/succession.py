@@ -160,6 +160,21 @@ class Replaced:
         return min(2.0 ** (short - 2), _LONGEST_PAUSE_SECONDS) if short > 1 else 0.0
 
 
+class Joined(Replaced):
+    """As `Replaced`, of one launcher among several: the others may go on without its workers, and nobody here may hear
+    of steps, so whoever lived for long is taken to have done some."""
+
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+        """See `Succession`."""
+        if lived_seconds >= _SETTLED_SECONDS:
+            self._fruitless.clear()
+        return super().lost(what, others, lived_seconds)
+
+    def lacking(self, results: Sequence[Any]) -> str:
+        """See `Succession`."""
+        return ""
+
+
 def _was(reason: str) -> str:
     return f"was {reason}" if reason.startswith("killed") else reason
 

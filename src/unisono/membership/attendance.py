@@ -13,7 +13,7 @@ from typing import Any
 from unisono.doing import Doing, Phase
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
 from unisono.membership.line import Line
-from unisono.membership.values import Over, Place, Standing, View, Word
+from unisono.membership.values import Contact, Over, Place, Standing, View, Word
 
 LOG = logging.getLogger("unisono")
 _RETRY_SECONDS = 0.2  # while the coordinator is away
@@ -27,33 +27,29 @@ class Attendance:
     beside that.
 
     Args:
-        url: of the coordinator, ``http://host:port`` or ``https://``.
-        token: of the run.
+        contact: of the coordinator.
         agent: this worker's half of the protocol.
         abort: called by the listening thread, which may happen at any time, with the number of a view whose group is
             to be broken off.
-        authority: see `Contact`.
         doing: what the worker does; called by the listening thread.
         spent: seconds of its life, by phase.
         told: called with what the coordinator has to tell people, a sentence each.
 
     Raises:
-        InvalidInput: `url` is none, or `authority` cannot be read.
+        InvalidInput: the contact's URL is none, or its authority cannot be read.
     """
 
     def __init__(
         self,
-        url: str,
-        token: str,
+        contact: Contact,
         agent: Agent,
         abort: Callable[[int], None],
-        authority: str = "",
         *,
         doing: Callable[[], Doing] | None = None,
         spent: Callable[[], Mapping[Phase, float]] | None = None,
         told: Callable[[str], None] = LOG.warning,
     ) -> None:
-        self._saying, self._listening = (Line(url, token, authority) for _ in "12")
+        self._saying, self._listening = (Line(contact) for _ in "12")
         self._agent, self._abort = agent, abort
         self._doing, self._spent, self._told = doing, spent, told
         self._heard, self._spent_at = 0, float("-inf")

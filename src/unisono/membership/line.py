@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from unisono.errors import InvalidInput
+from unisono.membership.values import Contact
 
 _LONGEST_ANSWER_BYTES = 16 << 20
 
@@ -28,21 +29,21 @@ class Line:
     """A connection that is made again when it is needed.
 
     Args:
-        url: of the coordinator, ``http://host:port`` or ``https://``.
-        token: that every call bears.
-        authority: see `Contact`.
+        contact: of the coordinator.
         answer_seconds: how long one is waited for.
 
     Raises:
-        InvalidInput: `url` is none, or `authority` cannot be read.
+        InvalidInput: the contact's URL is none, or its authority cannot be read.
     """
 
-    def __init__(self, url: str, token: str, authority: str = "", answer_seconds: float = 10.0) -> None:
-        host, port, secure = _address(url)
-        self._headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+    def __init__(self, contact: Contact, answer_seconds: float = 10.0) -> None:
+        host, port, secure = _address(contact.url)
+        self._headers = {"authorization": f"Bearer {contact.token}", "content-type": "application/json"}
         self._made: http.client.HTTPConnection
         if secure:
-            self._made = http.client.HTTPSConnection(host, port, timeout=answer_seconds, context=_trust(authority))
+            self._made = http.client.HTTPSConnection(
+                host, port, timeout=answer_seconds, context=_trust(contact.authority)
+            )
         else:
             self._made = http.client.HTTPConnection(host, port, timeout=answer_seconds)
 
@@ -73,6 +74,32 @@ class Line:
     def close(self) -> None:
         """Nobody asks any more."""
         self._made.close()
+
+
+def ask(contact: Contact, path: str) -> Any:
+    """What the coordinator answers; None if it knows nothing of the kind.
+
+    Raises:
+        InvalidInput: nobody answers, or the token is another run's.
+    """
+    answer = heard(contact, Line(contact).ask("GET", path))
+    return answer.body if answer.status == 200 else None
+
+
+def heard(contact: Contact, answer: Answer | None) -> Answer:
+    """`answer`, if it is one to whoever may ask.
+
+    Raises:
+        InvalidInput: else.
+    """
+    if answer is None:
+        secure = contact.url.startswith("https:")
+        problem = "nobody answers there" + (", or its certificate is not known here" if secure else "")
+        cure = "check the address, and that the run is under way" + ("; or give --authority FILE" if secure else "")
+        raise InvalidInput("coordinator", contact.url, problem, cure)
+    if answer.status == 401:
+        raise InvalidInput("token", "(not shown)", "it is not that of the coordinator", "give the one of this run")
+    return answer
 
 
 def _address(url: str) -> tuple[str, int, bool]:

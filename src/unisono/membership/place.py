@@ -1,12 +1,15 @@
-"""Where a coordinator listens."""
+"""Where a coordinator listens, and where a run finds its own."""
 
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.errors import InvalidInput
+from unisono.membership.values import LOOPBACK, Contact
+
+_EVERYWHERE = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,14 @@ class Place:
 
     def url(self, port: int) -> str:
         """As workers are given it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = socket.gethostname() if self.host in _EVERYWHERE else self.host
+        host = f"[{host}]" if ":" in host else host
         return f"{'https' if self.certificate else 'http'}://{host}:{port}"
+
+    @property
+    def private(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host in LOOPBACK
 
     def open(self) -> socket.socket:
         """A socket that listens here.
@@ -46,3 +55,20 @@ class Place:
             raise InvalidInput(
                 "listen", f"{self.host}:{self.port}", str(error.strerror), "choose another address or port"
             ) from error
+
+
+@dataclass(frozen=True)
+class Calling:
+    """Where the workers of a run that is to be started find its coordinator.
+
+    Args:
+        place: where one is started, that ends with the run; on loopback only this host's workers reach it.
+        token: that it asks for; empty: one that nobody has seen.
+        authority: see `Contact`.
+        elsewhere: one that is up already, in place of that.
+    """
+
+    place: Place = Place()
+    token: str = field(default="", repr=False)
+    authority: str = ""
+    elsewhere: Contact | None = None

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
 from unisono.membership.coordinator import Coordinator, Happened
+from unisono.membership.ordered import offer
 from unisono.membership.reports import Reports
 from unisono.membership.store import Store, words
 from unisono.membership.values import Beat, Over, Place, Standing, View, Word
@@ -291,6 +292,7 @@ def application(service: Service, token: str) -> FastAPI:
         """Who is here, and what happened."""
         return _status(service)
 
+    offer(app, service.store)
     return app
 
 

@@ -15,6 +15,7 @@ from unisono.membership.values import Over, Place, Standing, View
 
 _SCHEMA = """
 create table if not exists decided (one integer primary key check (one = 1), saved text not null);
+create table if not exists ordered (one integer primary key check (one = 1), told text not null);
 create table if not exists happened (number integer primary key, at_seconds real not null, words text not null);
 """
 
@@ -54,6 +55,20 @@ class Store:
             self._file.execute("insert or replace into decided values (1, ?)", (text,))
             rows = [(at_seconds, words(each)) for each in happened]
             self._file.executemany("insert into happened (at_seconds, words) values (?, ?)", rows)
+
+    def order(self) -> str:
+        """What workers are to do, as it was told; empty before it was."""
+        row = self._file.execute("select told from ordered").fetchone()
+        return str(row[0]) if row else ""
+
+    def keep_order(self, told: str) -> bool:
+        """Whether it is what workers are to do from now on; of two that differ it is the first.
+
+        Raises:
+            sqlite3.Error: it could not be written, and is not.
+        """
+        self._file.execute("insert or ignore into ordered values (1, ?)", (told,))
+        return self.order() == told
 
     def happened(self, last: int = 100) -> list[tuple[float, str]]:
         """The latest decisions in words, each with its time in seconds since the epoch."""

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from urllib.parse import urlsplit
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, order=True)
@@ -162,3 +165,8 @@ class Contact:
     token: str = field(repr=False)
     meets_at: str = ""
     authority: str = ""
+
+    @property
+    def private(self) -> bool:
+        """Whether only the coordinator's own host reaches it."""
+        return urlsplit(self.url).hostname in LOOPBACK
