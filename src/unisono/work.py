@@ -29,7 +29,7 @@ from unisono.checkpoint import (
     open_newest,
     verified,
 )
-from unisono.comm import Communicator, Meeting
+from unisono.comm import Communicator, Meeting, in_blocks
 from unisono.config import Config
 from unisono.directory import claimed
 from unisono.doing import Phase
@@ -63,7 +63,7 @@ def work(worker: Worker, order: Order) -> dict[str, Any]:
         if order.contact is None:  # nobody else sees when this worker is stuck
             stack.callback(Watchdog(watch).close)
         device = choose_device(config.device, who)
-        meeting = Meeting(who.rank, who.size, who.rendezvous, who.local_size, config.communicator, device,
+        meeting = Meeting(who.rank, in_blocks(who.size, who.local_size), who.rendezvous, config.communicator, device,
                           config.deadline_seconds)  # fmt: skip
         comm = meeting.among(range(who.size))
         stack.callback(comm.close)
