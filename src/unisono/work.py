@@ -258,7 +258,10 @@ def _teller(worker: Worker, record: Recorder) -> Callable[[Event], None]:
     def tell(event: Event) -> None:
         log.info(event.words)
         if event.kind == "failed":
-            record.event("checkpoint failed", step=event.step, worker=worker.identity.rank, words=event.words)
+            rank = worker.identity.rank
+            record.event("checkpoint failed", step=event.step, worker=rank, words=event.words)
+            if rank:  # whose record is none
+                worker.report({"kind": "notice", "text": f"worker {rank}: {event.words}"})
         else:
             record.event("checkpoint", step=event.step)
 

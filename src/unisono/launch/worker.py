@@ -192,8 +192,7 @@ def _print(error: BaseException) -> None:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     """The fields of a `Failure`, all but the rank."""
-    reason = traceback.format_exception_only(error)[-1].strip()
-    found: dict[str, Any] = {"at_seconds": time.monotonic(), "reason": reason}
+    found: dict[str, Any] = {"at_seconds": time.monotonic(), "reason": _reason(error)}
     if isinstance(error, SystemExit):
         code = error.code
         return found | {"exit_code": code if isinstance(code, int) else int(code is not None)}
@@ -205,6 +204,15 @@ def _describe(error: BaseException) -> dict[str, Any]:
     consequence = isinstance(error, CommunicationError)
     line = raised_at(error.__traceback__)
     return found | {"traceback": _traceback(error), "consequence": consequence, "line": line}
+
+
+def _reason(error: BaseException) -> str:
+    """The class, what it says, and short notes, such as which sample it was."""
+    notes = [str(note) for note in getattr(error, "__notes__", [])]
+    lines = traceback.format_exception_only(error)
+    said = lines[-1 - sum(len(note.split("\n")) for note in notes)].strip()
+    short = [note for note in notes if "\n" not in note]
+    return f"{said} ({', '.join(short)})" if short else said
 
 
 def _traceback(error: BaseException) -> str:
