@@ -20,6 +20,7 @@ from tests.training import HERE
 from unisono.errors import UnisonoError
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.launch.failure import Failure, first_cause
+from unisono.launch.process import age_seconds
 from unisono.launch.worker import _describe
 from unisono.order import Order
 from unisono.source import Source
@@ -33,11 +34,13 @@ class Told:
     """What came of a run.
 
     Args:
+        ages_seconds: of the workers' processes when all was done.
         messages: that the launcher would have shown, with the rank of the worker each.
         logs: by rank.
     """
 
     results: list[dict[str, Any] | None]
+    ages_seconds: list[float]
     failures: list[Failure]
     messages: list[tuple[int, Mapping[str, Any]]]
     logs: list[str]
@@ -63,6 +66,7 @@ def run(fault: str, path: Path, workers: int = 2, file_bytes: Mapping[int, int] 
         told = processes.run(workers, _worker, fault, settings, path, meeting, dict(file_bytes or {}))
     return Told(
         [each["result"] for each in told],
+        [each["age_seconds"] for each in told],
         [Failure(rank, **each["failure"]) for rank, each in enumerate(told) if each["failure"]],
         [(rank, message) for rank, each in enumerate(told) for message in each["messages"]],
         [(path / f"worker-{rank}.log").read_text() for rank in range(workers)],
@@ -91,10 +95,11 @@ def _worker(
     logging.getLogger("unisono").addHandler(logging.FileHandler(path / f"worker-{rank}.log"))
     if rank in file_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes[rank], resource.RLIM_INFINITY))
-    told: dict[str, Any] = {"result": None, "failure": None, "messages": []}
+    told: dict[str, Any] = {"result": None, "failure": None, "messages": [], "age_seconds": 0.0}
     order = Order(Source(f"{PLANTED}:task", {"fault": fault}, HERE), {"threads": 1, **settings}, path, time.time())
     try:
         told["result"] = work(Worker(who, told["messages"].append, StopRequest()), order)
+        told["age_seconds"] = age_seconds()
     except BaseException as error:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         told["failure"] = _describe(error)
