@@ -21,6 +21,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import uvloop
@@ -44,8 +45,7 @@ class Wire(asyncio.Protocol):
         self.lacking = -1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def ask(self, path: bytes, body: bytes, then: Callable[[bytes], None]) -> None:
         assert self.then is None
@@ -196,9 +196,9 @@ class Crowd:
         self.overshoots: list[float] = []
         self.measures = False
         self.lateness: list[float] = []
-        self.met_in: dict[int, set[str]] = {}
+        self.there: set[str] = set()  # who has met a view later than `after`
         self.all_met = asyncio.Event()
-        self.wanted = 0
+        self.after = self.wanted = 0
 
     async def connect(self) -> Wire:
         loop = asyncio.get_running_loop()
@@ -214,10 +214,10 @@ class Crowd:
             self.answers.append(took)
 
     def met(self, agent: Agent) -> None:
-        there = self.met_in.setdefault(agent.view.number, set())
-        there.add(agent.worker)
-        if len(there) >= self.wanted:
-            self.all_met.set()
+        if agent.view.number > self.after:
+            self.there.add(agent.worker)
+            if len(self.there) >= self.wanted:
+                self.all_met.set()
 
     async def begin(self, workers: int) -> float:
         self.workers = [Worker(self, number) for number in range(workers)]
@@ -252,7 +252,8 @@ class Crowd:
         of this process's time meanwhile."""
         worker = self.random.choice([worker for worker in self.workers if worker.alive])
         worker.alive = False
-        self.wanted -= 1
+        self.wanted, self.after = self.wanted - 1, worker.agent.view.number
+        self.there.clear()
         self.all_met.clear()
         began, own = time.perf_counter(), time.process_time()
         for wire in (worker.listening, worker.saying):
