@@ -10,7 +10,8 @@ import httpx2
 import pytest
 
 from unisono.membership import Beat, Coordinator, Policy, Standing
-from unisono.membership.service import LONGEST_BODY_BYTES, BeatMessage, Service, WordMessage, application
+from unisono.membership.door import LONGEST_BODY_BYTES
+from unisono.membership.service import BeatMessage, Service, WordMessage, application
 from unisono.membership.store import Store
 
 TOKEN = "a token of this run"

@@ -134,15 +134,16 @@ class Attendance:
 
     def _exchange(self, line: Line, *, waits: bool) -> bool:
         with self._news:
-            beat, knows = self._agent.beat(), self._knows if waits else None
+            beat, knows = self._agent.beat(), self._knows
         told = asdict(beat) | {
             "knows": knows.view.number if knows else 0,
             "knows_over": knows.over.value if knows else "",
+            "waits": waits,
         }
         answer = line.post("/v1/beat", told | self._of_itself(seldom=not waits))
         if not isinstance(answer, dict):
             return False
-        word = _word(answer)
+        word = _word(answer, knows)
         self._tell_people(answer)
         with self._news:
             self._knows = word
@@ -180,9 +181,11 @@ class Attendance:
         self._news.notify_all()
 
 
-def _word(told: object) -> Word:
-    assert isinstance(told, dict)
+def _word(told: dict[str, Any], known: Word | None) -> Word:
     view = told["view"]
+    if view is None:
+        assert known is not None  # else it would have been told
+        return Word(known.view, Over(told["over"]))
     start = Standing(**view["start"])
     places = tuple(Place(**place) for place in view["places"])
     return Word(View(view["number"], tuple(view["members"]), start, tuple(view["sources"]), places), Over(told["over"]))

@@ -207,12 +207,12 @@ class Coordinator:
         if self._arriving or not (leaving or self._roll.free):
             return ""
         if leaving:  # where all do, the group stops by itself, as one
-            named = _names(member for member in self.view.members if member in leaving)
-            return f"{named} leaves" if len(leaving) < len(self._members) else ""
+            who = named(member for member in self.view.members if member in leaving)
+            return f"{who} leaves" if len(leaving) < len(self._members) else ""
         coming = [w for w in self._roll.ready(now) if w not in self._members and w not in self._roll.leaving]
         seats = self._seats([*self.view.members, *coming], now)
         more = [worker for worker in seats if worker not in self._members]
-        return f"{_names(more)} may join" if len(seats) > len(self.view.members) else ""
+        return f"{named(more)} may join" if len(seats) > len(self.view.members) else ""
 
     def _next(self, now: float) -> Iterator[Happened]:
         """The view after this one, once all that can be heard of it have ended it, and those that are needed are
@@ -305,11 +305,11 @@ class Coordinator:
                 self._quarrels.forget(past)
 
 
-def _names(workers: Iterable[str]) -> str:
+def named(workers: Iterable[str]) -> str:
     """In words, however many they are."""
-    named = list(workers)
-    more = len(named) - _NAMED
-    return ", ".join(named[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    them = list(workers)
+    more = len(them) - _NAMED
+    return ", ".join(them[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 _NAMED = 8
