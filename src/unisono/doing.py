@@ -22,6 +22,8 @@ class Phase(Enum):
     LOST = "lost work"  # spent on steps that were not kept
     IDLE = "idle"
 
+    __hash__ = object.__hash__  # there is one of each; Enum's own is slow, and phases are looked up in every step
+
 
 @dataclass(frozen=True)
 class Doing:

@@ -88,7 +88,7 @@ class Trainer:
         began = self.comm.now()
         while not self.over():
             dealt, turns = self.turns()
-            for t, mine, batches in self.watch.each(Phase.COMMUNICATION, turns):
+            for t, mine, batches in turns:
                 started = self.comm.now()
 
                 self.learning_rate.set(self.factor(t))
@@ -132,7 +132,7 @@ class Trainer:
         shares = self.replica.shares(self.done, min([self.steps, *due]), self.stop_asked)
         if shares is None:
             return False, ((t, self.mine, self.loader.batches(t)) for t in range(self.done, self.steps))
-        return True, self.loader.turns(shares)
+        return True, iter(self.watch.each(Phase.COMMUNICATION, self.loader.turns(shares)))
 
     def meet_after(self, dealt: int) -> None:
         """All that was dealt out, to before step `dealt`, is computed, here; wait for the others."""
