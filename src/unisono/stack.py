@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 import threading
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 
 LOADER = "unisono loader"  # how the names of threads begin in which the data set's code runs
 _OURS = str(Path(__file__).resolve().parent) + os.sep
@@ -34,7 +35,7 @@ def line_of(thread: int, *, loading: bool = False) -> str:
 def innermost(frame: FrameType | None) -> str:
     """The same for a thread whose innermost line of all is in `frame`."""
     while frame is not None:
-        if is_theirs(frame.f_code):
+        if is_theirs(frame.f_code.co_filename):
             return f"{named(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
@@ -45,16 +46,27 @@ def raised_at(trace: TracebackType | None) -> str:
     found = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if is_theirs(code):
+        if is_theirs(code.co_filename):
             found = f"{named(code.co_filename)}:{trace.tb_lineno} {code.co_name}"
         trace = trace.tb_next
     return found
 
 
+def dumped(text: str) -> str:
+    """The same for a thread of which another process's `faulthandler` has told the lines, innermost first."""
+    for file, line, function in _DUMPED.findall(text):
+        if is_theirs(file):
+            return f"{named(file)}:{line} {function}"
+    return ""
+
+
+_DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
+
+
 @cache
-def is_theirs(code: CodeType) -> bool:
-    """Whether the user wrote it: it is neither ours, nor Python's, nor of what was installed."""
-    path = code.co_filename if code.co_filename.startswith("<") else os.path.realpath(code.co_filename)
+def is_theirs(file: str) -> bool:
+    """Whether the user wrote that file: it is neither ours, nor Python's, nor of what was installed."""
+    path = file if file.startswith("<") else os.path.realpath(file)
     if path.startswith(_TASKS):
         return True
     return not path.startswith((_OURS, *_NOT_THEIRS)) and f"{os.sep}site-packages{os.sep}" not in path

@@ -83,7 +83,7 @@ class Trainer:
     def run(self, first_step: int) -> Outcome:
         """Train steps ``first_step .. steps - 1``. Raises `Diverged`, `PeerLost`, and what user code raises."""
         self.model.train()
-        self.watch.be(Phase.COMPUTE, self.comm)
+        self.watch.be(Phase.COMPUTE, self.comm, self.loader)
         self.done = self.evaluated = first_step
         began = self.comm.now()
         while not self.over():

@@ -14,13 +14,15 @@ from tests.faults.planted import line_of
 from tests.faults.runs import PLANTED
 
 
-@pytest.mark.parametrize(("fault", "does", "function"), [
-    ("sleep", "waits for its data", "__getitem__"), ("lock", "computes", "go_wrong"),
+@pytest.mark.parametrize(("fault", "load", "does", "function"), [
+    ("sleep", "Threads()", "waits for its data", "__getitem__"),
+    ("sleep", "Processes(2)", "waits for its data", "__getitem__"),
+    ("lock", "Inline()", "computes", "go_wrong"),
 ])  # fmt: skip
 def test_who_is_stuck_in_code_of_the_users_is_named_with_what_it_does_and_the_line(
-    fault, does, function, tmp_path
+    fault, load, does, function, tmp_path
 ) -> None:
-    with under_way(fault, tmp_path) as run:
+    with under_way(fault, tmp_path, load=load) as run:
         _, message = run.wait("finding")
         words = message["text"]
         assert f"worker 1 has not arrived, it {does} since" in words

@@ -10,9 +10,10 @@ from typing import Protocol, TypeVar
 
 from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
 from unisono.observe.ledger import Ledger
-from unisono.stack import line_of
+from unisono.stack import dumped, line_of
 
 T = TypeVar("T")
+_ASK_SECONDS = 0.5  # of waiting for data, from when processes that fetch some are interrupted for a moment
 
 
 class Waits(Protocol):
@@ -21,6 +22,13 @@ class Waits(Protocol):
     @property
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
         """The operation that its worker waits for now, and whom, where that is known; empty: none."""
+
+
+class Loads(Protocol):
+    """What a loader tells of the processes that fetch data, to any thread."""
+
+    def stacks(self) -> list[str]:
+        """Where each is in its code, as `faulthandler` says it."""
 
 
 class Watch(Protocol):
@@ -32,8 +40,9 @@ class Watch(Protocol):
     def each(self, phase: Phase, items: Iterable[T]) -> Iterable[T]:
         """`items`; the time until one is there is `phase`'s."""
 
-    def be(self, phase: Phase, on: Waits | None = None) -> None:
-        """From now on the time outside of all contexts is `phase`'s; others are waited for `on` that wire."""
+    def be(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
+        """From now on the time outside of all contexts is `phase`'s; others are waited for `on` that wire, data from
+        that `loader`."""
 
     def at(self, step: int, micro_batch: int) -> None:
         """That micro-batch of step `step` begins."""
@@ -56,7 +65,7 @@ class Unwatched:
         """See `Watch`."""
         return items
 
-    def be(self, phase: Phase, on: Waits | None = None) -> None:
+    def be(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
         """See `Watch`."""
 
     def at(self, step: int, micro_batch: int) -> None:
@@ -89,6 +98,7 @@ class Watched:
         self.done = self._step = 0
         self._micro_batch = -1
         self._wire: Waits | None = None
+        self._loader: Loads | None = None
         self._thread = threading.get_ident()
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
@@ -99,10 +109,10 @@ class Watched:
         """See `Watch`."""
         return self.ledger.each(phase, items)
 
-    def be(self, phase: Phase, on: Waits | None = None) -> None:
+    def be(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
         """See `Watch`."""
         self.ledger.be(phase)
-        self._wire = on
+        self._wire, self._loader = on, loader
 
     def at(self, step: int, micro_batch: int) -> None:
         """See `Watch`."""
@@ -124,5 +134,7 @@ class Watched:
         wire = self._wire
         waits_for, missing = wire.waits_for if wire else ("", ())
         line = line_of(self._thread, loading=phase is Phase.DATA)
+        if phase is Phase.DATA and since > _ASK_SECONDS and self._loader:
+            line = next((found for text in self._loader.stacks() if (found := dumped(text))), line)
         return Doing(phase, self._step, self._micro_batch, since, waits_for[:LONGEST_WORDS], missing[:MOST_MISSING],
                      line[-LONGEST_WORDS:])  # fmt: skip
