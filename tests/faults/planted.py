@@ -16,6 +16,7 @@ import unisono
 from unisono import Task
 
 AT = 12  # the fetch, or the forward pass, at which it happens
+BAD_SAMPLE = 11
 LOCK = threading.Lock()
 
 
@@ -32,7 +33,7 @@ class Data(Dataset[Any]):
         random = torch.Generator().manual_seed(0)
         self.x, self.y = torch.randn(96, 8, generator=random), torch.randn(96, 1, generator=random)
         if fault == "nan":
-            self.y[11] = float("nan")
+            self.y[BAD_SAMPLE] = float("nan")
 
     def __len__(self) -> int:
         return len(self.x)

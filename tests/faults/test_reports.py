@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from tests.faults.planted import line_of
+from tests.faults.planted import BAD_SAMPLE, line_of
 from tests.faults.runs import PLANTED, fail_together, run
+from unisono.data import MicroBatchPlan
 from unisono.errors import Diverged, InvalidInput, WorkerFailed
 from unisono.observe.goodput import advice
 
@@ -31,11 +32,13 @@ def test_models_that_differ_are_named_by_their_first_tensor(tmp_path) -> None:
     assert "first.bias is (32,) x float32 on worker 0 and (33,) x float32 on worker 1" in str(error)
 
 
-def test_a_sample_that_is_no_number_is_named(tmp_path) -> None:
+def test_a_sample_that_is_no_number_is_found_in_its_micro_batch_and_worker(tmp_path) -> None:
+    plan = MicroBatchPlan(96, 24, 4, 0)
+    step, m = next((t, m) for t in range(4) for m in range(6) if BAD_SAMPLE in plan.indices(t, m))
     error = run("nan", tmp_path).error
     assert isinstance(error, Diverged)
-    assert "micro-batch" in str(error)
-    assert "worker" in str(error)
+    for words in (f"step {step}", f"micro-batch {m}", f"worker {m // 3}"):
+        assert words in str(error)
 
 
 def test_a_disk_that_is_full_for_one_worker_is_named_and_training_goes_on(tmp_path) -> None:
