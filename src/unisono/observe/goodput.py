@@ -96,9 +96,11 @@ def _slowest(ledgers: Sequence[Spent]) -> str:
     others = statistics.median(computing[:slowest] + computing[slowest + 1 :])
     if others <= 0 or computing[slowest] < _APART * others:
         return ""
-    times = computing[slowest] / others
+    times, spent = computing[slowest] / others, ledgers[slowest]
+    loads = spent.get(Phase.DATA.value, 0.0) > spent.get(Phase.COMPUTE.value, 0.0)
+    look = "where its data comes from, and at the data set's code" if loads else "what else its host does"
     return (f"worker {slowest} took {times:.1f} times as long as the others to load and compute as much, and they "
-            "waited for it: look at what else its host does")  # fmt: skip
+            f"waited for it: look at {look}")  # fmt: skip
 
 
 def _share(ledgers: Sequence[Spent], phases: Sequence[Phase]) -> float:
