@@ -21,7 +21,7 @@ SECONDS = st.dictionaries(st.sampled_from([phase.value for phase in Phase]), st.
     ([{"compute": 60, "recovery": 15, "lost work": 15, "data": 10}] * 2, "recoveries and work done twice"),
     ([{"compute": 90, "communication": 0}, {"compute": 30, "communication": 60}, {"compute": 31, "communication": 59}],
      "worker 0 took 3.0 times as long as the others to load and compute as much, and they waited for it: look at what"),
-    ([{"compute": 10, "communication": 80}, {"compute": 10, "data": 80}], "they waited for it: look at where its data comes from"),
+    ([{"compute": 10, "communication": 80}, {"compute": 10, "data": 80}], "look at where its data comes from"),
     ([{"start": 99, "compute": 1}], ""),  # the start is paid once
     ([{}], ""),
     ([], ""),
