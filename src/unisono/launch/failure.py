@@ -68,7 +68,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
     first = min(known, key=lambda failure: (failure.consequence, failure.at_seconds, failure.rank))
     lines = {failure.rank: failure.line for failure in known if failure.line} if first.consequence else {}
     where = ", ".join(f"worker {rank} was at {line}" for rank, line in sorted(lines.items()))
-    return replace(first, reason=f"{first.reason}; {where}") if where else first
+    return replace(first, reason=f"{first.reason}; {where}") if len(lines) > 1 else first
 
 
 def describe(status: int) -> str:
