@@ -19,7 +19,8 @@ from unisono.errors import InvalidInput
 # fmt: off
 FACTOR = st.floats(1e-6, 1e6)
 FIELD_VALUES = VALUES | {name: st.sampled_from(choices) for name, choices in CHOICES.items()} | {
-    "workers": st.integers(1, 99), "steps": st.integers(1, 10**9), "epochs": FACTOR,
+    "workers": st.integers(1, 99), "fewest": st.integers(1, 99), "most": st.integers(1, 99), "elastic": st.booleans(),
+    "steps": st.integers(1, 10**9), "epochs": FACTOR,
     "global_batch": st.integers(1, 4096), "micro_batch": st.integers(1, 4096), "seed": st.integers(0, 2**63 - 1),
     "lr": FACTOR, "clip": FACTOR,
     "checkpoint_every": st.integers(0, 999), "keep": st.integers(1, 9), "evaluate_every": st.integers(0, 999),
@@ -52,6 +53,11 @@ def test_every_field_is_read_from_text(name, data) -> None:
         assert Config.of({name: str(plain)}) == config
 
 
+def test_a_range_of_workers_says_three_things() -> None:
+    assert Config.of({"workers": "2:8"}) == Config(workers=2, fewest=2, most=8)
+    assert Config.of({"workers": "3"}) == Config(workers=3)
+
+
 def test_a_path_is_kept_as_text() -> None:
     assert Config(run=Path("a/b")).mapping()["run"] == "a/b"
 
@@ -64,6 +70,7 @@ def test_a_path_is_kept_as_text() -> None:
         ({"workers": 2.0}, "workers = 2.0: not a whole number; write a whole number."),
         ({"workers": True}, "workers = True: not a whole number"),
         ({"workers": "two"}, "workers = two: not a whole number"),
+        ({"workers": "2:many"}, "workers = 2:many: not from one whole number to another; write 2:8, or a number."),
         ({"workers": None}, "workers = None: not a whole number"),
         ({"lr": float("nan")}, "lr = nan: not a positive number"),
         ({"lr": "fast"}, "lr = fast: not a number"),

@@ -65,3 +65,22 @@ def test_in_exact_mode_the_number_of_threads_belongs_to_the_run() -> None:
     check_same_run(Config(compress=Exact(), threads=1, workers=4), before)
     with pytest.raises(InvalidInput, match=r"threads = 2: .* can change bits"):
         check_same_run(Config(compress=Exact(), threads=2), before)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"workers": 4, "most": 3}, "workers = 4: above most = 3"),
+        ({"workers": 2, "fewest": 3}, "fewest = 3: there are never more than 2 workers"),
+        ({"workers": "2:8", "global_batch": 64, "micro_batch": 16}, "most = 8: a step has 4 micro-batches"),
+    ],
+)
+def test_as_many_workers_as_may_come_can_train(given, words) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        settle(task(), given)
+    assert words in str(refused.value)
+
+
+def test_fewer_workers_may_be_started_than_are_waited_for() -> None:
+    config = settle(task(), {"workers": 1, "fewest": 2, "most": 4})
+    assert (config.workers, config.fewest, config.most) == (1, 2, 4)

@@ -22,7 +22,11 @@ class Config:
     """How a task is trained. ``None`` leaves the choice to the task's defaults, then to the library's (`resolve`).
 
     Args:
-        workers: processes to start, one device each.
+        workers: processes to start, one device each; 2:8 also says `fewest` and `most`.
+        fewest: workers below which nothing is trained, where they may come and go.
+        most: workers above which further ones stand by; None: as many as `workers`.
+        elastic: workers that die are replaced, others may join and leave, and training goes on, where `sync` is
+            AllReduce() and each worker has the whole model.
         steps: optimizer steps; excludes `epochs`.
         epochs: passes over the data, a fraction allowed; rounded down to whole steps.
         global_batch: samples of one step over all workers (64).
@@ -58,6 +62,9 @@ class Config:
     """
 
     workers: int = 1
+    fewest: int = 1
+    most: int | None = None
+    elastic: bool = True
     steps: int | None = None
     epochs: float | None = None
     global_batch: int | None = None
@@ -104,7 +111,7 @@ class Config:
         for name in mapping:
             if name not in FIELDS:
                 raise InvalidInput(name, mapping[name], "there is no such field", notation.nearest(name, list(FIELDS)))
-        return dataclasses.replace(self, **{name: read(name, value) for name, value in mapping.items()})
+        return dataclasses.replace(self, **{name: read(name, value) for name, value in ranged(mapping).items()})
 
     def mapping(self) -> dict[str, Any]:
         """All field names and plain values, as TOML can hold them; None is written ``none``."""
@@ -129,6 +136,8 @@ CHOICES = {
 }
 _AT_LEAST = {
     "workers": 1,
+    "fewest": 1,
+    "most": 1,
     "steps": 1,
     "global_batch": 1,
     "micro_batch": 1,
@@ -162,6 +171,21 @@ def read(name: str, value: Any) -> Any:
         except ValueError:
             raise InvalidInput(name, value, f"not {_KINDS[kind]}", f"write {_KINDS[kind]}") from None
     return value
+
+
+def ranged(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`settings`, with ``workers="2:8"`` as the three fields that it stands for.
+
+    Raises:
+        InvalidInput: it is neither that nor a number.
+    """
+    said = settings.get("workers")
+    if not isinstance(said, str) or ":" not in said:
+        return settings
+    fewest, _, most = (part.strip() for part in said.partition(":"))
+    if not (fewest.isdecimal() and most.isdecimal()):
+        raise InvalidInput("workers", said, "not from one whole number to another", "write 2:8, or a number")
+    return {**settings, "workers": int(fewest), "fewest": int(fewest), "most": int(most)}
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.config import Config
+from unisono.config import Config, ranged
 from unisono.directory import claimed, with_earlier
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.launch import Forkserver, Identity, StopRequest, Worker, ask, identify, launch, prepare
+from unisono.gathering import called, gathered
+from unisono.launch import Elastic, Forkserver, Identity, StopRequest, Worker, ask, identify, launch, prepare
+from unisono.launch.process import age_seconds
+from unisono.membership import Contact
+from unisono.membership.place import Calling
 from unisono.observe import write_summary
 from unisono.observe.written import SUMMARY
 from unisono.order import Carried, Order, Result, TaskSource
-from unisono.settings import settle
+from unisono.settings import recovers, settle
 from unisono.task import Task
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "unisono.work")
@@ -40,16 +46,21 @@ def train(task: Task, config: Config | None = None, *, json: Path | None = None)
     return start(Carried.of(task), settings, json=json, on_message=lambda rank, message: None)
 
 
-def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None, on_message: Messages) -> Result | None:
+def start(
+    source: TaskSource, settings: Mapping[str, Any], *, json: Path | None, on_message: Messages,
+    calling: Calling | None = None,
+) -> Result | None:  # fmt: skip
     """Run the task of `source` under `settings` (Config fields that the user gave).
 
-    Returns the result; None in a worker other than 0 that another launcher started.
+    Returns the result; None in a worker other than 0 that another launcher started, and where all workers of this one
+    have left, and others go on.
 
     Args:
         json: where to write the result as JSON besides ``summary.json``.
         on_message: told of progress, notices and where the run lies, with the rank of the worker that says so.
+        calling: where the workers find their coordinator, if that is said.
     """
-    began = time.time() - process_age_seconds()
+    began = time.time() - age_seconds()
     identity = identify(os.environ)
     if identity.launcher != "none":
         return _be_worker(identity, source, settings, began, json, on_message)
@@ -59,9 +70,11 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
         config = settle(source.load(), settings)
         if config.layout.workers > 1:  # what workers would refuse is refused before there are any
             _ask("unisono.plan.possible:check", source, settings, server)
-        with claimed(config, source) as path:
+        with claimed(config, source) as path, contextlib.ExitStack() as stack:
             on_message(0, {"kind": "run", "path": str(path)})
             order = Order(source, settings, path, began)
+            elastic = stack.enter_context(_may_come_and_go(config, order, server, on_message, calling))
+            order = replace(order, contact=elastic.contact if elastic else None)
             results = launch(
                 "unisono.work:work",
                 (order,),
@@ -69,8 +82,59 @@ def start(source: TaskSource, settings: Mapping[str, Any], *, json: Path | None,
                 logs=path / "logs",
                 prepared=server,
                 on_message=on_message,
+                elastic=elastic,
             )
-    return conclude(results[0], path, json, on_message)
+    return None if results[0] is None else conclude(results[0], path, json, on_message)
+
+
+def join(contact: Contact, workers: int, *, logs: Path | None = None, on_message: Messages) -> Mapping[str, Any] | None:
+    """Start `workers` processes here that take part in the run whose coordinator `contact` reaches.
+
+    Returns the fields of its `Result` once it is over; None if all of them have left before.
+
+    Args:
+        logs: directory for what they print; default: one in ``runs``, of this launcher's own name.
+        on_message: as for `start`.
+
+    Raises:
+        InvalidInput: nobody answers there, or this host cannot do what the run's workers do.
+        WorkerFailed: as `launch`.
+    """
+    name = f"{os.uname().nodename}-{secrets.token_hex(2)}"
+    with prepare(PRELOAD) as server:
+        order = called(contact, server)
+        settle(order.source.load(), order.settings)
+        assert order.contact is not None
+        results = launch(
+            "unisono.work:work",
+            (order,),
+            workers,
+            logs=logs or Path("runs", name, "logs"),
+            prepared=server,
+            on_message=on_message,
+            elastic=Elastic(order.contact, launcher=name),
+        )
+    result: Mapping[str, Any] | None = results[0]
+    return result
+
+
+def _may_come_and_go(
+    config: Config, order: Order, server: Forkserver, on_message: Messages, calling: Calling | None
+) -> contextlib.AbstractContextManager[Elastic | None]:
+    """What workers need to do so, if they may.
+
+    Raises:
+        InvalidInput: they may not, and the user wants it.
+    """
+    if recovers(config):
+        told = lambda words: on_message(0, {"kind": "notice", "text": words})
+        alone = max(config.workers, config.most or 1) == 1 and calling is None
+        return contextlib.nullcontext() if alone else gathered(config, order, server, told, calling or Calling())
+    if config.fewest > 1 or config.most not in (None, config.workers) or calling is not None:
+        raise InvalidInput(
+            "workers", f"{config.fewest}:{config.most or config.workers}", "in this run none can come or go",
+            "give one number; or leave elastic on, with AllReduce(), and without layout and sync_batchnorm")  # fmt: skip
+    return contextlib.nullcontext()
 
 
 def foretell(source: TaskSource, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -100,6 +164,7 @@ def _be_worker(
     """This process is one of several that somebody else's launcher started."""
     from unisono.work import work  # imports torch
 
+    settings = ranged(settings)
     said = settings.get("workers")
     if said is not None and int(said) != identity.size:
         raise InvalidInput(
@@ -108,7 +173,7 @@ def _be_worker(
     settings = {**with_earlier(settings), "workers": identity.size}
     worker = Worker(identity, lambda message: on_message(identity.rank, message), StopRequest())
     result = work(worker, Order(source, settings, None, began))
-    return conclude(result, Path(result["run"]), json, on_message) if identity.rank == 0 else None
+    return conclude(result, Path(result["run"]), json, on_message) if result and identity.rank == 0 else None
 
 
 def conclude(result: Mapping[str, Any], path: Path, json: Path | None, on_message: Messages) -> Result:
@@ -127,11 +192,3 @@ def conclude(result: Mapping[str, Any], path: Path, json: Path | None, on_messag
     except OSError as error:
         raise UnisonoError(f"the result was not written to {json}: {error.strerror}") from error
     return Result(**result)
-
-
-def process_age_seconds() -> float:
-    """How long ago this process was started; 0 where the system does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
-    return 0.0

@@ -12,11 +12,23 @@ from unisono.data import default_micro_batch
 from unisono.errors import InvalidInput
 from unisono.layout import Places
 from unisono.notation import show
+from unisono.sync import AllReduce
 from unisono.task import Task
 
 # What makes a run this run: with other values it would compute something else.
 IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "precision", "sync_batchnorm")
 LIBRARY_GLOBAL_BATCH = 64
+
+
+def recovers(config: Config) -> bool:
+    """Whether workers of such a run may come and go. With batch statistics that span workers, what is saved of a step
+    for its gradients belongs to those who computed it together."""
+    return (
+        config.elastic
+        and isinstance(config.sync, AllReduce)
+        and config.layout.workers == 1
+        and not config.sync_batchnorm
+    )
 
 
 def settle(task: Task, given: Mapping[str, Any]) -> Config:
@@ -39,6 +51,7 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
         config = replace(config, micro_batch=default_micro_batch(config.global_batch or LIBRARY_GLOBAL_BATCH))
     if isinstance(config.compress, Exact) and not config.threads:
         config = replace(config, threads=1)  # the number of threads can change bits, so it must not follow the machine
+    _check_workers(config)
     if config.sync_batchnorm and isinstance(config.compress, Exact):
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
@@ -53,6 +66,27 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
             "precision", config.precision, f"with {show(config.layout)} each worker has all parameters, in fp32",
             "write bf16, or a layout as in --layout 'Layout(shard=2)'")  # fmt: skip
     return config
+
+
+def _check_workers(config: Config) -> None:
+    """Raise `InvalidInput` where as many workers as may come could not train."""
+    most = config.workers if config.most is None else config.most
+    if config.workers > most:
+        raise InvalidInput("workers", config.workers, f"above most = {most}", "start fewer, or give a larger most")
+    if config.fewest > most:
+        raise InvalidInput(
+            "fewest",
+            config.fewest,
+            f"there are never more than {most} workers",
+            "give a larger most, as in --workers 2:8",
+        )
+    assert config.global_batch is not None
+    assert config.micro_batch is not None
+    micro_batches = config.global_batch // config.micro_batch
+    if config.most is not None and micro_batches < most:
+        raise InvalidInput(
+            "most", most, f"a step has {micro_batches} micro-batches, and every worker takes one at least",
+            "use fewer, or a smaller micro_batch")  # fmt: skip
 
 
 def _check_spread(config: Config) -> None:

@@ -21,10 +21,11 @@ from torch import nn
 
 from unisono.comm import Communicator
 from unisono.data import Loader, Turn, seed_compute, stream
+from unisono.doing import Phase
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator
 from unisono.layout import Passage
-from unisono.observe import Recorder
+from unisono.observe import Recorder, Unwatched, Watch
 from unisono.optimizer import LearningRate
 from unisono.persist import Persistence
 from unisono.presence import Presence
@@ -46,6 +47,7 @@ class Trainer:
         mine: the micro-batches of a step that this worker computes; `worker_of` says whose one is.
         factor: the learning rate's factor at a step.
         presence: who is there; all workers stop, or end what they do together, after the same step.
+        watch: is told what this worker does.
     """
 
     model: nn.Module
@@ -69,6 +71,7 @@ class Trainer:
     global_batch: int
     evaluate_every: int
     presence: Presence
+    watch: Watch = field(default_factory=Unwatched)
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
     last_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -84,6 +87,7 @@ class Trainer:
         `Diverged`, `PeerLost`, and what user code raises; the model is then as the last step done left it, once
         `let_go` has been called."""
         self.model.train()
+        self.watch.be(Phase.COMPUTE, self.comm, self.loader)
         self.done = self.evaluated = first_step
         began = self.comm.now()
         while not self.over():
@@ -93,14 +97,17 @@ class Trainer:
 
                 self.learning_rate.set(self.factor(t))
                 self.compute_all(t, mine, batches)
-                step = self.replica.settle()
+                with self.watch(Phase.COMMUNICATION):
+                    step = self.replica.settle()
                 step.check_finite(t, self.worker_of)
-                self.persistence.before_change()
+                with self.watch(Phase.CHECKPOINT):
+                    self.persistence.before_change()
                 self.presence.check()
                 step.apply()
 
                 self.last_loss, self.done = step.loss, max(self.done, t + 1)
                 self.presence.done()
+                self.watch.keep(self.done)
                 self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
                 words = step.extra
                 if words is not None:
@@ -119,6 +126,7 @@ class Trainer:
 
     def finish(self) -> None:
         """After the last step: the last checkpoint, the last evaluation."""
+        self.watch.be(Phase.CHECKPOINT, self.comm)
         self.replica.meet()
         self.persistence.finish(self.done)
         if self.evaluator and self.done == self.steps:
@@ -142,13 +150,15 @@ class Trainer:
         shares = self.replica.shares(self.done, min([self.steps, *due]), lambda: self.presence.stop)
         if shares is None:
             return False, ((t, self.mine, self.loader.batches(t)) for t in range(self.done, self.steps))
-        return True, self.loader.turns(shares)
+        return True, iter(self.watch.each(Phase.COMMUNICATION, self.loader.turns(shares)))
 
     def meet_after(self, dealt: int) -> None:
         """All that was dealt out, to before step `dealt`, is computed, here; wait for the others."""
         mine = torch.tensor(self.says(), dtype=torch.float64)
         self.done = dealt
-        self.meet(self.comm.gather(mine).wait().sum(0).tolist())
+        with self.watch(Phase.COMMUNICATION):
+            words = self.comm.gather(mine).wait().sum(0).tolist()
+        self.meet(words)
         self.evaluate_if_due()
 
     def says(self) -> list[float]:
@@ -160,10 +170,11 @@ class Trainer:
     def meet(self, words: Sequence[float]) -> None:
         """All workers are between the same two steps, and have said `words`."""
         said = heard(words)
-        if self.persistence.due(self.done):
-            self.replica.meet()
         parting = any(each.parting for each in said)
-        self.persistence.after_step(self.done, [each.written for each in said], take=not parting)
+        with self.watch(Phase.CHECKPOINT):
+            if self.persistence.due(self.done):
+                self.replica.meet()
+            self.persistence.after_step(self.done, [each.written for each in said], take=not parting)
         self.stopping = any(each.stop for each in said) or all(each.leaving for each in said)
         # What is being written would be lost: its workers finish it first.
         self.parting = parting and not (self.stopping or self.persistence.pending or self.done >= self.steps)
@@ -176,7 +187,8 @@ class Trainer:
 
     def compute_all(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
         """Forward and backward of this worker's micro-batches of step `t`."""
-        for m, batch in batches:
+        for m, batch in self.watch.each(Phase.DATA, batches):
+            self.watch.at(t, m)
             self.compute(t, m, self.move(batch), last=m == mine[-1])
 
     def compute(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
@@ -197,7 +209,7 @@ class Trainer:
         """Metrics on held-out data of what the replicas agree on."""
         assert self.evaluator is not None
         began = self.comm.now()
-        with self.replica.shared():
+        with self.watch(Phase.EVALUATION), self.replica.shared():
             self.last_metrics = self.evaluator(self.model)
             self.replica.held.gathering.let_go()
         self.evaluating_seconds += self.comm.now() - began

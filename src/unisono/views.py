@@ -20,15 +20,10 @@ from unisono.errors import CommunicationError, PeerLost
 from unisono.launch import Worker
 from unisono.membership import Agent, Contact, Place, Standing, View
 from unisono.membership.attendance import Attendance
+from unisono.observe import Watchdog, Watched
 from unisono.presence import Presence
-from unisono.sync import AllReduce
 
 log = logging.getLogger("unisono")
-
-
-def recovers(config: Config) -> bool:
-    """Whether workers of such a run may come and go."""
-    return config.elastic and isinstance(config.sync, AllReduce) and config.layout.workers == 1
 
 
 class MeetingPlace(Protocol):
@@ -82,8 +77,9 @@ class Only:
 
     parting = leaving = False
 
-    def __init__(self, worker: Worker, config: Config) -> None:
+    def __init__(self, worker: Worker, config: Config, watch: Watched) -> None:
         self._worker, self._config, self._left = worker, config, 1
+        self._watchdog = Watchdog(watch)  # nobody else sees when this worker is stuck
         who = worker.identity
         self.rank, self.view = who.rank, View(1, tuple(map(str, range(who.size))))
 
@@ -122,7 +118,7 @@ class Only:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        pass
+        self._watchdog.close()
 
 
 class Attended:
@@ -130,9 +126,10 @@ class Attended:
 
     Args:
         contact: of the coordinator.
+        watch: on what this worker does, which the coordinator is told.
     """
 
-    def __init__(self, worker: Worker, config: Config, contact: Contact) -> None:
+    def __init__(self, worker: Worker, config: Config, contact: Contact, watch: Watched) -> None:
         self._worker, self._config = worker, config
         self._door = open_door(contact.meets_at, contact.url)
         self._name = worker.name
@@ -141,7 +138,14 @@ class Attended:
         agent = Agent(self._name, Standing(), Place(host_name(), self._door.url))
         stop = worker.stop
         self._attendance = Attendance(
-            contact, agent, self._break_off, leaving=lambda: stop.leaving, stopping=lambda: stop.requested
+            contact,
+            agent,
+            self._break_off,
+            leaving=lambda: stop.leaving,
+            stopping=lambda: stop.requested,
+            doing=watch.doing,
+            spent=watch.ledger.seconds,
+            told=self._tell,
         )
 
     @property
@@ -203,6 +207,11 @@ class Attended:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._attendance.close()
         self._door.close()
+
+    def _tell(self, words: str) -> None:
+        """All workers hear it, so that somebody is there to pass it on to the launcher, which says it once."""
+        log.warning(words)
+        self._worker.report({"kind": "finding", "text": words})
 
     def _break_off(self, number: int) -> None:
         with self._lock:

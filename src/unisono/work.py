@@ -35,22 +35,24 @@ from unisono.checkpoint import (
     open_newest,
     verified,
 )
-from unisono.comm import Communicator, Meeting
+from unisono.comm import Communicator
 from unisono.config import Config
 from unisono.directory import claimed
+from unisono.doing import Phase
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput, StateDamaged
 from unisono.launch import Worker
+from unisono.launch.process import age_seconds
 from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
 from unisono.membership import View
 from unisono.notation import show
-from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
+from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in_words, write_config
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
 from unisono.settings import check_same_run, settle
 from unisono.state import Reached, adopt, describe
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
-from unisono.views import Attended, Only, Views
+from unisono.views import Attended, MeetingPlace, Only, Views
 from unisono.wires import Wires
 from unisono.world import choose_device, fair_threads
 
@@ -65,8 +67,9 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     task = with_data(order.source.load())
     config = settle(task, order.settings)
-    life = Life(worker, order, task, config, choose_device(config.device, worker.identity))
-    with Attended(worker, config, order.contact) if order.contact else Only(worker, config) as views:
+    watch = Watched(age_seconds=age_seconds())
+    life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
+    with Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch) as views:
         result = life.go_through(views)
         return dataclasses.asdict(result) if result else None
 
@@ -86,6 +89,7 @@ class Life:
     task: Task
     config: Config
     device: torch.device
+    watch: Watched
     built: tuple[Held, Optimizer] | None = None
     reached: Reached | None = None
     startup_seconds: float | None = None
@@ -98,11 +102,14 @@ class Life:
             try:
                 result = self.live(views)
             except CommunicationError as error:
+                self.watch.lose()
+                self.watch.be(Phase.RECOVERY)
                 views.broken(error, self.digest())
                 continue
             if result is not None:
                 views.finish()
                 return result
+            self.watch.be(Phase.RECOVERY)
             views.ended(self.digest())
         return None
 
@@ -147,7 +154,7 @@ class Life:
         held, optimizer = self.built
         record = _recorder(self.worker, comm, path)
         stack.callback(record.close)
-        writer = _writer(comm, config, place, _teller(comm, record), stack, wires.spread)
+        writer = _writer(comm, config, place, _teller(self.worker, comm, record), stack, wires.spread)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
         persistence = Persistence(
             writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
@@ -166,7 +173,7 @@ class Life:
         _write_down(self.order, config, comm, path, record, first_step, view)
         trainer = bind(
             self.task, config, feed, held, optimizer, wires, persistence=persistence, record=record,
-            device=self.device, first_step=first_step, presence=views)  # fmt: skip
+            device=self.device, first_step=first_step, presence=views, watch=self.watch)  # fmt: skip
         return trainer, first_step
 
     def _take_over(self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer) -> Reached:
@@ -197,6 +204,8 @@ class Life:
     def _result(self, trainer: Trainer, wires: Wires, outcome: Outcome, path: Path) -> Result:
         peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
         sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
+        mine = torch.tensor(list(self.watch.ledger.seconds().values()), dtype=torch.float64)
+        spent = trainer.comm.gather(mine).wait()
         seconds = sum(self.step_seconds) if trainer.replica.lockstep else trainer.seconds
         return Result(
             steps=outcome.steps,
@@ -211,6 +220,7 @@ class Life:
             step_seconds_median=statistics.median(self.step_seconds or [0.0]),
             peak_rss_bytes=int(peaks.max()),
             run=str(path),
+            ledger=[in_words(dict(zip(Phase, row))) for row in spent.tolist()],
         )
 
 
@@ -225,7 +235,7 @@ def _begin(persistence: Persistence, found: Found | None, path: Path) -> int:
             "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
 
 
-def _wires(meeting: Meeting, comm: Communicator, places: Places, rank: int) -> Wires:
+def _wires(meeting: MeetingPlace, comm: Communicator, places: Places, rank: int) -> Wires:
     """Who talks with whom under the layout; all workers call it alike."""
     if places.layout.workers == 1:
         return Wires.whole(comm)
@@ -334,11 +344,13 @@ def _write_down(
         record.event("start", workers=comm.size, first_step=first_step, config=config.mapping())
 
 
-def _teller(comm: Communicator, record: Recorder) -> Callable[[Event], None]:
+def _teller(worker: Worker, comm: Communicator, record: Recorder) -> Callable[[Event], None]:
     def tell(event: Event) -> None:
         log.info(event.words)
         if event.kind == "failed":
             record.event("checkpoint failed", step=event.step, worker=comm.rank, words=event.words)
+            if comm.rank:  # whose record is none
+                worker.report({"kind": "notice", "text": f"worker {comm.rank}: {event.words}"})
         else:
             record.event("checkpoint", step=event.step)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unisono.membership.place import Calling
 from unisono.source import Source
 
 
@@ -34,11 +35,13 @@ class Played:
     source: Source | None = None
     settings: Mapping[str, Any] | None = None
     json: Path | None = None
+    calling: Calling | None = None
 
     def start(
-        self, source: Source, settings: Mapping[str, Any], *, json: Path | None, on_message: Any
-    ) -> Result | None:
-        self.source, self.settings, self.json = source, settings, json
+        self, source: Source, settings: Mapping[str, Any], *, json: Path | None, on_message: Any,
+        calling: Calling | None = None,
+    ) -> Result | None:  # fmt: skip
+        self.source, self.settings, self.json, self.calling = source, settings, json, calling
         return self.act(on_message)
 
 

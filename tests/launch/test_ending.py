@@ -20,9 +20,11 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
 
 
 @contextmanager
-def toy(marker: str, logs: Path, target: str, *preload: str) -> Iterator[subprocess.Popen[str]]:
+def toy(
+    marker: str, logs: Path, target: str, *preload: str, module: str = "tests.launch.toy"
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher under way, of which nothing may be left 5 seconds after the block."""
-    command = [sys.executable, "-m", "tests.launch.toy", marker, str(logs), target, *preload]
+    command = [sys.executable, "-m", module, marker, str(logs), target, *preload]
     temporary = logs / "temporary"
     temporary.mkdir()
     environ = os.environ | {"TMPDIR": str(temporary)}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.cli.words import read as read
 from unisono.errors import CheckpointDamaged, InvalidInput, UnisonoError
 from unisono.notation import nearest
 
@@ -64,34 +65,6 @@ def checkpoint(words: list[str]) -> int:
 
 
 _CONVERSION = {"--to": True, "--from": True, "--max-shard-bytes": True, "--all": False}
-
-
-def read(words: Sequence[str], known: Mapping[str, bool]) -> tuple[dict[str, str], list[str]]:
-    """The options among `words`, and what else there is.
-
-    Args:
-        known: every option, and whether a value follows it.
-
-    Raises:
-        InvalidInput: an unknown option, or one without its value.
-    """
-    found: dict[str, str] = {}
-    rest, left = [], list(words)
-    while left:
-        word = left.pop(0)
-        if not word.startswith("-"):
-            rest.append(word)
-            continue
-        name, equals, value = word.partition("=")
-        if name not in known:
-            cure = nearest(name, list(known)) if known else "leave it out"
-            raise InvalidInput(name, value or "(nothing)", "there is no such option", cure)
-        if equals and not known[name]:
-            raise InvalidInput(name, value, "it takes no value", f"write {name}")
-        if known[name] and not equals and not left:
-            raise InvalidInput(name, "(nothing)", "a value is missing", f"write {name} VALUE")
-        found[name] = value if equals or not known[name] else left.pop(0)
-    return found, rest
 
 
 def _show(directory: Path, options: Mapping[str, str]) -> int:

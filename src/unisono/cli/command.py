@@ -19,6 +19,9 @@ commands:
   layout TASK    say what each worker would hold and send when a model lies on several
   launch SCRIPT  run a script with its own training loop on several workers
   tasks          list the built-in tasks and their options
+  join URL       have workers of this host take part in a run that is under way
+  status URL     say who takes part in a run, what each does on which line, where the time goes, and what happened
+  coordinator    agree on who trains, apart from all workers
   checkpoint     show and verify checkpoints, convert them to safetensors and back
 
   --version      print the version
@@ -93,6 +96,24 @@ def _tasks(given: list[str]) -> int:
     return tasks(given)
 
 
+def _join(given: list[str]) -> int:
+    from unisono.cli.join import join
+
+    return join(given)
+
+
+def _status(given: list[str]) -> int:
+    from unisono.cli.status import status
+
+    return status(given)
+
+
+def _coordinator(given: list[str]) -> int:
+    from unisono.cli.coordinator import coordinator
+
+    return coordinator(given)
+
+
 def _checkpoint(given: list[str]) -> int:
     from unisono.cli.checkpoint import checkpoint
 
@@ -105,6 +126,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "layout": _layout,
     "launch": _launch,
     "tasks": _tasks,
+    "join": _join,
+    "status": _status,
+    "coordinator": _coordinator,
     "checkpoint": _checkpoint,
 }
 

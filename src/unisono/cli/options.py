@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from unisono.cli.calling import OPTIONS as CALLING
 from unisono.cli.fields import Field, fields
 from unisono.errors import InvalidInput
 
 _DESCRIPTION = """\
 Train TASK: a built-in one (see unisono tasks), path/to/file.py:function or package.module:function.
 Values are written as in Python: --compress 'Exact()'."""
-_OWN = ("--config", "--set", "--json", "--help")
+_OWN = ("--config", "--set", "--json", "--help", *CALLING)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Given:
         sets: the ``KEY=VALUE`` of every ``--set``.
         config: the TOML file.
         json: where the result is written.
+        calling: options that say where the coordinator is, see `unisono.cli.calling`.
     """
 
     task: str | None
@@ -35,6 +37,7 @@ class Given:
     sets: Sequence[str]
     config: str | None
     json: str | None
+    calling: Mapping[str, str]
 
 
 def given(words: Sequence[str]) -> Given:
@@ -49,7 +52,8 @@ def given(words: Sequence[str]) -> Given:
         raise InvalidInput("task", " ".join(tasks), "more than one task is given", cure)
     read = vars(parser().parse_args(ours))
     config, json, sets = (read.pop(name) for name in ("config_file", "json_file", "sets"))
-    return Given(tasks[0] if tasks else None, read, theirs, sets, config, json)
+    calling = {name: read.pop(name) for name in CALLING if name in read}
+    return Given(tasks[0] if tasks else None, read, theirs, sets, config, json, calling)
 
 
 def flags(known: Mapping[str, Field]) -> dict[str, int]:
@@ -117,6 +121,9 @@ def parser(task_options: str = "") -> argparse.ArgumentParser:
         help="any setting or task option; repeatable",
     )
     command.add_argument("--json", dest="json_file", metavar="FILE", default=None, help="write the result there")
+    others = made.add_argument_group("workers of other hosts")
+    for name, (metavar, meaning) in CALLING.items():
+        others.add_argument(name, dest=name, metavar=metavar, help=meaning)
     command.add_argument("-h", "--help", action="store_true", dest="help", default=argparse.SUPPRESS, help="print this")
     return made
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from unisono.arguments import merged, nested
+from unisono.cli.calling import calling
 from unisono.cli.fields import Field, fields
 from unisono.cli.options import Given
 from unisono.errors import InvalidInput
+from unisono.membership.place import Calling
 from unisono.notation import nearest
 from unisono.source import Source
 from unisono.tasks import TASKS
@@ -26,11 +28,13 @@ class Request:
         source: the task.
         settings: the Config fields that were given.
         json: where the result is written.
+        calling: where the coordinator is, if that is said.
     """
 
     source: Source
     settings: Mapping[str, Any]
     json: Path | None
+    calling: Calling | None = None
 
 
 def request(given: Given) -> Request:
@@ -56,6 +60,7 @@ def request(given: Given) -> Request:
         source,
         {key: _plain(known[key], value) for key, value in chosen.items()},
         _json(given.json),
+        calling(given.calling),
     )
 
 

@@ -43,7 +43,7 @@ def run_of(asked: Request, on_message: Callable[[int, Mapping[str, Any]], None])
     """Start what was asked for: the fields of its `Result`, or None for a worker of another launcher."""
     from unisono import run  # imports torch
 
-    result = run.start(asked.source, asked.settings, json=asked.json, on_message=on_message)
+    result = run.start(asked.source, asked.settings, json=asked.json, on_message=on_message, calling=asked.calling)
     return None if result is None else dataclasses.asdict(result)
 
 

@@ -204,7 +204,7 @@ class TorchGroup(Conversation):
     def lane(self, name: str) -> TorchGroup:
         if self._store is None:
             raise PeerLost([], "lane", "this end was closed")
-        return TorchGroup(
+        lane = TorchGroup(
             c10d.PrefixStore(f"lane/{name}", self._store),
             self.rank,
             self.size,
@@ -214,6 +214,8 @@ class TorchGroup(Conversation):
             deadline_seconds=self._deadline_seconds,
             family=self._family,
         )
+        lane.name = name
+        return lane
 
     def close(self) -> None:
         if self._family.lanes[0] is self:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from unisono.data.fetch import Batch, Fetch
 from unisono.data.load import Inline, Load, Processes, Threads
 from unisono.data.plan import MicroBatchPlan
+from unisono.data.stacks import Stacks
 from unisono.errors import InvalidInput
 
 INLINE_BELOW_BYTES = 1 << 20  # of what is in memory already: copied sooner than handed over
@@ -104,6 +105,10 @@ class Loader:
         for step, micro_batches in dealing:
             yield step, micro_batches, self._all(step, micro_batches)
 
+    def stacks(self) -> list[str]:
+        """Where processes that fetch batches are in their code, see `Stacks.told`; for any thread."""
+        return self._source.stacks()
+
     def close(self) -> None:
         """End threads and processes. May be called twice."""
         self._source.close()
@@ -143,6 +148,7 @@ class _Source(Protocol):
     @property
     def next(self) -> _Key | None: ...
     def take(self) -> Batch: ...
+    def stacks(self) -> list[str]: ...
     def close(self) -> None: ...
 
 
@@ -161,6 +167,9 @@ class _Nothing:
 
     def take(self) -> Batch:
         raise LookupError("nothing is fetched ahead")
+
+    def stacks(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         pass
@@ -185,6 +194,9 @@ class _Thread:
         self._submit()
         return future.result()
 
+    def stacks(self) -> list[str]:
+        return []  # its thread is one of this process
+
     def close(self) -> None:
         self._futures.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -199,13 +211,14 @@ class _Processes:
 
     def __init__(self, fetch: Fetch, keys: Iterator[_Key], load: Processes) -> None:
         self._keys: deque[_Key] = deque()
+        self._stacks = Stacks(load.count)
         loader: DataLoader[Any] = DataLoader(
             _Remote(fetch),  # type: ignore[arg-type]  # as far as DataLoader uses it, it is a dataset
             batch_sampler=_Noted(keys, self._keys),
             collate_fn=_same,
             num_workers=load.count,
             prefetch_factor=load.ahead,
-            worker_init_fn=_Begin(os.getpid()),
+            worker_init_fn=_Begin(os.getpid(), self._stacks),
             multiprocessing_context="fork",
             generator=torch.Generator(),  # else a number would be drawn from the process's own
         )
@@ -225,6 +238,10 @@ class _Processes:
 
     def close(self) -> None:
         self._batches = None  # the iterator ends its processes when it is let go
+        self._stacks.close()
+
+    def stacks(self) -> list[str]:
+        return self._stacks.told()
 
 
 class _Noted:
@@ -263,8 +280,8 @@ class _Failure:
 class _Begin:
     """The first thing that a loading process does."""
 
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
+    def __init__(self, parent: int, stacks: Stacks) -> None:
+        self._parent, self._stacks = parent, stacks
 
     def __call__(self, number: int) -> None:
         """Die with the worker, however it dies; leave Ctrl-C to the worker, which then closes us."""
@@ -273,6 +290,7 @@ class _Begin:
             os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         setproctitle(f"{getproctitle()} loader {number}")
+        self._stacks.answer(number)
 
 
 _PR_SET_PDEATHSIG = 1

@@ -1,15 +1,18 @@
 """Who am I among the workers, and how do I start the others?"""
 
+from unisono.launch.coordination import Coordination
 from unisono.launch.failure import ScriptExited
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.identity import Identity, identify
-from unisono.launch.local import PRELOAD, ask, launch, prepare
+from unisono.launch.local import PRELOAD, Elastic, ask, launch, prepare
 from unisono.launch.script import launch_script
 from unisono.launch.stopping import Interrupted, StopRequest
 from unisono.launch.worker import Report, Worker
 
 __all__ = [
     "PRELOAD",
+    "Coordination",
+    "Elastic",
     "Forkserver",
     "Identity",
     "Interrupted",

@@ -1,9 +1,11 @@
 """All workers of a run, from the order to the end: what they say, how they end, and who is ended for it.
 
     RUNNING ── a consequence is heard ──► DOUBTING ──┐ (its cause is heard, or not in time)
-       └────── a failure, a signal ──────────────────┴─► ENDING ── time over, second signal ──► KILLED
+       ├────── a failure, a signal ──────────────────┴─► ENDING ── time over, second signal ──┐
+       └────── the run is over without the others ─────► PARTING ── time over, a signal ──────┴─► KILLED
 
-ENDING begins with SIGTERM to all, KILLED with SIGKILL; every state may end by the workers having ended.
+ENDING begins with a request to all to stop, KILLED with SIGKILL; every state may end by the workers having ended. What
+the end of a worker means while RUNNING, its `succession.Succession` decides.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.errors import WorkerFailed
 from unisono.launch import failure, process
@@ -27,11 +29,12 @@ from unisono.launch.failure import Failure
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.signals import Inbox
 from unisono.launch.stopping import Interrupted
-from unisono.launch.tail import Tail
+from unisono.launch.succession import Succession, Together, Verdict
 from unisono.launch.worker import Order
 
 _CAUSE_SECONDS = 2.0  # how long a cause is waited for after its consequence was heard
-_END_SECONDS = 3.0  # between SIGTERM and SIGKILL to the others after a failure
+_END_SECONDS = 3.0  # between a request to stop and SIGKILL to the others after a failure
+_PART_SECONDS = 10.0  # how long those who are still there may take when the run is over
 _KILLED_SECONDS = 10.0  # until a kill must have been reported
 _LARGEST_LINE = 1 << 26  # bytes of one report
 _PIECE = 1 << 16  # bytes
@@ -43,20 +46,37 @@ class _Phase(Enum):
     RUNNING = "running"
     DOUBTING = "doubting"
     ENDING = "ending"
+    PARTING = "parting"
     KILLED = "killed"
 
 
 @dataclass
 class _Member:
-    rank: int
+    order: Order
     channel: socket.socket
     pid: int | None = None
+    began_seconds: float = field(default_factory=time.monotonic)
     heard: bytearray = field(default_factory=bytearray)
     returned: bool = False
     result: Any = None
     silent: bool = False
     failed: bool = False
     ended: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Also its place among the members."""
+        return self.order.rank
+
+
+class Source(Protocol):
+    """Something besides workers that the launcher has to look after."""
+
+    def fileno(self) -> int:
+        """Readable when `attend` has something to do."""
+
+    def attend(self) -> None:
+        """Do it."""
 
 
 class Crew:
@@ -65,30 +85,35 @@ class Crew:
     Args:
         server: forks them.
         inbox: the signals to this process.
-        tail: of a log to be shown meanwhile.
+        beside: looked after meanwhile.
         on_message: called with the rank and what a worker reported.
         stop_seconds: see `launch`.
+        succession: decides what the end of a worker means.
     """
 
     def __init__(
         self,
         server: Forkserver,
         inbox: Inbox,
-        tail: Tail | None,
+        beside: Iterable[Source],
         on_message: OnMessage,
         stop_seconds: float,
+        succession: Succession | None = None,
     ) -> None:
         self._server, self._inbox = server, inbox
         self._on_message, self._stop_seconds = on_message, stop_seconds
+        self._succession: Succession = succession or Together()
         self._sources = selectors.DefaultSelector()
         self._sources.register(server, selectors.EVENT_READ, self._hear_server)
         self._sources.register(inbox, selectors.EVENT_READ, self._obey)
-        if tail:
-            self._sources.register(tail, selectors.EVENT_READ, tail.copy)
-        self._members: list[_Member] = []
+        for source in beside:
+            self._sources.register(source, selectors.EVENT_READ, source.attend)
+        self._members: list[_Member] = []  # the latest in each place
+        self._awaited: dict[int, float] = {}  # when another one is started there
         self._failures: list[Failure] = []
         self._signal: int | None = None
         self._phase, self._deadline_seconds = _Phase.RUNNING, float("inf")
+        self._parted = False
 
     def run(self, orders: Sequence[Order], payload: int) -> list[Any]:
         """Have `orders` carried out and return the results by rank; raises as `launch` does.
@@ -100,9 +125,10 @@ class Crew:
         try:
             while not self._server.ready:
                 self._listen()
+            self._payload = payload
             for order in orders:
-                self._start(order, payload)
-            while not all(member.ended for member in self._members):
+                self._members.append(self._start(order))
+            while self._awaited or not all(member.ended for member in self._members):
                 self._listen()
         finally:
             for member in self._members:
@@ -110,22 +136,26 @@ class Crew:
             self._sources.close()
         return self._outcome()
 
-    def _start(self, order: Order, payload: int) -> None:
+    def _start(self, order: Order) -> _Member:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        member = _Member(order.rank, ours)
-        self._members.append(member)
+        member = _Member(replace(order, worker=self._succession.name(order.rank)), ours)
         self._sources.register(ours, selectors.EVENT_READ, partial(self._hear, member))
         with theirs:
-            self._server.fork(order, [theirs.fileno(), payload])
+            self._server.fork(member.order, [theirs.fileno(), self._payload])
+        return member
 
     def _listen(self) -> None:
-        """Wait for the next events, or the deadline, and act on them."""
-        left = self._deadline_seconds - time.monotonic()
+        """Wait for the next events, or what is due first, and act on them."""
+        due = min(self._deadline_seconds, *self._awaited.values(), float("inf"))
+        left = due - time.monotonic()
         for key, _ in self._sources.select(None if left == float("inf") else max(0.0, left)):
             key.data()
         if time.monotonic() >= self._deadline_seconds:
             self._escalate()
+        for place in [place for place, at in self._awaited.items() if time.monotonic() >= at]:
+            del self._awaited[place]
+            self._members[place] = self._start(self._members[place].order)
 
     def _hear(self, member: _Member) -> None:
         if member.silent:
@@ -149,9 +179,13 @@ class Crew:
 
     def _note(self, member: _Member, **news: Any) -> None:
         if "message" in news:
+            self._succession.heard(news["message"])
             self._on_message(member.rank, news["message"])
         elif "result" in news:
             member.returned, member.result = True, news["result"]
+            if self._over and self._phase in (_Phase.RUNNING, _Phase.DOUBTING):
+                self._parted = True  # whatever becomes of the others
+                self._enter(_Phase.PARTING, _PART_SECONDS)
         else:
             member.failed = True
             self._fail(Failure(member.rank, **news["failure"]))
@@ -174,12 +208,36 @@ class Crew:
                 self._hear(member)
         self._hang_up(member)
         member.ended = True
+        self._succession.ended(member.rank)
         ended_by_us = self._phase in (_Phase.ENDING, _Phase.KILLED) and -status in (
-            signal.SIGTERM,
+            self._succession.stop,
             signal.SIGKILL,
         )
-        if not (member.failed or ended_by_us or (member.returned and status == 0)):
-            self._fail(Failure(member.rank, time.monotonic(), failure.describe(status)))
+        if not (member.failed or ended_by_us):
+            self._judge(member, status)
+
+    def _judge(self, member: _Member, status: int) -> None:
+        """What follows from the end of `member`."""
+        what = Failure(member.rank, time.monotonic(), failure.describe(status))
+        if self._phase is _Phase.RUNNING:
+            others = sum(not other.ended for other in self._members)
+            if member.returned and status == 0:
+                verdict = self._succession.returned(member.rank, others)
+            else:
+                verdict = self._succession.lost(what, others, what.at_seconds - member.began_seconds)
+            self._carry_out(member, verdict)
+        elif not (member.returned and status == 0):
+            self._fail(what)
+
+    def _carry_out(self, member: _Member, verdict: Verdict) -> None:
+        if verdict.words:
+            self._on_message(member.rank, {"kind": "notice", "text": verdict.words})
+        if verdict.cause is not None:
+            self._fail(verdict.cause)
+        elif verdict.another_in_seconds == 0:
+            self._members[member.rank] = self._start(member.order)
+        elif verdict.another_in_seconds is not None:
+            self._awaited[member.rank] = time.monotonic() + verdict.another_in_seconds
 
     def _bury_all(self, status: int, said: str) -> None:
         """The server has ended, and by that all workers."""
@@ -211,7 +269,7 @@ class Crew:
     def _escalate(self) -> None:
         if self._phase is _Phase.DOUBTING:
             self._enter(_Phase.ENDING, _END_SECONDS)
-        elif self._phase is _Phase.ENDING:
+        elif self._phase in (_Phase.ENDING, _Phase.PARTING):
             self._enter(_Phase.KILLED, _KILLED_SECONDS)
         else:
             rank = next(member.rank for member in self._members if not member.ended)
@@ -219,6 +277,7 @@ class Crew:
 
     def _enter(self, phase: _Phase, seconds: float) -> None:
         self._phase, self._deadline_seconds = phase, time.monotonic() + seconds
+        self._awaited.clear()
         for member in self._members:
             self._tell(member)
 
@@ -228,16 +287,22 @@ class Crew:
             return
         if self._phase is _Phase.ENDING:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGTERM)
+                os.kill(member.pid, self._succession.stop)
         elif self._phase is _Phase.KILLED:
             process.kill_group(member.pid)
+
+    @property
+    def _over(self) -> bool:
+        return self._succession.over([member.result for member in self._members])
 
     def _outcome(self) -> list[Any]:
         cause = failure.first_cause(self._failures).error() if self._failures else None
         results = [member.result for member in self._members]
         if self._signal is not None:
-            complete = all(member.returned for member in self._members)
+            complete = self._over or all(member.returned for member in self._members)
             raise Interrupted(self._signal, results if complete else ()) from cause
-        if cause:
+        if cause and not self._parted:
             raise cause
+        if lacking := self._succession.lacking(results):
+            raise WorkerFailed(0, lacking)
         return results

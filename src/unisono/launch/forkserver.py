@@ -68,6 +68,11 @@ class Forkserver:
                 env=os.environ | _ONE_THREAD,
             )
 
+    @property
+    def meeting(self) -> str:
+        """A private directory, there as long as workers are."""
+        return self._meeting
+
     def fileno(self) -> int:
         """Readable when `receive` has something."""
         return self._control.fileno()

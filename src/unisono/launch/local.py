@@ -2,6 +2,8 @@
 
     prepare ─► Forkserver (imports torch) ─► launch ─► worker 0 … n-1 ─► results, or the first one's error
 
+Workers may come and go where they are told of a coordinator (`Elastic`).
+
 Nothing here imports torch, so that the launcher is up at once, and reads the configuration while the
 forkserver imports it. What happens then is `crew.Crew`'s.
 """
@@ -12,6 +14,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,15 +22,39 @@ import cloudpickle
 from setproctitle import getproctitle, setproctitle
 
 from unisono.errors import InvalidInput
-from unisono.launch.crew import Crew, OnMessage
+from unisono.launch.coordination import Coordination
+from unisono.launch.crew import Crew, OnMessage, Source
 from unisono.launch.forkserver import Forkserver
+from unisono.launch.gone import Gone
 from unisono.launch.signals import Inbox
+from unisono.launch.succession import Joined, Replaced
 from unisono.launch.tail import Tail
 from unisono.launch.worker import Order
+from unisono.membership.values import Contact
 
 # The first optimizer that is built imports torch._dynamo, a second of computing: once is enough.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "cloudpickle")
 _ANSWER_SECONDS = 1.0  # between a signal and the end of who was asked
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Workers that die are replaced, and some may leave before the end.
+
+    Args:
+        contact: of the coordinator that is told whose process has ended.
+        coordination: its process, where it is this launcher's to look after; else others may go on without it.
+        launcher: a name that tells the workers of this launcher from those of others; the first needs none.
+    """
+
+    contact: Contact
+    coordination: Coordination | None = None
+    launcher: str = ""
+
+    def succession(self, places: int, gone: Gone) -> Replaced:
+        """What becomes of workers that end."""
+        kind = Replaced if self.coordination else Joined
+        return kind(places, gone.tell, f"{self.launcher}:" if self.launcher else "")
 
 
 def prepare(preload: Sequence[str] = PRELOAD, name: str = "unisono") -> Forkserver:
@@ -56,6 +83,7 @@ def launch(
     echo: BinaryIO | None = None,
     prepared: Forkserver | None = None,
     stop_seconds: float = 30.0,
+    elastic: Elastic | None = None,
 ) -> list[Any]:
     """Run ``target(worker, *arguments)`` in `workers` processes; their results (of JSON's kinds) by rank.
 
@@ -71,10 +99,14 @@ def launch(
         prepared: from `prepare`; is closed.
         stop_seconds: how long workers may take to a step boundary after Ctrl-C, SIGTERM or SIGHUP, before
             they are killed. A second signal kills them at once.
+        elastic: each process has a name of its own (``Worker.name``). One that dies is replaced, one that returns None
+            has left, and the first other result is the run's, and comes first.
 
     Raises:
         InvalidInput: the first failing worker raised it; or `logs` cannot be written.
-        WorkerFailed: a worker raised something else, was killed, or left by ``sys.exit`` (`ScriptExited`).
+        WorkerFailed: a worker raised something else, was killed, or left by ``sys.exit`` (`ScriptExited`); where they
+            are replaced, too many were killed in a row.
+        UnisonoError: no coordinator stays up.
         Interrupted: this process was asked to end.
     """
     with contextlib.ExitStack() as stack:
@@ -85,9 +117,16 @@ def launch(
             Order(rank, workers, target, log, threads, name, sys.path, os.getcwd())
             for rank, log in enumerate(_logs(logs, workers))
         ]
-        tail = stack.enter_context(Tail(Path(orders[0].log), echo)) if echo else None
+        beside: list[Source] = [stack.enter_context(Tail(Path(orders[0].log), echo))] if echo else []
         payload = stack.enter_context(_in_memory(cloudpickle.dumps(arguments)))
-        return Crew(server, inbox, tail, on_message, stop_seconds).run(orders, payload)
+        if elastic is None:
+            return Crew(server, inbox, beside, on_message, stop_seconds).run(orders, payload)
+        if elastic.coordination:
+            beside.append(elastic.coordination)
+        gone = stack.enter_context(Gone(elastic.contact))
+        succession = elastic.succession(workers, gone)
+        results = Crew(server, inbox, beside, on_message, stop_seconds, succession).run(orders, payload)
+        return sorted(results, key=lambda result: result is None)
 
 
 def ask(target: str, arguments: tuple[Any, ...], server: Forkserver, *, threads: int = 1, name: str = "unisono") -> Any:
@@ -99,7 +138,7 @@ def ask(target: str, arguments: tuple[Any, ...], server: Forkserver, *, threads:
     """
     order = Order(0, 1, target, os.devnull, threads, name, sys.path, os.getcwd())
     with Inbox() as inbox, _in_memory(cloudpickle.dumps(arguments)) as payload:
-        return Crew(server, inbox, None, _ignore, _ANSWER_SECONDS).run([order], payload)[0]
+        return Crew(server, inbox, (), _ignore, _ANSWER_SECONDS).run([order], payload)[0]
 
 
 @contextlib.contextmanager

@@ -8,20 +8,34 @@ from typing import Any
 
 from unisono.errors import UnisonoError
 
+STOP = signal.SIGTERM
+STOP_ALL = signal.SIGUSR1  # where SIGTERM asks one worker to leave the others
+
 
 class StopRequest:
-    """Whether this process was asked to stop at the next step boundary."""
+    """What this process was asked to do at the next step boundary: `requested` to stop the run; `leaving` to go, while
+    the others go on.
 
-    def __init__(self) -> None:
-        self.requested = False
+    Args:
+        leaves: SIGTERM asks this worker to leave, and SIGUSR1 all to stop; else SIGTERM asks to stop.
+    """
+
+    def __init__(self, leaves: bool = False) -> None:
+        self.requested = self.leaving = False
+        self._leaves = leaves
 
     def listen(self) -> StopRequest:
-        """From now on SIGTERM to this process is such a request. Only the main thread may call it."""
+        """From now on the signals are such requests. Only the main thread may call it."""
 
-        def ask(number: int, frame: Any) -> None:
+        def stop(number: int, frame: Any) -> None:
             self.requested = True
 
-        signal.signal(signal.SIGTERM, ask)
+        def leave(number: int, frame: Any) -> None:
+            self.leaving = True
+
+        signal.signal(STOP_ALL if self._leaves else STOP, stop)
+        if self._leaves:
+            signal.signal(signal.SIGTERM, leave)
         return self
 
 

@@ -33,7 +33,7 @@ class Tail:
         """Readable when the file has grown."""
         return self._watch
 
-    def copy(self) -> None:
+    def attend(self) -> None:
         """Copy what has come since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._watch, _PIECE)
@@ -46,6 +46,6 @@ class Tail:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.copy()
+        self.attend()
         os.close(self._file)
         os.close(self._watch)

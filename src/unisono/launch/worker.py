@@ -27,6 +27,7 @@ from setproctitle import setproctitle
 from unisono.errors import CommunicationError, Diverged, InvalidInput
 from unisono.launch.identity import Identity
 from unisono.launch.stopping import StopRequest
+from unisono.stack import raised_at
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Order:
         threads: compute threads.
         name: what processes of this run are called in ``ps``.
         path: the launcher's ``sys.path``; `directory` is its working directory.
+        worker: a name that no other process of the run ever has; empty where nobody replaces workers.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class Order:
     name: str
     path: list[str]
     directory: str
+    worker: str = ""
 
 
 class Report:
@@ -97,7 +100,7 @@ def main(order: Order, rendezvous: str, channel: int, payload: int) -> int:
     report = Report(socket.socket(fileno=channel))
     try:
         _settle_in(order, identity)
-        worker = Worker(identity, report, StopRequest().listen())
+        worker = Worker(identity, report, StopRequest(leaves=bool(order.worker)).listen(), order.worker)
         report.send("result", _call(_resolve(order.target), worker, _arguments(payload)))
         status = 0
     except BaseException as error:  # whatever it is, the launcher has to know
@@ -109,7 +112,7 @@ def main(order: Order, rendezvous: str, channel: int, payload: int) -> int:
 
 
 def _settle_in(order: Order, identity: Identity) -> None:
-    setproctitle(f"{order.name} worker {order.rank}")
+    setproctitle(f"{order.name} worker {order.worker or order.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect(order.log)
     faulthandler.enable()
@@ -189,8 +192,7 @@ def _print(error: BaseException) -> None:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     """The fields of a `Failure`, all but the rank."""
-    reason = traceback.format_exception_only(error)[-1].strip()
-    found: dict[str, Any] = {"at_seconds": time.monotonic(), "reason": reason}
+    found: dict[str, Any] = {"at_seconds": time.monotonic(), "reason": _reason(error)}
     if isinstance(error, SystemExit):
         code = error.code
         return found | {"exit_code": code if isinstance(code, int) else int(code is not None)}
@@ -200,7 +202,17 @@ def _describe(error: BaseException) -> dict[str, Any]:
     elif isinstance(error, Diverged):
         found["said"] = ["Diverged", list(error.args)]
     consequence = isinstance(error, CommunicationError)
-    return found | {"traceback": _traceback(error), "consequence": consequence}
+    line = raised_at(error.__traceback__)
+    return found | {"traceback": _traceback(error), "consequence": consequence, "line": line}
+
+
+def _reason(error: BaseException) -> str:
+    """The class, what it says, and short notes, such as which sample it was."""
+    notes = [str(note) for note in getattr(error, "__notes__", [])]
+    lines = traceback.format_exception_only(error)
+    said = lines[-1 - sum(len(note.split("\n")) for note in notes)].strip()
+    short = [note for note in notes if "\n" not in note]
+    return f"{said} ({', '.join(short)})" if short else said
 
 
 def _traceback(error: BaseException) -> str:

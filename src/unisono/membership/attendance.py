@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import socket
-import ssl
+import logging
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import TracebackType
-from urllib.parse import urlsplit
+from typing import Any
 
-from unisono.errors import InvalidInput
+from unisono.doing import Doing, Phase
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
+from unisono.membership.line import Line
 from unisono.membership.values import Contact, Over, Place, Standing, View, Word
 
-_LONGEST_ANSWER_BYTES = 16 << 20
-_ANSWER_SECONDS = 10.0
+LOG = logging.getLogger("unisono")
 _RETRY_SECONDS = 0.2  # while the coordinator is away
+_LEDGER_SECONDS = 1.0  # between two tellings where the time went
 
 
 class Attendance:
@@ -35,9 +33,12 @@ class Attendance:
             to be broken off.
         leaving: whether this worker was asked to go; asked before every beat.
         stopping: whether the run was asked to stop, so that no view is worth waiting for.
+        doing: what the worker does; called by the listening thread.
+        spent: seconds of its life, by phase.
+        told: called with what the coordinator has to tell people, a sentence each.
 
     Raises:
-        InvalidInput: the contact's URL is none.
+        InvalidInput: the contact's URL is none, or its authority cannot be read.
     """
 
     def __init__(
@@ -48,19 +49,19 @@ class Attendance:
         *,
         leaving: Callable[[], bool] = lambda: False,
         stopping: Callable[[], bool] = lambda: False,
+        doing: Callable[[], Doing] | None = None,
+        spent: Callable[[], Mapping[Phase, float]] | None = None,
+        told: Callable[[str], None] = LOG.warning,
     ) -> None:
-        parts = urlsplit(contact.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
-            raise InvalidInput("coordinator", contact.url, "no address of one", "write http://host:port")
-        self._saying, self._listening = (
-            _Line(parts.scheme == "https", parts.hostname, parts.port, contact.token) for _ in "12"
-        )
+        self._saying, self._listening = (Line(contact) for _ in "12")
         self._agent, self._abort, self._leaving, self._stopping = agent, abort, leaving, stopping
+        self._doing, self._spent, self._told = doing, spent, told
+        self._heard, self._spent_at = 0, float("-inf")
         self._knows: Word | None = None
         self._news = threading.Condition()  # guards the agent and what follows
         self._view: View | None = None
         self._dismissed = self._closed = False
-        self._said = threading.Lock()
+        self._said, self._hearing = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._listen, name="unisono attendance", daemon=True)
         self._thread.start()
 
@@ -136,7 +137,7 @@ class Attendance:
                 with self._news:
                     self._news.wait_for(lambda: self._closed, _RETRY_SECONDS)
 
-    def _exchange(self, line: _Line, *, waits: bool) -> bool:
+    def _exchange(self, line: Line, *, waits: bool) -> bool:
         with self._news:
             if self._leaving():
                 self._do(self._agent.leave())
@@ -144,15 +145,35 @@ class Attendance:
         told = asdict(beat) | {
             "knows": knows.view.number if knows else 0,
             "knows_over": knows.over.value if knows else "",
+            "waits": waits,
         }
-        answer = line.post("/v1/beat", told)
-        if answer is None:
+        answer = line.post("/v1/beat", told | self._of_itself(seldom=not waits))
+        if not isinstance(answer, dict):
             return False
-        word = _word(answer)
+        word = _word(answer, knows)
+        self._tell_people(answer)
         with self._news:
             self._knows = word
             self._do(self._agent.hear(word))
         return True
+
+    def _of_itself(self, *, seldom: bool) -> dict[str, Any]:
+        """What the worker does, and now and then where its time went; with what is said `seldom`, each time."""
+        told: dict[str, Any] = {"heard": self._heard}
+        if self._doing:
+            told["doing"] = asdict(doing := self._doing()) | {"phase": doing.phase.value}
+        now = time.monotonic()
+        if self._spent and (seldom or now - self._spent_at >= _LEDGER_SECONDS):
+            self._spent_at = now
+            told["spent"] = {phase.value: seconds for phase, seconds in self._spent().items() if seconds}
+        return told
+
+    def _tell_people(self, answer: dict[str, Any]) -> None:
+        with self._hearing:
+            new = answer["says"] if answer["said"] > self._heard else []
+            self._heard = max(self._heard, answer["said"])
+        for sentence in new:
+            self._told(sentence)
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -167,44 +188,11 @@ class Attendance:
         self._news.notify_all()
 
 
-class _Line:
-    """A connection that is made again when it is needed."""
-
-    def __init__(self, secure: bool, host: str, port: int, token: str) -> None:
-        self._headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
-        self._made: http.client.HTTPConnection
-        if secure:
-            context = ssl.create_default_context()
-            self._made = http.client.HTTPSConnection(host, port, timeout=_ANSWER_SECONDS, context=context)
-        else:
-            self._made = http.client.HTTPConnection(host, port, timeout=_ANSWER_SECONDS)
-
-    def post(self, path: str, message: object) -> object | None:
-        """The answer; None if there is none, or it is an error."""
-        try:
-            self._made.request("POST", path, json.dumps(message), self._headers)
-            answer = self._made.getresponse()
-            body = answer.read(_LONGEST_ANSWER_BYTES)
-            return json.loads(body) if answer.status == 200 else None
-        except (OSError, http.client.HTTPException, ValueError):
-            self._made.close()
-            return None
-
-    def cut(self) -> None:
-        """Whoever waits for an answer gets none."""
-        wire = self._made.sock
-        if wire is not None:
-            with suppress(OSError):  # it was not connected any more
-                wire.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Nobody asks any more."""
-        self._made.close()
-
-
-def _word(told: object) -> Word:
-    assert isinstance(told, dict)
+def _word(told: dict[str, Any], known: Word | None) -> Word:
     view = told["view"]
+    if view is None:
+        assert known is not None  # else it would have been told
+        return Word(known.view, Over(told["over"]))
     start = Standing(**view["start"])
     places = tuple(Place(**place) for place in view["places"])
     return Word(View(view["number"], tuple(view["members"]), start, tuple(view["sources"]), places), Over(told["over"]))

@@ -1,0 +1,84 @@
+"""Where a run's coordinator is, as options say it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from unisono.cli.token import VARIABLE, token
+from unisono.cli.words import whole
+from unisono.errors import InvalidInput
+from unisono.membership import Contact
+from unisono.membership.place import Calling, Place
+
+OPTIONS = {
+    "--listen": ("HOST[:PORT]", "have the run's coordinator listen there, so that workers of other hosts may join "
+                 f"(unisono join); they bear its token, {VARIABLE} of the environment or a new one [127.0.0.1]"),
+    "--certificate": ("FILE", "of that host, for TLS, with --key"),
+    "--key": ("FILE", "of the certificate"),
+    "--authority": ("FILE", "certificate by which the coordinator's is known, where the system's list has it not"),
+    "--coordinator": ("URL", f"a unisono coordinator that is up already, whose token {VARIABLE} or --token-file holds"),
+    "--token-file": ("FILE", f"holds the token, in place of {VARIABLE}"),
+}  # fmt: skip
+_LARGEST_PORT = 65535
+
+
+def calling(options: Mapping[str, str]) -> Calling | None:
+    """What `options` say of it; None if nothing.
+
+    Raises:
+        InvalidInput: no address, no such file, or options that exclude each other.
+    """
+    if not options:
+        return None
+    if "--coordinator" in options:
+        for name in ("--listen", "--certificate", "--key"):
+            if name in options:
+                raise InvalidInput(name, options[name], "the coordinator is up already", "leave one out")
+        return Calling(elsewhere=contact(options["--coordinator"], options))
+    if "--listen" not in options:
+        name = next(iter(options))
+        raise InvalidInput(name, options[name], "no coordinator is said", "add --listen HOST or --coordinator URL")
+    host, port = _address(options["--listen"])
+    return Calling(place(host, port, options), token(options), _file(options, "--authority"))
+
+
+def contact(url: str, options: Mapping[str, str]) -> Contact:
+    """Of the coordinator at `url`.
+
+    Raises:
+        InvalidInput: no token, or no such file.
+    """
+    known = token(options)
+    if not known:
+        raise InvalidInput(
+            VARIABLE, "unset", "the coordinator answers only who has its token", "set it, or give --token-file FILE"
+        )
+    return Contact(url, known, authority=_file(options, "--authority"))
+
+
+def place(host: str, port: int, options: Mapping[str, str]) -> Place:
+    """Where to listen.
+
+    Raises:
+        InvalidInput: no port; no such file; or one of certificate and key without the other.
+    """
+    if port > _LARGEST_PORT:
+        raise InvalidInput("port", port, f"above {_LARGEST_PORT}", "leave it out, which takes a free one")
+    certificate, key = (Path(found) if (found := _file(options, name)) else None for name in ("--certificate", "--key"))
+    return Place(host, port, certificate, key)
+
+
+def _address(text: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::([0-9]{1,6}))?", text)
+    if not found:
+        raise InvalidInput("--listen", text, "no address", "write HOST or HOST:PORT, as in 0.0.0.0:4000")
+    return found[1].strip("[]"), whole("--listen", found[2] or "0", 0)
+
+
+def _file(options: Mapping[str, str], name: str) -> str:
+    path = options.get(name, "")
+    if path and not Path(path).is_file():
+        raise InvalidInput(name, path, "there is no such file", "check the path")
+    return str(Path(path).absolute()) if path else ""

@@ -1,0 +1,83 @@
+"""``unisono coordinator``: the service at which workers learn who takes part, by itself."""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from unisono.cli.calling import place
+from unisono.cli.token import VARIABLE, token
+from unisono.cli.words import read, whole
+from unisono.errors import InvalidInput
+from unisono.membership import Policy
+
+USAGE = f"""\
+usage: unisono coordinator [options]
+
+Agree on who trains. unisono train starts a coordinator of its own; one that runs elsewhere outlives every worker's
+host. It ends on Ctrl-C and SIGTERM; started again with the same --state and --port, it goes on where it was.
+
+  --host HOST         address to listen at; any but loopback is reached from other machines [127.0.0.1]
+  --port PORT         0 takes a free one [0]
+  --state FILE        where its decisions lie [coordinator.sqlite]
+  --certificate FILE  of this host, for TLS, with --key FILE
+  --minimum N         workers below which nothing is trained [1]
+  --maximum N         workers above which further ones stand by [as many as come]
+  --expected N        workers that the first view waits for, for 30 s [--minimum]
+  --token-file FILE   holds the token that whoever takes part must bear [{VARIABLE} of the environment, or a new one]
+"""
+_OPTIONS = ("--host", "--port", "--state", "--certificate", "--key", "--minimum", "--maximum", "--expected",
+            "--token-file")  # fmt: skip
+
+
+def coordinator(words: list[str]) -> int:
+    """Run the words after ``unisono coordinator``; 0 when it was asked to end.
+
+    Raises:
+        UnisonoError: what was written cannot work.
+    """
+    if "--help" in words or "-h" in words:
+        print(USAGE, end="")
+        return 0
+    options, rest = read(words, dict.fromkeys(_OPTIONS, True))
+    if rest:
+        raise InvalidInput("coordinator", " ".join(rest), "it takes options only", "see unisono coordinator --help")
+    port = whole("--port", options.get("--port", "0"), 0)
+    where = place(options.get("--host", "127.0.0.1"), port, options)
+    policy, state = policy_of(options), Path(options.get("--state", "coordinator.sqlite"))
+    given = token(options)
+    chosen = given or secrets.token_urlsafe(32)
+
+    from unisono.membership.serve import Serving  # imports the web server
+
+    try:
+        serving = Serving(where, policy, state, chosen, _print)
+    except (sqlite3.Error, OSError) as error:
+        raise InvalidInput("--state", str(state), str(error), "name another file") from error
+    print(f"coordinator at {serving.url}")
+    print("" if given else f"its token, for {VARIABLE} of whoever takes part: {chosen}\n", end="", flush=True)
+    serving.run()
+    return 0
+
+
+def policy_of(options: Mapping[str, str]) -> Policy:
+    """Who may take part.
+
+    Raises:
+        InvalidInput: numbers that contradict each other.
+    """
+    least = whole("--minimum", options.get("--minimum", "1"))
+    first = whole("--expected", options.get("--expected", str(least)))
+    most = whole("--maximum", options.get("--maximum", str(Policy().maximum)))
+    if not least <= first <= most:
+        raise InvalidInput(
+            "--expected", first, f"not between --minimum {least} and --maximum {most}", "choose them in that order"
+        )
+    return Policy(minimum=least, expected=first, maximum=most)
+
+
+def _print(words: str) -> None:
+    print(time.strftime("%Y-%m-%d %H:%M:%S"), words, flush=True)

@@ -1,0 +1,154 @@
+"""``unisono status``: who takes part in a run, how far each is, and what happened lately."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.cli.join import REACHING, reached
+from unisono.cli.token import VARIABLE
+from unisono.cli.words import read
+from unisono.doing import Doing, Phase
+from unisono.errors import InvalidInput
+from unisono.membership.card import CONTACT, DIRECTORY
+from unisono.membership.line import ask
+from unisono.observe.goodput import account
+from unisono.observe.words import duration
+from unisono.observe.written import SUMMARY
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+USAGE = f"""\
+usage: unisono status URL [options]
+       unisono status --run DIR
+
+Say who takes part in a run, how far each is, what it does on which line of your code, where its time went, and what
+happened lately. URL is that of the run's coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both
+itself, and, once it is over, where the time went.
+
+  --token-file FILE  holds the token, in place of {VARIABLE}
+  --authority FILE   certificate by which an https:// coordinator is known
+  --json             as the coordinator says it
+"""
+_LATELY = 12  # of what happened
+
+
+def status(words: list[str]) -> int:
+    """Run the words after ``unisono status``; 0 when everything is said.
+
+    Raises:
+        UnisonoError: what was written cannot work, or nobody answers.
+    """
+    if "--help" in words or "-h" in words:
+        print(USAGE, end="")
+        return 0
+    options, rest = read(words, dict.fromkeys(REACHING, True) | {"--json": False})
+    if "--run" in options and not rest and (over := _summary(Path(options["--run"]))):
+        print(json.dumps(over, indent=2) if "--json" in options else "\n".join(_ended(over)))
+        return 0
+    where = reached(options, rest, "status")
+    told = ask(where, "/v1/status")
+    if told is None:
+        raise InvalidInput("coordinator", where.url, "it is none, or of another version", "check the address")
+    if "--json" in options:
+        print(json.dumps(told, indent=2))
+    else:
+        _print(told)
+    return 0
+
+
+def _summary(run: Path) -> Mapping[str, Any] | None:
+    """Of a run that has come to its end."""
+    if (run / DIRECTORY / CONTACT).exists():
+        return None
+    try:
+        found: Mapping[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _ended(summary: Mapping[str, Any]) -> list[str]:
+    spent = {str(rank): seconds for rank, seconds in enumerate(summary.get("ledger", []))}
+    over = f"the run is over after {summary['steps']:,} steps and {duration(summary['wall_seconds'])}"
+    return [over, "", *account(spent)]
+
+
+def _print(told: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(heading(told), style="bold", markup=False)
+    if told["workers"]:
+        console.print()
+        console.print(_table(told))
+    spent = {worker: seconds for worker, seconds in told.get("spent", {}).items() if seconds}
+    parts = {"seconds of each worker's life": account(spent), "what held it up": told.get("says", [])[-_LATELY:],
+             "lately": list(_lately(told))}  # fmt: skip
+    for title, lines in parts.items():
+        if lines:
+            console.print(f"\n{title}", style="bold")
+        for line in lines:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def heading(told: Mapping[str, Any]) -> str:
+    """The view at hand in one sentence."""
+    view, members = told["view"], len(told["view"]["members"])
+    if not view["number"]:
+        return f"no view yet: {len(told['workers'])} workers are here"
+    goes_on = {
+        "no": "it goes on",
+        "at a boundary": "it ends after the step in hand",
+        "now": "it is over, and the next one is awaited",
+        "for ever": "all is trained",
+    }
+    begun = f"from step {view['start']['step']:,}" if view["sources"] else "from what was kept"
+    count = f"{members} worker" + ("s" if members != 1 else "")
+    return f"view {view['number']}: {count} {begun}; {goes_on[told['over']]}"
+
+
+def _table(told: Mapping[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    titles = ["worker", "is", "step", "heard"] + (["does"] if _knows_doings(told) else [])
+    for title in titles:
+        table.add_column(title, justify="right" if title in ("step", "heard") else "left")
+    for worker in told["workers"]:
+        table.add_row(*_row(told, worker)[: len(titles)])
+    return table
+
+
+def _knows_doings(told: Mapping[str, Any]) -> bool:
+    return any(worker.get("doing") for worker in told["workers"])
+
+
+def _row(told: Mapping[str, Any], worker: Mapping[str, Any]) -> list[str]:
+    does = _does(worker["doing"]) if worker.get("doing") else ""
+    silent = f"{worker['silent_seconds']:.1f} s ago"
+    return [worker["worker"], _is(told["view"], worker), f"{worker['step']:,}", silent, does]
+
+
+def _does(told: Mapping[str, Any]) -> str:
+    doing = Doing(Phase(told["phase"]), waits_for=told["waits_for"], line=told["line"])
+    return f"{doing.words} since {duration(told['since_seconds'])}{doing.where}"
+
+
+def _is(view: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
+    if worker["leaving"]:
+        return "leaving"
+    if worker["worker"] not in view["members"]:
+        return "standing by"
+    return f"in view {worker['works_in']}" if worker["works_in"] else "between views"
+
+
+def _lately(told: Mapping[str, Any]) -> Iterator[str]:
+    for each in told["happened"][-_LATELY:]:
+        yield f"{time.strftime('%H:%M:%S', time.localtime(each['at_seconds']))}  {each['words']}"

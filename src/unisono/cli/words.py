@@ -1,0 +1,47 @@
+"""The words of a command that has options of its own, and few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from unisono.errors import InvalidInput
+from unisono.notation import nearest
+
+
+def read(words: Sequence[str], known: Mapping[str, bool]) -> tuple[dict[str, str], list[str]]:
+    """The options among `words`, and what else there is.
+
+    Args:
+        known: every option, and whether a value follows it.
+
+    Raises:
+        InvalidInput: an unknown option, or one without its value.
+    """
+    found: dict[str, str] = {}
+    rest, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-"):
+            rest.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if name not in known:
+            cure = nearest(name, list(known)) if known else "leave it out"
+            raise InvalidInput(name, value or "(nothing)", "there is no such option", cure)
+        if equals and not known[name]:
+            raise InvalidInput(name, value, "it takes no value", f"write {name}")
+        if known[name] and not equals and not left:
+            raise InvalidInput(name, "(nothing)", "a value is missing", f"write {name} VALUE")
+        found[name] = value if equals or not known[name] else left.pop(0)
+    return found, rest
+
+
+def whole(name: str, text: str, least: int = 1) -> int:
+    """The number that option `name` was given.
+
+    Raises:
+        InvalidInput: it is none, or below `least`.
+    """
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise InvalidInput(name, text, f"not a whole number from {least}", f"write for instance {name} {max(2, least)}")
+    return int(text)

@@ -1,0 +1,183 @@
+"""What the end of one worker's process means for the others: for most runs the end, for some only another process."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from unisono.launch.failure import Failure
+from unisono.launch.stopping import STOP, STOP_ALL
+
+_IN_ONE_PLACE = 3  # processes that may die there in a row, without a new step
+_LONGEST_PAUSE_SECONDS = 60.0
+_SETTLED_SECONDS = 30.0  # whoever lived as long did not die of its start
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is done about a worker that has ended.
+
+    Args:
+        words: for people; empty says nothing.
+        cause: the run has failed, for this reason.
+        another_in_seconds: another process takes its place then.
+    """
+
+    words: str = ""
+    cause: Failure | None = None
+    another_in_seconds: float | None = None
+
+
+class Succession(Protocol):
+    """Decides for all workers of a launcher, which it knows by their places, 0, 1, ..."""
+
+    stop: signal.Signals
+    """Asks a worker to come to a step boundary and return."""
+
+    def name(self, place: int) -> str:
+        """Of the process that is about to be started there."""
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        """A worker reported it."""
+
+    def ended(self, place: int) -> None:
+        """The process there is no more, for whatever reason."""
+
+    def returned(self, place: int, others: int) -> Verdict:
+        """It was done; of `others` there are processes yet."""
+
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+        """It died while the run went on."""
+
+    def over(self, results: Sequence[Any]) -> bool:
+        """Whether `results` are all that the run was for."""
+
+    def lacking(self, results: Sequence[Any]) -> str:
+        """All have ended, and none failed: why `results` are none of a run all the same."""
+
+
+class Together:
+    """All begin, none is replaced, and every one is needed to the end."""
+
+    stop = STOP
+
+    def name(self, place: int) -> str:
+        """See `Succession`."""
+        return ""
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        """See `Succession`."""
+
+    def ended(self, place: int) -> None:
+        """See `Succession`."""
+
+    def returned(self, place: int, others: int) -> Verdict:
+        """See `Succession`."""
+        return Verdict()
+
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+        """See `Succession`."""
+        return Verdict(cause=what)
+
+    def over(self, results: Sequence[Any]) -> bool:
+        """See `Succession`."""
+        return False
+
+    def lacking(self, results: Sequence[Any]) -> str:
+        """See `Succession`."""
+        return ""
+
+
+class Replaced:
+    """Whoever dies is replaced, as long as that leads to new steps; whoever returns None has left; the first other
+    result ends the run.
+
+    A run fails when three processes in one place, or twice as many as there are places, died in a row without any new
+    step. Where others take steps meanwhile, each further process in a place waits longer than the one before.
+
+    Args:
+        places: number of processes at a time.
+        gone: told the name of each process that has ended.
+        prefix: of all names.
+    """
+
+    stop = STOP_ALL
+
+    def __init__(self, places: int, gone: Callable[[str], None], prefix: str = "") -> None:
+        self._places, self._gone, self._prefix = places, gone, prefix
+        self._lives: Counter[int] = Counter()
+        self._short: Counter[int] = Counter()  # lives in a row that were
+        self._furthest = 0
+        self._fruitless: list[Failure] = []  # since the furthest step
+
+    def name(self, place: int) -> str:
+        """See `Succession`."""
+        self._lives[place] += 1
+        return self._name(place)
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        """See `Succession`."""
+        if message.get("kind") == "progress" and message["step"] > self._furthest:
+            self._furthest = message["step"]
+            self._fruitless.clear()
+
+    def ended(self, place: int) -> None:
+        """See `Succession`."""
+        self._gone(self._name(place))
+
+    def returned(self, place: int, others: int) -> Verdict:
+        """See `Succession`."""
+        return Verdict(f"worker {self._name(place)} has left: {_on(others)}")
+
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+        """See `Succession`."""
+        self._fruitless.append(what)
+        self._short[what.rank] = self._short[what.rank] + 1 if lived_seconds < _SETTLED_SECONDS else 0
+        here = sum(each.rank == what.rank for each in self._fruitless)
+        if here >= _IN_ONE_PLACE or len(self._fruitless) >= max(2 * self._places, _IN_ONE_PLACE):
+            return Verdict(cause=self._fruitless[0])
+        pause = self._pause_seconds(what.rank)
+        said = f"worker {self._name(what.rank)} {_was(what.reason)}: {_on(others)}, another one is started"
+        return Verdict(said + (f" in {pause:g} s" if pause else ""), another_in_seconds=pause)
+
+    def over(self, results: Sequence[Any]) -> bool:
+        """See `Succession`."""
+        return any(result is not None for result in results)
+
+    def lacking(self, results: Sequence[Any]) -> str:
+        """See `Succession`."""
+        return "" if self.over(results) else "every worker was asked to leave before the run was over"
+
+    def _name(self, place: int) -> str:
+        life = self._lives[place]
+        return f"{self._prefix}{place}" + (f".{life}" if life > 1 else "")
+
+    def _pause_seconds(self, place: int) -> float:
+        short = self._short[place]
+        return min(2.0 ** (short - 2), _LONGEST_PAUSE_SECONDS) if short > 1 else 0.0
+
+
+class Joined(Replaced):
+    """As `Replaced`, of one launcher among several: the others may go on without its workers, and nobody here may hear
+    of steps, so whoever lived for long is taken to have done some."""
+
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+        """See `Succession`."""
+        if lived_seconds >= _SETTLED_SECONDS:
+            self._fruitless.clear()
+        return super().lost(what, others, lived_seconds)
+
+    def lacking(self, results: Sequence[Any]) -> str:
+        """See `Succession`."""
+        return ""
+
+
+def _was(reason: str) -> str:
+    return f"was {reason}" if reason.startswith("killed") else reason
+
+
+def _on(others: int) -> str:
+    return f"{others} go on" if others > 1 else "1 goes on" if others else "nobody is left here"

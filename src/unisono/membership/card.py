@@ -1,0 +1,43 @@
+"""How the coordinator of a run is reached, in the run's directory, for its owner only."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from unisono.errors import InvalidInput
+from unisono.membership.values import Contact
+
+DIRECTORY = "coordinator"  # in the run's
+CONTACT = "contact.json"  # there
+
+
+def keep(run: Path, contact: Contact) -> Path:
+    """The file in the run's directory that says it from now on."""
+    path = run / DIRECTORY / CONTACT
+    write(path, json.dumps(asdict(contact)))
+    return path
+
+
+def contact_in(run: Path) -> Contact:
+    """Of the coordinator of the run in that directory.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    try:
+        return Contact(**json.loads((run / DIRECTORY / CONTACT).read_text()))
+    except (OSError, ValueError, TypeError):
+        raise InvalidInput("run", str(run), "no coordinator of it is up", "name a run that is under way") from None
+
+
+def write(path: Path, text: str) -> None:
+    """For this user only, whole or not at all."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)

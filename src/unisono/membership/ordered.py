@@ -1,0 +1,49 @@
+"""What the workers of a run are to do, kept at its coordinator for those who join later."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from unisono.membership.store import Store
+
+Text = Annotated[str, Field(max_length=4096)]
+
+
+class OrderMessage(BaseModel):
+    """A run, as any host can be told of it.
+
+    Args:
+        task: by a name that means the same in every directory; empty for one that cannot be told.
+        arguments: of the task.
+        settings: Config fields.
+        run: the run's directory, where it is the same on all hosts.
+        meets_at: see `Contact`, of who gave the order.
+        began: seconds since 1970 when the command was given.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    task: Text
+    arguments: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    run: Text = ""
+    meets_at: Text = ""
+    began: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+def offer(app: FastAPI, store: Store) -> None:
+    """Have `app` take one order, and give it to whoever asks."""
+
+    @app.get("/v1/order", responses={404: {"description": "there is none"}}, response_model=OrderMessage)
+    async def order() -> Response:
+        """What workers of this run are to do."""
+        told = store.order()
+        return Response(told, 200 if told else 404, media_type="application/json")
+
+    @app.put("/v1/order", status_code=204, responses={409: {"description": "there is another one"}})
+    async def give(message: OrderMessage) -> Response:
+        """What they are to do; said once, since a coordinator is one run's."""
+        return Response(status_code=204 if store.keep_order(message.model_dump_json()) else 409)

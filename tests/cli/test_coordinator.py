@@ -1,0 +1,102 @@
+"""``unisono coordinator``: a service of its own, what it prints, whom it answers, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from unisono.cli.token import token
+from unisono.errors import InvalidInput
+from unisono.membership import Contact
+from unisono.membership.line import Line
+
+TOKEN = "as long as it has to be"
+
+
+@contextmanager
+def coordinating(directory: Path, *words: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    given = {name: value for name, value in os.environ.items() if name != "UNISONO_TOKEN"} | environ
+    command = [sys.executable, "-m", "unisono", "coordinator", *words]
+    with subprocess.Popen(command, cwd=directory, env=given, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    said, _, url = process.stdout.readline().strip().rpartition(" ")
+    assert said == "coordinator at"
+    return url
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_answers_whoever_has_the_token_until_it_is_asked_to_end(number: signal.Signals, tmp_path) -> None:
+    with coordinating(tmp_path) as process:
+        url = url_of(process)
+        assert process.stdout is not None
+        made = process.stdout.readline().strip().rpartition(" ")[2]
+        for given, status in ((made, 200), (made[:-1], 401), ("", 401)):
+            answer = Line(Contact(url, given)).ask("GET", "/v1/status")
+            assert answer is not None
+            assert answer.status == status
+        process.send_signal(number)
+        assert process.wait(20) == 0
+    assert stat.S_IMODE((tmp_path / "coordinator.sqlite").stat().st_mode) == 0o600
+
+
+def test_started_again_it_knows_the_view(tmp_path) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    words, port = ["--token-file", "token", "--state", "here"], "0"
+    for number in (1, 2):
+        with coordinating(
+            tmp_path, *words, "--port", port, UNISONO_TOKEN="another one, which the file wins over"
+        ) as it:
+            url = url_of(it)
+            port = url.rpartition(":")[2]
+            answer = Line(Contact(url, TOKEN)).post(
+                "/v1/beat", {"worker": f"w{number}", "count": 1, "ended": number - 1}
+            )
+            assert isinstance(answer, dict)
+            assert answer["view"]["number"] == 1
+            it.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--minimum", "3", "--maximum", "2"], "--expected = 3: not between --minimum 3 and --maximum 2"),
+        (["--minimum", "0"], "--minimum = 0: not a whole number from 1"),
+        (["--port", "70000"], "port = 70000: above 65535"),
+        (["--host", "192.0.2.1"], "listen = 192.0.2.1:0: Cannot assign requested address"),
+        (["--certificate", __file__], "TLS needs a certificate and its key; give both."),
+        (["--key", "nowhere"], "--key = nowhere: there is no such file"),
+        (["--token", TOKEN], "--token = (nothing): there is no such option; did you mean --token-file?"),
+        (["--token-file", "nowhere"], "--token-file = nowhere: cannot be read"),
+        (["here"], "coordinator = here: it takes options only"),
+        (["--state", "/"], "--state = /: "),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(unisono, words, said) -> None:
+    answer = unisono("coordinator", *words)
+    assert answer.code == 2
+    assert said in answer.err
+
+
+def test_a_token_that_is_short_is_refused_and_not_shown() -> None:
+    with pytest.raises(InvalidInput, match="16 printable characters") as refused:
+        token({}, {"UNISONO_TOKEN": "secret"})
+    assert "secret" not in str(refused.value)
+
+
+def test_no_token_is_given_where_there_is_none() -> None:
+    assert token({}, {}) == ""

@@ -1,0 +1,37 @@
+"""As `tests.launch.toy`, with workers that come and go: ``python -m tests.launch.elastic_toy MARKER DIRECTORY``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from unisono.launch import Coordination, Elastic, Interrupted, launch
+from unisono.membership import Contact, Policy
+from unisono.membership.place import Place
+
+
+def main(marker: str, directory: str, *_: str) -> int:
+    print("starting", flush=True)
+    here, policy = Path(directory), Policy(expected=3, maximum=3, beat_seconds=2.0)
+    state, log = here / "state", here / "coordinator.log"
+    with Coordination(Place(), policy, state, "a token", log, print, marker) as coordination:
+        contact = Contact(coordination.url, "a token")
+        try:
+            launch(
+                "tests.launch.members:train",
+                (contact, str(here / "finish")),
+                3,
+                logs=here / "logs",
+                preload=("tests.launch.members",),
+                name=marker,
+                on_message=lambda rank, message: "members" in message and print("running", rank, flush=True),
+                stop_seconds=5.0,
+                elastic=Elastic(contact, coordination),
+            )
+        except Interrupted as error:
+            return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""Workers that come and go and train nothing: what the targets of `test_elastic` do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import PeerLost
+from unisono.launch import Worker
+from unisono.membership import Agent, Contact, Standing, View
+from unisono.membership.attendance import Attendance
+
+STEP_SECONDS = 0.02
+
+
+def train(worker: Worker, contact: Contact, finish: str) -> dict[str, Any] | None:
+    """Takes steps with whoever is there, until there is a file `finish`, or it is asked to stop or to leave."""
+    worker.report({"name": worker.name, "pid": os.getpid()})
+    ended: set[int] = set()
+    agent = Agent(worker.name, Standing())
+    with Attendance(contact, agent, ended.add) as attendance:
+        while (view := attendance.next_view()) is not None:
+            attendance.met(view.number, view.start.step, "")
+            worker.report({"name": worker.name, "view": view.number, "members": view.members})
+            if _take_steps(worker, attendance, view, ended, Path(finish)):
+                attendance.finish()
+                return {"name": worker.name, "stopped": worker.stop.requested}
+            attendance.broken(view.number, "")
+    return None
+
+
+def _take_steps(worker: Worker, attendance: Attendance, view: View, ended: set[int], finish: Path) -> bool:
+    """Whether all is done; else the view is."""
+    while not (attendance.votes or view.number in ended):
+        if worker.stop.requested or finish.exists():
+            return True
+        if worker.stop.leaving:
+            attendance.leave()
+        attendance.done(view.number)
+        if view.members[0] == worker.name:
+            worker.report({"kind": "progress", "step": attendance.standing.step})
+        threading.Event().wait(STEP_SECONDS)
+    return False
+
+
+def train_unless(worker: Worker, contact: Contact, finish: str, place: int, how: str) -> dict[str, Any] | None:
+    """As `train`, but who is at `place` comes to its end `how`, each time."""
+    if worker.identity.rank == place:
+        worker.report({"name": worker.name, "pid": os.getpid()})
+        end(how)
+    return train(worker, contact, finish)
+
+
+def end(how: str) -> None:
+    """As a process may: killed, gone, or by an error."""
+    match how:
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "gone":
+            os._exit(3)
+        case "wrong":
+            raise ValueError("the user's own")
+        case "lost":
+            raise PeerLost([1], "sum", "silent")
+
+
+def leave(worker: Worker, contact: Contact, finish: str) -> None:
+    """Has been asked to go."""
+
+
+def stay(worker: Worker, contact: Contact, finish: str) -> dict[str, Any]:
+    """Worker 0 has the result; the others never end by themselves."""
+    if worker.identity.rank:
+        threading.Event().wait()
+    return {"name": worker.name}

@@ -1,0 +1,220 @@
+"""Workers are killed, leave, fail and hang, and so do the coordinator and the launcher: what becomes of the others."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.observation import processes, within
+from tests.launch.test_ending import await_running, code, toy
+from unisono.errors import UnisonoError, WorkerFailed
+from unisono.launch import Coordination, Elastic, Interrupted, crew, launch
+from unisono.launch.failure import Failure
+from unisono.launch.succession import Replaced
+from unisono.membership import Contact, Policy
+from unisono.membership.place import Place
+
+PRELOAD = ("unisono.membership.attendance", "tests.launch.members")
+Act = tuple[Callable[["Drill"], bool], Callable[["Drill"], object]]
+
+
+class Drill:
+    """A run of three, to which `acts` happen one after the other, each as soon as its condition holds."""
+
+    def __init__(self, path: Path, acts: Sequence[Act] = (), **policy: Any) -> None:
+        self.path, self.acts = path, list(acts)
+        self.finish = path / "finish"
+        self.pids: dict[str, int] = {}
+        self.views: dict[str, tuple[int, frozenset[str]]] = {}
+        self.notices: list[str] = []
+        self.reached = 0
+        # Whoever is not heard of for long is noticed only after seconds: what is told of the dead comes first.
+        self.policy = Policy(**{"expected": 3, "maximum": 3, "beat_seconds": 2.0, **policy})
+
+    def run(self, target: str = "train", *arguments: Any) -> list[Any]:
+        with Coordination(Place(), self.policy, self.path / "state", "a token", self.log, self.notices.append) as here:
+            self.coordination = here
+            contact = Contact(here.url, "a token")
+            given = (contact, str(self.finish), *arguments)
+            return launch(
+                f"tests.launch.members:{target}", given, 3, logs=self.path / "logs", preload=PRELOAD,
+                on_message=self.hear, elastic=Elastic(contact, here), stop_seconds=5.0)  # fmt: skip
+
+    @property
+    def log(self) -> Path:
+        return self.path / "coordinator.log"
+
+    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+        if "pid" in message:
+            self.pids[message["name"]] = message["pid"]
+        elif "view" in message:
+            self.views[message["name"]] = message["view"], frozenset(message["members"])
+        elif message["kind"] == "notice":
+            self.notices.append(message["text"])
+        while self.acts and self.acts[0][0](self):
+            self.acts.pop(0)[1](self)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pids[name], number)
+
+
+def together(*names: str) -> Callable[[Drill], bool]:
+    """All of them are in one view, and nobody else is."""
+    return lambda drill: (
+        {drill.views.get(name, name) for name in names}
+        in ({(number, frozenset(names))} for number, _ in drill.views.values())
+    )
+
+
+def killed(name: str, number: int = signal.SIGKILL) -> Callable[[Drill], object]:
+    return lambda drill: drill.kill(name, number)
+
+
+def done(drill: Drill) -> None:
+    drill.finish.touch()
+
+
+def test_who_is_killed_is_replaced_and_the_run_comes_to_its_end(tmp_path) -> None:
+    drill = Drill(tmp_path, [
+        (together("0", "1", "2"), killed("1")),
+        (together("0", "1.2", "2"), killed("1.2", signal.SIGSEGV)),
+        (together("0", "1.3", "2"), killed("0")),
+        (together("0.2", "1.3", "2"), done),
+    ])  # fmt: skip
+    results = drill.run()
+    assert results[0]["name"] in ("0.2", "1.3", "2")
+    assert len(results) == 3
+    assert not drill.acts
+    assert drill.notices[0] == ("worker 1 was killed by SIGKILL (out of memory?): 2 go on, another one is started")
+    assert drill.notices[1].startswith("worker 1.2 was killed by SIGSEGV")
+    assert "1 has ended" in drill.log.read_text()
+
+
+def test_the_logs_of_one_place_are_one_file(tmp_path) -> None:
+    drill = Drill(tmp_path, [(together("0", "1", "2"), killed("1")), (together("0", "1.2", "2"), done)])
+    drill.run()
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"worker-{place}.log" for place in range(3)}
+
+
+def test_who_is_asked_to_leave_is_not_replaced(tmp_path) -> None:
+    drill = Drill(tmp_path, [
+        (together("0", "1", "2"), killed("1", signal.SIGTERM)),
+        (together("0", "2"), done),
+    ])  # fmt: skip
+    results = drill.run()
+    assert [result is None for result in results] in ([False, False, True], [False, True, True])
+    assert drill.notices == ["worker 1 has left: 2 go on"]
+    assert set(drill.pids) == {"0", "1", "2"}
+
+
+def test_when_all_have_left_there_is_no_result(tmp_path) -> None:
+    with pytest.raises(WorkerFailed, match="every worker was asked to leave before the run was over"):
+        Drill(tmp_path).run("leave")
+
+
+def test_a_coordinator_that_is_killed_comes_back_at_the_same_place_and_knows_what_it_knew(tmp_path) -> None:
+    def strike(drill: Drill) -> None:
+        drill.url = drill.coordination.url
+        os.kill(drill.coordination.pid, signal.SIGKILL)
+        drill.kill("2")
+
+    drill = Drill(tmp_path, [(together("0", "1", "2"), strike), (together("0", "1", "2.2"), done)])
+    results = drill.run()
+    assert results[0] is not None
+    assert drill.coordination.url == drill.url
+    assert any(words.startswith("the coordinator was killed by SIGKILL") for words in drill.notices)
+    assert any(words.startswith("worker 2 was killed") for words in drill.notices)
+    formed = re.findall(r"view (\d+): ", drill.log.read_text())
+    assert formed == [str(1 + number) for number in range(len(formed))]
+
+
+@pytest.mark.parametrize(("how", "reason"), [("killed", "killed by SIGKILL"), ("gone", "ended with exit code 3")])
+def test_a_place_where_everybody_dies_at_once_ends_the_run(how, reason, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(crew, "_END_SECONDS", 0.5)
+    drill = Drill(tmp_path)  # the first view waits for three
+    with pytest.raises(WorkerFailed, match=f"worker 1 failed: {reason}"):
+        drill.run("train_unless", 1, how)
+    assert [name for name in drill.pids if name.startswith("1")] == ["1", "1.2", "1.3"]
+
+
+@pytest.mark.parametrize(("how", "said"), [("wrong", "ValueError: the user's own"), ("lost", "worker 1 lost during")])
+def test_what_would_be_raised_again_ends_the_run(how, said, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(crew, "_END_SECONDS", 0.5)
+    drill = Drill(tmp_path)
+    with pytest.raises(WorkerFailed, match=said):
+        drill.run("train_unless", 1, how)
+    assert set(drill.pids) <= {"0", "1", "2"}
+
+
+def test_who_hangs_when_the_result_is_there_is_killed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(crew, "_PART_SECONDS", 0.5)
+    assert Drill(tmp_path).run("stay") == [{"name": "0"}, None, None]
+
+
+def test_ctrl_c_stops_all_and_takes_nobody_for_dead(tmp_path) -> None:
+    drill = Drill(tmp_path, [(together("0", "1", "2"), lambda drill: os.kill(os.getpid(), signal.SIGINT))])
+    with pytest.raises(Interrupted) as stopped:
+        drill.run()
+    assert any(result["stopped"] for result in stopped.value.results if result)
+    assert set(drill.pids) == {"0", "1", "2"}
+
+
+def test_a_coordinator_that_cannot_begin_ends_the_run_with_its_reason(tmp_path) -> None:
+    (tmp_path / "state").write_text("no such file" * 100)
+    with pytest.raises(UnisonoError, match="file is not a database"):
+        Drill(tmp_path).run()
+
+
+def test_nothing_of_a_run_stays(tmp_path) -> None:
+    drill = Drill(tmp_path, [(lambda drill: len(drill.pids) == 3, done)])
+    drill.run()
+    assert within(5, lambda: not processes(str(tmp_path)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_when_the_launcher_ends(number: signal.Signals, tmp_path) -> None:
+    marker = f"toy-{uuid.uuid4().hex}"
+    with toy(marker, tmp_path, "", module="tests.launch.elastic_toy") as launcher:
+        await_running(launcher)
+        roles = ("launcher", "forkserver", "coordinator", "worker 0", "worker 1", "worker 2")
+        assert set(processes(marker).values()) == {f"{marker} {role}" for role in roles}
+        launcher.send_signal(number)
+    assert launcher.returncode == code(number)
+
+
+def fallen(place: int, at_seconds: float = 0.0) -> Failure:
+    return Failure(place, at_seconds, "killed by SIGKILL")
+
+
+def test_new_steps_are_what_counts() -> None:
+    succession = Replaced(4, lambda name: None)
+    for step in range(20):
+        for _ in range(2):
+            assert succession.lost(fallen(1), 3, 99.0).cause is None
+        succession.heard({"kind": "progress", "step": step + 1})
+    succession.heard({"kind": "progress", "step": 3})  # again
+    causes = [succession.lost(fallen(1, at), 3, 99.0).cause for at in range(3)]
+    assert causes == [None, None, fallen(1, 0)]
+
+
+def test_many_dead_all_over_the_place_end_a_run_too() -> None:
+    succession = Replaced(4, lambda name: None)
+    causes = [succession.lost(fallen(at % 4, at), 3, 99.0).cause for at in range(8)]
+    assert causes == [None] * 7 + [fallen(0, 0)]
+
+
+def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
+    succession = Replaced(4, lambda name: None)
+    pauses = []
+    for step in range(9):
+        pauses.append(succession.lost(fallen(1), 3, 0.1).another_in_seconds)
+        succession.heard({"kind": "progress", "step": step + 1})
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert succession.lost(fallen(1), 3, 99.0).another_in_seconds == 0
