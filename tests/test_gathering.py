@@ -119,6 +119,7 @@ def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
         for _ in range(2):  # the same may be said again
             with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
                 assert elastic.coordination is None
+                assert contact_in(tmp_path) == elastic.contact
         assert called(contact, server(tmp_path)).settings == SETTINGS
         other = order(tmp_path, Source("text"))
         with (

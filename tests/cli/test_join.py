@@ -74,7 +74,6 @@ def test_without_a_token_nobody_is_asked(unisono, monkeypatch) -> None:
 
 def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) -> None:
     with serving(tmp_path / "state") as served:
-        (tmp_path / "coordinator").mkdir()
         card.keep(tmp_path, Contact(served.url, THEIRS))
         assert unisono("status", "--run", str(tmp_path)).out == "no view yet: 0 workers are here\n"
         line = Line(Contact(served.url, THEIRS))
