@@ -21,7 +21,7 @@ from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
 from unisono.layout import AXES, Compute, Held, Places, Sample, as_it_is, blocks
 from unisono.notation import show
-from unisono.observe import Recorder
+from unisono.observe import Recorder, Unwatched, Watch
 from unisono.optimizer import LearningRate, optimizer_of, prefer_fused
 from unisono.persist import Persistence
 from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters
@@ -149,6 +149,7 @@ def bind(
     first_step: int = 0,
     stop_asked: Callable[[], bool] = lambda: False,
     trainer: Callable[..., Trainer] = Trainer,
+    watch: Watch = Unwatched(),
 ) -> Trainer:
     """Give what is held and its optimizer their replica, and all of it a `trainer`.
 
@@ -203,6 +204,7 @@ def bind(
         global_batch=feed.plan.global_batch,
         evaluate_every=config.evaluate_every,
         stop_asked=stop_asked,
+        watch=watch,
     )
 
 

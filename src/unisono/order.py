@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,6 +89,8 @@ class Result:
         step_seconds_median: of this life.
         peak_rss_bytes: the largest resident memory of a worker.
         run: the run's directory.
+        ledger: of each worker that was there at the end, by rank, the seconds of its process's life by what they went
+            into; they add up to all of it.
     """
 
     steps: int
@@ -103,3 +105,4 @@ class Result:
     step_seconds_median: float
     peak_rss_bytes: int
     run: str
+    ledger: Sequence[Mapping[str, float]] = ()

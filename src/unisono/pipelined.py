@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from unisono.data import seed_compute, stream
+from unisono.doing import Phase
 from unisono.layout.pipeline import Pipeline
 from unisono.task import Batch
 from unisono.trainer import Trainer, check_loss, checked_weight
@@ -33,7 +34,7 @@ class PipelinedTrainer(Trainer):
 
     def compute_all(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
         """See `Trainer.compute_all`. Every stage draws what one worker would."""
-        given = [(m, self.move(batch)) for m, batch in batches]
+        given = [(m, self.move(batch)) for m, batch in self.watch.each(Phase.DATA, batches)]
         weights = [checked_weight(self.weight(batch)) for _, batch in given]
         passages = [partial(self.passage, batch, self.loss) for _, batch in given]
         losses = [0.0] * len(given)

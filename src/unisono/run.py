@@ -16,6 +16,7 @@ from unisono.directory import claimed, with_earlier
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.gathering import called, gathered
 from unisono.launch import Elastic, Forkserver, Identity, StopRequest, Worker, ask, identify, launch, prepare
+from unisono.launch.process import age_seconds
 from unisono.membership import Contact
 from unisono.membership.place import Calling
 from unisono.observe import write_summary
@@ -60,7 +61,7 @@ def start(
         on_message: told of progress, notices and where the run lies, with the rank of the worker that says so.
         calling: where the workers find their coordinator, if that is said.
     """
-    began = time.time() - process_age_seconds()
+    began = time.time() - age_seconds()
     identity = identify(os.environ)
     if identity.launcher != "none":
         if calling is not None:
@@ -196,11 +197,3 @@ def conclude(result: Mapping[str, Any], path: Path, json: Path | None, on_messag
     except OSError as error:
         raise UnisonoError(f"the result was not written to {json}: {error.strerror}") from error
     return Result(**result)
-
-
-def process_age_seconds() -> float:
-    """How long ago this process was started; 0 where the system does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
-    return 0.0

@@ -21,10 +21,11 @@ from torch import nn
 
 from unisono.comm import Communicator
 from unisono.data import Loader, Turn, seed_compute, stream
+from unisono.doing import Phase
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator
 from unisono.layout import Passage
-from unisono.observe import Recorder
+from unisono.observe import Recorder, Unwatched, Watch
 from unisono.optimizer import LearningRate
 from unisono.persist import Persistence
 from unisono.replica import Replica
@@ -45,6 +46,7 @@ class Trainer:
         mine: the micro-batches of a step that this worker computes; `worker_of` says whose one is.
         factor: the learning rate's factor at a step.
         stop_asked: True once this worker was asked to stop; all workers then stop after the same step.
+        watch: is told what this worker does.
     """
 
     model: nn.Module
@@ -68,6 +70,7 @@ class Trainer:
     global_batch: int
     evaluate_every: int
     stop_asked: Callable[[], bool]
+    watch: Watch = field(default_factory=Unwatched)
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
     last_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -80,21 +83,25 @@ class Trainer:
     def run(self, first_step: int) -> Outcome:
         """Train steps ``first_step .. steps - 1``. Raises `Diverged`, `PeerLost`, and what user code raises."""
         self.model.train()
+        self.watch.be(Phase.COMPUTE, self.comm)
         self.done = self.evaluated = first_step
         began = self.comm.now()
         while not self.over():
             dealt, turns = self.turns()
-            for t, mine, batches in turns:
+            for t, mine, batches in self.watch.each(Phase.COMMUNICATION, turns):
                 started = self.comm.now()
 
                 self.learning_rate.set(self.factor(t))
                 self.compute_all(t, mine, batches)
-                step = self.replica.settle()
+                with self.watch(Phase.COMMUNICATION):
+                    step = self.replica.settle()
                 step.check_finite(t, self.worker_of)
-                self.persistence.before_change()
+                with self.watch(Phase.CHECKPOINT):
+                    self.persistence.before_change()
                 step.apply()
 
                 self.last_loss, self.done = step.loss, max(self.done, t + 1)
+                self.watch.keep(self.done)
                 self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
                 words = step.extra
                 if words is not None:
@@ -107,6 +114,7 @@ class Trainer:
             if dealt:
                 self.meet_after(self.replica.dealt)
         self.seconds = self.comm.now() - began - self.evaluating_seconds
+        self.watch.be(Phase.CHECKPOINT, self.comm)
         self.replica.meet()
         self.persistence.finish(self.done)
         if self.evaluator and self.done == self.steps:
@@ -130,7 +138,9 @@ class Trainer:
         """All that was dealt out, to before step `dealt`, is computed, here; wait for the others."""
         mine = torch.tensor(self.says(), dtype=torch.float64)
         self.done = dealt
-        self.meet(self.comm.gather(mine).wait().sum(0).tolist())
+        with self.watch(Phase.COMMUNICATION):
+            words = self.comm.gather(mine).wait().sum(0).tolist()
+        self.meet(words)
         self.evaluate_if_due()
 
     def says(self) -> list[float]:
@@ -141,9 +151,10 @@ class Trainer:
     def meet(self, words: Sequence[float]) -> None:
         """All workers are between the same two steps, and have said `words`."""
         said = heard(words)
-        if self.persistence.due(self.done):
-            self.replica.meet()
-        self.persistence.after_step(self.done, [each.written for each in said])
+        with self.watch(Phase.CHECKPOINT):
+            if self.persistence.due(self.done):
+                self.replica.meet()
+            self.persistence.after_step(self.done, [each.written for each in said])
         self.stopping = any(each.stop for each in said)
 
     def evaluate_if_due(self) -> None:
@@ -154,7 +165,8 @@ class Trainer:
 
     def compute_all(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
         """Forward and backward of this worker's micro-batches of step `t`."""
-        for m, batch in batches:
+        for m, batch in self.watch.each(Phase.DATA, batches):
+            self.watch.at(t, m)
             self.compute(t, m, self.move(batch), last=m == mine[-1])
 
     def compute(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
@@ -175,7 +187,7 @@ class Trainer:
         """Metrics on held-out data of what the replicas agree on."""
         assert self.evaluator is not None
         began = self.comm.now()
-        with self.replica.shared():
+        with self.watch(Phase.EVALUATION), self.replica.shared():
             self.last_metrics = self.evaluator(self.model)
             self.replica.held.gathering.let_go()
         self.evaluating_seconds += self.comm.now() - began

@@ -32,11 +32,13 @@ from unisono.checkpoint import (
 from unisono.comm import Communicator, Meeting
 from unisono.config import Config
 from unisono.directory import claimed
+from unisono.doing import Phase
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
 from unisono.launch import Worker
+from unisono.launch.process import age_seconds
 from unisono.layout import AXES, SIDE_BY_SIDE, Places, Whole
 from unisono.notation import show
-from unisono.observe import Nothing, Recorder, RunRecorder, Telling, write_config
+from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watchdog, Watched, in_words, write_config
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
 from unisono.settings import check_same_run, settle
@@ -56,7 +58,10 @@ def work(worker: Worker, order: Order) -> dict[str, Any]:
     who = worker.identity
     task = order.source.load()
     config = settle(task, order.settings)
+    watch = Watched(age_seconds=age_seconds())
     with contextlib.ExitStack() as stack:
+        if order.contact is None:  # nobody else sees when this worker is stuck
+            stack.callback(Watchdog(watch).close)
         device = choose_device(config.device, who)
         meeting = Meeting(who.rank, who.size, who.rendezvous, who.local_size, config.communicator, device,
                           config.deadline_seconds)  # fmt: skip
@@ -69,11 +74,11 @@ def work(worker: Worker, order: Order) -> dict[str, Any]:
         place = _place(comm, config, order, stack)
         wires = _wires(meeting, comm, feed.places, who.rank)
         stack.callback(wires.close)
-        trainer, first_step = _set_up(worker, order, task, config, feed, device, wires, place, stack)
+        trainer, first_step = _set_up(worker, order, task, config, feed, device, wires, place, stack, watch)
         worker.stop.listen()
         startup = time.time() - order.began
         outcome = trainer.run(first_step)
-        return dataclasses.asdict(_result(order, trainer, wires, outcome, first_step, startup, place.path))
+        return dataclasses.asdict(_result(order, trainer, wires, outcome, first_step, startup, place.path, watch))
 
 
 def _set_up(
@@ -86,6 +91,7 @@ def _set_up(
     wires: Wires,
     place: _Place,
     stack: contextlib.ExitStack,
+    watch: Watched,
 ) -> tuple[Trainer, int]:
     """Build everything and bind it; returns the trainer and the steps done by earlier lives of the run."""
     comm, path = wires.everybody, place.path
@@ -110,7 +116,7 @@ def _set_up(
     _write_down(order, config, comm, path, record, first_step)
     trainer = bind(
         task, config, feed, held, optimizer, wires, persistence=persistence, record=record, device=device,
-        first_step=first_step, stop_asked=lambda: worker.stop.requested)  # fmt: skip
+        first_step=first_step, stop_asked=lambda: worker.stop.requested, watch=watch)  # fmt: skip
     return trainer, first_step
 
 
@@ -139,10 +145,13 @@ def _mesh(places: Places, device: torch.device) -> Any:
 
 
 def _result(
-    order: Order, trainer: Trainer, wires: Wires, outcome: Outcome, first_step: int, startup: float, path: Path
-) -> Result:
+    order: Order, trainer: Trainer, wires: Wires, outcome: Outcome, first_step: int, startup: float, path: Path,
+    watch: Watched,
+) -> Result:  # fmt: skip
     peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
     sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
+    mine = torch.tensor(list(watch.ledger.seconds().values()), dtype=torch.float64)
+    spent = trainer.comm.gather(mine).wait()
     trained = (outcome.steps - first_step) * trainer.global_batch
     seconds = sum(trainer.step_seconds) if trainer.replica.lockstep else trainer.seconds
     return Result(
@@ -158,6 +167,7 @@ def _result(
         step_seconds_median=outcome.step_seconds_median,
         peak_rss_bytes=int(peaks.max()),
         run=str(path),
+        ledger=[in_words(dict(zip(Phase, row))) for row in spent.tolist()],
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.membership.world import Network, World
-from unisono.membership import Policy
+from unisono.membership import Ended, Policy
 
 CALM = Policy(minimum=1, expected=4, maximum=6, patience_seconds=5.0)
 
@@ -22,6 +22,10 @@ def settled(world: World, seconds: float = 60.0) -> None:
     before = world.steps
     world.run(8.0)
     world.check()
+    if world.over:
+        world.run(10.0)
+        assert not world.present(), "somebody stays when all is done"
+        return
     present = world.present()
     if len(present) >= max(world.policy.minimum, world.policy.unit):
         assert world.steps > before, "no progress"
@@ -47,6 +51,203 @@ def test_a_death_that_was_seen_costs_no_committed_step_and_a_fraction_of_a_secon
     assert world.steps > before
     assert world.views[max(world.views)].members == ("w0", "w1", "w3") or len(world.views[2].members) == 3
     settled(world)
+
+
+STEADY = Network(0.01, 0.01)  # every message takes as long
+SELDOM = Policy(minimum=1, expected=4, maximum=6, beat_seconds=50.0, patience_seconds=300.0)  # no beat, no tick helps
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_death_costs_five_messages_one_after_the_other(seen, seed) -> None:
+    """That it was seen; that the view ends; a survivor is torn out of its wait; that it has ended; that there is a new
+    one. Where it was not seen, a survivor's word that it lost the others stands for the first two."""
+    world = World(SELDOM, 4, seed, STEADY, step_seconds=1.0)
+    world.run(30.0)
+    assert len(world.views) == 1
+    world.kill(world.views[1].members[seed % 4], seen=seen)
+    world.run((4.5 if seen else 5.5) * STEADY.most_seconds)
+    number = max(world.views)
+    assert number == 2
+    world.run(1 * STEADY.most_seconds)
+    assert {world.workers[m].agent.view.number for m in world.views[2].members} == {2}
+
+
+def test_who_was_taken_for_lost_because_its_connection_closed_is_back_with_its_next_beat() -> None:
+    world = World(CALM, 4, seed=1)
+    world.run(5.0)
+    for _ in range(20):
+        world.hang_up("w1")
+        world.run(0.3)
+    assert len(world.views) == 1
+    settled(world, 1.0)
+
+
+def test_a_host_without_power_is_noticed_by_its_silence() -> None:
+    world = World(CALM, 4, seed=1)
+    world.run(5.0)
+    before = world.steps
+    world.unplug("w2")
+    world.run(2.5)
+    assert world.steps > before
+    assert set(world.views[max(world.views)].members) == {"w0", "w1", "w3"}
+    settled(world)
+
+
+def test_where_all_leave_they_stop_together() -> None:
+    world = World(CALM, 4, seed=3)
+    world.run(5.0)
+    for name in world.present():
+        world.leave(name)
+        world.run(0.02)
+    world.run(3.0)
+    assert not world.present()
+    assert world.over
+    assert len(world.views) <= 3
+    world.check()
+
+
+def test_who_leaves_is_not_kept_to_make_up_numbers() -> None:
+    world = World(Policy(minimum=3, expected=3, maximum=4, patience_seconds=5.0), 3, seed=3)
+    world.run(5.0)
+    world.leave("w1")
+    world.run(2.0)
+    assert set(world.present()) == {"w0", "w2"}
+    before = world.steps
+    world.run(20.0)
+    assert world.steps == before, "fewer than the user wants"
+    world.start()
+    world.run(2.0)
+    assert world.steps > before
+    settled(world)
+
+
+def test_who_leaves_before_there_is_a_view_may() -> None:
+    world = World(Policy(minimum=2, expected=3, maximum=3, patience_seconds=5.0), 1, seed=3)
+    world.run(1.0)
+    world.leave("w0")
+    world.run(1.0)
+    assert not world.present()
+    assert not world.views
+
+
+def test_who_leaves_stays_as_long_as_only_it_has_the_state() -> None:
+    """The other who has it dies, and who has come since has nothing."""
+    world = World(Policy(minimum=1, expected=2, maximum=2, patience_seconds=50.0), 2, seed=3)
+    world.run(5.0)
+    world.start()
+    world.run(1.0)
+    before = world.steps
+    world.kill("w0", seen=True)
+    world.leave("w1")
+    world.run(3.0)
+    assert world.present() == ["w2"]
+    assert world.steps > before
+    assert [set(world.views[number].members) for number in (2, 3)] == [{"w1", "w2"}, {"w2"}]
+    settled(world)
+
+
+def test_a_frozen_worker_that_thaws_comes_back_and_brings_nothing_along() -> None:
+    world = World(CALM, 4, seed=9)
+    world.run(5.0)
+    world.freeze("w1")
+    world.run(60.0)
+    before = world.steps
+    assert set(world.views[max(world.views)].members) == {"w0", "w2", "w3"}
+    world.thaw("w1")
+    world.run(3.0)
+    assert set(world.views[max(world.views)].members) == {"w0", "w1", "w2", "w3"}
+    assert world.views[max(world.views)].start.step >= before
+    settled(world)
+
+
+def test_who_is_held_up_again_and_again_is_not_taken_for_lost_again_and_again() -> None:
+    world = World(CALM, 4, seed=9)
+    world.run(5.0)
+    for _ in range(30):
+        world.stall("w1", 3.0)
+        world.run(15.0)
+    lost = [each for each in world.happened if isinstance(each, Ended) and "nothing is heard" in each.why]
+    assert 1 <= len(lost) <= 2
+    assert set(world.views[max(world.views)].members) == {"w0", "w1", "w2", "w3"}
+    settled(world)
+
+
+def test_a_death_while_the_others_gather_is_not_waited_for() -> None:
+    """The connections of the first are torn; the second dies when it has ended the view, and when it has not."""
+    for moment in (0.005, 0.015, 0.025, 0.035):
+        world = World(SELDOM, 4, 2, STEADY, step_seconds=1.0)
+        world.run(30.0)
+        first, second, *others = world.views[1].members
+        world.kill(first, seen=True)
+        world.run(moment)
+        world.kill(second, seen=True)
+        world.run(0.2)
+        assert list(world.views[max(world.views)].members) == others
+        assert {world.workers[m].agent.view.number for m in others} == {max(world.views)}
+
+
+def test_a_replacement_is_not_waited_for() -> None:
+    """It comes while the survivors gather; they go on at once, and it joins at the next boundary."""
+    world = World(SELDOM, 4, 2, STEADY, step_seconds=1.0)
+    world.run(30.0)
+    first = world.views[1].members[0]
+    world.kill(first, seen=True)
+    world.start()
+    world.run(0.055)
+    assert first not in world.views[2].members
+    assert {"w1", "w2", "w3"} - {first} <= set(world.views[2].members)
+    for _ in range(2):  # as it asks when it is told to wait, and does in the made-up world only when a beat is due
+        world._beat(world.workers["w4"])
+        world.run(3.0)
+    assert "w4" in world.views[max(world.views)].members
+
+
+def test_without_enough_workers_nothing_is_trained() -> None:
+    world = World(Policy(minimum=3, expected=4, maximum=6, patience_seconds=2.0), 2, seed=11)
+    world.run(20.0)
+    assert not world.views
+    world.start()
+    world.run(3.0)
+    assert world.steps
+    world.kill("w0", seen=True)
+    world.run(1.0)
+    before = world.steps
+    world.run(30.0)
+    assert world.steps == before
+    world.start()
+    world.run(2.0)
+    assert world.steps > before
+    settled(world)
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_when_somebody_has_the_result_nobody_trains_any_more(crash) -> None:
+    world = World(CALM, 5, seed=12, total=100)
+    while not world.over:
+        world.run(0.01)
+    views = len(world.views)
+    if crash:
+        world.crash_coordinator()
+        world.run(0.5)
+        world.restart_coordinator()
+    newcomer = world.start()
+    world.kill(world.present()[0], seen=True)
+    world.run(5.0)
+    assert not world.present()
+    assert newcomer in world.workers
+    assert len(world.views) == views
+    assert world.steps == 100
+    world.check()
+
+
+def test_members_know_where_they_are() -> None:
+    world = World(CALM, 4, seed=1)
+    world.run(5.0)
+    world.start()
+    world.run(2.0)
+    for view in world.views.values():
+        assert [place.host for place in view.places] == [f"host of {member}" for member in view.members]
 
 
 def test_who_joins_is_let_in_at_a_boundary_and_nothing_is_done_twice() -> None:
@@ -150,7 +351,8 @@ def test_what_only_the_frozen_have_is_waited_for() -> None:
     settled(world)
 
 
-FAULTS = ["kill", "kill unseen", "freeze", "thaw", "start", "leave", "part", "join up", "crash", "restart", "offline"]
+FAULTS = ["kill", "kill unseen", "unplug", "freeze", "thaw", "stall", "start", "leave", "part", "join up", "crash",
+          "restart", "offline", "hang up"]  # fmt: skip
 
 
 def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
@@ -162,6 +364,12 @@ def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
     match fault:
         case "kill" | "kill unseen" if len(present) > spare and world.is_spare(name):
             world.kill(name, seen=fault == "kill")
+        case "unplug" if len(present) > spare and world.is_spare(name):
+            world.unplug(name)
+        case "stall":
+            world.stall(name, pick.uniform(0.1, 4.0))
+        case "hang up":
+            world.hang_up(name)
         case "freeze":
             world.freeze(name)
         case "thaw":
@@ -188,16 +396,33 @@ def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
     unit=st.sampled_from([1, 1, 2]),
     network=st.sampled_from([Network(), Network(lost=0.1), Network(most_seconds=0.6)]),
     faults=st.lists(st.tuples(st.sampled_from(FAULTS), st.floats(0.01, 3.0)), max_size=12),
+    total=st.sampled_from([None, None, 20, 60]),
 )
-def test_whatever_happens(seed, unit, network, faults) -> None:
+def test_whatever_happens(seed, unit, network, faults, total) -> None:
     policy = Policy(minimum=unit, expected=4, maximum=6, unit=unit, patience_seconds=20.0, estranged_seconds=1.0)
-    world = World(policy, 4, seed, network, step_seconds=0.2)
+    world = World(policy, 4, seed, network, step_seconds=0.2, total=total)
     pick = random.Random(seed)
     world.run(3.0)
     for fault, seconds in faults:
         befall(world, fault, pick, spare=2)
         world.run(seconds)
     settled(world, 40.0)
+
+
+@given(seed=st.integers(0, 1 << 16), faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=4))
+@settings(max_examples=15, deadline=None)
+def test_the_end_comes_once(seed, faults) -> None:
+    """Trouble just before the end, and while it is told."""
+    world = World(Policy(minimum=1, expected=4, maximum=6, patience_seconds=20.0), 4, seed, total=40)
+    pick = random.Random(seed)
+    while world.steps < 38:
+        world.run(0.05)
+    for fault in faults:
+        befall(world, fault, pick, spare=2)
+        world.run(pick.uniform(0.01, 0.1))
+    settled(world, 60.0)
+    stopped = "leave" in faults
+    assert not world.over or stopped or max(worker.state.step for worker in world.workers.values()) == 40
 
 
 @pytest.mark.parametrize("seed", range(30))

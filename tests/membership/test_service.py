@@ -10,7 +10,8 @@ import httpx2
 import pytest
 
 from unisono.membership import Beat, Coordinator, Policy, Standing
-from unisono.membership.service import LONGEST_BODY_BYTES, BeatMessage, Service, WordMessage, application
+from unisono.membership.door import LONGEST_BODY_BYTES
+from unisono.membership.service import BeatMessage, Service, WordMessage, application
 from unisono.membership.store import Store
 
 TOKEN = "a token of this run"
@@ -102,7 +103,7 @@ def test_nothing_is_said_to_who_has_not_the_token(verb, path, given, tmp_path) -
     {}, {"worker": "w0"}, {"worker": "", "count": 1}, {"worker": "w 0", "count": 1}, {"worker": "w0", "count": -1},
     {"worker": "w0", "count": 1 << 70}, {"worker": "w0", "count": "1"}, {"worker": "w0", "count": 1, "more": 1},
     {"worker": "w0", "count": 1, "standing": {"step": 1.5}}, {"worker": "w0" * 99, "count": 1}, [], "text", None,
-    {"worker": "w0", "count": 1, "missed": ["a"] * 2000},
+    {"worker": "w0", "count": 1, "missed": ["a"] * 9000},
 ])  # fmt: skip
 def test_what_is_no_beat_is_refused_and_changes_nothing(message, tmp_path) -> None:
     async def play() -> None:
@@ -140,6 +141,6 @@ def test_another_file_is_not_taken_for_a_store(tmp_path) -> None:
 
 
 def test_a_beat_says_over_the_wire_what_it_says_without() -> None:
-    beat = Beat("w0", 3, 2, 1, Standing(2, 9, "x"), ("w1",), True)
+    beat = Beat("w0", 3, 2, 1, Standing(2, 9, "x"), ("w1",), True, broke=1)
     message = BeatMessage.model_validate_json(BeatMessage.of(beat).model_dump_json())
     assert message.value() == beat

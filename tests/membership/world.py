@@ -2,7 +2,8 @@
 
 Workers train: a step is done when all members of a view have arrived at it, and each hears of that at a moment of its
 own. The state is the list of steps that made it, and holds in which view each was done, so that two groups that do the
-same step make different states.
+same step make different states. Each step has its micro-batches, which the members share out; who arrives has counted
+its own.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from unisono.membership import (
     Exit,
     Formed,
     Meet,
+    Place,
     Policy,
     Saved,
     Standing,
     View,
     Word,
 )
+
+MICRO_BATCHES = 32  # of a step
+ALL = (1 << MICRO_BATCHES) - 1
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class Worker:
     island: int = 0  # only workers of the same one reach each other
     offline: bool = False  # the coordinator cannot be reached
     heard: Word | None = None
+    stalled_until: float = 0.0  # its own code holds it up
 
 
 @dataclass(eq=False)
@@ -88,13 +94,28 @@ class Group:
     there: dict[str, State] = field(default_factory=dict)
     arrived: dict[int, dict[str, bool]] = field(default_factory=lambda: defaultdict(dict))
     broken: bool = False
+    missed: dict[int, tuple[object, tuple[str, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.members = frozenset(self.view.members)
+        self.ranks = {member: rank for rank, member in enumerate(self.view.members)}
+
+    def share(self, member: str) -> int:
+        """The micro-batches that are `member`'s, as bits."""
+        return sum(1 << i for i in range(self.ranks[member], MICRO_BATCHES, len(self.ranks)))
 
 
 class World:
-    """A run of `workers` under `policy`; everything that happens follows from `seed`."""
+    """A run of `workers` under `policy`, to step `total`; everything that happens follows from `seed`."""
 
     def __init__(
-        self, policy: Policy, workers: int, seed: int, network: Network | None = None, step_seconds: float = 0.05
+        self,
+        policy: Policy,
+        workers: int,
+        seed: int,
+        network: Network | None = None,
+        step_seconds: float = 0.05,
+        total: int | None = None,
     ) -> None:
         self.policy, self.network = policy, network or Network()
         self.random = random.Random(seed)
@@ -105,8 +126,10 @@ class World:
         self.applied: dict[tuple[int, int], set[str]] = defaultdict(set)  # (view, step) to who has it
         self.confirmed: dict[int, tuple[int, int]] = {}  # step to what all members of a view have of it
         self.happened: list[object] = []
-        self.step_seconds = step_seconds
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.counted: dict[tuple[int, int], int] = defaultdict(int)  # (view, step) to its micro-batches, as bits
+        self.step_seconds, self.total = step_seconds, total
+        self.over = False  # somebody said that there is a result, and was heard
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = itertools.count()
         self._names = itertools.count()
         self._saved = Saved()
@@ -120,16 +143,31 @@ class World:
     def start(self) -> str:
         """A process more, which has yet to join."""
         name = f"w{next(self._names)}"
-        worker = self.workers[name] = Worker(Agent(name, Standing()))
-        self._after(self.random.uniform(0, 0.1), lambda: self._beat_on(worker))
+        worker = self.workers[name] = Worker(Agent(name, Standing(), Place(f"host of {name}")))
+        self._after(self.random.uniform(0, 0.1), self._beat_on, worker)
         return name
 
     def kill(self, name: str, *, seen: bool) -> None:
-        """SIGKILL; `seen` by whoever started it."""
+        """SIGKILL; `seen` by whoever started it. Its connections are closed."""
         self.workers[name].alive = False
         self._tear(name)
+        self._after(self._delay(), self._hung_up, name)
         if seen:
-            self._after(self._delay(), lambda: self._told_gone(name))
+            self._after(self._delay(), self._told_gone, name)
+
+    def unplug(self, name: str) -> None:
+        """Its host has no power: nothing more is heard of it, nor that it is gone."""
+        self.workers[name].alive = False
+        for group in self._latest(name):
+            self._stall(group)
+
+    def hang_up(self, name: str) -> None:
+        """Its connection to the coordinator breaks; it will make another."""
+        self._after(self._delay(), self._hung_up, name)
+
+    def stall(self, name: str, seconds: float) -> None:
+        """Its own code lets no other of its threads run."""
+        self.workers[name].stalled_until = self.now + seconds
 
     def leave(self, name: str) -> None:
         """SIGTERM."""
@@ -149,7 +187,7 @@ class World:
             for name in island:
                 self.workers[name].island = number
         for group in self.groups.values():
-            if len({self.workers[m].island for m in group.view.members}) > 1:
+            if not group.broken and len({self.workers[m].island for m in group.view.members}) > 1:
                 self._stall(group)
 
     def heal(self) -> None:
@@ -170,15 +208,16 @@ class World:
         self.coordinator = Coordinator(self.policy, self._saved, began=self.now)
 
     def check(self) -> None:
-        """Nothing that was committed is lost, and no step is missing or there twice.
+        """Nothing that was committed is lost, and no step is missing or there twice, nor any sample.
 
         Raises:
             AssertionError: naming what does not hold.
         """
-        names = [name for name in self.present() if self.workers[name].agent.standing.view]
+        names = [name for name, worker in self.workers.items() if worker.alive and worker.agent.standing.view]
         if names:
             state = self.workers[max(names, key=lambda name: self.workers[name].agent.standing)].state.steps
             assert [step for step, _ in state] == list(range(1, len(state) + 1)), "steps are missing, or there twice"
+            assert all(self.counted[view, step] == ALL for step, view in state), "samples are missing"
             lost = set(self.confirmed.values()) - set(state)
             assert not lost, f"lost (step, view): {sorted(lost)[:5]}"
 
@@ -203,47 +242,52 @@ class World:
         """Let `seconds` pass."""
         until = self.now + seconds
         while self._events and self._events[0][0] <= until:
-            self.now, _, what = heapq.heappop(self._events)
-            what()
+            self.now, _, what, about = heapq.heappop(self._events)
+            what(*about)
         self.now = until
 
     # The network.
 
-    def _after(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._order), what))
+    def _after(self, seconds: float, what: Callable[..., None], *about: object) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), what, about))
 
     def _delay(self) -> float:
         return self.random.uniform(self.network.least_seconds, self.network.most_seconds)
 
     def _lost(self) -> bool:
-        return self.random.random() < self.network.lost
+        return self.network.lost > 0 and self.random.random() < self.network.lost
 
-    def _at(self, worker: Worker, seconds: float, what: Callable[[], None]) -> None:
-        """After `seconds`, or once `worker` is no longer frozen; never, if it has died by then."""
+    def _at(self, worker: Worker, seconds: float, what: Callable[..., None], *about: object) -> None:
+        """After `seconds`, or once `worker` is held up no longer; never, if it has died by then."""
+        self._after(seconds, self._then, worker, what, about)
 
-        def then() -> None:
-            if worker.frozen:
-                self._after(0.05, then)
-            elif worker.alive and not worker.exited:
-                what()
-
-        self._after(seconds, then)
+    def _then(self, worker: Worker, what: Callable[..., None], about: tuple[object, ...]) -> None:
+        if worker.frozen or self.now < worker.stalled_until:
+            self._after(0.05, self._then, worker, what, about)
+        elif worker.alive and not worker.exited:
+            what(*about)
 
     # Between workers and coordinator.
 
     def _beat_on(self, worker: Worker) -> None:
         self._beat(worker)
-        self._at(worker, self.policy.beat_seconds * self.random.uniform(0.9, 1.1), lambda: self._beat_on(worker))
+        seconds = self.coordinator.beat_seconds if self.coordinator else self.policy.beat_seconds
+        self._at(worker, seconds * self.random.uniform(0.9, 1.1), self._beat_on, worker)
 
     def _beat(self, worker: Worker) -> None:
         beat = worker.agent.beat()
         if not worker.offline and not self._lost():
-            self._after(self._delay(), lambda: self._hear(worker, beat))
+            self._after(self._delay(), self._hear, worker, beat)
 
     def _hear(self, worker: Worker, beat: Beat) -> None:
         if self.coordinator is not None and not worker.offline:
+            self.over = self.over or beat.finished
             self._tell(self.coordinator.hear(beat, self.now))
             self._answer(worker)
+
+    def _hung_up(self, name: str) -> None:
+        if self.coordinator is not None:
+            self._tell(self.coordinator.hung_up(name, self.now))
 
     def _told_gone(self, name: str) -> None:
         if self.coordinator is not None:
@@ -252,7 +296,8 @@ class World:
     def _tick(self) -> None:
         if self.coordinator is not None:
             self._tell(self.coordinator.tick(self.now))
-        self._after(self.policy.beat_seconds / 2, self._tick)
+        seconds = self.coordinator.beat_seconds if self.coordinator else self.policy.beat_seconds
+        self._after(seconds / 2, self._tick)
 
     def _tell(self, happened: list[object]) -> None:
         if not happened:
@@ -263,6 +308,7 @@ class World:
         for each in happened:
             if isinstance(each, Formed):
                 assert each.view.number not in self.views, "two views of one number"
+                assert not self.over, "a view after all was done"
                 self.views[each.view.number] = each.view
                 kept = {of for of in self.confirmed.items() if of[1][1] not in each.given_up}
                 self.confirmed = dict(kept)
@@ -272,8 +318,8 @@ class World:
     def _answer(self, worker: Worker) -> None:
         assert self.coordinator is not None
         word = self.coordinator.word
-        if not worker.offline and not self._lost():
-            self._at(worker, self._delay(), lambda: self._take(worker, word))
+        if word != worker.heard and not worker.offline and not self._lost():
+            self._at(worker, self._delay(), self._take, worker, word)
 
     def _take(self, worker: Worker, word: Word) -> None:
         assert word.view.number == 0 or self.views[word.view.number] == word.view, "two views of one number"
@@ -289,11 +335,12 @@ class World:
                 case Abort(view):
                     group = self.groups[view]
                     self._break(group)
-                    self._at(worker, self._delay(), lambda group=group: self._lose(worker, group))
+                    self._at(worker, self._delay(), self._lose, worker, group)
                 case Meet(view):
                     self._meet(worker, view)
                 case Exit():
                     worker.exited = True
+                    self._tear(worker.agent.worker)
 
     # Between workers.
 
@@ -304,10 +351,10 @@ class World:
             state = self._state(view, group)
             for member in view.members:
                 other = self.workers[member]
-                self._at(other, self._delay() * 3, lambda other=other: self._met(other, group, state))
+                self._at(other, self._delay() * 3, self._met, other, group, state)
         else:
             patience = max(1.0, 6 * self.network.most_seconds)
-            self._at(worker, patience, lambda: self._missed(worker, group))
+            self._at(worker, patience, self._missed, worker, group)
 
     def _state(self, view: View, group: Group) -> State:
         if not view.sources:
@@ -324,13 +371,20 @@ class World:
     def _missed(self, worker: Worker, group: Group) -> None:
         name = worker.agent.worker
         if worker.agent.view.number == group.view.number and not worker.agent.working:
-            missed = tuple(
-                m for m in group.view.members
-                if m not in group.there or not self.workers[m].alive or self.workers[m].island != worker.island
-            )  # fmt: skip
+            missed = self._out_of_reach(worker.island, group)
             group.broken = True
             self._do(worker, worker.agent.broken(group.view.number, tuple(m for m in missed if m != name)))
             self._beat(worker)
+
+    def _out_of_reach(self, island: int, group: Group) -> tuple[str, ...]:
+        key = (len(group.there), island)
+        if group.missed.get(island, (None,))[0] != key:
+            missed = tuple(
+                m for m in group.view.members
+                if m not in group.there or not self.workers[m].alive or self.workers[m].island != island
+            )  # fmt: skip
+            group.missed[island] = (key, missed)
+        return group.missed[island][1]
 
     def _met(self, worker: Worker, group: Group, state: State) -> None:
         if worker.agent.view.number != group.view.number:
@@ -345,7 +399,7 @@ class World:
 
     def _compute(self, worker: Worker, group: Group) -> None:
         seconds = self.step_seconds * self.random.uniform(0.5, 1.5)
-        self._at(worker, seconds, lambda: self._arrive(worker, group))
+        self._at(worker, seconds, self._arrive, worker, group)
 
     def _arrive(self, worker: Worker, group: Group) -> None:
         if worker.agent.view.number != group.view.number:
@@ -353,17 +407,19 @@ class World:
         if group.broken:
             self._lose(worker, group)
             return
-        step = worker.agent.standing.step + 1
+        step, name = worker.agent.standing.step + 1, worker.agent.worker
         arrived = group.arrived[step]
-        arrived[worker.agent.worker] = worker.agent.votes
-        if len(arrived) == len(group.view.members):
+        arrived[name] = worker.agent.votes
+        self.counted[group.view.number, step] += group.share(name)  # a sum, as gradients are: twice would show
+        if len(arrived) == len(group.members):
+            boundary = any(arrived.values())
+            # Where all leave, that is the end of the run.
+            last = step == self.total or all(self.workers[m].agent.leaving for m in group.members)
             for member in group.view.members:
                 other = self.workers[member]
-                self._at(
-                    other, self._delay(), lambda other=other: self._done(other, group, step, any(arrived.values()))
-                )
+                self._at(other, self._delay(), self._done, other, group, step, boundary, last)
 
-    def _done(self, worker: Worker, group: Group, step: int, boundary: bool) -> None:
+    def _done(self, worker: Worker, group: Group, step: int, boundary: bool, last: bool) -> None:
         """The sum came; as it would have if some of it broke while it was under way, for some."""
         number, name = group.view.number, worker.agent.worker
         if worker.agent.view.number != number or not worker.agent.working or worker.agent.standing.step != step - 1:
@@ -375,17 +431,32 @@ class World:
         self.applied[number, step].add(name)
         if self.applied[number, step] == set(group.view.members):
             assert self.confirmed.setdefault(step, (step, number)) == (step, number), "a step was done twice"
-        self._do(worker, worker.agent.done(number, worker.state.digest, boundary=boundary))
-        if boundary:
+        self._do(worker, worker.agent.done(number, worker.state.digest, boundary=boundary and not last))
+        if last:
+            self._at(worker, self._delay() * 5, self._finish, worker)
+        elif boundary:
             self._beat(worker)
         else:
             self._compute(worker, group)
 
+    def _latest(self, name: str) -> list[Group]:
+        """Groups that it may be in."""
+        number = max(self.groups, default=0)
+        return [g for n, g in self.groups.items() if n >= number - 2 and name in g.members and not g.broken]
+
+    def _finish(self, worker: Worker, tries: int = 20) -> None:
+        """Its part of the result lies where it belongs; it says so until it was heard, or nobody hears."""
+        actions = worker.agent.finish()
+        self._beat(worker)
+        if self.over or not tries:
+            self._do(worker, actions)
+        else:
+            self._at(worker, 0.2, self._finish, worker, tries - 1)
+
     def _tear(self, name: str) -> None:
         """Its connections are closed."""
-        for group in self.groups.values():
-            if name in group.view.members and not group.broken:
-                self._break(group)
+        for group in self._latest(name):
+            self._break(group)
 
     def _break(self, group: Group) -> None:
         """Members that wait are woken."""
@@ -395,9 +466,9 @@ class World:
         for member in group.view.members:
             worker = self.workers[member]
             if self.random.random() < 0.7:  # the others find out when they come to it
-                self._at(worker, self._delay(), lambda worker=worker: self._lose(worker, group))
+                self._at(worker, self._delay(), self._lose, worker, group)
             else:
-                self._at(worker, 1.0, lambda worker=worker: self._lose(worker, group))
+                self._at(worker, 1.0, self._lose, worker, group)
 
     def _stall(self, group: Group) -> None:
         """Nothing more arrives; who waits gives up at its deadline."""
@@ -405,7 +476,7 @@ class World:
             group.broken = True
             for member in group.view.members:
                 worker = self.workers[member]
-                self._at(worker, self.random.uniform(0.5, 1.0), lambda worker=worker: self._lose(worker, group))
+                self._at(worker, self.random.uniform(0.5, 1.0), self._lose, worker, group)
 
     def _lose(self, worker: Worker, group: Group) -> None:
         if worker.agent.view.number == group.view.number:

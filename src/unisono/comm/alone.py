@@ -38,6 +38,7 @@ class Alone:
     rank = 0
     size = 1
     bytes_sent = 0
+    waits_for: tuple[str, tuple[int, ...]] = ("", ())
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")

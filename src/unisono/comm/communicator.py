@@ -56,6 +56,11 @@ class Communicator(Services, Protocol):
     def bytes_sent(self) -> int:
         """Payload bytes that left this worker so far, on all lanes (shared memory counts what peers had to read)."""
 
+    @property
+    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+        """The operation that this worker waits for now, on whichever lane, and who has not come to it, as far as that
+        can be told; empty: it does not wait. For any thread."""
+
     def allocate(self, numel: int, dtype: dtype) -> Tensor:
         """A zeroed flat tensor that `sum` takes without copying it. All peers allocate alike, in the same order."""
 

@@ -38,10 +38,10 @@ Steps = Generator[Blocked, None, T]
 class Operation(Generic[T]):
     """The `Work` of a `Conversation`."""
 
-    __slots__ = ("_conversation", "_result", "_steps", "blocked", "error", "finished", "verb")
+    __slots__ = ("_conversation", "_result", "_steps", "blocked", "error", "finished", "number", "verb")
 
-    def __init__(self, conversation: Conversation, verb: str, steps: Steps[T]) -> None:
-        self._conversation, self.verb, self._steps = conversation, verb, steps
+    def __init__(self, conversation: Conversation, verb: str, steps: Steps[T], number: int = 0) -> None:
+        self._conversation, self.verb, self._steps, self.number = conversation, verb, steps, number
         self.finished = False
         self.error: CommunicationError | None = None
         self.blocked: Blocked | None = None
@@ -84,6 +84,7 @@ class Family:
     bytes_sent: int = 0
     hosting: Hosting = field(default_factory=Hosting)
     tiers: Tiers | None = None
+    waiting: Conversation | None = None  # the lane in which its thread waits just now
 
 
 class Conversation:
@@ -102,6 +103,21 @@ class Conversation:
         self._progress = 0
         self._fruitless_since: float | None = None
         self._thread = threading.get_ident()
+        self._begun = 0
+        self.name = ""
+
+    @property
+    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+        """As the contract."""
+        lane = self._family.waiting
+        try:
+            operation = lane._queue[0] if lane else None
+            missing = lane._missing(operation) if lane and operation else ()
+        except (LookupError, TypeError, ValueError):  # it has just ended, or the lane has
+            return "", ()
+        if lane is None or operation is None:
+            return "", ()
+        return f"{operation.verb} ({lane.name or 'start'}, message {operation.number})", missing
 
     @property
     def bytes_sent(self) -> int:
@@ -124,7 +140,8 @@ class Conversation:
         return time.monotonic()
 
     def _begin(self, verb: str, steps: Steps[T]) -> Operation[T]:
-        operation = Operation(self, verb, steps)
+        operation = Operation(self, verb, steps, self._begun)
+        self._begun += 1
         self._thread = threading.get_ident()
         if self._failure is not None:
             operation.fail(self._failure)
@@ -154,9 +171,13 @@ class Conversation:
         """Returns when `operation` is over, well or badly."""
         self._fruitless_since = None
         attempt = 0
-        while not operation.poll():
-            self._pause(attempt, self._queue[0])
-            attempt += 1
+        self._family.waiting = self
+        try:
+            while not operation.poll():
+                self._pause(attempt, self._queue[0])
+                attempt += 1
+        finally:
+            self._family.waiting = None
 
     def _move(self) -> bool:
         """Step every operation that has the turn; True if any got further."""
@@ -197,6 +218,10 @@ class Conversation:
     def _lost(self, now: float, operation: Operation[Any]) -> PeerLost | None:
         """The peer that `operation` waits for and that is known to be gone."""
         return None
+
+    def _missing(self, operation: Operation[Any]) -> tuple[int, ...]:
+        """The peers that have not come to `operation`, as far as that can be seen."""
+        return ()
 
     def _overdue(self, operation: Operation[Any]) -> PeerLost:
         return PeerLost((), operation.verb, f"no answer within the deadline of {self._deadline_seconds:g} s")

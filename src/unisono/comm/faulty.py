@@ -68,6 +68,10 @@ class Faulty:
     def bytes_sent(self) -> int:
         return self.comm.bytes_sent
 
+    @property
+    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+        return self.comm.waits_for
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.comm.allocate(numel, dtype)
 

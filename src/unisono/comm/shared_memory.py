@@ -140,7 +140,9 @@ class SharedMemory(Conversation):
         memory, reason = self._begin("lane", self._map(head, self._board.nbytes)).wait()
         if memory is None:
             raise MemoryUnavailable(f"no shared memory for lane {name!r}: {reason}")
-        return SharedMemory(self.rank, self.size, memory, self._host, self._deadline_seconds, self._family)
+        lane = SharedMemory(self.rank, self.size, memory, self._host, self._deadline_seconds, self._family)
+        lane.name = name
+        return lane
 
     def close(self) -> None:
         first = self._family.lanes[0] is self
@@ -426,6 +428,9 @@ class SharedMemory(Conversation):
         assert operation.blocked is not None
         places, turn = operation.blocked.on
         return {rank for rank, place in enumerate(places) if self._words[place] < turn}
+
+    def _missing(self, operation: Operation[Any]) -> tuple[int, ...]:
+        return tuple(sorted(self._behind(operation) - {self.rank})) if operation.blocked else ()
 
     def _lost(self, now: float, operation: Operation[Any]) -> PeerLost | None:
         if now - self._host.checked_at < _CHECK_SECONDS:

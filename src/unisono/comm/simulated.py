@@ -348,6 +348,11 @@ class Simulated:
         """Payload bytes that left this worker so far; a sum counts as a ring all-reduce."""
         return self.world.bytes_sent[self.rank]
 
+    @property
+    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+        """Nobody asks while virtual time stands still."""
+        return "", ()
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 

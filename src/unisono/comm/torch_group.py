@@ -159,7 +159,7 @@ class TorchGroup(Conversation):
         self._family.tiers = tiers
 
     def lane(self, name: str) -> TorchGroup:
-        return TorchGroup(
+        lane = TorchGroup(
             c10d.PrefixStore(f"lane/{name}", self._store),
             self.rank,
             self.size,
@@ -169,6 +169,8 @@ class TorchGroup(Conversation):
             deadline_seconds=self._deadline_seconds,
             family=self._family,
         )
+        lane.name = name
+        return lane
 
     def close(self) -> None:
         if self._family.lanes[0] is self:

@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -32,6 +34,14 @@ def lead_group(process: int) -> None:
     """Give a child (0: this process) a group of its own; both sides ask, so that neither has to wait."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(process, process)
+
+
+def age_seconds() -> float:
+    """How long ago this process was started; 0 where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+    return 0.0
 
 
 def _set_death_signal(number: int) -> None:

@@ -48,7 +48,7 @@ class Agent:
         self.view = View()  # that it is inside
         self.working = False
         self._word = Word(View(), Over.NOW)
-        self._ended = 0
+        self._ended = self._broke = 0
         self._count = 0
         self._missed: tuple[str, ...] = ()
         self._leaving = self._finished = self._aborted = False
@@ -59,12 +59,18 @@ class Agent:
         works_in = self.view.number if self.working else 0
         return Beat(
             self.worker, self._count, works_in, self._ended, self.standing, self._missed, self._leaving,
-            self._finished, self.place)  # fmt: skip
+            self._finished, self.place, self._broke)  # fmt: skip
 
     @property
     def votes(self) -> bool:
         """Whether this worker says, with its next step, that the view should end after it."""
-        return self.view.number == self._word.view.number and self._word.over is Over.AT_A_BOUNDARY
+        over = self._word.over in (Over.AT_A_BOUNDARY, Over.FOR_EVER)
+        return over and self.view.number == self._word.view.number
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker asked to go."""
+        return self._leaving
 
     def hear(self, word: Word) -> list[Action]:
         """The coordinator said `word`; words may come late, twice, or not in order."""
@@ -93,7 +99,7 @@ class Agent:
             return []
         if digest is not None:
             self.standing = replace(self.standing, digest=digest)
-        self._missed = missed
+        self._missed, self._broke = missed, number
         return self._stopped(number)
 
     def leave(self) -> list[Action]:
@@ -117,16 +123,16 @@ class Agent:
         if self.view.number:
             if over is Over.FOR_EVER:  # others may still need this group for their last words
                 return []
-            past = view.number > self.view.number or over is Over.NOW
+            past = view.number > self.view.number or over.at_once
             if not past or self._aborted:
                 return []
             self._aborted = True
             return [Abort(self.view.number)]
         if over is Over.FOR_EVER or self._finished:
             return [Exit()]
-        if over is Over.NOW or not mine:
+        if over.at_once or not mine:
             self._ended = max(self._ended, view.number)
-        if self._leaving and not mine and view.number:
+        if self._leaving and (over is Over.WITH_TOO_FEW or (not mine and view.number)):
             return [Exit()]
         if view.number <= self._ended:
             return []
@@ -134,4 +140,4 @@ class Agent:
         return [Meet(view)]
 
 
-_AGE = {Over.NO: 0, Over.AT_A_BOUNDARY: 1, Over.NOW: 2, Over.FOR_EVER: 3}  # a view goes through them in this order
+_AGE = {over: age for age, over in enumerate(Over)}  # a view goes through them in this order

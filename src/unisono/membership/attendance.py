@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import TracebackType
+from typing import Any
 
+from unisono.doing import Doing, Phase
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
 from unisono.membership.line import Line
 from unisono.membership.values import Contact, Over, Place, Standing, View, Word
 
+LOG = logging.getLogger("unisono")
 _RETRY_SECONDS = 0.2  # while the coordinator is away
+_LEDGER_SECONDS = 1.0  # between two tellings where the time went
 
 
 class Attendance:
@@ -25,19 +31,33 @@ class Attendance:
         agent: this worker's half of the protocol.
         abort: called by the listening thread, which may happen at any time, with the number of a view whose group is
             to be broken off.
+        doing: what the worker does; called by the listening thread.
+        spent: seconds of its life, by phase.
+        told: called with what the coordinator has to tell people, a sentence each.
 
     Raises:
         InvalidInput: the contact's URL is none, or its authority cannot be read.
     """
 
-    def __init__(self, contact: Contact, agent: Agent, abort: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        contact: Contact,
+        agent: Agent,
+        abort: Callable[[int], None],
+        *,
+        doing: Callable[[], Doing] | None = None,
+        spent: Callable[[], Mapping[Phase, float]] | None = None,
+        told: Callable[[str], None] = LOG.warning,
+    ) -> None:
         self._saying, self._listening = (Line(contact) for _ in "12")
         self._agent, self._abort = agent, abort
+        self._doing, self._spent, self._told = doing, spent, told
+        self._heard, self._spent_at = 0, float("-inf")
         self._knows: Word | None = None
         self._news = threading.Condition()  # guards the agent and what follows
         self._view: View | None = None
         self._dismissed = self._closed = False
-        self._said = threading.Lock()
+        self._said, self._hearing = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._listen, name="unisono attendance", daemon=True)
         self._thread.start()
 
@@ -114,19 +134,39 @@ class Attendance:
 
     def _exchange(self, line: Line, *, waits: bool) -> bool:
         with self._news:
-            beat, knows = self._agent.beat(), self._knows if waits else None
+            beat, knows = self._agent.beat(), self._knows
         told = asdict(beat) | {
             "knows": knows.view.number if knows else 0,
             "knows_over": knows.over.value if knows else "",
+            "waits": waits,
         }
-        answer = line.post("/v1/beat", told)
-        if answer is None:
+        answer = line.post("/v1/beat", told | self._of_itself(seldom=not waits))
+        if not isinstance(answer, dict):
             return False
-        word = _word(answer)
+        word = _word(answer, knows)
+        self._tell_people(answer)
         with self._news:
             self._knows = word
             self._do(self._agent.hear(word))
         return True
+
+    def _of_itself(self, *, seldom: bool) -> dict[str, Any]:
+        """What the worker does, and now and then where its time went; with what is said `seldom`, each time."""
+        told: dict[str, Any] = {"heard": self._heard}
+        if self._doing:
+            told["doing"] = asdict(doing := self._doing()) | {"phase": doing.phase.value}
+        now = time.monotonic()
+        if self._spent and (seldom or now - self._spent_at >= _LEDGER_SECONDS):
+            self._spent_at = now
+            told["spent"] = {phase.value: seconds for phase, seconds in self._spent().items() if seconds}
+        return told
+
+    def _tell_people(self, answer: dict[str, Any]) -> None:
+        with self._hearing:
+            new = answer["says"] if answer["said"] > self._heard else []
+            self._heard = max(self._heard, answer["said"])
+        for sentence in new:
+            self._told(sentence)
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -141,9 +181,11 @@ class Attendance:
         self._news.notify_all()
 
 
-def _word(told: object) -> Word:
-    assert isinstance(told, dict)
+def _word(told: dict[str, Any], known: Word | None) -> Word:
     view = told["view"]
+    if view is None:
+        assert known is not None  # else it would have been told
+        return Word(known.view, Over(told["over"]))
     start = Standing(**view["start"])
     places = tuple(Place(**place) for place in view["places"])
     return Word(View(view["number"], tuple(view["members"]), start, tuple(view["sources"]), places), Over(told["over"]))

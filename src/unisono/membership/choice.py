@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from unisono.membership.values import Standing, View
@@ -31,22 +32,53 @@ def unproven(lineage: Sequence[View], start: Standing, ended: Mapping[str, Stand
     return [*forgotten, *(v for v in later if not any(m in ended and ended[m].view < v.number for m in v.members))]
 
 
-def acquainted(workers: Sequence[str], estranged: Iterable[tuple[str, str]]) -> list[str]:
-    """As many of `workers`, in their order, as a simple rule finds among whom no two are `estranged`: whoever is so
-    from most goes first, of several the last in order."""
-    apart: dict[str, set[str]] = {worker: set() for worker in workers}
-    for one, other in estranged:
-        if one != other and one in apart and other in apart:
-            apart[one].add(other)
-            apart[other].add(one)
+def acquainted(workers: Sequence[str], missing: Iterable[tuple[str, Collection[str]]]) -> list[str]:
+    """As many of `workers`, in their order, as a simple rule finds among whom nobody missed another: whoever is
+    estranged from most goes first, of several the last in order.
+
+    Sets of workers are the bits of an integer, so that thousands who all miss the same thousands take milliseconds.
+
+    Args:
+        missing: workers, and whom they could not reach.
+    """
     rank = {worker: i for i, worker in enumerate(workers)}
-    troubled = {worker for worker, others in apart.items() if others}
-    while troubled:
-        out = max(troubled, key=lambda worker: (len(apart[worker]), rank[worker]))
-        for other in apart.pop(out):
-            apart[other].discard(out)
-        troubled = {worker for worker in troubled if worker != out and apart[worker]}
-    return [worker for worker in workers if worker in apart]
+    apart = _apart(rank, missing)
+    left = (1 << len(workers)) - 1
+    # Nobody's number of others ever grows: what the heap holds is the true number, or more.
+    queue = [(-others.bit_count(), -i) for i, others in apart.items()]
+    heapq.heapify(queue)
+    while queue:
+        said, i = queue[0]
+        true = -(apart[-i] & left).bit_count()
+        if not true:
+            heapq.heappop(queue)
+        elif true != said:
+            heapq.heapreplace(queue, (true, i))
+        else:
+            heapq.heappop(queue)
+            left &= ~(1 << -i)
+    return [worker for worker, i in rank.items() if left >> i & 1]
+
+
+def _apart(rank: Mapping[str, int], missing: Iterable[tuple[str, Collection[str]]]) -> dict[int, int]:
+    """By rank, the ranks of those who missed it, or whom it missed, as bits."""
+    who_missed: dict[frozenset[str], int] = defaultdict(int)
+    for worker, missed in missing:
+        if worker in rank:
+            who_missed[frozenset(missed)] |= 1 << rank[worker]
+    apart: dict[int, int] = defaultdict(int)
+    for missed, reporters in who_missed.items():
+        them = [rank[worker] for worker in missed if worker in rank]
+        bits = sum(1 << i for i in them)
+        for i in them:
+            apart[i] |= reporters & ~(1 << i)
+        for i in _bits(reporters):
+            apart[i] |= bits & ~(1 << i)
+    return apart
+
+
+def _bits(number: int) -> list[int]:
+    return [i for i, bit in enumerate(reversed(f"{number:b}")) if bit == "1"]
 
 
 def seated(before: Sequence[str], candidates: Collection[str], unit: int, maximum: int) -> list[str]:

@@ -4,16 +4,20 @@
                    ▲                         │  └── somebody has the result ──► over for ever
                    └── a member is lost (NOW), or somebody waits or leaves (AT_A_BOUNDARY)
 
-It decides only who is present. It is never on the path of a step: members of a view go on without it.
+It decides only who is present. It is never on the path of a step: members of a view go on without it. What it does for
+a beat with which nothing changes takes no time with the number of workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from unisono.membership.choice import acquainted, best, seated, unproven
+from unisono.membership.diagnosis import Presence
 from unisono.membership.pulse import Pulse
+from unisono.membership.quarrels import Quarrels
+from unisono.membership.roll import Roll
 from unisono.membership.values import Beat, Over, Policy, Standing, View, Word
 
 _LINEAGE = 16  # views remembered; a worker that was away for longer cannot prove what was not committed
@@ -58,22 +62,6 @@ class Saved:
 
 
 @dataclass
-class _Heard:
-    """A worker, as last heard."""
-
-    beat: Beat
-    pulse: Pulse
-
-
-@dataclass
-class _Quarrel:
-    """Two workers that could not reach each other."""
-
-    until: float
-    seconds: float
-
-
-@dataclass
 class Coordinator:
     """Decides views. Every call is given the time, in seconds of a clock that does not jump; it changes what is
     `saved` or answered only then, and returns what happened.
@@ -87,20 +75,21 @@ class Coordinator:
     policy: Policy
     saved: Saved = field(default_factory=Saved)
     began: float = 0.0
-    _heard: dict[str, _Heard] = field(default_factory=dict, init=False)
-    _gone: set[str] = field(default_factory=set, init=False)
+    _roll: Roll = field(init=False)
+    _quarrels: Quarrels = field(init=False)
+    _members: frozenset[str] = field(init=False)
     _arriving: set[str] = field(init=False)  # members not known to work in the view yet
     _staying: set[str] = field(init=False)  # members not known to have ended it
-    _quarrels: dict[tuple[str, str], _Quarrel] = field(default_factory=dict, init=False)
     _steps: Pulse = field(init=False)
     _furthest: tuple[int, int] = field(default=(0, 0), init=False)
     _ended_at: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self._roll, self._quarrels = Roll(self.policy), Quarrels(self.policy.estranged_seconds)
         self._steps, self._ended_at = Pulse(1.0, last=self.began), self.began
-        self._arriving, self._staying = set(self.view.members), set(self.view.members)
+        self._seat(self.view)
         for member in self.view.members:
-            self._heard[member] = _Heard(Beat(member, 0), self._pulse(self.began))
+            self._roll.expect(member, self.began)
 
     @property
     def view(self) -> View:
@@ -112,23 +101,49 @@ class Coordinator:
         """What any worker is to know, in answer to a beat and whenever something happened."""
         return Word(self.view, self.saved.over)
 
+    @property
+    def beat_seconds(self) -> float:
+        """After which a worker's next beat is due: the more workers, the later."""
+        return self._roll.beat_seconds
+
     def heard(self) -> list[tuple[Beat, float]]:
         """Every worker's last beat, and when it came."""
-        return [(known.beat, known.pulse.last or self.began) for known in self._heard.values()]
+        return [(known.beat, known.pulse.last or self.began) for known in self._roll.heard.values()]
+
+    @property
+    def steps(self) -> Pulse:
+        """Of the present view."""
+        return self._steps
+
+    @property
+    def furthest(self) -> int:
+        """Steps that somebody has done."""
+        return self._furthest[1]
+
+    @property
+    def lost(self) -> bool:
+        """Whether the process of a member has ended."""
+        return not self._roll.gone.isdisjoint(self._members)
+
+    def presence(self, worker: str, now: float) -> Presence:
+        """Whether that member of the view is there."""
+        if worker in self._roll.gone:
+            return Presence.GONE
+        return Presence.SILENT if self._roll.silent(worker, now) else Presence.HEARD
 
     def hear(self, beat: Beat, now: float) -> list[Happened]:
         """A worker said `beat`."""
-        if beat.worker in self._gone or self.saved.over is Over.FOR_EVER:
+        if self.saved.over is Over.FOR_EVER:
             return []
         if beat.finished:
             return [self._end(Over.FOR_EVER, f"{beat.worker} has the result", now)]
-        known = self._heard.setdefault(beat.worker, _Heard(Beat(beat.worker, 0), self._pulse(now)))
-        if beat.count <= known.beat.count:
+        if beat.worker in self._roll.gone:
             return []
-        before, known.beat = known.beat, beat
-        known.pulse.beat(now)
+        before = self._roll.hear(replace(beat, missed=()) if beat.missed else beat, self.view.number, now)
+        if before is None:
+            return []
         if beat.missed and beat.ended > before.ended:
-            self._note_quarrels(beat, now)
+            self._quarrels.note(beat.worker, beat.missed, now)
         if beat.works_in == self.view.number:
             self._arriving.discard(beat.worker)
             self._note_progress(beat.standing, now)
@@ -139,96 +154,126 @@ class Coordinator:
 
     def gone(self, worker: str, now: float) -> list[Happened]:
         """The process of `worker` has ended, as who started it has seen."""
-        self._gone.add(worker)
-        return self.tick(now)
+        self._roll.gone.add(worker)
+        self._forget(now)
+        return list(self._decide([worker], now))
+
+    def hung_up(self, worker: str, now: float) -> list[Happened]:
+        """The connection on which `worker` listened has closed, and it has made no other since.
+
+        It may be back with its next beat: no view ends for this. But one that has ended does not wait for it.
+        """
+        if worker not in self._roll.heard:
+            return []
+        self._roll.heard[worker].hung_up = True
+        return list(self._decide([], now))
 
     def tick(self, now: float) -> list[Happened]:
-        """Time has passed."""
-        self._forget()
-        return list(self._decide(self.view.members, now))
+        """Time has passed. Takes time with the number of workers."""
+        self._forget(now)
+        return list(self._decide(self.view.members if self._steps.overdue(now) else [], now))
 
-    def _decide(self, about: Sequence[str], now: float) -> Iterator[Happened]:
-        if self.saved.over is Over.FOR_EVER:
-            return
-        if self.saved.over is not Over.NOW:
-            why = self._loss([worker for worker in about if worker in self.view.members], now)
+    def _decide(self, about: Iterable[str], now: float) -> Iterator[Happened]:
+        if self.saved.over in (Over.NO, Over.AT_A_BOUNDARY):
+            why = self._loss([worker for worker in about if worker in self._members], now)
             if why:
                 yield self._end(Over.NOW, why, now)
         if self.saved.over is Over.NO:
             why = self._wish(now)
             if why:
                 yield self._end(Over.AT_A_BOUNDARY, why, now)
-        if self.saved.over is not Over.NO:
-            formed = self._next(now)
-            if formed is not None:
-                self._take(formed.view, now)
-                yield formed
+        if self.saved.over not in (Over.NO, Over.FOR_EVER):
+            yield from self._next(now)
 
     def _loss(self, members: Sequence[str], now: float) -> str:
         """Why, for one of `members`, the view cannot go on."""
+        stuck = self._steps.overdue(now)
         for member in members:
-            known = self._heard[member]
-            if member in self._gone:
+            known = self._roll.heard[member]
+            if member in self._roll.gone:
                 return f"{member} has ended"
-            ended, stuck = known.beat.ended >= self.view.number, self._steps.overdue(now)
-            if ended and (stuck or self.saved.over is Over.NO):
+            ended = known.beat.ended >= self.view.number
+            if ended and (stuck or self.saved.over is Over.NO or known.beat.broke >= self.view.number):
                 return f"{member} has lost the others"
             # Steps are all members' together: as long as they come, nobody is missing, whoever cannot be heard here.
-            if stuck and self._silent(member, now):
+            if stuck and self._roll.silent(member, now):
+                known.missed = not known.hung_up
                 return f"nothing is heard of {member}, and no step is done"
         return ""
 
     def _wish(self, now: float) -> str:
         """Why the view should not go on for ever."""
-        if self._arriving:
+        leaving = self._roll.leaving & self._members
+        if self._arriving or not (leaving or self._roll.free):
             return ""
-        for member in self.view.members:
-            if self._heard[member].beat.leaving:
-                return f"{member} leaves"
-        seats = self._seats([*self.view.members, *(w for w in self._ready(now) if w not in self.view.members)], now)
-        more = [worker for worker in seats if worker not in self.view.members]
-        return f"{', '.join(more)} may join" if len(seats) > len(self.view.members) else ""
+        if leaving:  # where all do, the group stops by itself, as one
+            who = named(member for member in self.view.members if member in leaving)
+            return f"{who} leaves" if len(leaving) < len(self._members) else ""
+        coming = [w for w in self._roll.ready(now) if w not in self._members and w not in self._roll.leaving]
+        seats = self._seats([*self.view.members, *coming], now)
+        more = [worker for worker in seats if worker not in self._members]
+        return f"{named(more)} may join" if len(seats) > len(self.view.members) else ""
 
-    def _next(self, now: float) -> Formed | None:
+    def _next(self, now: float) -> Iterator[Happened]:
         """The view after this one, once all that can be heard of it have ended it, and those that are needed are
         there."""
-        if not all(self._silent(member, now) for member in self._staying):
-            return None
-        ready = self._ready(now)
         late = now - self._ended_at > self.policy.patience_seconds
-        wanted = self.policy.minimum if self.view.number or late else self.policy.expected
-        last_resort: Formed | None = None
-        # Whoever leaves may have what the others lack, and then stays for one view more.
-        for asked in ([w for w in ready if not self._heard[w].beat.leaving], list(ready)):
-            seats = self._seats(asked, now)
-            if len(seats) < max(wanted, self.policy.unit):
-                continue
-            start, sources = best({worker: ready[worker] for worker in seats})
-            missing = unproven(self.saved.lineage, start, ready)
-            places = tuple(self._heard[worker].beat.place for worker in seats)
-            view = View(self.view.number + 1, tuple(seats), start, sources, places)
-            if not missing:
-                return Formed(view)
-            if not start.view:  # none of them has ever trained: what was kept is more
-                view = View(view.number, view.members, places=places)
-            if late or all(m in self._gone or m in ready for old in missing for m in old.members):
-                last_resort = Formed(view, tuple(old.number for old in missing))
-        return last_resort
+        wanted = max(self.policy.unit, self.policy.minimum if self.view.number or late else self.policy.expected)
+        if len(self._roll.free) < wanted and not self._roll.leaving:
+            return
+        if not all(self._roll.silent(member, now) for member in self._staying):
+            return
+        ready = self._roll.ready(now)
+        staying = [worker for worker in ready if worker not in self._roll.leaving]
+        formed = self._formed(self._seats(staying, now), ready, wanted, late)
+        if formed is None or formed.given_up:
+            lacking = bool(self._unproven(staying, ready))
+            if lacking or not staying:
+                formed = self._formed(self._handing_over(staying, ready, now), ready, wanted, late) or formed
+            if formed is None and self._may_go(ready, late or not lacking or not staying):
+                yield self._end(Over.WITH_TOO_FEW, "who leaves may go", self._ended_at)
+        if formed is not None:
+            self._take(formed.view, now)
+            yield formed
 
-    def _silent(self, worker: str, now: float) -> bool:
-        return worker in self._gone or self._heard[worker].pulse.overdue(now)
+    def _formed(self, seats: Sequence[str], ready: Mapping[str, Standing], wanted: int, late: bool) -> Formed | None:
+        """A view of those who have `seats`, if they are enough, and know all that was committed or may give it up."""
+        if len(seats) < wanted:
+            return None
+        start, sources = best({worker: ready[worker] for worker in seats})
+        missing = unproven(self.saved.lineage, start, ready)
+        places = tuple(self._roll.heard[worker].beat.place for worker in seats)
+        view = View(self.view.number + 1, tuple(seats), start, sources, places)
+        if not missing:
+            return Formed(view)
+        if not start.view:  # none of them has ever trained: what was kept is more
+            view = View(view.number, view.members, places=places)
+        if late or all(m in self._roll.gone or m in ready for old in missing for m in old.members):
+            return Formed(view, tuple(old.number for old in missing))
+        return None
 
-    def _ready(self, now: float) -> dict[str, Standing]:
-        """How those stand that can be heard and are in no view, nor ever in this one again."""
-        return {
-            worker: known.beat.standing for worker, known in self._heard.items()
-            if known.beat.count and known.beat.ended >= self.view.number and not self._silent(worker, now)
-        }  # fmt: skip
+    def _handing_over(self, staying: Sequence[str], ready: Mapping[str, Standing], now: float) -> list[str]:
+        """Who leaves may have what the others lack: then a replica of them stays for one view more. Where all leave,
+        they stop together."""
+        leaving = {worker: standing for worker, standing in ready.items() if worker not in staying}
+        if not leaving or not staying:
+            return self._seats(list(leaving), now)
+        _, furthest = best(leaving)
+        replica = seated(self.view.members, furthest, self.policy.unit, self.policy.unit)
+        asked = [*self._seats(staying, now), *replica]
+        return self._seats(asked, now, len(asked))
 
-    def _seats(self, workers: list[str], now: float) -> list[str]:
+    def _unproven(self, workers: Sequence[str], ready: Mapping[str, Standing]) -> list[View]:
+        start = best({worker: ready[worker] for worker in workers})[0] if workers else Standing()
+        return unproven(self.saved.lineage, start, ready)
+
+    def _may_go(self, ready: Mapping[str, Standing], needless: bool) -> bool:
+        return needless and self.saved.over is not Over.WITH_TOO_FEW and not self._roll.leaving.isdisjoint(ready)
+
+    def _seats(self, workers: Sequence[str], now: float, maximum: int | None = None) -> list[str]:
         ordered = seated(self.view.members, workers, 1, len(workers))
-        apart = [pair for pair, quarrel in self._quarrels.items() if now < quarrel.until]
-        return seated(self.view.members, acquainted(ordered, apart), self.policy.unit, self.policy.maximum)
+        known = acquainted(ordered, self._quarrels.missing(now))
+        return seated(self.view.members, known, self.policy.unit, maximum or self.policy.maximum)
 
     def _end(self, over: Over, why: str, now: float) -> Ended:
         self.saved = Saved(self.saved.lineage, over)
@@ -238,30 +283,33 @@ class Coordinator:
     def _take(self, view: View, now: float) -> None:
         lineage = [old for old in self.saved.lineage if old.number <= view.start.view]
         self.saved = Saved((*lineage, view)[-_LINEAGE:], Over.NO)
-        self._arriving, self._staying = set(view.members), set(view.members)
+        self._seat(view)
+        self._roll.formed(view.number)
         self._furthest = (view.number, view.start.step)
         self._steps.restart(now)
+
+    def _seat(self, view: View) -> None:
+        self._members = frozenset(view.members)
+        self._arriving, self._staying = set(view.members), set(view.members)
 
     def _note_progress(self, standing: Standing, now: float) -> None:
         if (standing.view, standing.step) > self._furthest:
             self._furthest = (standing.view, standing.step)
             self._steps.beat(now)
 
-    def _note_quarrels(self, beat: Beat, now: float) -> None:
-        for other in beat.missed:
-            pair = (min(beat.worker, other), max(beat.worker, other))
-            known = self._quarrels.setdefault(pair, _Quarrel(now, self.policy.estranged_seconds / 2))
-            if now >= known.until:
-                known.seconds *= 2
-                known.until = now + known.seconds
-
-    def _forget(self) -> None:
+    def _forget(self, now: float) -> None:
         """Workers that have ended, and are in no view any more."""
-        past = [w for w in self._gone if w in self._heard and w not in self.view.members]
-        for worker in past:
-            del self._heard[worker]
-        if past:
-            self._quarrels = {pair: q for pair, q in self._quarrels.items() if not set(pair) & set(past)}
+        if len(self._roll.heard) > len(self._members):
+            past = self._roll.forget(self._members, now)
+            if past:
+                self._quarrels.forget(past)
 
-    def _pulse(self, now: float) -> Pulse:
-        return Pulse(self.policy.beat_seconds, 3 * self.policy.beat_seconds, last=now)
+
+def named(workers: Iterable[str]) -> str:
+    """In words, however many they are."""
+    them = list(workers)
+    more = len(them) - _NAMED
+    return ", ".join(them[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+_NAMED = 8

@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import ssl
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,8 @@ class Line:
 
     def __init__(self, contact: Contact, answer_seconds: float = 10.0) -> None:
         host, port, secure = _address(contact.url)
-        self._headers = {"authorization": f"Bearer {contact.token}", "content-type": "application/json"}
+        self._headers = {"authorization": f"Bearer {contact.token}", "content-type": "application/json",
+                         "accept-encoding": "gzip"}  # fmt: skip
         self._made: http.client.HTTPConnection
         if secure:
             self._made = http.client.HTTPSConnection(
@@ -56,13 +58,24 @@ class Line:
     def ask(self, method: str, path: str, message: object = None) -> Answer | None:
         """The answer; None if the coordinator is away."""
         try:
-            self._made.request(method, path, None if message is None else json.dumps(message), self._headers)
-            answer = self._made.getresponse()
-            body = answer.read(_LONGEST_ANSWER_BYTES)
+            answer = self._asked(method, path, None if message is None else json.dumps(message))
+            body = _unpacked(answer)
             return Answer(answer.status, json.loads(body) if body and answer.status < 400 else None)
         except (OSError, http.client.HTTPException, ValueError):
             self._made.close()
             return None
+
+    def _asked(self, method: str, path: str, body: str | None) -> http.client.HTTPResponse:
+        used = self._made.sock is not None
+        try:
+            self._made.request(method, path, body, self._headers)
+            return self._made.getresponse()
+        except (ConnectionError, http.client.BadStatusLine):
+            if not used:
+                raise
+        self._made.close()  # the other end has closed it while nothing was said; what is said twice does no harm
+        self._made.request(method, path, body, self._headers)
+        return self._made.getresponse()
 
     def cut(self) -> None:
         """Whoever waits for an answer gets none."""
@@ -100,6 +113,19 @@ def heard(contact: Contact, answer: Answer | None) -> Answer:
     if answer.status == 401:
         raise InvalidInput("token", "(not shown)", "it is not that of the coordinator", "give the one of this run")
     return answer
+
+
+def _unpacked(answer: http.client.HTTPResponse) -> bytes:
+    body = answer.read(_LONGEST_ANSWER_BYTES)
+    if answer.headers.get("content-encoding") != "gzip":
+        return body
+    try:
+        return zlib.decompressobj(_GZIP).decompress(body, _LONGEST_ANSWER_BYTES)
+    except zlib.error as error:
+        raise ValueError("an answer that cannot be unpacked") from error
+
+
+_GZIP = 16 + zlib.MAX_WBITS
 
 
 def _address(url: str) -> tuple[str, int, bool]:

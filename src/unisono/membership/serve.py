@@ -17,6 +17,9 @@ from unisono.membership.service import Service, application
 from unisono.membership.store import Store
 from unisono.membership.values import Policy
 
+BACKLOG = 4096  # connections that may come at once
+KEPT_SECONDS = 600  # a connection on which nothing is said: a worker's second is used when the view changes
+
 
 class Serving:
     """A coordinator that listens from now on, and answers while `run` does.
@@ -41,6 +44,8 @@ class Serving:
         service = Service(Coordinator(policy, store.load(), began=time.monotonic()), store, told=told)
         config = uvicorn.Config(
             application(service, token), log_level="warning", access_log=False, lifespan="on", ws="none",
+            server_header=False, proxy_headers=False, date_header=False, backlog=BACKLOG,
+            timeout_keep_alive=KEPT_SECONDS,
             ssl_certfile=place.certificate, ssl_keyfile=place.key, timeout_graceful_shutdown=1)  # fmt: skip
         self._server, self._store = uvicorn.Server(config), store
 

@@ -7,22 +7,27 @@ that dies closes a connection.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated
 
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from unisono.membership.coordinator import Coordinator, Happened
+from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
+from unisono.membership.answers import Answers, Messages, answer
+from unisono.membership.coordinator import Coordinator, Formed, Happened
+from unisono.membership.door import App, Guard, Receive, Scope, Send, body
 from unisono.membership.ordered import offer
+from unisono.membership.reports import Reports
 from unisono.membership.store import Store, words
 from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
-LONGEST_BODY_BYTES = 1 << 20
+MOST_MISSED = 1 << 13
+BEAT = "/v1/beat"
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
@@ -46,27 +51,64 @@ class PlaceMessage(_Message):
     meets_at: Annotated[str, Field(max_length=1024)] = ""
 
 
+Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
+PhaseName = Annotated[Phase, Field(strict=False)]  # JSON knows no enumerations
+Sentence = Annotated[str, Field(max_length=LONGEST_WORDS)]
+
+
+class DoingMessage(_Message):
+    """See `Doing`."""
+
+    phase: PhaseName
+    step: Count = 0
+    micro_batch: Annotated[int, Field(ge=-1, lt=1 << 62)] = -1
+    since_seconds: Seconds = 0.0
+    waits_for: Sentence = ""
+    missing: Annotated[list[Count], Field(max_length=MOST_MISSING)] = []
+    line: Sentence = ""
+
+    @staticmethod
+    def of(doing: Doing) -> DoingMessage:
+        """Of what the worker says."""
+        return DoingMessage(
+            phase=doing.phase, step=doing.step, micro_batch=doing.micro_batch, since_seconds=doing.since_seconds,
+            waits_for=doing.waits_for, missing=list(doing.missing), line=doing.line)  # fmt: skip
+
+    def value(self) -> Doing:
+        """As it is thought about."""
+        return Doing(
+            self.phase, self.step, self.micro_batch, self.since_seconds, self.waits_for, tuple(self.missing),
+            self.line)  # fmt: skip
+
+
 class BeatMessage(_Message):
-    """See `Beat`; `knows` and `knows_over` are the word that the worker heard last."""
+    """See `Beat`; `knows` and `knows_over` are the word that the worker heard last, `heard` the number of the latest
+    sentence; `doing` and `spent`, seconds by phase, are told now and then. Who `waits` is answered when there is news,
+    or the next beat is due."""
 
     worker: Name
     count: Count
     works_in: Count = 0
     ended: Count = 0
+    broke: Count = 0
     standing: StandingMessage = StandingMessage()
-    missed: Annotated[list[Name], Field(max_length=1024)] = []
+    missed: Annotated[list[Name], Field(max_length=MOST_MISSED)] = []
     leaving: bool = False
     finished: bool = False
     place: PlaceMessage = PlaceMessage()
     knows: Count = 0
-    knows_over: str = ""
+    knows_over: Annotated[str, Field(max_length=32)] = ""
+    waits: bool = True
+    heard: Count = 0
+    doing: DoingMessage | None = None
+    spent: Annotated[dict[PhaseName, Seconds], Field(max_length=len(Phase))] | None = None
 
     @staticmethod
     def of(beat: Beat, knows: Word | None = None) -> BeatMessage:
         """Of a beat as the protocol says it, from a worker that `knows` a word."""
         standing = beat.standing
         return BeatMessage(
-            worker=beat.worker, count=beat.count, works_in=beat.works_in, ended=beat.ended,
+            worker=beat.worker, count=beat.count, works_in=beat.works_in, ended=beat.ended, broke=beat.broke,
             standing=StandingMessage(view=standing.view, step=standing.step, digest=standing.digest),
             missed=list(beat.missed), leaving=beat.leaving, finished=beat.finished,
             place=PlaceMessage(host=beat.place.host, meets_at=beat.place.meets_at),
@@ -77,7 +119,7 @@ class BeatMessage(_Message):
         standing = Standing(self.standing.view, self.standing.step, self.standing.digest)
         return Beat(
             self.worker, self.count, self.works_in, self.ended, standing, tuple(self.missed), self.leaving,
-            self.finished, Place(self.place.host, self.place.meets_at))  # fmt: skip
+            self.finished, Place(self.place.host, self.place.meets_at), self.broke)  # fmt: skip
 
 
 class ViewMessage(_Message):
@@ -91,19 +133,27 @@ class ViewMessage(_Message):
 
 
 class WordMessage(_Message):
-    """See `Word`; with the seconds after which the coordinator wants to hear again."""
+    """See `Word`; with the seconds after which the coordinator wants to hear again, and what there is to tell people:
+    sentences that the worker has not heard, and the number of the latest. Without `view`: it is the one that the worker
+    said it knows."""
 
-    view: ViewMessage
+    view: ViewMessage | None
     over: str
     beat_seconds: float
+    said: Count = 0
+    says: list[str] = []
 
     @staticmethod
-    def of(word: Word, beat_seconds: float) -> WordMessage:
-        """Of a word as the protocol says it."""
-        return WordMessage(view=_view(word.view), over=word.over.value, beat_seconds=beat_seconds)
+    def of(word: Word, beat_seconds: float, said: int = 0, says: Sequence[str] = ()) -> WordMessage:
+        """Of a word as the protocol says it, to whom it is news."""
+        return WordMessage(
+            view=_view(word.view), over=word.over.value, beat_seconds=beat_seconds, said=said, says=list(says)
+        )
 
-    def value(self) -> Word:
-        """As the protocol takes it."""
+    def value(self, known: View = View()) -> Word:
+        """As the protocol takes it; `known` is the view that the worker said it knows."""
+        if self.view is None:
+            return Word(known, Over(self.over))
         start = Standing(self.view.start.view, self.view.start.step, self.view.start.digest)
         places = tuple(Place(each.host, each.meets_at) for each in self.view.places)
         view = View(self.view.number, tuple(self.view.members), start, tuple(self.view.sources), places)
@@ -124,6 +174,8 @@ class WorkerMessage(_Message):
     step: int
     silent_seconds: float
     leaving: bool
+    doing: DoingMessage | None
+    spent: dict[str, float]
 
 
 class HappenedMessage(_Message):
@@ -134,12 +186,15 @@ class HappenedMessage(_Message):
 
 
 class StatusMessage(_Message):
-    """All that the coordinator knows."""
+    """All that the coordinator knows; `says` are its latest sentences about what holds steps up, `spent` is of all
+    workers that ever were."""
 
     view: ViewMessage
     over: str
     workers: list[WorkerMessage]
     happened: list[HappenedMessage]
+    says: list[str]
+    spent: dict[str, dict[str, float]]
 
 
 class Service:
@@ -161,41 +216,108 @@ class Service:
     ) -> None:
         self.coordinator, self.store, self.now, self._today, self._told = coordinator, store, now, today, told
         self.word = coordinator.word  # what is on disk
+        self.reports = Reports(int(1000 * today()))
         self._unwritten: list[Happened] = []
-        self._news = asyncio.Event()
+        self._waiting: set[asyncio.Future[bool]] = set()
+        self._listening: Counter[str] = Counter()  # requests of a worker that wait
+        self._answers = Answers()
 
     def decide(self, happened: Sequence[Happened]) -> None:
-        """Nobody hears of what is not on disk; what cannot be written now is tried again with the next tick."""
+        """Nobody hears of a view, or of the end of all, that is not on disk; what cannot be written now is tried again
+        with the next tick. That a view ends is heard at once: who ended it says so again and again, so it would be
+        concluded anew."""
         self._unwritten += happened
-        if not self._unwritten:
+        binding = any(isinstance(each, Formed) or each.over is Over.FOR_EVER for each in self._unwritten)
+        if self._unwritten and (binding or not happened) and not self._write():
             return
+        if self.word != self.coordinator.word:
+            self._say()
+
+    def _write(self) -> bool:
         try:
             self.store.save(self.coordinator.saved, self._unwritten, self._today())
         except sqlite3.Error as error:
             self._told(f"what was decided cannot be written: {error}")
-            return
+            return False
         for each in self._unwritten:
             self._told(words(each))
-        self.word, self._unwritten = self.coordinator.word, []
-        self._news.set()
-        self._news = asyncio.Event()
+        self._unwritten = []
+        return True
+
+    def _say(self) -> None:
+        self.word = self.coordinator.word
+        self._answers.forget()
+        self._wake()
+
+    def look(self) -> None:
+        """Say what holds a step up, if something does."""
+        found = self.reports.look(self.coordinator, self.now())
+        for sentence in found:
+            self._told(sentence)
+        if found:
+            self._wake()
+
+    def _wake(self) -> None:
+        for waiting in self._waiting:
+            _settle(waiting, False)
 
     async def tick(self) -> None:
         """For ever."""
         while True:
             self.decide(self.coordinator.tick(self.now()))
-            await asyncio.sleep(self.coordinator.policy.beat_seconds / 2)
+            self.look()
+            await asyncio.sleep(self.coordinator.beat_seconds / 2)
 
-    async def hear(self, message: BeatMessage) -> Word:
-        """Answers at once if there is news for the worker, else when there is, or its next beat is due."""
+    def hear(self, message: BeatMessage) -> bool:
+        """Whether there is news for the worker."""
+        spent = None if message.spent is None else {phase.value: time for phase, time in message.spent.items()}
+        doing = message.doing.value() if message.doing else None
+        self.reports.hear(message.worker, doing, spent, self.now())
         self.decide(self.coordinator.hear(message.value(), self.now()))
-        if (message.knows, message.knows_over) == (self.word.view.number, self.word.over.value):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), self.coordinator.policy.beat_seconds)
-        return self.word
+        told = not message.heard or message.heard >= self.reports.latest
+        return not told or (message.knows, message.knows_over) != (self.word.view.number, self.word.over.value)
+
+    async def news(self, worker: str, receive: Receive) -> bool:
+        """Waits for it, or until the next beat is due; False if the worker has hung up."""
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[bool] = loop.create_future()
+        due = loop.call_later(self.coordinator.beat_seconds, _settle, waiting, False)
+        closed = asyncio.ensure_future(receive())  # of what comes after a request there is only its end
+        closed.add_done_callback(lambda _: _settle(waiting, True))
+        self._waiting.add(waiting)
+        self._listening[worker] += 1
+        try:
+            hung_up = await waiting
+        finally:
+            due.cancel()
+            closed.cancel()
+            self._waiting.discard(waiting)
+            self._listening[worker] -= 1
+            if not self._listening[worker]:
+                del self._listening[worker]
+        if hung_up and worker not in self._listening:
+            self.decide(self.coordinator.hung_up(worker, self.now()))
+        return not hung_up
+
+    def answer(self, message: BeatMessage, packed: bool) -> Messages:
+        """What the worker is told: the view only if it does not know it."""
+        word, reports, seconds = self.word, self.reports, round(self.coordinator.beat_seconds, 3)
+        knows = bool(message.knows_over) and message.knows == word.view.number
+        heard = message.heard if message.heard < reports.latest else reports.latest
+
+        def make() -> bytes:
+            told = WordMessage.of(word, seconds, reports.latest, reports.after(heard))
+            return (told.model_copy(update={"view": None}) if knows else told).model_dump_json().encode()
+
+        return self._answers.of((word.over, seconds, knows, heard, reports.latest), packed, make)
 
 
-def application(service: Service, token: str) -> FastAPI:
+def _settle(waiting: asyncio.Future[bool], hung_up: bool) -> None:
+    if not waiting.done():
+        waiting.set_result(hung_up)
+
+
+def application(service: Service, token: str) -> App:
     """The service for whoever has `token`, which every call has to bear."""
 
     @asynccontextmanager
@@ -205,18 +327,17 @@ def application(service: Service, token: str) -> FastAPI:
         task.cancel()
 
     app = FastAPI(title="Unisono coordinator", version="1", lifespan=ticking, docs_url=None, redoc_url=None)
-    app.middleware("http")(_guard(token))
 
-    @app.post("/v1/beat")
+    @app.post(BEAT)
     async def beat(message: BeatMessage) -> WordMessage:
         """A worker says how it stands, and hears which view there is."""
-        word = await service.hear(message)
-        return WordMessage.of(word, service.coordinator.policy.beat_seconds)
+        raise NotImplementedError("_shortcut answers before")
 
     @app.post("/v1/gone", status_code=204)
     async def gone(message: GoneMessage) -> None:
         """Who started a worker saw its process end."""
         service.decide(service.coordinator.gone(message.worker, service.now()))
+        service.look()
 
     @app.get("/v1/status")
     async def status() -> StatusMessage:
@@ -224,32 +345,59 @@ def application(service: Service, token: str) -> FastAPI:
         return _status(service)
 
     offer(app, service.store)
-    return app
+    return Guard(_shortcut(_ear(service), app), token)
 
 
-def _guard(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
-    expected = f"Bearer {token}".encode()
+def _shortcut(ear: App, app: App) -> App:
+    """Beats, which thousands of workers send all the time, go past all that `app` does with a request."""
 
-    async def guard(request: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("authorization", "").encode("utf-8", "replace")
-        if not hmac.compare_digest(given, expected):
-            return Response(status_code=401, headers={"www-authenticate": "Bearer"})
-        length = request.headers.get("content-length", "0" if request.method == "GET" else "")
-        if not length.isdecimal() or int(length) > LONGEST_BODY_BYTES:
-            return Response(status_code=411 if not length else 413)
-        return await handle(request)
+    async def shortcut(scope: Scope, receive: Receive, send: Send) -> None:
+        beat = scope["type"] == "http" and scope["path"] == BEAT and scope["method"] == "POST"
+        await (ear if beat else app)(scope, receive, send)
 
-    return guard
+    return shortcut
+
+
+def _ear(service: Service) -> App:
+    """Hears beats."""
+
+    async def ear(scope: Scope, receive: Receive, send: Send) -> None:
+        said = await body(receive)
+        if said is None:
+            return
+        try:
+            message = BeatMessage.model_validate_json(said)
+        except ValidationError as error:
+            wrong = error.json(include_url=False, include_context=False, include_input=False)
+            messages = answer(422, f'{{"detail":{wrong}}}'.encode())
+        else:
+            news = service.hear(message)
+            if not news and message.waits and not await service.news(message.worker, receive):
+                return
+            messages = service.answer(message, packed=_unpacks(scope))
+        for each in messages:
+            await send(each)
+
+    return ear
+
+
+def _unpacks(scope: Scope) -> bool:
+    return any(name == b"accept-encoding" and b"gzip" in value for name, value in scope["headers"])
 
 
 def _status(service: Service) -> StatusMessage:
     now, word = service.now(), service.word
+    doings = {worker: DoingMessage.of(doing) for worker, (doing, _) in service.reports.doings.items()}
+    spent = {worker: dict(seconds) for worker, seconds in service.reports.spent.items()}
     workers = [
         WorkerMessage(worker=beat.worker, works_in=beat.works_in, step=beat.standing.step, leaving=beat.leaving,
-                      silent_seconds=round(now - last, 3)) for beat, last in service.coordinator.heard()
+                      silent_seconds=round(now - last, 3), doing=doings.get(beat.worker),
+                      spent=spent.get(beat.worker, {})) for beat, last in service.coordinator.heard()
     ]  # fmt: skip
     happened = [HappenedMessage(at_seconds=at, words=said) for at, said in service.store.happened()]
-    return StatusMessage(view=_view(word.view), over=word.over.value, workers=workers, happened=happened)
+    return StatusMessage(
+        view=_view(word.view), over=word.over.value, workers=workers, happened=happened,
+        says=service.reports.sentences, spent=spent)  # fmt: skip
 
 
 def _view(view: View) -> ViewMessage:

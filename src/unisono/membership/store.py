@@ -6,15 +6,15 @@ import json
 import os
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unisono.membership.coordinator import Ended, Formed, Happened, Saved
+from unisono.membership.coordinator import Ended, Formed, Happened, Saved, named
 from unisono.membership.values import Over, Place, Standing, View
 
 _SCHEMA = """
-create table if not exists decided (one integer primary key check (one = 1), saved text not null);
+create table if not exists decided (one integer primary key check (one = 1), over text not null);
+create table if not exists views (number integer primary key, said text not null);
 create table if not exists ordered (one integer primary key check (one = 1), told text not null);
 create table if not exists happened (number integer primary key, at_seconds real not null, words text not null);
 """
@@ -37,8 +37,9 @@ class Store:
 
     def load(self) -> Saved:
         """What was decided last; at first, that there is no view."""
-        row = self._file.execute("select saved from decided").fetchone()
-        return _saved(json.loads(row[0])) if row else Saved()
+        row = self._file.execute("select over from decided").fetchone()
+        views = self._file.execute("select said from views order by number").fetchall()
+        return Saved(tuple(_view(json.loads(said)) for (said,) in views), Over(row[0])) if row else Saved()
 
     def save(self, saved: Saved, happened: Sequence[Happened], at_seconds: float) -> None:
         """Once it returns, both outlive this machine's power.
@@ -49,10 +50,14 @@ class Store:
         Raises:
             sqlite3.Error: they could not be written, and are not.
         """
-        text = json.dumps({"lineage": [asdict(view) for view in saved.lineage], "over": saved.over.value})
+        numbers = {view.number for view in saved.lineage}
         with self._file:
             self._file.execute("begin")
-            self._file.execute("insert or replace into decided values (1, ?)", (text,))
+            self._file.execute("insert or replace into decided values (1, ?)", (saved.over.value,))
+            known = {number for (number,) in self._file.execute("select number from views")}
+            self._file.executemany("delete from views where number = ?", [(number,) for number in known - numbers])
+            new = [(view.number, json.dumps(view, default=vars)) for view in saved.lineage if view.number not in known]
+            self._file.executemany("insert into views values (?, ?)", new)
             rows = [(at_seconds, words(each)) for each in happened]
             self._file.executemany("insert into happened (at_seconds, words) values (?, ?)", rows)
 
@@ -86,13 +91,9 @@ def words(happened: Happened) -> str:
         case Formed(view, given_up):
             given = f"from step {view.start.step}" if view.sources else "from what was kept"
             lost = f"; what view {', '.join(map(str, given_up))} did after it is given up" if given_up else ""
-            return f"view {view.number}: {len(view.members)} workers ({', '.join(view.members)}) go on {given}{lost}"
+            return f"view {view.number}: {len(view.members)} workers ({named(view.members)}) go on {given}{lost}"
         case Ended(number, over, why):
             return f"view {number} ends {over.value}: {why}" if number else why
-
-
-def _saved(told: dict[str, Any]) -> Saved:
-    return Saved(tuple(_view(view) for view in told["lineage"]), Over(told["over"]))
 
 
 def _view(told: dict[str, Any]) -> View:

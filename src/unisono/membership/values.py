@@ -61,12 +61,18 @@ class View:
 
 
 class Over(Enum):
-    """Whether a view goes on."""
+    """Whether a view goes on; it goes through some of these, in their order."""
 
     NO = "no"
     AT_A_BOUNDARY = "at a boundary"  # after a step that all of its members take
     NOW = "now"
+    WITH_TOO_FEW = "with too few to go on"  # left behind; who wants to leave may
     FOR_EVER = "for ever"  # all that was to be trained is
+
+    @property
+    def at_once(self) -> bool:
+        """Whether no member of the view takes one more step in it."""
+        return self in (Over.NOW, Over.WITH_TOO_FEW)
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class Beat:
         leaving: it wants to go after a step that all take.
         finished: all that was to be trained is, and its result lies where it belongs.
         place: where it is.
+        broke: number of the latest view that it ended because it lost others, and not at a boundary.
     """
 
     worker: str
@@ -94,6 +101,7 @@ class Beat:
     leaving: bool = False
     finished: bool = False
     place: Place = Place()
+    broke: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,8 @@ class Policy:
         patience_seconds: how long the first view waits for `expected`, and any for workers without whom something
             committed may be lost.
         beat_seconds: between a worker's beats.
+        beats_per_second: of all workers together, at most: where they are many, each beats more seldom, and is waited
+            for longer.
         estranged_seconds: how long two workers that could not reach each other are kept apart, at first; then twice as
             long each time.
     """
@@ -126,6 +136,7 @@ class Policy:
     unit: int = 1
     patience_seconds: float = 30.0
     beat_seconds: float = 0.1
+    beats_per_second: float = 1000.0
     estranged_seconds: float = 5.0
 
     def __post_init__(self) -> None:

@@ -1,6 +1,11 @@
+from unisono.observe.ledger import in_words as in_words
 from unisono.observe.record import Nothing as Nothing
 from unisono.observe.record import Recorder as Recorder
 from unisono.observe.record import RunRecorder as RunRecorder
 from unisono.observe.telling import Telling as Telling
+from unisono.observe.watch import Unwatched as Unwatched
+from unisono.observe.watch import Watch as Watch
+from unisono.observe.watch import Watched as Watched
+from unisono.observe.watchdog import Watchdog as Watchdog
 from unisono.observe.written import write_config as write_config
 from unisono.observe.written import write_summary as write_summary

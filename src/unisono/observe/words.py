@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.filesize import decimal
+
+from unisono.observe.goodput import advice, in_a_line
 
 
 def number(value: float) -> str:
@@ -62,10 +64,18 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{duration(result['wall_seconds'])}, of which {duration(result['startup_seconds'])} to start",
         ),
         ("sent", f"{decimal(int(result['bytes_sent_per_worker']))} by each worker"),
+        *_time_spent(result.get("ledger") or ()),
         ("memory", f"{decimal(int(result['peak_rss_bytes']))} at most in a worker"),
         ("weights", result["weights_sha256"]),
     ]
     return [*found, ("run", str(result["run"]))]
+
+
+def _time_spent(ledger: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """Where the workers' time went, and what could be done about it."""
+    said = in_a_line(ledger)
+    tip = advice(ledger)
+    return [("goodput", f"{said} of the time after the start" + (f": {tip}" if tip else ""))] if said else []
 
 
 def resume_command(run: str, steps: int | None = None) -> str:

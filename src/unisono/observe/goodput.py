@@ -1,0 +1,97 @@
+"""What the ledgers of a run say, in a line, and what could be done about it: rules, without I/O."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unisono.doing import Phase
+
+Spent = Mapping[str, float]  # seconds by the phase's name, as in a run's summary
+_APART = 1.5  # times the others' computing, from where a worker is slow
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Advice for whoever spends at least `share` of the time after the start in `phases`."""
+
+    phases: tuple[Phase, ...]
+    share: float
+    advice: str
+
+
+_RULES = (
+    _Rule((Phase.RECOVERY, Phase.LOST), 0.1, "{share} went into recoveries and work done twice: workers go too often, "
+          "or steps are long; smaller steps lose less"),
+    _Rule((Phase.DATA,), 0.1, "{share} was spent waiting for data: load it with more processes, as in "
+          "--load 'Processes(4)', or make the data set's code cheaper"),
+    _Rule((Phase.COMMUNICATION,), 0.2, "{share} was spent waiting for others: send less, as with "
+          "--compress 'Quantize(8)' or --sync 'LocalSGD(8)', or give each step more to compute (--global-batch)"),
+    _Rule((Phase.CHECKPOINT,), 0.1, "{share} was spent on checkpoints: take fewer (--checkpoint-every), or write to a "
+          "faster disk"),
+    _Rule((Phase.EVALUATION,), 0.3, "{share} was spent on evaluations: evaluate less often (--evaluate-every)"),
+)  # fmt: skip
+
+
+def total(spent: Spent) -> float:
+    """A worker's life in seconds."""
+    return sum(spent.values())
+
+
+def goodput(ledgers: Sequence[Spent]) -> float:
+    """The share of the time after the start, of all workers, that was computing that counts."""
+    return _share(ledgers, (Phase.COMPUTE,))
+
+
+def advice(ledgers: Sequence[Spent]) -> str:
+    """What is most worth doing; empty if nothing stands out."""
+    slow = _slowest(ledgers)
+    if slow:
+        return slow
+    found = [(share / rule.share, rule, share) for rule in _RULES
+             if (share := _share(ledgers, rule.phases)) >= rule.share]  # fmt: skip
+    if not found:
+        return ""
+    _, rule, share = max(found, key=lambda each: each[0])
+    return rule.advice.format(share=f"{share:.0%} of the time")
+
+
+def in_a_line(ledgers: Sequence[Spent]) -> str:
+    """``81% computing, 12% communication, 7% data``: shares of the time after the start, from 1 %."""
+    shares = sorted(((_share(ledgers, (phase,)), phase) for phase in Phase if phase is not Phase.START),
+                    key=lambda each: -each[0])  # fmt: skip
+    return ", ".join(f"{share:.0%} {phase.value}" for share, phase in shares if share >= 0.01)
+
+
+def table(ledgers: Sequence[Spent], names: Sequence[str]) -> list[str]:
+    """Lines of a table: a worker each, seconds by phase, and what they add up to."""
+    phases = [phase.value for phase in Phase if any(spent.get(phase.value) for spent in ledgers)]
+    rows = [["worker", *phases, "together"]]
+    rows += [
+        [name, *(f"{spent.get(phase, 0.0):.2f}" for phase in phases), f"{total(spent):.2f}"]
+        for name, spent in zip(names, ledgers)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    pad: Callable[[str, int], str] = lambda text, width: text.rjust(width)
+    return ["  ".join([row[0].ljust(widths[0]), *map(pad, row[1:], widths[1:])]) for row in rows]
+
+
+def _slowest(ledgers: Sequence[Spent]) -> str:
+    """Whoever computes so much longer than the others that they wait for it."""
+    if len(ledgers) < 2 or _share(ledgers, (Phase.COMMUNICATION,)) < 0.1:
+        return ""
+    computing = [spent.get(Phase.COMPUTE.value, 0.0) + spent.get(Phase.DATA.value, 0.0) for spent in ledgers]
+    slowest = max(range(len(ledgers)), key=computing.__getitem__)
+    others = statistics.median(computing[:slowest] + computing[slowest + 1 :])
+    if others <= 0 or computing[slowest] < _APART * others:
+        return ""
+    times = computing[slowest] / others
+    return (f"worker {slowest} took {times:.1f} times as long as the others to load and compute as much, and they "
+            "waited for it: look at what else its host does")  # fmt: skip
+
+
+def _share(ledgers: Sequence[Spent], phases: Sequence[Phase]) -> float:
+    after = sum(total(spent) - spent.get(Phase.START.value, 0.0) for spent in ledgers)
+    within = sum(spent.get(phase.value, 0.0) for spent in ledgers for phase in phases)
+    return within / after if after > 0 else 0.0

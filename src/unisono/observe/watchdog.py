@@ -1,0 +1,73 @@
+"""A worker that looks after itself: where nobody else does, its own log says when a step takes too long, and why."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from unisono.doing import Doing, Phase
+from unisono.membership.diagnosis import Stuck, of_oneself
+from unisono.membership.pulse import Pulse
+from unisono.observe.watch import Watched
+
+LATE_SECONDS = 1.0  # beyond a step's deadline
+_LOOK_SECONDS = 0.25
+_FIRST_SECONDS = 2.5  # that a step is supposed to take before any was seen; what is done once is done in the first
+_NO_STEP = (Phase.START, Phase.EVALUATION, Phase.CHECKPOINT, Phase.RECOVERY, Phase.IDLE)
+LOG = logging.getLogger("unisono")
+
+
+class Patience:
+    """When something is to be said of a worker's steps. Has no clock."""
+
+    def __init__(self, now: float) -> None:
+        self._steps = Pulse(_FIRST_SECONDS, last=now)
+        self._done: int | None = None
+        self._again_at = 0.0
+
+    def look(self, done: int, doing: Doing, now: float) -> str:
+        """A sentence, or nothing. What goes on is said again each time it has become twice as long.
+
+        Args:
+            done: steps that are in the state.
+        """
+        if done != self._done or doing.phase in _NO_STEP:
+            if self._done is None or doing.phase in _NO_STEP:
+                self._steps.restart(now)
+            else:
+                self._steps.beat(now)
+            self._done, self._again_at = done, 0.0
+            return ""
+        seconds = now - (self._steps.last or now)
+        if seconds < self._steps.deadline_seconds + LATE_SECONDS or now < self._again_at:
+            return ""
+        self._again_at = now + seconds
+        return of_oneself(Stuck(done, seconds, self._steps.usual_seconds), doing)
+
+
+class Watchdog:
+    """Looks at a worker until it is closed.
+
+    Args:
+        tell: takes a sentence.
+    """
+
+    def __init__(self, watch: Watched, tell: Callable[[str], None] = LOG.warning) -> None:
+        self._watch, self._tell = watch, tell
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="unisono watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nobody looks any more."""
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        patience = Patience(time.monotonic())
+        while not self._over.wait(_LOOK_SECONDS):
+            found = patience.look(self._watch.done, self._watch.doing(), time.monotonic())
+            if found:
+                self._tell(found)

@@ -1,0 +1,208 @@
+"""What the coordinator says of a step that takes too long: when, how often, of whom; and that all workers hear it."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.membership.test_attendance import TOKEN, serving
+from unisono.doing import Doing, Phase
+from unisono.membership import Agent, Beat, Contact, Coordinator, Policy, Standing
+from unisono.membership.attendance import Attendance
+from unisono.membership.line import Line
+from unisono.membership.reports import HELD_UP_SECONDS, TOGETHER_SECONDS, Reports
+
+STEP = 0.5  # seconds that one takes
+SUM = "sum (gradients, message 9)"
+
+
+class Played:
+    """A coordinator and two workers that beat ten times a second, on a clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.coordinator = Coordinator(Policy(expected=2, maximum=2), began=self.now)
+        self.reports = Reports()
+        self.counts = {"a": 0, "b": 0}
+        self.step = 0
+        self.phases = {"a": Phase.COMPUTE, "b": Phase.COMPUTE}
+        self.since = dict.fromkeys(self.counts, self.now)
+        self.mute: set[str] = set()
+        self.said: list[tuple[float, str]] = []
+
+    def be(self, worker: str, phase: Phase) -> None:
+        self.phases[worker], self.since[worker] = phase, self.now
+
+    def live(self, seconds: float) -> None:
+        for _ in range(round(10 * seconds)):
+            self.now += 0.1
+            for worker in sorted(self.counts.keys() - self.mute):
+                self.counts[worker] += 1
+                phase = self.phases[worker]
+                waits_for = SUM if phase is Phase.COMMUNICATION else ""
+                doing = Doing(phase, self.step, 0, self.now - self.since[worker], waits_for, (), f"{worker}.py:7 work")
+                self.reports.hear(worker, doing, {phase.value: self.now}, self.now)
+                works_in = self.coordinator.view.number
+                self.coordinator.hear(
+                    Beat(worker, self.counts[worker], works_in, 0, Standing(works_in, self.step)), self.now
+                )
+            self.coordinator.tick(self.now)
+            self.said += [(self.now, words) for words in self.reports.look(self.coordinator, self.now)]
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.live(STEP)
+            self.step += 1
+
+
+@pytest.fixture
+def played() -> Played:
+    play = Played()
+    play.live(0.3)
+    assert play.coordinator.view.number == 1
+    play.train(20)
+    assert play.said == []
+    return play
+
+
+@pytest.mark.parametrize("phase", [Phase.COMPUTE, Phase.DATA])
+def test_within_two_seconds_of_its_deadline_it_is_said_for_whom_a_step_waits(played, phase) -> None:
+    last = played.coordinator.steps.last
+    deadline = last + played.coordinator.steps.deadline_seconds
+    played.be("a", Phase.COMMUNICATION)
+    played.be("b", phase)
+    played.live(deadline + 2 - played.now)
+    ((at, words),) = played.said
+    assert deadline + HELD_UP_SECONDS - 0.05 <= at <= deadline + 2
+    assert "worker 1 (b) has not arrived" in words
+    assert "b.py:7 work" in words
+    assert f"worker 0 waits for it in {SUM} at a.py:7 work" in words
+
+
+def test_what_goes_on_is_said_again_each_time_it_has_become_twice_as_long(played) -> None:
+    played.be("a", Phase.COMMUNICATION)
+    played.live(100)
+    ages = [at - played.coordinator.steps.last for at, _ in played.said]
+    assert 4 <= len(ages) <= 7
+    assert all(2 * one <= other + 1e-9 for one, other in pairwise(ages))
+    played.said.clear()
+    played.be("a", Phase.COMPUTE)
+    played.train(3)
+    assert played.said == []
+
+
+def test_where_all_take_longer_alike_it_is_said_later_and_of_all(played) -> None:
+    deadline = played.coordinator.steps.last + played.coordinator.steps.deadline_seconds
+    played.live(deadline + 2 - played.now)
+    assert [at >= deadline + TOGETHER_SECONDS - 0.05 for at, _ in played.said] == [True, True]
+    assert "worker 0 (a)" in played.said[0][1]
+    assert "worker 1 (b)" in played.said[1][1]
+
+
+def test_an_evaluation_is_no_late_step_unless_it_takes_longer_than_it_ever_did(played) -> None:
+    for worker in "ab":
+        played.be(worker, Phase.EVALUATION)
+    played.live(4.0)
+    for worker in "ab":
+        played.be(worker, Phase.COMPUTE)
+    played.train(20)
+    assert played.said == []
+    played.be("a", Phase.COMMUNICATION)
+    played.be("b", Phase.EVALUATION)
+    played.live(7.5)
+    assert played.said == []
+    played.live(1.0)
+    ((_, words),) = played.said
+    assert "worker 1 (b) has not arrived, it evaluates since 8 s" in words
+
+
+def test_what_is_done_once_in_the_first_step_may_take_longer() -> None:
+    play = Played()
+    play.live(0.3)
+    play.be("a", Phase.COMMUNICATION)
+    play.live(8)
+    assert play.said == []
+    play.live(4)
+    assert "worker 1 (b) has not arrived, it computes" in play.said[0][1]
+
+
+def test_a_frozen_worker_and_a_dead_one_are_said_once_with_what_they_did_last(played) -> None:
+    played.be("a", Phase.COMMUNICATION)
+    played.mute.add("b")
+    played.live(3)
+    ((_, words),) = played.said
+    assert "worker 1 (b) is frozen or cut off" in words
+    assert "when last heard of, it computes at b.py:7 work" in words
+
+
+def test_a_process_that_has_ended_is_said_at_once(played) -> None:
+    played.coordinator.gone("b", played.now)
+    (words,) = played.reports.look(played.coordinator, played.now)
+    assert "worker 1 (b) is gone, its process has ended; when last heard of, it computes at b.py:7 work" in words
+    played.mute.add("b")
+    played.live(1.0)
+    assert played.said == []
+
+
+def test_who_comes_anew_is_not_told_old_news(played) -> None:
+    before = played.reports.latest
+    played.be("a", Phase.COMMUNICATION)
+    played.live(4)
+    assert played.reports.after(0) == []
+    assert played.reports.after(before) == [words for _, words in played.said]
+    assert played.reports.after(played.reports.latest) == []
+
+
+def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_path: Path) -> None:
+    """At a real server: 'b' sleeps, 'a' waits for it."""
+    heard: dict[str, list[str]] = {"a": [], "b": []}
+    told = threading.Condition()
+    doings = {"a": Doing(Phase.COMMUNICATION, 1, 0, 1.0, SUM), "b": Doing(Phase.DATA, 1, 0, 1.0, line="own.py:3 get")}
+
+    def attend(worker: str) -> Attendance:
+        def tell(words: str) -> None:
+            with told:
+                heard[worker].append(words)
+                told.notify_all()
+
+        return Attendance(Contact(served.url, TOKEN), Agent(worker, Standing()), lambda view: None,
+                          doing=lambda: doings[worker],
+                          spent=lambda: {Phase.DATA: 2.5, Phase.COMPUTE: 0.0}, told=tell)  # fmt: skip
+
+    policy = Policy(expected=2, maximum=2, beat_seconds=0.5)
+    with serving(tmp_path / "state", policy=policy) as served, attend("a") as a, attend("b") as b:
+        for each in (a, b):
+            assert each.next_view() is not None
+            each.met(1, 0, "")
+            each.done(1)
+        with told:
+            assert told.wait_for(lambda: all(heard.values()), 60), heard
+        assert "(b) has not arrived, it waits for its data since" in heard["a"][0]
+        assert "own.py:3 get" in heard["b"][0]
+        line = Line(Contact(served.url, TOKEN))
+        answer = line.ask("GET", "/v1/status")
+        line.close()
+    assert answer is not None
+    assert heard["a"][0] in answer.body["says"]
+    assert answer.body["spent"] == {"a": {"data": 2.5}, "b": {"data": 2.5}}
+    assert {each["worker"]: each["doing"]["phase"] for each in answer.body["workers"]} == {
+        "a": "communication",
+        "b": "data",
+    }
+
+
+@pytest.mark.parametrize("more", [
+    {"doing": {"phase": "sleeping"}}, {"doing": {"phase": "data", "line": "x" * 301}}, {"spent": {"data": -1.0}},
+    {"spent": {"elsewhere": 1.0}}, {"spent": {"data": 1e300}}, {"doing": {"phase": "data", "missing": [1] * 17}},
+    {"doing": {}}, {"heard": -1},
+])  # fmt: skip
+def test_what_is_no_report_is_refused(more, tmp_path) -> None:
+    with serving(tmp_path / "state") as served:
+        line = Line(Contact(served.url, TOKEN))
+        answer = line.ask("POST", "/v1/beat", {"worker": "a", "count": 1, **more})
+        line.close()
+    assert answer is not None
+    assert answer.status == 422

@@ -1,0 +1,104 @@
+"""What a worker is doing, as another thread sees it."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from pathlib import Path
+
+import pytest
+
+from unisono.doing import Doing, Phase
+from unisono.observe import Unwatched, Watched
+from unisono.observe.stack import LOADER, line_of, raised_at
+
+HERE = "tests/observe/test_watch.py"
+
+
+def line(of: str) -> int:
+    """The number of the one line of this file that ends so."""
+    (found,) = [i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(of)]
+    return found
+
+
+def test_the_line_of_a_thread_that_waits_inside_a_library_is_the_users(monkeypatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    go, there = threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        there.set()
+        go.wait()  # the line where it is stuck
+
+    thread = threading.Thread(target=stuck)
+    thread.start()
+    there.wait()
+    try:
+        while (found := line_of(thread.ident or 0)) != f"{HERE}:{line('# the line where it is stuck')} stuck":
+            assert found.startswith(HERE), found
+    finally:
+        go.set()
+        thread.join()
+
+
+def test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it() -> None:
+    go, there = threading.Event(), threading.Event()
+
+    def fetch() -> None:
+        there.set()
+        go.wait()
+
+    thread = threading.Thread(target=fetch, name=f"{LOADER}_0")
+    thread.start()
+    there.wait()
+    try:
+        watch = Watched()
+        assert watch.doing().line.endswith(" test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it")
+        with watch(Phase.DATA):
+            assert watch.doing().line.endswith(" fetch")
+    finally:
+        go.set()
+        thread.join()
+
+
+def test_a_thread_that_has_ended_and_one_without_the_users_code_are_on_no_line() -> None:
+    thread = threading.Thread(target=collections.Counter)
+    thread.start()
+    thread.join()
+    assert line_of(thread.ident or 0) == ""
+
+
+def test_an_error_is_where_the_users_code_was_when_it_came() -> None:
+    with pytest.raises(ValueError, match="maxlen") as raised:
+        collections.deque(maxlen=-1)  # the line where it came
+    assert raised_at(raised.tb).partition(":")[2].startswith(f"{line('# the line where it came')} ")
+    assert raised_at(None) == ""
+
+
+class Wire:
+    waits_for = "sum (gradients, message 7)", (1, 2)
+
+
+def test_what_is_told_is_what_is_seen() -> None:
+    seconds = [0.0]
+    watch = Watched(lambda: seconds[0])
+    watch.be(Phase.COMPUTE, Wire())
+    watch.keep(4)
+    watch.at(4, 2)
+    seconds[0] = 3.0
+    seen = watch.doing()
+    assert (seen.phase, seen.step, seen.micro_batch, seen.since_seconds) == (Phase.COMPUTE, 4, 2, 3.0)
+    assert seen.waits
+    assert seen.words == "waits for sum (gradients, message 7)"
+    assert seen.missing == (1, 2)
+    watch.be(Phase.IDLE)
+    assert not watch.doing().waits
+
+
+def test_without_a_watch_nothing_is_lost_on_the_way() -> None:
+    nobody = Unwatched()
+    with nobody(Phase.DATA), nobody(Phase.COMPUTE):
+        assert list(nobody.each(Phase.DATA, range(3))) == [0, 1, 2]
+
+
+def test_every_phase_has_words() -> None:
+    assert all(Doing(phase).words for phase in Phase)
