@@ -29,7 +29,7 @@ from unisono.checkpoint import (
     open_newest,
     verified,
 )
-from unisono.comm import Communicator, Meeting
+from unisono.comm import Communicator, Meeting, in_blocks
 from unisono.config import Config
 from unisono.directory import claimed
 from unisono.doing import Phase
@@ -63,7 +63,7 @@ def work(worker: Worker, order: Order) -> dict[str, Any]:
         if order.contact is None:  # nobody else sees when this worker is stuck
             stack.callback(Watchdog(watch).close)
         device = choose_device(config.device, who)
-        meeting = Meeting(who.rank, who.size, who.rendezvous, who.local_size, config.communicator, device,
+        meeting = Meeting(who.rank, in_blocks(who.size, who.local_size), who.rendezvous, config.communicator, device,
                           config.deadline_seconds)  # fmt: skip
         comm = meeting.among(range(who.size))
         stack.callback(comm.close)
@@ -258,7 +258,10 @@ def _teller(worker: Worker, record: Recorder) -> Callable[[Event], None]:
     def tell(event: Event) -> None:
         log.info(event.words)
         if event.kind == "failed":
-            record.event("checkpoint failed", step=event.step, worker=worker.identity.rank, words=event.words)
+            rank = worker.identity.rank
+            record.event("checkpoint failed", step=event.step, worker=rank, words=event.words)
+            if rank:  # whose record is none
+                worker.report({"kind": "notice", "text": f"worker {rank}: {event.words}"})
         else:
             record.event("checkpoint", step=event.step)
 

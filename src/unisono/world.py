@@ -21,9 +21,12 @@ from torch.optim import Optimizer
 from unisono.comm import Communicator, connect
 from unisono.compress import Cast, Compressor
 from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
+from unisono.doing import Phase
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.evaluate import samples_in
 from unisono.launch import Identity, identify
+from unisono.observe import Watchdog, Watched
+from unisono.persist import check_alike
 from unisono.replica import Replica, check_fit, check_trainable, weights_of
 from unisono.sync import AllReduce, Synchronizer
 from unisono.task import Batch, build_dataset
@@ -69,6 +72,10 @@ class World:
         self.rank, self.size, self.device = identity.rank, identity.size, device
         self.comm = comm
         self._metrics = comm.lane("metrics")
+        self._watch = Watched()
+        self._watch.be(Phase.COMPUTE, comm)
+        # What a loop of the user's own computes may be anything, for as long as it likes.
+        self._watchdog = Watchdog(self._watch, {Phase.DATA, Phase.COMMUNICATION})
         self._bound: _Bound | None = None
 
     def bind(
@@ -98,6 +105,7 @@ class World:
             raise UnisonoError("world.bind was called already: one world trains one model")
         check_fit(model, optimizer)
         check_trainable(model)
+        check_alike(self.comm, model)
         with torch.no_grad():
             for _, tensor in sorted(weights_of(model).items()):
                 tensor.copy_(self.comm.broadcast(tensor.detach().clone()).wait())
@@ -140,7 +148,7 @@ class World:
         bound = self._bound
         bound.plan(plan.micro_batches, float(global_batch))
         try:
-            for t, share, batches in bound.turns(loader, mine, count):
+            for t, share, batches in self._watch.each(Phase.COMMUNICATION, bound.turns(loader, mine, count)):
                 bound.turn()
                 yield self._micro_batches(t, share, batches, seed, bound)
             self.meet()
@@ -169,6 +177,7 @@ class World:
         """Leave; gives back what the operating system lent."""
         if self._bound is not None:
             self._bound.release()
+        self._watchdog.close()
         self.comm.close()
 
     def __enter__(self) -> World:
@@ -182,7 +191,7 @@ class World:
     def _micro_batches(
         self, t: int, mine: range, batches: Iterator[tuple[int, Batch]], seed: int, bound: _Bound
     ) -> Iterator[Batch]:
-        for m, batch in batches:
+        for m, batch in self._watch.each(Phase.DATA, batches):
             bound.enter(m, float(samples_in(batch)), last=m == mine[-1])
             seed_compute(stream(seed, t, m, "compute"))
             yield batch
@@ -252,7 +261,9 @@ class _Bound:
         """In place of the optimizer's own: wait for the mean, then step."""
         if closure is not None:
             raise InvalidInput("closure", closure, "the step of many workers cannot run it again", "call step()")
+        watch = self._world._watch
         if self._replica is None and self._alone:
+            watch.keep(watch.done + 1)
             if self._options["clip"] is not None:
                 nn.utils.clip_grad_norm_(self._model.parameters(), self._options["clip"])
             return self._plain_step()
@@ -263,7 +274,10 @@ class _Bound:
             self._leave(last=self._last or not self._planned)
         if not self._last and self._planned:
             raise UnisonoError("optimizer.step() came before all micro-batches of this worker and step were computed")
-        result = self._replica.settle().apply(self._plain_step)
+        with watch(Phase.COMMUNICATION):
+            step = self._replica.settle()
+        result = step.apply(self._plain_step)
+        watch.keep(watch.done + 1)
         self._next_step()
         return result
 

@@ -144,7 +144,7 @@ class Stuck:
 
 def not_woken(rank: int, size: int, directory: str) -> tuple[str, float]:
     comm = joined(rank, size, directory, deadline_seconds=8.0)
-    comm._connected = {0: "socket:[of a peer that is gone]"}
+    comm._wires = {0: "socket:[of a peer that is gone]"}
     began = time.monotonic()
     try:
         comm._begin("sum", comm._until("sum", comm._under_way(Stuck()), released=False)).wait()

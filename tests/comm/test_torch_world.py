@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import run
-from unisono.comm import Meeting
+from unisono.comm import Meeting, in_blocks
 
 NUMBERS = 1 << 18
 BYTES = 4 * NUMBERS
@@ -18,7 +18,7 @@ HEADERS = 2000
 def sent(rank: int, size: int, path: str) -> list[int]:
     """After: connecting; a sum over all; a sum over all in a group made later; what is none of torch's."""
     before = dict(os.environ)
-    meeting = Meeting(rank, size, f"file://{path}", size, "gloo", torch.device("cpu"), 60.0)
+    meeting = Meeting(rank, in_blocks(size, size), f"file://{path}", "gloo", torch.device("cpu"), 60.0)
     world, numbers = meeting.open_world(), torch.ones(NUMBERS)
     own, found = meeting.among(range(size)), []
 

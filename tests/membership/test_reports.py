@@ -77,9 +77,9 @@ def test_within_two_seconds_of_its_deadline_it_is_said_for_whom_a_step_waits(pla
     played.live(deadline + 2 - played.now)
     ((at, words),) = played.said
     assert deadline + HELD_UP_SECONDS - 0.05 <= at <= deadline + 2
-    assert "worker 1 (b) has not arrived" in words
+    assert "worker b has not arrived" in words
     assert "b.py:7 work" in words
-    assert f"worker 0 waits for it in {SUM} at a.py:7 work" in words
+    assert f"worker a waits for it in {SUM} at a.py:7 work" in words
 
 
 def test_what_goes_on_is_said_again_each_time_it_has_become_twice_as_long(played) -> None:
@@ -98,8 +98,8 @@ def test_where_all_take_longer_alike_it_is_said_later_and_of_all(played) -> None
     deadline = played.coordinator.steps.last + played.coordinator.steps.deadline_seconds
     played.live(deadline + 2 - played.now)
     assert [at >= deadline + TOGETHER_SECONDS - 0.05 for at, _ in played.said] == [True, True]
-    assert "worker 0 (a)" in played.said[0][1]
-    assert "worker 1 (b)" in played.said[1][1]
+    assert "worker a" in played.said[0][1]
+    assert "worker b" in played.said[1][1]
 
 
 def test_an_evaluation_is_no_late_step_unless_it_takes_longer_than_it_ever_did(played) -> None:
@@ -116,7 +116,7 @@ def test_an_evaluation_is_no_late_step_unless_it_takes_longer_than_it_ever_did(p
     assert played.said == []
     played.live(1.0)
     ((_, words),) = played.said
-    assert "worker 1 (b) has not arrived, it evaluates since 8 s" in words
+    assert "worker b has not arrived, it evaluates since 8 s" in words
 
 
 def test_what_is_done_once_in_the_first_step_may_take_longer() -> None:
@@ -126,7 +126,7 @@ def test_what_is_done_once_in_the_first_step_may_take_longer() -> None:
     play.live(8)
     assert play.said == []
     play.live(4)
-    assert "worker 1 (b) has not arrived, it computes" in play.said[0][1]
+    assert "worker b has not arrived, it computes" in play.said[0][1]
 
 
 def test_a_frozen_worker_and_a_dead_one_are_said_once_with_what_they_did_last(played) -> None:
@@ -134,14 +134,14 @@ def test_a_frozen_worker_and_a_dead_one_are_said_once_with_what_they_did_last(pl
     played.mute.add("b")
     played.live(3)
     ((_, words),) = played.said
-    assert "worker 1 (b) is frozen or cut off" in words
+    assert "worker b is frozen or cut off" in words
     assert "when last heard of, it computes at b.py:7 work" in words
 
 
 def test_a_process_that_has_ended_is_said_at_once(played) -> None:
     played.coordinator.gone("b", played.now)
     (words,) = played.reports.look(played.coordinator, played.now)
-    assert "worker 1 (b) is gone, its process has ended; when last heard of, it computes at b.py:7 work" in words
+    assert "worker b is gone, its process has ended; when last heard of, it computes at b.py:7 work" in words
     played.mute.add("b")
     played.live(1.0)
     assert played.said == []
@@ -168,8 +168,8 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
                 heard[worker].append(words)
                 told.notify_all()
 
-        return Attendance(Contact(served.url, TOKEN), Agent(worker, Standing()), lambda view: None,
-                          doing=lambda: doings[worker],
+        contact, agent = Contact(served.url, TOKEN), Agent(worker, Standing())
+        return Attendance(contact, agent, lambda view: None, doing=lambda: doings[worker],
                           spent=lambda: {Phase.DATA: 2.5, Phase.COMPUTE: 0.0}, told=tell)  # fmt: skip
 
     policy = Policy(expected=2, maximum=2, beat_seconds=0.5)
@@ -180,7 +180,7 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
             each.done(1)
         with told:
             assert told.wait_for(lambda: all(heard.values()), 60), heard
-        assert "(b) has not arrived, it waits for its data since" in heard["a"][0]
+        assert "worker b has not arrived, it waits for its data since" in heard["a"][0]
         assert "own.py:3 get" in heard["b"][0]
         line = Line(Contact(served.url, TOKEN))
         answer = line.ask("GET", "/v1/status")

@@ -176,3 +176,15 @@ def test_the_command_to_resume_survives_a_shell() -> None:
 )
 def test_numbers_as_a_person_reads_them(function: Any, value: float, text: str) -> None:
     assert function(value) == text
+
+
+def test_what_every_worker_reports_is_shown_once() -> None:
+    stream = io.StringIO()
+    display = Display("digits", stream)
+    for rank in range(3):
+        display.handle(rank, {"kind": "finding", "text": "step 7 is not done: worker 1 sleeps"})
+    display.handle(0, {"kind": "finding", "text": "step 7 is not done: worker 1 still sleeps"})
+    assert stream.getvalue().splitlines() == [
+        "stuck step 7 is not done: worker 1 sleeps",
+        "stuck step 7 is not done: worker 1 still sleeps",
+    ]

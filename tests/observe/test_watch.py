@@ -10,7 +10,7 @@ import pytest
 
 from unisono.doing import Doing, Phase
 from unisono.observe import Unwatched, Watched
-from unisono.observe.stack import LOADER, line_of, raised_at
+from unisono.stack import LOADER, line_of, raised_at
 
 HERE = "tests/observe/test_watch.py"
 

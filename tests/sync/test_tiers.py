@@ -72,8 +72,8 @@ def _not_sharing(rank: int, size: int, place: str) -> tuple[bool, float, str]:
     logging.getLogger("unisono").addHandler(handler)
     original = module.share_memory
 
-    def refuse(store, place_on_host, local_size, deadline_seconds):
-        memory = original(store, place_on_host, local_size, deadline_seconds)
+    def refuse(*args, **keywords):
+        memory = original(*args, **keywords)
         if rank < 2:
             memory.close()
             raise module.MemoryUnavailable("no memory today")

@@ -20,7 +20,7 @@ commands:
   launch SCRIPT  run a script with its own training loop on several workers
   tasks          list the built-in tasks and their options
   join URL       have workers of this host take part in a run that is under way
-  status URL     say who takes part in a run, how far they are, and what happened
+  status URL     say who takes part in a run, what each does on which line, where the time goes, and what happened
   coordinator    agree on who trains, apart from all workers
   checkpoint     show and verify checkpoints, convert them to safetensors and back
 

@@ -6,13 +6,19 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli.join import REACHING, reached
 from unisono.cli.token import VARIABLE
 from unisono.cli.words import read
+from unisono.doing import Doing, Phase
 from unisono.errors import InvalidInput
+from unisono.membership.card import CONTACT, DIRECTORY
 from unisono.membership.line import ask
+from unisono.observe.goodput import account
+from unisono.observe.words import duration
+from unisono.observe.written import SUMMARY
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,8 +27,9 @@ USAGE = f"""\
 usage: unisono status URL [options]
        unisono status --run DIR
 
-Say who takes part in a run, how far each is, since when nothing is heard of it, and what happened lately. URL is that
-of the run's coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both itself.
+Say who takes part in a run, how far each is, what it does on which line of your code, where its time went, and what
+happened lately. URL is that of the run's coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both
+itself, and, once it is over, where the time went.
 
   --token-file FILE  holds the token, in place of {VARIABLE}
   --authority FILE   certificate by which an https:// coordinator is known
@@ -41,6 +48,9 @@ def status(words: list[str]) -> int:
         print(USAGE, end="")
         return 0
     options, rest = read(words, dict.fromkeys(REACHING, True) | {"--json": False})
+    if "--run" in options and not rest and (over := _summary(Path(options["--run"]))):
+        print(json.dumps(over, indent=2) if "--json" in options else "\n".join(_ended(over)))
+        return 0
     where = reached(options, rest, "status")
     told = ask(where, "/v1/status")
     if told is None:
@@ -52,6 +62,23 @@ def status(words: list[str]) -> int:
     return 0
 
 
+def _summary(run: Path) -> Mapping[str, Any] | None:
+    """Of a run that has come to its end."""
+    if (run / DIRECTORY / CONTACT).exists():
+        return None
+    try:
+        found: Mapping[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _ended(summary: Mapping[str, Any]) -> list[str]:
+    spent = {str(rank): seconds for rank, seconds in enumerate(summary.get("ledger", []))}
+    over = f"the run is over after {summary['steps']:,} steps and {duration(summary['wall_seconds'])}"
+    return [over, "", *account(spent)]
+
+
 def _print(told: Mapping[str, Any]) -> None:
     from rich.console import Console
 
@@ -60,11 +87,14 @@ def _print(told: Mapping[str, Any]) -> None:
     if told["workers"]:
         console.print()
         console.print(_table(told))
-    for title, lines in (("what holds it up", told.get("says", [])), ("lately", list(_lately(told)))):
+    spent = {worker: seconds for worker, seconds in told.get("spent", {}).items() if seconds}
+    parts = {"seconds of each worker's life": account(spent), "what held it up": told.get("says", [])[-_LATELY:],
+             "lately": list(_lately(told))}  # fmt: skip
+    for title, lines in parts.items():
         if lines:
             console.print(f"\n{title}", style="bold")
         for line in lines:
-            console.print(f"  {line}", markup=False)
+            console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def heading(told: Mapping[str, Any]) -> str:
@@ -101,10 +131,14 @@ def _knows_doings(told: Mapping[str, Any]) -> bool:
 
 
 def _row(told: Mapping[str, Any], worker: Mapping[str, Any]) -> list[str]:
-    doing = worker.get("doing") or {}
-    does = " ".join(str(doing[part]) for part in ("phase", "waits_for") if doing.get(part))
+    does = _does(worker["doing"]) if worker.get("doing") else ""
     silent = f"{worker['silent_seconds']:.1f} s ago"
     return [worker["worker"], _is(told["view"], worker), f"{worker['step']:,}", silent, does]
+
+
+def _does(told: Mapping[str, Any]) -> str:
+    doing = Doing(Phase(told["phase"]), waits_for=told["waits_for"], line=told["line"])
+    return f"{doing.words} since {duration(told['since_seconds'])}{doing.where}"
 
 
 def _is(view: Mapping[str, Any], worker: Mapping[str, Any]) -> str:

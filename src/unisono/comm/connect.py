@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from unisono.comm.abort import Abort
 from unisono.comm.alone import Alone
 from unisono.comm.board import Board
 from unisono.comm.communicator import Communicator
+from unisono.comm.conversation import Family
+from unisono.comm.hosting import Hosting
 from unisono.comm.memory import MemoryUnavailable, check_platform, create, open_of
+from unisono.comm.notices import Notices
 from unisono.comm.peers import Peers
-from unisono.comm.rendezvous import open_store, own_address, parse_rendezvous
+from unisono.comm.rendezvous import open_store, own_address, parse_rendezvous, tidy
 from unisono.comm.shared_memory import Host, SharedMemory
 from unisono.comm.tiers import Part, Tiers
 from unisono.comm.torch_group import TorchGroup
 from unisono.comm.torch_world import TorchWorld
-from unisono.errors import InvalidInput, PeerLost
+from unisono.errors import InvalidInput
 
 LOG = logging.getLogger("unisono")
 _meetings: Counter[str] = Counter()
@@ -57,35 +61,53 @@ def connect(
         InvalidInput: what was asked for cannot work here.
         PeerLost: not all peers came within the deadline.
     """
-    meeting = Meeting(rank, size, rendezvous, local_size, kind, device or torch.device("cpu"), deadline_seconds)
-    return meeting.among(range(size))
+    if not 0 <= rank < size:
+        raise InvalidInput("rank", rank, f"is not one of the {size} workers", f"write 0 to {size - 1}")
+    hosts, where = in_blocks(size, local_size), device or torch.device("cpu")
+    return Meeting(rank, hosts, rendezvous, kind, where, deadline_seconds).among(range(size))
+
+
+def in_blocks(size: int, local_size: int) -> list[str]:
+    """The hosts of `size` workers of whom each `local_size` neighbours share one."""
+    return [f"host {rank // local_size}" for rank in range(size)]
 
 
 class Meeting:
-    """A place where the workers of a run find each other, all of them or some; the arguments are those of `connect`."""
+    """A place where the workers of a run find each other, all of them or some.
+
+    Args:
+        rank: this worker's number.
+        hosts: where each worker is; those of one name share memory and loopback.
+        rendezvous, kind, device, deadline_seconds: those of `connect`.
+        abort: once it is set, what is made here fails, and so does whoever waits here.
+
+    Raises:
+        InvalidInput: what was asked for cannot work here.
+        PeerLost: nobody serves at the meeting place within the deadline, or it was broken off.
+    """
 
     def __init__(
         self,
         rank: int,
-        size: int,
+        hosts: Sequence[str],
         rendezvous: str,
-        local_size: int,
         kind: str,
         device: torch.device,
         deadline_seconds: float,
+        *,
+        abort: Abort | None = None,
     ) -> None:
-        self._rank, self._size, self._local_size = rank, size, local_size
+        self._rank, self._hosts, self._abort = rank, tuple(hosts), abort or Abort()
         self._kind, self._device, self._deadline_seconds = kind, device, deadline_seconds
-        _choose(kind, size, local_size, device)
-        if not 0 <= rank < size:
-            raise InvalidInput("rank", rank, f"is not one of the {size} workers", f"write 0 to {size - 1}")
-        if size == 1:
+        _choose(kind, self._hosts, rank, device)
+        if len(hosts) == 1:
             return
-        place = parse_rendezvous(rendezvous)
-        self._address = own_address(place)
+        self._place = parse_rendezvous(rendezvous)
+        self._address = own_address(self._place)
         # Workers may meet at one place several times, one run after the other: each time has keys of its own.
         _meetings[rendezvous] += 1
-        self._store = c10d.PrefixStore(f"meeting/{_meetings[rendezvous]}", open_store(place, rank, deadline_seconds))
+        store = open_store(self._place, rank, deadline_seconds, self._abort)
+        self._store = c10d.PrefixStore(f"meeting/{_meetings[rendezvous]}", store)
 
     def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
         """The wire between `ranks`, this worker among them: they call it alike, and become ``0 .. len(ranks)-1``.
@@ -93,61 +115,75 @@ class Meeting:
 
         Raises:
             InvalidInput: what was asked for cannot work here.
-            PeerLost: not all of them came within the deadline.
+            PeerLost: not all of them came within the deadline (it names the others), or it was broken off.
         """
-        rank, size, local_size = ranks.index(self._rank), len(ranks), self._beside(ranks)
-        chosen = _choose(self._kind, size, local_size, self._device)
+        rank, size = ranks.index(self._rank), len(ranks)
+        hosts = [self._hosts[each] for each in ranks]
+        chosen = _choose(self._kind, hosts, rank, self._device)
         if size == 1:
             return Alone(self._device)
         store = c10d.PrefixStore("-".join([name, *map(str, ranks)]), self._store)
+        comm = self._connect(store, chosen, rank, hosts)
+        if rank == 0 and size == len(self._hosts):
+            tidy(self._place)
+        return comm
+
+    def _connect(self, store: c10d.Store, chosen: str, rank: int, hosts: Sequence[str]) -> Communicator:
+        size = len(hosts)
         if chosen == "shared_memory":
             try:
-                return share_memory(c10d.PrefixStore("memory", store), rank, size, self._deadline_seconds)
+                within = c10d.PrefixStore("memory", store)
+                return share_memory(within, rank, size, self._deadline_seconds, self._abort)
             except MemoryUnavailable as reason:
                 chosen = "gloo"
                 if rank == 0:
                     LOG.warning("shared memory cannot be used (%s): using gloo instead", reason)
-        group = TorchGroup(
+        reach = partial(TorchGroup, address=self._address, deadline_seconds=self._deadline_seconds, abort=self._abort)
+        group = reach(
             c10d.PrefixStore(chosen, store),
             rank,
             size,
             backend=chosen,
             device=self._device,
-            address=self._address,
-            deadline_seconds=self._deadline_seconds,
-            service_address="127.0.0.1" if local_size == size else self._address,
+            service_address="127.0.0.1" if len(set(hosts)) == 1 else self._address,
         )
-        if self._kind == "auto" and chosen == "gloo" and 1 < local_size < size and size % local_size == 0:
-            divide(group, store, local_size, self._address, self._deadline_seconds)
+        if self._kind == "auto" and chosen == "gloo" and _several_on_each(hosts):
+            share = partial(share_memory, deadline_seconds=self._deadline_seconds, abort=self._abort)
+            divide(group, store, hosts, reach, share)
         return group
 
     def open_world(self) -> TorchWorld:
         """Make torch's default process group of all workers: what its own ways to cut a model talk through.
 
         Raises:
-            PeerLost: not all of them came within the deadline.
+            PeerLost: not all of them came within the deadline, or it was broken off before they had.
         """
         store = c10d.PrefixStore("world", self._store)
-        return TorchWorld(store, self._rank, self._size, self._address, self._device, self._deadline_seconds)
-
-    def _beside(self, ranks: Sequence[int]) -> int:
-        """How many of `ranks` share a host, where it is as many on each and neighbours share one; else 1."""
-        hosts = [rank // self._local_size for rank in ranks]
-        count = hosts.count(hosts[0])
-        blocks = [host for i, host in enumerate(hosts) if i % count == 0 for _ in range(count)]
-        return count if blocks[: len(hosts)] == hosts and len(set(hosts)) * count == len(hosts) else 1
+        notices = Notices(store, self._deadline_seconds, self._abort)
+        size = len(self._hosts)
+        notices.exchange("here", self._rank, size, True)
+        return TorchWorld(store, self._rank, size, self._address, self._device, self._deadline_seconds)
 
 
-def divide(group: TorchGroup, store: c10d.Store, local_size: int, address: str, deadline_seconds: float) -> None:
-    """Give `group` its tiers, where ranks ``0 .. local_size - 1`` share a host and so on; says so where they do not.
+def divide(
+    group: TorchGroup,
+    store: c10d.Store,
+    hosts: Sequence[str],
+    reach: Callable[..., TorchGroup],
+    share: Callable[..., SharedMemory],
+) -> None:
+    """Give `group` its tiers, of which `hosts` says who shares a host, as many on each; says so where they share none.
 
     Raises:
-        PeerLost: not all peers did the same within the deadline.
+        PeerLost: not all peers did the same within the deadline, or it was broken off.
     """
-    host, place = divmod(group.rank, local_size)
+    names = list(dict.fromkeys(hosts))
+    sharing = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
+    number = names.index(hosts[group.rank])
+    mine, leaders = sharing[number], [ranks[0] for ranks in sharing]
     within, reason = None, ""
     try:
-        within = share_memory(c10d.PrefixStore(f"host/{host}", store), place, local_size, deadline_seconds)
+        within = share(c10d.PrefixStore(f"host/{number}", store), mine.index(group.rank), len(mine))
     except MemoryUnavailable as error:
         reason = str(error)
     if not group.gather(torch.tensor([within is not None])).wait().all():
@@ -157,18 +193,18 @@ def divide(group: TorchGroup, store: c10d.Store, local_size: int, address: str, 
             LOG.warning("workers of one host do not share memory (%s): all talk over the network", reason)
         return
     assert within is not None
-    hosts, between = group.size // local_size, None
-    if place == 0:
-        leaders = TorchGroup(
-            c10d.PrefixStore("between", store), host, hosts, address=address, deadline_seconds=deadline_seconds
-        )
-        between = Part(leaders, range(0, group.size, local_size))
-    group.divide(Tiers(Part(within, range(host * local_size, (host + 1) * local_size)), between))
+    between = None
+    if group.rank in leaders:
+        between = Part(reach(c10d.PrefixStore("between", store), number, len(leaders)), leaders)
+    group.divide(Tiers(Part(within, mine), between))
 
 
-def share_memory(store: c10d.Store, rank: int, size: int, deadline_seconds: float) -> SharedMemory:
+def share_memory(
+    store: c10d.Store, rank: int, size: int, deadline_seconds: float, abort: Abort | None = None
+) -> SharedMemory:
     """A communicator of workers of one host, or on all of them the same `MemoryUnavailable`."""
-    board = Board(size)
+    abort = abort or Abort()
+    board, notices = Board(size), Notices(store, deadline_seconds, abort)
     number, token, memory, failure = -1, 0, None, ""
     try:
         try:
@@ -180,15 +216,14 @@ def share_memory(store: c10d.Store, rank: int, size: int, deadline_seconds: floa
         except OSError as error:
             failure = str(error)
         if rank == 0:
-            _say(store, "file", {"pid": os.getpid(), "number": number, "token": token})
-        there = _hear(store, "file", 0)
+            notices.say("file", {"pid": os.getpid(), "number": number, "token": token})
+        (there,) = notices.hear([(0, "file")])
         if not failure and there["number"] >= 0:
             try:
                 memory = _open(there, board)
             except OSError as error:
                 failure = str(error)
-        _say(store, f"worker/{rank}", {"pid": os.getpid(), "failure": failure})
-        workers = [_hear(store, f"worker/{other}", other) for other in range(size)]
+        workers = notices.exchange("worker", rank, size, {"pid": os.getpid(), "failure": failure})
     finally:
         if number >= 0:
             os.close(number)
@@ -198,7 +233,8 @@ def share_memory(store: c10d.Store, rank: int, size: int, deadline_seconds: floa
     assert memory is not None
     peers = Peers({other: worker["pid"] for other, worker in enumerate(workers) if other != rank})
     host = Host(store, peers, there["pid"], board.words(memory))
-    return SharedMemory(rank, size, memory, host, deadline_seconds)
+    family = Family(hosting=Hosting(deadline_seconds=deadline_seconds, abort=abort), abort=abort)
+    return SharedMemory(rank, size, memory, host, deadline_seconds, family)
 
 
 def _open(there: dict[str, Any], board: Board) -> Tensor:
@@ -210,32 +246,22 @@ def _open(there: dict[str, Any], board: Board) -> Tensor:
     return memory
 
 
-def _say(store: c10d.Store, key: str, value: dict[str, Any]) -> None:
-    try:
-        store.set(key, json.dumps(value))
-    except RuntimeError as error:
-        raise PeerLost([0], "connect", str(error).splitlines()[0]) from error
+def _several_on_each(hosts: Sequence[str]) -> bool:
+    """Whether there are several hosts, and as many workers, more than one, on each."""
+    counts = set(Counter(hosts).values())
+    return len(set(hosts)) > 1 and len(counts) == 1 and counts != {1}
 
 
-def _hear(store: c10d.Store, key: str, rank: int) -> dict[str, Any]:
-    """What `rank` said; a `PeerLost` that names it where it does not come within the store's deadline."""
-    try:
-        value = json.loads(store.get(key))
-    except RuntimeError as error:
-        raise PeerLost([rank], "connect", str(error).splitlines()[0]) from error
-    assert isinstance(value, dict)
-    return value
-
-
-def _choose(kind: str, size: int, local_size: int, device: torch.device) -> str:
+def _choose(kind: str, hosts: Sequence[str], rank: int, device: torch.device) -> str:
+    size, beside = len(hosts), hosts.count(hosts[rank])
     if kind not in KINDS:
         raise InvalidInput("kind", kind, "is not a kind of communicator", f"write one of {', '.join(KINDS)}")
     if kind == "auto":
         if device.type == "cuda":
             return "nccl"
-        return "shared_memory" if local_size == size else "gloo"
-    if kind == "shared_memory" and local_size != size:
-        problem = f"only {local_size} of {size} workers run on this host"
+        return "shared_memory" if beside == size else "gloo"
+    if kind == "shared_memory" and beside != size:
+        problem = f"only {beside} of {size} workers run on this host"
         raise InvalidInput("kind", kind, problem, "write auto or gloo")
     if kind == "nccl" and size > 1 and device.type != "cuda":
         raise InvalidInput("kind", kind, f"carries nothing that lies on {device.type}", "write auto or gloo")

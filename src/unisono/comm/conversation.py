@@ -16,6 +16,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from unisono.comm.abort import Abort
 from unisono.comm.hosting import Hosting, Verbs
 from unisono.comm.service import Actor, Line
 from unisono.comm.tiers import Tiers
@@ -85,6 +86,7 @@ class Family:
     hosting: Hosting = field(default_factory=Hosting)
     tiers: Tiers | None = None
     waiting: Conversation | None = None  # the lane in which its thread waits just now
+    abort: Abort = field(default_factory=Abort)
 
 
 class Conversation:
@@ -143,6 +145,7 @@ class Conversation:
         operation = Operation(self, verb, steps, self._begun)
         self._begun += 1
         self._thread = threading.get_ident()
+        self._heed(verb)
         if self._failure is not None:
             operation.fail(self._failure)
             return operation
@@ -153,8 +156,10 @@ class Conversation:
         return operation
 
     def advance(self) -> None:
-        """Move every operation as far as it goes; fails the lane when a peer is lost or the deadline has
-        passed."""
+        """Move every operation as far as it goes; fails the lane when a peer is lost, the deadline has passed, or it
+        was broken off."""
+        if self._queue:
+            self._heed(self._queue[0].verb)
         if self._move() or not self._queue:
             self._fruitless_since = None
             return
@@ -192,6 +197,11 @@ class Conversation:
         while self._queue and self._queue[0].finished:
             self._queue.popleft()
         return self._progress != before
+
+    def _heed(self, verb: str) -> None:
+        """Fail if this was broken off, before anybody hears of `verb`."""
+        if self._family.abort.why and self._failure is None:
+            self._fail(self._family.abort.lost(verb))
 
     def _fail(self, error: CommunicationError) -> None:
         self._refuse(error)

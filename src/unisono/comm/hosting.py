@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from unisono.comm.abort import Abort
 from unisono.comm.desk import Desk
 from unisono.comm.line import Place, Run, SocketLine, connect_line, directly
 from unisono.comm.reception import Doors, Reception
@@ -50,13 +50,14 @@ class Hosting:
     Args:
         address: of this host, by which the peers reach it; nothing listens on any other.
         deadline_seconds: how long an actor may be silent.
+        abort: breaks off what waits for actors.
     """
 
-    def __init__(self, address: str = "127.0.0.1", deadline_seconds: float = 60.0) -> None:
+    def __init__(self, address: str = "127.0.0.1", deadline_seconds: float = 60.0, abort: Abort | None = None) -> None:
         self._address, self._deadline_seconds = address, deadline_seconds
+        self._abort = abort or Abort()
         self._token = b""
         self._bytes_sent = 0
-        self._ports: set[int] = set()
         self._lock = threading.Lock()
         self._open = ExitStack()
 
@@ -70,7 +71,6 @@ class Hosting:
         token, rank = self._shared_token(comm), comm.rank
         desk = Desk(actor, rank, lambda sender, nbytes: self._count(sender not in (rank, -1 - rank), nbytes))
         doors = Doors.open(self._address)
-        self._ports.add(doors.endpoint[1])
         mine = Place(rank, f"actor of worker {rank}", rank, *doors.endpoint, os.getpid(), doors.nearby)
         reception = Reception(doors.sockets, token, rank, desk.largest_bytes, desk.welcome)
         self._open.callback(desk.close)
@@ -106,21 +106,14 @@ class Hosting:
         lines = [self._connect(place, comm.rank, directly, True) for place in places]
         return _ready(lines)
 
-    def owns(self, fd: int) -> bool:
-        """Whether `fd` is a socket of an actor that this worker hosts."""
-        try:
-            with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
-                return wire.getsockname()[1] in self._ports
-        except (OSError, IndexError):
-            return False
-
     def close(self) -> None:
         """End the lines, the actors and the processes. May be called twice."""
         self._open.close()
 
     def _connect(self, place: Place, sender: int, run: Run, leaves: bool) -> SocketLine:
         count = partial(self._count, leaves)
-        line = connect_line(place, self._token, sender, self._deadline_seconds, count, run)
+        line = connect_line(place, self._token, sender, self._deadline_seconds, count, run, self._abort)
+        self._open.callback(self._abort.then(lambda: line.break_off(self._abort.why)))
         self._open.callback(line.close)
         return line
 

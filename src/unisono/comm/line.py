@@ -16,8 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from unisono.comm import frames, trust
+from unisono.comm.abort import Abort
 from unisono.comm.frames import BrokenMessage, Buffer
 from unisono.comm.reception import abstract
 from unisono.comm.service import Message
@@ -113,7 +115,7 @@ class SocketLine:
         self._pending: dict[int, Call] = {}
         self._started = 0
         self._reading = self._in_background = self._closed = False
-        self._failure = ""
+        self._failure, self._missing = "", [place.rank]
         self._kept: Buffer | None = None
         self._thread: threading.Thread | None = None
 
@@ -135,13 +137,20 @@ class SocketLine:
             self._thread.join()
         self._wire.close()
 
+    def break_off(self, why: str) -> None:
+        """Nothing more comes, for the reason `why`; whoever waits is woken. From any thread; waits for nothing."""
+        with self._lock:
+            if not self._failure:
+                self._failure, self._missing = why, []
+        self._outbox.shut()
+
     def _start(self, message: Message, then: Callable[[Message | None], None] | None) -> Call:
         with self._lock:
             call = Call(self, self._started, message.kind, then)
             pieces = frames.encode(message, call.number)
             self._started += 1
             if self._failure and then is None:
-                call.fail(self._failure, [self._place.rank])
+                call.fail(self._failure, self._missing)
                 return call
             self._pending[call.number] = call
             if not self._outbox.send(pieces) or then is not None:
@@ -237,7 +246,7 @@ class SocketLine:
         self._failure = self._failure or f"{where}: {detail}"
         calls, self._pending = list(self._pending.values()), {}
         for call in calls:
-            call.fail(self._failure, [self._place.rank])
+            call.fail(self._failure, self._missing)
         self._arrived.notify_all()
         return [call.then for call in calls if call.then is not None]
 
@@ -249,33 +258,36 @@ def connect_line(
     deadline_seconds: float,
     count: Count = not_counted,
     run: Run = directly,
+    abort: Abort | None = None,
 ) -> SocketLine:
     """A line to the actor at `place`, which answers when it is ready.
 
     Raises:
         PeerLost: nobody is there, or nobody who knows the token, within the deadline (and the time that a
-            process may take to start).
+            process may take to start); or it was broken off.
     """
-    until = time.monotonic() + max(deadline_seconds, _START_SECONDS)
+    abort, until = abort or Abort(), time.monotonic() + max(deadline_seconds, _START_SECONDS)
     while True:
         left = until - time.monotonic()
         try:
-            wire = _reach(place, max(left, 0.01))
-        except OSError as error:
-            # Nobody listens any more: a place is told only after somebody does.
-            if isinstance(error, ConnectionRefusedError) or left <= 0:
-                raise PeerLost([place.rank], "connect", f"{place.name}: {error}") from error
-            time.sleep(_RETRY_SECONDS)
-            continue
-        try:
-            largest_bytes = trust.introduce(wire, token, sender, place.number)
+            wire, largest_bytes = abort.run("connect", partial(_introduced, place, token, sender, max(left, 0.01)))
             _set_options(wire, deadline_seconds)
             return SocketLine(wire, place, largest_bytes, count, run)
         except OSError as error:
-            wire.close()
-            if isinstance(error, Untrusted) or left <= 0:
+            # Nobody listens any more: a place is told only after somebody does.
+            if isinstance(error, ConnectionRefusedError | Untrusted) or left <= 0:
                 raise PeerLost([place.rank], "connect", f"{place.name}: {error}") from error
             time.sleep(_RETRY_SECONDS)
+
+
+def _introduced(place: Place, token: bytes, sender: int, timeout_seconds: float) -> tuple[socket.socket, int]:
+    """A connection to `place` that is trusted at both ends, and the largest payload that is taken there."""
+    wire = _reach(place, timeout_seconds)
+    try:
+        return wire, trust.introduce(wire, token, sender, place.number)
+    except BaseException:
+        wire.close()
+        raise
 
 
 def _reach(place: Place, timeout_seconds: float) -> socket.socket:

@@ -3,22 +3,29 @@
 ``file:///private/directory``     workers of one host; no port is opened
 ``tcp://host:port``               worker 0 serves it, on the address of `host` and no other
 ``tcp://host:port?served=1``      somebody else serves it already (torchrun's agent)
-``…?attempt=3``                   the third try of the same job: never meets what an earlier one left
+``…?attempt=3``                   the third try of the same job: never meets what an earlier one left; where they are
+                                  numbered, what earlier ones left is in nobody's way and may be deleted
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, quote, urlsplit
 
 from torch._C import _distributed_c10d as c10d
 
+from unisono.comm.abort import Abort
+from unisono.comm.sockets import shut, towards
 from unisono.errors import InvalidInput, PeerLost
 
+_FILE = "store-"
+_PATIENCE_SECONDS = 1.0
 _CURE = "write file:///private/directory or tcp://host:port"
 
 
@@ -51,15 +58,20 @@ def parse_rendezvous(url: str) -> Rendezvous:
     raise InvalidInput("rendezvous", url, "is not a meeting place", _CURE)
 
 
-def open_store(place: Rendezvous, rank: int, deadline_seconds: float) -> c10d.Store:
+def at_attempt(url: str, attempt: int) -> str:
+    """The meeting place `url`, for the time of that number."""
+    return f"{url}{'&' if '?' in url else '?'}attempt={attempt}"
+
+
+def open_store(place: Rendezvous, rank: int, deadline_seconds: float, abort: Abort) -> c10d.Store:
     """The store of all peers at `place`.
 
     Raises:
         InvalidInput: worker 0 cannot serve at that address, or the directory cannot be made.
-        PeerLost: nobody serves there within the deadline.
+        PeerLost: nobody serves there within the deadline, or it was broken off.
     """
     timeout = timedelta(seconds=deadline_seconds)
-    store = _file_store(place) if place.directory else _tcp_store(place, rank, timeout)
+    store = _file_store(place) if place.directory else _tcp_store(place, rank, timeout, abort)
     store.set_timeout(timeout)
     return c10d.PrefixStore(f"attempt/{place.attempt}", store)
 
@@ -68,7 +80,7 @@ def own_address(place: Rendezvous) -> str:
     """The address of this host by which the meeting place, and so every peer, is reached."""
     if place.directory:
         return "127.0.0.1"
-    family, _, _, _, address = _resolve(place)
+    family, _, _, _, address = resolve(place)
     # Connecting a datagram socket sends nothing; it only asks the kernel for the route.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -81,24 +93,52 @@ def _file_store(place: Rendezvous) -> c10d.Store:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidInput("rendezvous", place.directory, str(error), "write a directory that is yours") from error
-    return c10d.FileStore(str(directory / "store"), -1)
+    # A file of its own for each attempt: to look something up, all that was ever written into it is read.
+    return c10d.FileStore(str(directory / (_FILE + quote(place.attempt, safe=""))), -1)
 
 
-def _tcp_store(place: Rendezvous, rank: int, timeout: timedelta) -> c10d.Store:
-    serves = rank == 0 and not place.served
-    listening = _listen(place) if serves else None
+def tidy(place: Rendezvous) -> None:
+    """All have come to `place`: what numbered attempts before this one left there is not needed any more."""
+    if not place.directory or not place.attempt.isdecimal():
+        return
+    for path in Path(place.directory).glob(f"{_FILE}*"):
+        number = path.name.removeprefix(_FILE)
+        if number.isdecimal() and int(number) < int(place.attempt):
+            path.unlink(missing_ok=True)
+
+
+def _tcp_store(place: Rendezvous, rank: int, timeout: timedelta, abort: Abort) -> c10d.Store:
+    if rank == 0 and not place.served:
+        wire = listen(place)
+        return c10d.TCPStore(place.host, place.port, None, True, timeout, wait_for_workers=False, master_listen_fd=wire)
+    end = resolve(place)[4][:2]
+    before = towards(end).items()
+    # What it waits for there is there no more, once it is broken off.
+    abort.then(lambda: shut(dict(towards(end).items() - before)))
     try:
-        return c10d.TCPStore(
-            place.host, place.port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listening
-        )
+        return abort.run("connect", partial(_reach, place, time.monotonic() + timeout.total_seconds(), abort))
     except RuntimeError as error:
         where = f"{place.host}:{place.port}"
         raise PeerLost([0], "connect", f"nobody serves at {where}: {str(error).splitlines()[0]}") from error
 
 
-def _listen(place: Rendezvous) -> int:
+def _reach(place: Rendezvous, until: float, abort: Abort) -> c10d.Store:
+    """The store that somebody serves at `place`; torch is asked again and again, as it listens to nobody meanwhile."""
+    while True:
+        abort.check("connect")
+        patience = min(_PATIENCE_SECONDS, max(0.01, until - time.monotonic()))
+        try:
+            return c10d.TCPStore(
+                place.host, place.port, None, False, timedelta(seconds=patience), wait_for_workers=False
+            )
+        except RuntimeError:
+            if time.monotonic() > until:
+                raise
+
+
+def listen(place: Rendezvous) -> int:
     """A listening socket on that one address: left to itself, torch's store listens on all of them."""
-    family, _, _, _, address = _resolve(place)
+    family, _, _, _, address = resolve(place)
     server = socket.socket(family, socket.SOCK_STREAM)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -114,7 +154,7 @@ def _listen(place: Rendezvous) -> int:
     return server.detach()
 
 
-def _resolve(place: Rendezvous) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]:
+def resolve(place: Rendezvous) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]:
     try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -192,10 +192,14 @@ class Outbox:
             while self._queue and not self._over:
                 self._changed.wait()
 
-    def close(self) -> None:
+    def shut(self) -> None:
         """Nothing more is sent; the socket is shut down, which ends whoever reads from it or writes to it."""
         with self._changed:
             self._break()
+
+    def close(self) -> None:
+        """As `shut`, and the thread that sends has ended."""
+        self.shut()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 

@@ -10,22 +10,25 @@ a size that would abort the process.
 from __future__ import annotations
 
 import ctypes
-import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from unisono.comm import record
+from unisono.comm.abort import Abort
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
 from unisono.comm.hosting import Hosting
+from unisono.comm.notices import Breakable, Notices
+from unisono.comm.sockets import End, connected, is_open, listening, shut
 from unisono.comm.tiers import Tiers
 from unisono.errors import CommunicationError, InvalidInput, PeerLost
 
@@ -38,6 +41,7 @@ _GLOO_ADDS = {
 _LONG = timedelta(days=1)
 _ALIGNMENT_BYTES = 16
 _LOOK_SECONDS = 0.1  # between two looks at the sockets while nothing arrives
+_SLICE_SECONDS = 0.05  # for as long, nobody listens to anybody but the backend
 _LONGEST_TORN_SECONDS = 5.0
 _UNWIND_SECONDS = 1.0
 
@@ -53,9 +57,10 @@ class TorchGroup(Conversation):
         address: the address of this host by which the peers reach it.
         service_address: the same for actors; None: `address`.
         deadline_seconds: how long a peer may stay silent, at start and in every verb.
+        abort: breaks off all that waits, now and later.
 
     Raises:
-        PeerLost: not all peers came within the deadline.
+        PeerLost: not all peers came within the deadline, or it was broken off.
         InvalidInput: this build of torch has no such backend.
     """
 
@@ -70,28 +75,66 @@ class TorchGroup(Conversation):
         address: str = "127.0.0.1",
         deadline_seconds: float = 60.0,
         service_address: str | None = None,
+        abort: Abort | None = None,
         family: Family | None = None,
     ) -> None:
-        family = family or Family(hosting=Hosting(service_address or address, deadline_seconds))
+        if family is None:
+            abort = abort or Abort()
+            family = Family(hosting=Hosting(service_address or address, deadline_seconds, abort), abort=abort)
         super().__init__(family, deadline_seconds)
         self.rank, self.size = rank, size
-        self._store, self._backend, self._address = store, backend, address
+        self._store: c10d.Store | None = store
+        self._backend, self._address = backend, address
         self._device = device or torch.device("cpu")
         self._sequence = 0
         self._issued: deque[Any] = deque()
         self._looked_at, self._torn_since = 0.0, 0.0
-        before = _sockets()
-        with _peer_lost_for("connect"):
-            self._headers: Any = gloo(c10d.PrefixStore("headers", store), rank, size, address, deadline_seconds)
-            self._payloads: Any = _payload_group(self, c10d.PrefixStore("payloads", store), deadline_seconds)
-            # NCCL carries only what lies on its device; what lies here goes beside it.
-            self._near: Any = self._payloads
-            if backend == "nccl":
-                self._near = gloo(c10d.PrefixStore("near", store), rank, size, address, deadline_seconds)
-            _meet(self._headers, size, deadline_seconds)
-        new = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
-        self._wires = {fd: name for fd, name in new.items() if not family.hosting.owns(fd)}
-        self._connected = {fd: name for fd, name in self._wires.items() if _is_connected(fd)}
+        self._wires: dict[int, str] = {}
+        self._headers: Any = None
+        self._payloads: Any = None
+        self._near: Any = None  # NCCL carries only what lies on its device; what lies here goes beside it
+        self._waiting: Breakable | None = None  # gloo has only what C++ knows of it
+        self._unabort: Callable[[], None] = lambda: None
+        _check_backend(backend)
+        devices = [Device.open(address) for _ in range(3 if backend == "nccl" else 2)]
+        # Where all listen is known before anybody connects, so that what hangs meanwhile can be woken.
+        notices = Notices(store, deadline_seconds, family.abort)
+        listening = notices.exchange("listening", rank, size, [list(each.end) for each in devices])
+        ends = frozenset((str(host), int(port)) for each in listening for host, port in each)
+        forget = family.abort.then(lambda: shut(connected(ends)))
+        try:
+            with _peer_lost_for("connect"):
+                groups = family.abort.run("connect", partial(self._connect, store, devices))
+        finally:
+            forget()
+        self._headers, self._payloads, self._near = groups
+        self._wires = connected(ends)
+        if backend == "nccl":  # its operations hold up whoever waits for the device, too
+            self._unabort = family.abort.then(self._payloads.abort)
+
+    def _connect(self, store: c10d.Store, devices: Sequence[Device]) -> tuple[Any, Any, Any]:
+        """The groups of headers, of payloads, and of payloads that lie here."""
+        waiting = Breakable(store, self._deadline_seconds, self._family.abort)
+
+        def over(name: str, device: Device) -> Any:
+            self._family.abort.check("connect")
+            return gloo(c10d.PrefixStore(name, waiting), self.rank, self.size, device, self._deadline_seconds)
+
+        headers = over("headers", devices[0])
+        if self._backend == "gloo":
+            payloads = near = over("payloads", devices[1])
+        else:
+            payloads, near = self._nccl(c10d.PrefixStore("payloads", store)), over("near", devices[2])
+        _meet(headers, self.size, self._deadline_seconds)
+        self._waiting = waiting
+        return headers, payloads, near
+
+    def _nccl(self, store: c10d.Store) -> Any:
+        made: Any = c10d.ProcessGroupNCCL
+        options = made.Options()
+        options._timeout = timedelta(seconds=self._deadline_seconds)
+        with torch.cuda.device(self._device):
+            return made(store, self.rank, self.size, options)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)
@@ -159,6 +202,8 @@ class TorchGroup(Conversation):
         self._family.tiers = tiers
 
     def lane(self, name: str) -> TorchGroup:
+        if self._store is None:
+            raise PeerLost([], "lane", "this end was closed")
         lane = TorchGroup(
             c10d.PrefixStore(f"lane/{name}", self._store),
             self.rank,
@@ -202,6 +247,7 @@ class TorchGroup(Conversation):
         options = c10d.AllToAllOptions()
         options.timeout = _LONG
         arrival = None
+        self._heed(verb)
         try:
             if self._failure is None:
                 with _peer_lost_for(verb):
@@ -291,7 +337,7 @@ class TorchGroup(Conversation):
             time.sleep(min(20e-6 * 1.1**attempt, 500e-6))
             return
         with suppress(RuntimeError):  # the next poll sees it, be it a timeout or an error
-            handle.wait(timedelta(seconds=min(_LOOK_SECONDS, self._deadline_seconds)))
+            handle.wait(timedelta(seconds=min(_SLICE_SECONDS, self._deadline_seconds)))
 
     def _lost(self, now: float, operation: Operation[Any]) -> PeerLost | None:
         """Backends close a broken connection, but do not always wake what waits for it.
@@ -301,7 +347,7 @@ class TorchGroup(Conversation):
         if now - self._looked_at < _LOOK_SECONDS:
             return None
         self._looked_at = now
-        if all(_is_open(fd, name) for fd, name in self._connected.items()):
+        if all(is_open(fd, name) for fd, name in self._wires.items()):
             return None
         self._torn_since = self._torn_since or now
         since = max(self._torn_since, self._fruitless_since or now)
@@ -316,14 +362,14 @@ class TorchGroup(Conversation):
     def _hang_up(self) -> None:
         """Close the sockets first: it ends what is under way here, and wakes peers that wait for this
         worker."""
-        for fd, name in self._wires.items():
-            _shut(fd, name)
-        self._wires = {}
+        self._unabort()
+        shut(self._wires)
+        self._wires, self._store, self._waiting = {}, None, None
         if self._backend == "nccl" and self._payloads is not None:
             self._payloads.abort()
         if not self._unwound():
             # To be taken down, a group waits for what is under way in it, which would be for ever.
-            for group in (self._headers, self._payloads, self._near):
+            for group in (self._headers, self._payloads, self._near, self._waiting):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._headers = self._payloads = self._near = None
         self._issued.clear()
@@ -338,13 +384,38 @@ class TorchGroup(Conversation):
         return True
 
 
-def gloo(store: c10d.Store, rank: int, size: int, address: str, deadline_seconds: float) -> Any:
-    """torch's group of these workers over gloo, on the network that `address` belongs to; they are connected."""
+@dataclass(frozen=True)
+class Device:
+    """What one group of gloo listens on.
+
+    Attributes:
+        made: torch's.
+        end: where that is.
+    """
+
+    made: Any
+    end: End
+
+    @staticmethod
+    def open(address: str) -> Device:
+        """One that listens on the network that `address` belongs to."""
+        before, group = listening(address), cast(Any, c10d.ProcessGroupGloo)  # the stubs know nothing of devices
+        made = group.create_device(hostname=address)
+        return Device(made, next(iter(listening(address) - before), (address, 0)))
+
+
+def gloo(store: c10d.Store, rank: int, size: int, device: Device, deadline_seconds: float) -> Any:
+    """torch's group of these workers over gloo, each through its `device`; they are connected."""
     made: Any = c10d.ProcessGroupGloo  # the stubs know nothing of options
     options = made._Options()
-    options._devices = [made.create_device(hostname=address)]
+    options._devices = [device.made]
     options._timeout = timedelta(seconds=deadline_seconds)
     return made(store, rank, size, options)
+
+
+def _check_backend(backend: str) -> None:
+    if backend != "gloo" and not (backend == "nccl" and hasattr(c10d, "ProcessGroupNCCL")):
+        raise InvalidInput("backend", backend, "this build of torch does not have it", "write gloo")
 
 
 def _meet(group: Any, size: int, deadline_seconds: float) -> None:
@@ -353,18 +424,6 @@ def _meet(group: Any, size: int, deadline_seconds: float) -> None:
     options = c10d.AllgatherOptions()
     options.timeout = timedelta(seconds=deadline_seconds)
     group._allgather_base(everybody, mine, options).wait()
-
-
-def _payload_group(lane: TorchGroup, store: c10d.Store, deadline_seconds: float) -> Any:
-    if lane._backend == "gloo":
-        return gloo(store, lane.rank, lane.size, lane._address, deadline_seconds)
-    nccl = getattr(c10d, "ProcessGroupNCCL", None)
-    if lane._backend != "nccl" or nccl is None:
-        raise InvalidInput("backend", lane._backend, "this build of torch does not have it", "write gloo")
-    options = nccl.Options()
-    options._timeout = timedelta(seconds=deadline_seconds)
-    with torch.cuda.device(lane._device):
-        return nccl(store, lane.rank, lane.size, options)
 
 
 @contextmanager
@@ -387,51 +446,3 @@ def _as_bytes(x: Tensor) -> Tensor:
 def _padded(nbytes: int) -> int:
     """Pieces begin where any dtype may begin."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _sockets() -> dict[int, str]:
-    """This process's sockets by number, with the kernel's name for each; empty where /proc is not there."""
-    found: dict[int, str] = {}
-    try:
-        numbers = os.listdir("/proc/self/fd")
-    except OSError:
-        return found
-    for number in numbers:
-        try:
-            name = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:
-            continue
-        if name.startswith("socket:"):
-            found[int(number)] = name
-    return found
-
-
-def _is_open(fd: int, name: str) -> bool:
-    """Whether `fd` is still the socket called `name`."""
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}") == name
-    except OSError:
-        return False
-
-
-def _is_connected(fd: int) -> bool:
-    """Whether the socket `fd` has another end, as one that listens has not."""
-    try:
-        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
-            wire.getpeername()
-    except OSError:
-        return False
-    return True
-
-
-def _shut(fd: int, name: str) -> None:
-    """Shut the socket `fd` down if it is still the one called `name`: the number may belong to another by
-    now."""
-    try:
-        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
-            if os.readlink(f"/proc/self/fd/{wire.fileno()}") == name:
-                # Raises for a socket that listens: shutting that down would abort the process.
-                wire.getpeername()
-                wire.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # closed already, or its other end is gone: it carries nothing any more

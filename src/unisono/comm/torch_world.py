@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from unisono.comm.torch_group import gloo
+from unisono.comm.torch_group import Device, gloo
 from unisono.errors import PeerLost
 
 _BACKEND = "unisono"  # gloo on a device that is given: torch's own asks the environment for it
@@ -57,7 +57,7 @@ class TorchWorld:
     def _group(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
         """As torch asks a backend for each group; gloo connects all pairs at once."""
         before = _sockets()
-        group = gloo(store, rank, size, self._address, timeout.total_seconds())
+        group = gloo(store, rank, size, Device.open(self._address), timeout.total_seconds())
         self._sockets |= _sockets() - before
         return group
 

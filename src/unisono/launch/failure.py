@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.errors import Diverged, InvalidInput, UnisonoError, WorkerFailed
@@ -36,6 +36,7 @@ class Failure:
         consequence: it says that another worker is gone, so that the other's end is likely to be the cause.
         exit_code: what ``sys.exit`` was called with, if it was.
         said: the class and the arguments of an error that says all by itself, if it was one.
+        line: of the user's code on which it came, as `unisono.stack` names it.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Failure:
     consequence: bool = False
     exit_code: int | None = None
     said: tuple[str, Sequence[Any]] | None = None
+    line: str = ""
 
     def error(self) -> UnisonoError:
         """What the launcher raises for it."""
@@ -60,8 +62,13 @@ class Failure:
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """The earliest failure that is no consequence of another; the earliest of all where every one is."""
-    return min(failures, key=lambda failure: (failure.consequence, failure.at_seconds, failure.rank))
+    """The earliest failure that is no consequence of another; the earliest of all where every one is, with the lines
+    on which the workers were."""
+    known = list(failures)
+    first = min(known, key=lambda failure: (failure.consequence, failure.at_seconds, failure.rank))
+    lines = {failure.rank: failure.line for failure in known if failure.line} if first.consequence else {}
+    where = ", ".join(f"worker {rank} was at {line}" for rank, line in sorted(lines.items()))
+    return replace(first, reason=f"{first.reason}; {where}") if where else first
 
 
 def describe(status: int) -> str:

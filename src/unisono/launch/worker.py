@@ -27,6 +27,7 @@ from setproctitle import setproctitle
 from unisono.errors import CommunicationError, Diverged, InvalidInput
 from unisono.launch.identity import Identity
 from unisono.launch.stopping import StopRequest
+from unisono.stack import raised_at
 
 
 @dataclass(frozen=True)
@@ -191,8 +192,7 @@ def _print(error: BaseException) -> None:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     """The fields of a `Failure`, all but the rank."""
-    reason = traceback.format_exception_only(error)[-1].strip()
-    found: dict[str, Any] = {"at_seconds": time.monotonic(), "reason": reason}
+    found: dict[str, Any] = {"at_seconds": time.monotonic(), "reason": _reason(error)}
     if isinstance(error, SystemExit):
         code = error.code
         return found | {"exit_code": code if isinstance(code, int) else int(code is not None)}
@@ -202,7 +202,17 @@ def _describe(error: BaseException) -> dict[str, Any]:
     elif isinstance(error, Diverged):
         found["said"] = ["Diverged", list(error.args)]
     consequence = isinstance(error, CommunicationError)
-    return found | {"traceback": _traceback(error), "consequence": consequence}
+    line = raised_at(error.__traceback__)
+    return found | {"traceback": _traceback(error), "consequence": consequence, "line": line}
+
+
+def _reason(error: BaseException) -> str:
+    """The class, what it says, and short notes, such as which sample it was."""
+    notes = [str(note) for note in getattr(error, "__notes__", [])]
+    lines = traceback.format_exception_only(error)
+    said = lines[-1 - sum(len(note.split("\n")) for note in notes)].strip()
+    short = [note for note in notes if "\n" not in note]
+    return f"{said} ({', '.join(short)})" if short else said
 
 
 def _traceback(error: BaseException) -> str:

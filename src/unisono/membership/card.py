@@ -11,7 +11,7 @@ from unisono.errors import InvalidInput
 from unisono.membership.values import Contact
 
 DIRECTORY = "coordinator"  # in the run's
-_CONTACT = "contact.json"  # there
+CONTACT = "contact.json"  # there
 
 
 def keep(run: Path, contact: Contact) -> Path:
@@ -20,7 +20,7 @@ def keep(run: Path, contact: Contact) -> Path:
     Raises:
         InvalidInput: it cannot be written.
     """
-    path = directory(run) / _CONTACT
+    path = directory(run) / CONTACT
     try:
         write(path, json.dumps(asdict(contact)))
     except OSError as error:
@@ -54,7 +54,7 @@ def contact_in(run: Path) -> Contact:
         InvalidInput: there is none.
     """
     try:
-        return Contact(**json.loads((run / DIRECTORY / _CONTACT).read_text()))
+        return Contact(**json.loads((run / DIRECTORY / CONTACT).read_text()))
     except (OSError, ValueError, TypeError):
         raise InvalidInput("run", str(run), "no coordinator of it is up", "name a run that is under way") from None
 

@@ -29,12 +29,11 @@ class Seen:
     """A member of a view, as last heard.
 
     Args:
-        rank: in the view.
+        worker: its name, by which its launcher and its log call it.
         silent_seconds: since then.
     """
 
     worker: str
-    rank: int
     presence: Presence
     silent_seconds: float
     doing: Doing
@@ -47,7 +46,7 @@ class Seen:
     @property
     def name(self) -> str:
         """For people."""
-        return f"worker {self.rank} ({self.worker})"
+        return f"worker {self.worker}"
 
 
 @dataclass(frozen=True)
@@ -164,8 +163,8 @@ def _where(waiting: Sequence[Seen]) -> str:
         return ""
     (operation, _), *_ = Counter(seen.doing.waits_for for seen in waiting).most_common(1)
     line = next((seen.doing.where for seen in waiting if seen.doing.waits_for == operation and seen.doing.line), "")
-    ranks = ", ".join(str(seen.rank) for seen in waiting[:_NAMED]) + ", …" * (len(waiting) > _NAMED)
-    who = f"worker {ranks} waits" if len(waiting) == 1 else f"workers {ranks} wait"
+    names = ", ".join(seen.worker for seen in waiting[:_NAMED]) + ", …" * (len(waiting) > _NAMED)
+    who = f"worker {names} waits" if len(waiting) == 1 else f"workers {names} wait"
     return f"; {who} for it in {operation or 'a meeting'}{line}"
 
 

@@ -117,9 +117,9 @@ class Reports:
     def members(self, coordinator: Coordinator, now: float) -> list[Seen]:
         """All of the latest view, as last heard."""
         found = []
-        for rank, worker in enumerate(coordinator.view.members):
+        for worker in coordinator.view.members:
             doing, at = self.doings.get(worker, (Doing(), coordinator.began))
-            found.append(Seen(worker, rank, coordinator.presence(worker, now), max(0.0, now - at), doing))
+            found.append(Seen(worker, coordinator.presence(worker, now), max(0.0, now - at), doing))
         return found
 
     def _stuck(self, coordinator: Coordinator, now: float) -> Stuck:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -22,13 +23,14 @@ from unisono.observe.words import clock, named, number, rate, resume_command, ro
 
 PLAIN_SECONDS = 5.0
 _REFRESHES_PER_SECOND = 8
+_FINDINGS = 64  # remembered, so that none is said twice
 
 
 class Display:
     """Shows the messages of a run; used as a context, so that the terminal is whole again whatever happens.
 
-    Messages are mappings with a ``kind``: ``run`` (path), ``notice`` (text), ``progress`` (step, steps, loss,
-    samples_per_second, metrics). Other kinds are left out.
+    Messages are mappings with a ``kind``: ``run`` (path), ``notice`` (text), ``finding`` (text, which every worker
+    reports and is shown once), ``progress`` (step, steps, loss, samples_per_second, metrics). Other kinds are left out.
 
     Args:
         name: what is trained.
@@ -54,6 +56,7 @@ class Display:
         self._live: Live | None = None
         self.run: str | None = None  # where the run lies, once that is known
         self._run_said = False
+        self._found: deque[str] = deque(maxlen=_FINDINGS)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -86,6 +89,9 @@ class Display:
                 self.run = str(message["path"])  # said with the first step: until then it may be taken back
             case "notice":
                 self._say(Text.assemble(("note ", "yellow"), str(message["text"])))
+            case "finding" if message["text"] not in self._found:
+                self._found.append(message["text"])
+                self._say(Text.assemble(("stuck ", "red"), str(message["text"])))
             case "progress":
                 self._take(message)
 

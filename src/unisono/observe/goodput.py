@@ -77,6 +77,16 @@ def table(ledgers: Sequence[Spent], names: Sequence[str]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(pad, row[1:], widths[1:])]) for row in rows]
 
 
+def account(spent: Mapping[str, Spent]) -> list[str]:
+    """All of it, of workers by name: a table, shares in a line, and advice."""
+    if not spent:
+        return []
+    ledgers = list(spent.values())
+    line, tip = in_a_line(ledgers), advice(ledgers)
+    found = [*table(ledgers, list(spent)), *([f"after the start: {line}"] if line else [])]
+    return [*found, tip] if tip else found
+
+
 def _slowest(ledgers: Sequence[Spent]) -> str:
     """Whoever computes so much longer than the others that they wait for it."""
     if len(ledgers) < 2 or _share(ledgers, (Phase.COMMUNICATION,)) < 0.1:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
 from unisono.observe.ledger import Ledger
-from unisono.observe.stack import line_of
+from unisono.stack import line_of
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from unisono.doing import Doing, Phase
 from unisono.membership.diagnosis import Stuck, of_oneself
@@ -15,14 +15,19 @@ from unisono.observe.watch import Watched
 LATE_SECONDS = 1.0  # beyond a step's deadline
 _LOOK_SECONDS = 0.25
 _FIRST_SECONDS = 2.5  # that a step is supposed to take before any was seen; what is done once is done in the first
-_NO_STEP = (Phase.START, Phase.EVALUATION, Phase.CHECKPOINT, Phase.RECOVERY, Phase.IDLE)
+STEP = frozenset({Phase.COMPUTE, Phase.DATA, Phase.COMMUNICATION})
 LOG = logging.getLogger("unisono")
 
 
 class Patience:
-    """When something is to be said of a worker's steps. Has no clock."""
+    """When something is to be said of a worker's steps. Has no clock.
 
-    def __init__(self, now: float) -> None:
+    Args:
+        stuck_in: phases in which a step may be stuck; in others time does not count.
+    """
+
+    def __init__(self, now: float, stuck_in: Collection[Phase] = STEP) -> None:
+        self._stuck_in = stuck_in
         self._steps = Pulse(_FIRST_SECONDS, last=now)
         self._done: int | None = None
         self._again_at = 0.0
@@ -33,14 +38,16 @@ class Patience:
         Args:
             done: steps that are in the state.
         """
-        if done != self._done or doing.phase in _NO_STEP:
-            if self._done is None or doing.phase in _NO_STEP:
+        counts = doing.waits or doing.phase in self._stuck_in
+        if done != self._done or not counts:
+            if self._done is None or not counts:
                 self._steps.restart(now)
             else:
                 self._steps.beat(now)
             self._done, self._again_at = done, 0.0
             return ""
-        seconds = now - (self._steps.last or now)
+        assert self._steps.last is not None  # since the first look
+        seconds = now - self._steps.last
         if seconds < self._steps.deadline_seconds + LATE_SECONDS or now < self._again_at:
             return ""
         self._again_at = now + seconds
@@ -51,11 +58,14 @@ class Watchdog:
     """Looks at a worker until it is closed.
 
     Args:
+        stuck_in: see `Patience`.
         tell: takes a sentence.
     """
 
-    def __init__(self, watch: Watched, tell: Callable[[str], None] = LOG.warning) -> None:
-        self._watch, self._tell = watch, tell
+    def __init__(
+        self, watch: Watched, stuck_in: Collection[Phase] = STEP, tell: Callable[[str], None] = LOG.warning
+    ) -> None:
+        self._watch, self._stuck_in, self._tell = watch, stuck_in, tell
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="unisono watchdog", daemon=True)
         self._thread.start()
@@ -66,7 +76,7 @@ class Watchdog:
         self._thread.join()
 
     def _look(self) -> None:
-        patience = Patience(time.monotonic())
+        patience = Patience(time.monotonic(), self._stuck_in)
         while not self._over.wait(_LOOK_SECONDS):
             found = patience.look(self._watch.done, self._watch.doing(), time.monotonic())
             if found:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
 LOADER = "unisono loader"  # how the names of threads begin in which the data set's code runs
-_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
+_OURS = str(Path(__file__).resolve().parent) + os.sep
 _TASKS = _OURS + "tasks" + os.sep  # what a user writes, written by us
 _INSTALLED = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THEIRS = ("<", *(os.path.realpath(path) + os.sep for path in _INSTALLED))  # "<": code that stands in no file

@@ -1,0 +1,102 @@
+"""This process's connections that belong to somebody else's code, found by where they lead.
+
+A library that connects processes may neither say which sockets it has opened nor close them while it waits. They are
+known by their ends: other threads open sockets of their own at the same time, which are none of ours to close.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Mapping
+
+_OLDER_FAMILY = "::ffff:"
+End = tuple[str, int]
+"""Address and port."""
+
+
+def listening(address: str) -> frozenset[End]:
+    """Where this process listens on `address`."""
+    return frozenset(
+        here for fd in _sockets() if (here := _end(fd, "getsockname")) and here[0] == address and not _peer(fd)
+    )
+
+
+def connected(ends: Collection[End]) -> dict[int, str]:
+    """Connections from or to one of `ends`, by descriptor, with the kernel's name for each."""
+    return {
+        fd: name
+        for fd, name in _sockets().items()
+        if (there := _peer(fd)) and (there in ends or _end(fd, "getsockname") in ends)
+    }
+
+
+def towards(end: End) -> dict[int, str]:
+    """Connections to `end`, as `connected` says them; not those that it has accepted, if it is in this process."""
+    return {fd: name for fd, name in _sockets().items() if _peer(fd) == end}
+
+
+def is_open(fd: int, name: str) -> bool:
+    """Whether `fd` is still the socket called `name`."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == name
+    except OSError:
+        return False
+
+
+def shut(wires: Mapping[int, str]) -> None:
+    """Shut these connections down, which wakes whoever waits for them, where they are still what they were called: a
+    number may belong to another by now."""
+    for fd, name in wires.items():
+        try:
+            with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
+                if os.readlink(f"/proc/self/fd/{wire.fileno()}") == name:
+                    # Raises for a socket that listens: shutting that down would abort the process.
+                    wire.getpeername()
+                    wire.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # closed already, or its other end is gone: it carries nothing any more
+
+
+def _sockets() -> dict[int, str]:
+    """All of this process's, by number; empty where /proc is not there."""
+    found: dict[int, str] = {}
+    try:
+        numbers = os.listdir("/proc/self/fd")
+    except OSError:
+        return found
+    for number in numbers:
+        try:
+            name = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue  # closed meanwhile
+        if name.startswith("socket:"):
+            found[int(number)] = name
+    return found
+
+
+def _peer(fd: int) -> End | None:
+    return _end(fd, "getpeername")
+
+
+def _end(fd: int, which: str) -> End | None:
+    """One end of the socket `fd`; None where it has none, or none on a network."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return None  # closed meanwhile
+    try:
+        wire = socket.socket(fileno=copy)  # of the family that it has: the addresses of one do not fit into another's
+    except OSError:
+        os.close(copy)
+        return None
+    try:
+        found = getattr(wire, which)()
+    except OSError:
+        return None
+    finally:
+        wire.close()
+    if not isinstance(found, tuple) or len(found) < 2:
+        return None
+    # A socket of both families writes the addresses of the older one in its own way.
+    return found[0].removeprefix(_OLDER_FAMILY), found[1]

@@ -1,0 +1,61 @@
+"""``unisono status`` of a run: what each worker does, on which line, and where the time went."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.membership.test_attendance import TOKEN, serving
+from unisono.cli import main
+from unisono.doing import Doing, Phase
+from unisono.membership import Agent, Contact, Policy, Standing
+from unisono.membership.attendance import Attendance
+from unisono.membership.card import keep
+
+DOING = Doing(Phase.DATA, 7, 1, 2.5, "", (), "own.py:31 __getitem__")
+
+
+def test_a_run_under_way_says_what_each_does_on_which_line_and_where_the_time_went(tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    (run / "coordinator").mkdir(parents=True)
+    with serving(tmp_path / "state", policy=Policy(expected=1, maximum=1)) as served:
+        contact = Contact(served.url, TOKEN)
+        keep(run, contact)
+        spent = {Phase.COMPUTE: 6.0, Phase.DATA: 4.0}
+        with Attendance(contact, Agent("0", Standing()), lambda view: None, doing=lambda: DOING,
+                        spent=lambda: spent) as attendance:  # fmt: skip
+            assert attendance.next_view() is not None
+            attendance.met(1, 0, "")  # with which it tells where the time went
+            assert main(["status", "--run", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "waits for its data since 2.5 s at own.py:31 __getitem__" in " ".join(said.split())
+    assert "after the start: 60% compute, 40% data" in said
+    assert "40% of the time was spent waiting for data" in said
+
+
+def test_a_run_that_is_over_says_where_the_time_went(tmp_path: Path, capsys) -> None:
+    ledger = [{"start": 1.0, "compute": 8.0, "communication": 1.0}, {"start": 1.5, "compute": 8.5}]
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 1200, "wall_seconds": 12.0, "ledger": ledger}))
+    assert main(["status", "--run", str(tmp_path)]) == 0
+    first, _, *table, shares = capsys.readouterr().out.splitlines()
+    assert first == "the run is over after 1,200 steps and 12.0 s"
+    assert [row.split() for row in table] == [
+        ["worker", "start", "compute", "communication", "together"],
+        ["0", "1.00", "8.00", "1.00", "10.00"],
+        ["1", "1.50", "8.50", "0.00", "10.00"],
+    ]
+    assert shares == "after the start: 94% compute, 6% communication"
+
+
+def test_of_a_run_that_never_was_nothing_is_said(tmp_path: Path, capsys) -> None:
+    shutil.rmtree(tmp_path)
+    assert main(["status", "--run", str(tmp_path)]) == 2
+    assert "no coordinator of it is up" in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
