@@ -11,7 +11,7 @@ import pytest
 from tests.membership.test_attendance import TOKEN as THEIRS
 from tests.membership.test_attendance import serving
 from unisono.cli.status import heading
-from unisono.membership import Contact, card
+from unisono.membership import Contact, Over, card
 from unisono.membership.line import Line
 from unisono.membership.place import Calling, Place
 
@@ -96,6 +96,6 @@ def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) ->
 
 def test_each_way_in_which_a_view_may_stand_has_words() -> None:
     view = {"number": 2, "members": ["a"], "start": {"step": 7}, "sources": []}
-    said = {over: heading({"view": view, "over": over}) for over in ("no", "at a boundary", "now", "for ever")}
+    said = {over.value: heading({"view": view, "over": over.value}) for over in Over}
     assert said["no"] == "view 2: 1 worker from what was kept; it goes on"
-    assert len(set(said.values())) == 4
+    assert len(set(said.values())) == len(Over)
