@@ -45,25 +45,39 @@ def gathered(
     Raises:
         InvalidInput: nobody can listen there, the directory cannot be written, or the coordinator is none of ours.
     """
+    assert order.path is not None
     if calling.elsewhere is not None:
-        contact = replace(calling.elsewhere, meets_at=_meets_at(calling.elsewhere.private, server))
-        _give(contact, _told_of(order, contact.meets_at))
-        yield Elastic(contact)
-        return
+        found = _elsewhere(calling.elsewhere, order, server)
+    else:
+        found = _beside(config, order, server, told, calling)
+    with found as elastic:
+        shown = card.keep(order.path, elastic.contact)
+        if not elastic.contact.private:
+            told(f"others join with  unisono join {elastic.contact.url}  and the token in {shown}")
+        try:
+            yield elastic
+        finally:
+            shown.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _elsewhere(contact: Contact, order: Order, server: Forkserver) -> Iterator[Elastic]:
+    contact = replace(contact, meets_at=_meets_at(contact.private, server))
+    _give(contact, _told_of(order, contact.meets_at))
+    yield Elastic(contact)
+
+
+@contextlib.contextmanager
+def _beside(
+    config: Config, order: Order, server: Forkserver, told: Callable[[str], None], calling: Calling
+) -> Iterator[Elastic]:
     assert order.path is not None
     token, meets_at = calling.token or secrets.token_urlsafe(32), _meets_at(calling.place.private, server)
-    state, log = _new_life(order.path / card.DIRECTORY), order.path / "logs" / "coordinator.log"
+    state, log = _new_life(order.path), order.path / "logs" / "coordinator.log"
     with contextlib.closing(Store(state)) as store:
         store.keep_order(json.dumps(_told_of(order, meets_at), default=str))
     with Coordination(calling.place, policy_of(config), state, token, log, told) as coordination:
-        contact = Contact(coordination.url, token, meets_at, calling.authority)
-        shown = card.keep(order.path, contact)
-        if not calling.place.private:
-            told(f"others join with  unisono join {contact.url}  and the token in {shown}")
-        try:
-            yield Elastic(contact, coordination)
-        finally:
-            shown.unlink(missing_ok=True)
+        yield Elastic(Contact(coordination.url, token, meets_at, calling.authority), coordination)
 
 
 def called(contact: Contact, server: Forkserver) -> Order:
@@ -122,16 +136,14 @@ def _is_here(meets_at: str) -> bool:
     return directory != meets_at and os.access(directory, os.W_OK | os.X_OK)
 
 
-def _new_life(directory: Path) -> Path:
+def _new_life(run: Path) -> Path:
     """A file that is there from now on, and was not before."""
+    directory = card.directory(run)
     try:
-        directory.mkdir(mode=0o700, exist_ok=True)
         number = 1
         while (state := directory / f"{number}.sqlite").exists():
             number += 1
         card.write(state, "")
     except OSError as error:
-        raise InvalidInput(
-            "run", str(directory), f"cannot be written ({error.strerror})", "name another directory"
-        ) from None
+        raise card.refused(run, error) from None
     return state

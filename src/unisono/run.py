@@ -63,6 +63,10 @@ def start(
     began = time.time() - age_seconds()
     identity = identify(os.environ)
     if identity.launcher != "none":
+        if calling is not None:
+            raise InvalidInput(
+                "coordinator", calling.place.host, f"{identity.launcher} started this worker, and who it starts stay",
+                "leave it out")  # fmt: skip
         return _be_worker(identity, source, settings, began, json, on_message)
     preload = LAID if settings.get("layout") else PRELOAD
     with prepare(preload) as server:  # imports torch while this process checks what was written

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.launch.test_ending import await_running, code, toy
 from unisono.errors import UnisonoError, WorkerFailed
 from unisono.launch import Coordination, Elastic, Interrupted, crew, launch
 from unisono.launch.failure import Failure
-from unisono.launch.succession import Replaced
+from unisono.launch.succession import Joined, Replaced
 from unisono.membership import Contact, Policy
 from unisono.membership.place import Place
 
@@ -34,7 +35,7 @@ class Drill:
         self.pids: dict[str, int] = {}
         self.views: dict[str, tuple[int, frozenset[str]]] = {}
         self.notices: list[str] = []
-        self.reached = 0
+        self.lock = threading.Lock()
         # Whoever is not heard of for long is noticed only after seconds: what is told of the dead comes first.
         self.policy = Policy(**{"expected": 3, "maximum": 3, "beat_seconds": 2.0, **policy})
 
@@ -51,7 +52,20 @@ class Drill:
     def log(self) -> Path:
         return self.path / "coordinator.log"
 
+    def join(self, name: str) -> Callable[[], list[Any]]:
+        """One more worker, of another launcher; to be called for its results."""
+        contact, results = Contact(self.coordination.url, "a token"), []
+        thread = threading.Thread(target=lambda: results.extend(launch(
+            "tests.launch.members:train", (contact, str(self.finish)), 1, logs=self.path / "others", preload=PRELOAD,
+            on_message=self.hear, elastic=Elastic(contact, launcher=name))))  # fmt: skip
+        thread.start()
+        return lambda: [thread.join(), results][1]
+
     def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+        with self.lock:
+            self.take(message)
+
+    def take(self, message: Mapping[str, Any]) -> None:
         if "pid" in message:
             self.pids[message["name"]] = message["pid"]
         elif "view" in message:
@@ -135,6 +149,22 @@ def test_a_coordinator_that_is_killed_comes_back_at_the_same_place_and_knows_wha
     assert formed == [str(1 + number) for number in range(len(formed))]
 
 
+def test_another_launcher_has_workers_take_part_and_leave(tmp_path) -> None:
+    def call(drill: Drill) -> None:
+        drill.results = drill.join("other")
+
+    drill = Drill(tmp_path, [
+        (together("0", "1", "2"), call),
+        (together("0", "1", "2", "other:0"), killed("other:0")),
+        (together("0", "1", "2", "other:0.2"), killed("other:0.2", signal.SIGTERM)),
+        (together("0", "1", "2"), done),
+    ], maximum=4)  # fmt: skip
+    assert drill.run()[0] is not None
+    assert drill.results() == [None]
+    assert not drill.acts
+    assert [words.partition(":")[0] for words in drill.notices] == ["worker other", "worker other"]
+
+
 @pytest.mark.parametrize(("how", "reason"), [("killed", "killed by SIGKILL"), ("gone", "ended with exit code 3")])
 def test_a_place_where_everybody_dies_at_once_ends_the_run(how, reason, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(crew, "_END_SECONDS", 0.5)
@@ -208,6 +238,14 @@ def test_many_dead_all_over_the_place_end_a_run_too() -> None:
     succession = Replaced(4, lambda name: None)
     causes = [succession.lost(fallen(at % 4, at), 3, 99.0).cause for at in range(8)]
     assert causes == [None] * 7 + [fallen(0, 0)]
+
+
+def test_whoever_joined_and_lived_for_long_has_done_some_steps() -> None:
+    succession = Joined(4, lambda name: None)
+    assert [succession.lost(fallen(1, at), 3, 99.0).cause for at in range(9)] == [None] * 9
+    succession = Joined(4, lambda name: None)
+    assert [succession.lost(fallen(1, at), 3, 1.0).cause for at in range(3)] == [None, None, fallen(1, 0)]
+    assert succession.lacking([None]) == ""
 
 
 def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:

@@ -106,6 +106,7 @@ def heading(told: Mapping[str, Any]) -> str:
         "no": "it goes on",
         "at a boundary": "it ends after the step in hand",
         "now": "it is over, and the next one is awaited",
+        "with too few to go on": "it is over, and more workers are awaited",
         "for ever": "all is trained",
     }
     begun = f"from step {view['start']['step']:,}" if view["sources"] else "from what was kept"

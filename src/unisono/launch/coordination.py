@@ -157,6 +157,7 @@ def serve(
     where = Place(place["host"], certificate=certificate, key=key)
     door = socket.socket(fileno=descriptor)
     Serving(where, Policy(**policy), Path(state), token, _print, door).run()
+    os._exit(0)  # all is on disk, and taking the interpreter down in order would cost the launcher a moment
 
 
 def _write_to(log: str) -> None:

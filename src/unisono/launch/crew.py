@@ -11,14 +11,13 @@ the end of a worker means while RUNNING, its `succession.Succession` decides.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ from unisono.errors import WorkerFailed
 from unisono.launch import failure, process
 from unisono.launch.failure import Failure
 from unisono.launch.forkserver import Forkserver
+from unisono.launch.member import Member
 from unisono.launch.signals import Inbox
 from unisono.launch.stopping import Interrupted
 from unisono.launch.succession import Succession, Together, Verdict
@@ -36,8 +36,6 @@ _CAUSE_SECONDS = 2.0  # how long a cause is waited for after its consequence was
 _END_SECONDS = 3.0  # between a request to stop and SIGKILL to the others after a failure
 _PART_SECONDS = 10.0  # how long those who are still there may take when the run is over
 _KILLED_SECONDS = 10.0  # until a kill must have been reported
-_LARGEST_LINE = 1 << 26  # bytes of one report
-_PIECE = 1 << 16  # bytes
 
 OnMessage = Callable[[int, Mapping[str, Any]], None]
 
@@ -48,25 +46,6 @@ class _Phase(Enum):
     ENDING = "ending"
     PARTING = "parting"
     KILLED = "killed"
-
-
-@dataclass
-class _Member:
-    order: Order
-    channel: socket.socket
-    pid: int | None = None
-    began_seconds: float = field(default_factory=time.monotonic)
-    heard: bytearray = field(default_factory=bytearray)
-    returned: bool = False
-    result: Any = None
-    silent: bool = False
-    failed: bool = False
-    ended: bool = False
-
-    @property
-    def rank(self) -> int:
-        """Also its place among the members."""
-        return self.order.rank
 
 
 class Source(Protocol):
@@ -108,7 +87,7 @@ class Crew:
         self._sources.register(inbox, selectors.EVENT_READ, self._obey)
         for source in beside:
             self._sources.register(source, selectors.EVENT_READ, source.attend)
-        self._members: list[_Member] = []  # the latest in each place
+        self._members: list[Member] = []  # the latest in each place
         self._awaited: dict[int, float] = {}  # when another one is started there
         self._failures: list[Failure] = []
         self._signal: int | None = None
@@ -136,10 +115,10 @@ class Crew:
             self._sources.close()
         return self._outcome()
 
-    def _start(self, order: Order) -> _Member:
+    def _start(self, order: Order) -> Member:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        member = _Member(replace(order, worker=self._succession.name(order.rank)), ours)
+        member = Member(replace(order, worker=self._succession.name(order.rank)), ours)
         self._sources.register(ours, selectors.EVENT_READ, partial(self._hear, member))
         with theirs:
             self._server.fork(member.order, [theirs.fileno(), self._payload])
@@ -157,27 +136,22 @@ class Crew:
             del self._awaited[place]
             self._members[place] = self._start(self._members[place].order)
 
-    def _hear(self, member: _Member) -> None:
+    def _hear(self, member: Member) -> None:
         if member.silent:
             return
-        piece = member.channel.recv(_PIECE)
-        if not piece:
+        said = member.hear()
+        if said is None:
             self._hang_up(member)
-        member.heard += piece
-        *lines, rest = member.heard.split(b"\n")
-        if len(rest) > _LARGEST_LINE:
-            raise WorkerFailed(member.rank, f"reported more than {_LARGEST_LINE} bytes at once")
-        member.heard = rest
-        for line in lines:
-            self._note(member, **json.loads(line))
+        for news in said or ():
+            self._note(member, **news)
 
-    def _hang_up(self, member: _Member) -> None:
+    def _hang_up(self, member: Member) -> None:
         if not member.silent:
             member.silent = True
             self._sources.unregister(member.channel)
             member.channel.close()
 
-    def _note(self, member: _Member, **news: Any) -> None:
+    def _note(self, member: Member, **news: Any) -> None:
         if "message" in news:
             self._succession.heard(news["message"])
             self._on_message(member.rank, news["message"])
@@ -201,7 +175,7 @@ class Crew:
         elif "status" in news:
             self._bury(self._members[news["rank"]], news["status"])
 
-    def _bury(self, member: _Member, status: int) -> None:
+    def _bury(self, member: Member, status: int) -> None:
         """`member` has ended; hear its last words first."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while not member.silent:
@@ -216,7 +190,7 @@ class Crew:
         if not (member.failed or ended_by_us):
             self._judge(member, status)
 
-    def _judge(self, member: _Member, status: int) -> None:
+    def _judge(self, member: Member, status: int) -> None:
         """What follows from the end of `member`."""
         what = Failure(member.rank, time.monotonic(), failure.describe(status))
         if self._phase is _Phase.RUNNING:
@@ -229,7 +203,7 @@ class Crew:
         elif not (member.returned and status == 0):
             self._fail(what)
 
-    def _carry_out(self, member: _Member, verdict: Verdict) -> None:
+    def _carry_out(self, member: Member, verdict: Verdict) -> None:
         if verdict.words:
             self._on_message(member.rank, {"kind": "notice", "text": verdict.words})
         if verdict.cause is not None:
@@ -281,7 +255,7 @@ class Crew:
         for member in self._members:
             self._tell(member)
 
-    def _tell(self, member: _Member) -> None:
+    def _tell(self, member: Member) -> None:
         """Let `member` know of the phase; said again to one whose process appears only now."""
         if member.pid is None or member.ended:
             return

@@ -15,10 +15,36 @@ CONTACT = "contact.json"  # there
 
 
 def keep(run: Path, contact: Contact) -> Path:
-    """The file in the run's directory that says it from now on."""
-    path = run / DIRECTORY / CONTACT
-    write(path, json.dumps(asdict(contact)))
+    """The file in the run's directory that says it from now on.
+
+    Raises:
+        InvalidInput: it cannot be written.
+    """
+    path = directory(run) / CONTACT
+    try:
+        write(path, json.dumps(asdict(contact)))
+    except OSError as error:
+        raise refused(run, error) from None
     return path
+
+
+def directory(run: Path) -> Path:
+    """Where all that concerns the coordinator lies, made if it is not there.
+
+    Raises:
+        InvalidInput: it cannot be made.
+    """
+    path = run / DIRECTORY
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise refused(run, error) from None
+    return path
+
+
+def refused(run: Path, error: OSError) -> InvalidInput:
+    """Nothing can be written there."""
+    return InvalidInput("run", str(run), f"cannot be written ({error.strerror})", "name another directory")
 
 
 def contact_in(run: Path) -> Contact:

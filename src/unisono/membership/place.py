@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 
 from unisono.errors import InvalidInput
 from unisono.membership.values import LOOPBACK, Contact
-
-_EVERYWHERE = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,15 @@ class Place:
 
     def url(self, port: int) -> str:
         """As workers are given it."""
-        host = socket.gethostname() if self.host in _EVERYWHERE else self.host
+        host = socket.gethostname() if self._everywhere else self.host
         host = f"[{host}]" if ":" in host else host
         return f"{'https' if self.certificate else 'http'}://{host}:{port}"
+
+    @property
+    def _everywhere(self) -> bool:
+        with suppress(ValueError):  # it is a name
+            return ip_address(self.host).is_unspecified
+        return False
 
     @property
     def private(self) -> bool:

@@ -1,0 +1,101 @@
+"""``unisono join`` and ``unisono status``, and how ``unisono train`` is told where the coordinator is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.membership.test_attendance import TOKEN as THEIRS
+from tests.membership.test_attendance import serving
+from unisono.cli.status import heading
+from unisono.membership import Contact, Over, card
+from unisono.membership.line import Line
+from unisono.membership.place import Calling, Place
+
+TOKEN = "as long as it has to be"
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_TOKEN", TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("line", "calling"),
+    [
+        ("", None),
+        ("--listen 10.0.0.1", Calling(Place("10.0.0.1"), TOKEN)),
+        ("--listen=[::]:4000", Calling(Place("::", 4000), TOKEN)),
+        (f"--listen here:1 --authority {__file__}", Calling(Place("here", 1), TOKEN, __file__)),
+        ("--coordinator http://here:4", Calling(elsewhere=Contact("http://here:4", TOKEN))),
+        (f"--listen a --certificate {__file__} --key {__file__}",
+         Calling(Place("a", 0, Path(__file__), Path(__file__)), TOKEN)),
+    ],
+)  # fmt: skip
+def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, calling) -> None:
+    said = unisono("train", "digits", *line.split())
+    assert said.code == 0, said.err
+    assert played.calling == calling
+    assert played.settings == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train digits --listen :4000", "--listen = :4000: no address"),
+        ("train digits --listen a:70000", "port = 70000: above 65535"),
+        ("train digits --key nowhere --listen a", "--key = nowhere: there is no such file"),
+        (f"train digits --key {__file__}", "no coordinator is said; add --listen HOST or --coordinator URL."),
+        ("train digits --listen a --coordinator http://b:1", "--listen = a: the coordinator is up already"),
+        ("join", "URL = (nothing): one run is needed; write unisono join URL, or --run DIR."),
+        ("join http://127.0.0.1:1 --workers none", "--workers = none: not a whole number from 1"),
+        ("join http://127.0.0.1:1 --worker 2", "did you mean --workers?"),
+        ("status", "write unisono status URL, or --run DIR."),
+        ("status http://127.0.0.1:1 --run here", "one run is needed"),
+        ("status --run nowhere", "run = nowhere: no coordinator of it is up; name a run that is under way."),
+        ("status http://127.0.0.1:1", "coordinator = http://127.0.0.1:1: nobody answers there"),
+        ("status here", "coordinator = here: no address of one"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(unisono, played, line, words) -> None:
+    answer = unisono(*line.split())
+    assert answer.code == 2
+    assert words in answer.err
+
+
+def test_without_a_token_nobody_is_asked(unisono, monkeypatch) -> None:
+    monkeypatch.delenv("UNISONO_TOKEN")
+    answer = unisono("status", "http://127.0.0.1:1")
+    assert (answer.code, "UNISONO_TOKEN = unset" in answer.err) == (2, True)
+
+
+def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) -> None:
+    with serving(tmp_path / "state") as served:
+        card.keep(tmp_path, Contact(served.url, THEIRS))
+        assert unisono("status", "--run", str(tmp_path)).out == "no view yet: 0 workers are here\n"
+        line = Line(Contact(served.url, THEIRS))
+        for worker in ("a", "b"):
+            line.post("/v1/beat", {"worker": worker, "count": 1})
+        standing = {"view": 1, "step": 1200, "digest": "x"}
+        line.post("/v1/beat", {"worker": "a", "count": 2, "works_in": 1, "standing": standing})
+        line.post("/v1/beat", {"worker": "b", "count": 2, "works_in": 1, "leaving": True})
+        line.post("/v1/beat", {"worker": "c", "count": 1})
+        said = unisono("status", "--run", str(tmp_path)).out
+        told = json.loads(unisono("status", "--run", str(tmp_path), "--json").out)
+        line.close()
+    assert said.startswith("view 1: 2 workers from step 0; it ")
+    assert re.search(r"a +in view 1 +1,200 +\d+\.\d s ago", said)
+    assert re.search(r"b +leaving +0", said)
+    assert re.search(r"c +standing by +0", said)
+    assert re.search(r"\d\d:\d\d:\d\d  view 1: 2 workers \(a, b\) go on from step 0", said)
+    assert {worker["worker"] for worker in told["workers"]} == {"a", "b", "c"}
+
+
+def test_each_way_in_which_a_view_may_stand_has_words() -> None:
+    view = {"number": 2, "members": ["a"], "start": {"step": 7}, "sources": []}
+    said = {over.value: heading({"view": view, "over": over.value}) for over in Over}
+    assert said["no"] == "view 2: 1 worker from what was kept; it goes on"
+    assert len(set(said.values())) == len(Over)

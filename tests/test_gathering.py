@@ -1,0 +1,177 @@
+"""A run's coordinator: where it lies, who may ask it, and what those who join are told to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unisono.config import Config
+from unisono.errors import InvalidInput
+from unisono.gathering import called, gathered, policy_of
+from unisono.launch import Coordination
+from unisono.membership import Contact, Policy
+from unisono.membership.card import contact_in
+from unisono.membership.line import Line, ask
+from unisono.membership.place import Calling, Place
+from unisono.order import Carried, Order
+from unisono.source import Source
+
+TOKEN = "as long as it has to be"
+SETTINGS = {"workers": "2:4", "compress": "Exact()"}
+
+
+def order(path: Path, source: Any = None) -> Order:
+    (path / "logs").mkdir(exist_ok=True)
+    return Order(source or Source("digits", {"hidden": "8"}), SETTINGS, path, 5.0)
+
+
+def server(path: Path) -> Any:
+    """As far as a forkserver is looked at."""
+    return SimpleNamespace(meeting=str(path))
+
+
+def notices() -> tuple[list[str], Any]:
+    said: list[str] = []
+    return said, said.append
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_config_says_of_who_is_present() -> None:
+    assert policy_of(Config(workers=4)) == Policy(minimum=1, maximum=4, expected=4)
+    assert policy_of(Config.of({"workers": "2:8"})) == Policy(minimum=2, maximum=8, expected=2)
+    assert policy_of(Config(workers=1, fewest=2, most=3)) == Policy(minimum=2, maximum=3, expected=2)
+
+
+def test_who_joins_is_told_what_the_others_were_and_meets_them_in_a_directory_of_its_own(tmp_path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    given, (said, told) = order(tmp_path), notices()
+    with gathered(Config(workers=2), given, server(here), told) as elastic:
+        contact = contact_in(tmp_path)
+        assert contact == elastic.contact
+        assert contact.meets_at == f"file://{here}"
+        found = called(contact, server(there))
+        assert found == Order(given.source, SETTINGS, tmp_path, 5.0, found.contact)
+        assert found.contact == Contact(contact.url, contact.token, f"file://{there}")
+        shutil.rmtree(here)  # as on another host
+        found = called(contact, server(there))
+        assert found.contact == Contact(contact.url, contact.token, "")
+    assert said == []
+
+
+def test_only_its_owner_reads_what_lies_there_and_the_way_in_goes_with_the_coordinator(tmp_path) -> None:
+    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print):
+        directory = tmp_path / "coordinator"
+        assert mode(directory) == 0o700
+        assert {path.name: mode(path) for path in directory.iterdir() if path.suffix in (".json", ".sqlite")} == {
+            "1.sqlite": 0o600,
+            "contact.json": 0o600,
+        }
+    with pytest.raises(InvalidInput, match="no coordinator of it is up"):
+        contact_in(tmp_path)
+
+
+def test_each_life_of_a_run_has_a_file_of_its_own(tmp_path) -> None:
+    for _ in range(2):
+        with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print) as elastic:
+            assert ask(elastic.contact, "/v1/status")["view"]["number"] == 0
+            Line(elastic.contact).post("/v1/beat", {"worker": "0", "count": 1})
+            Line(elastic.contact).post("/v1/beat", {"worker": "1", "count": 1})
+            assert ask(elastic.contact, "/v1/status")["view"]["number"] == 1
+    assert {path.name for path in (tmp_path / "coordinator").glob("*.sqlite")} == {"1.sqlite", "2.sqlite"}
+
+
+def test_a_task_that_was_carried_cannot_be_joined(tmp_path) -> None:
+    source = Carried("mine", b"never to be opened here")
+    with gathered(Config(workers=2), order(tmp_path, source), server(tmp_path), print) as elastic:
+        assert b"never" not in json.dumps(ask(elastic.contact, "/v1/order")).encode()
+        with pytest.raises(InvalidInput, match="a task that a Python program made"):
+            called(elastic.contact, server(tmp_path))
+
+
+def test_a_task_that_is_not_here_is_refused_before_anything_starts(tmp_path) -> None:
+    file = tmp_path / "task.py"
+    file.touch()
+    with gathered(Config(workers=2), order(tmp_path, Source(f"{file}:made")), server(tmp_path), print) as elastic:
+        called(elastic.contact, server(tmp_path))
+        file.unlink()
+        with pytest.raises(InvalidInput, match="there is no file"):
+            called(elastic.contact, server(tmp_path))
+
+
+def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
+    policy, log = Policy(expected=2, maximum=4), tmp_path / "log"
+    with Coordination(Place(), policy, tmp_path / "state", TOKEN, log, print) as coordination:
+        contact = Contact(coordination.url, TOKEN)
+        with pytest.raises(InvalidInput, match="no run has been started there yet"):
+            called(contact, server(tmp_path))
+        calling = Calling(elsewhere=contact)
+        for _ in range(2):  # the same may be said again
+            with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
+                assert elastic.coordination is None
+                assert contact_in(tmp_path) == elastic.contact
+        assert called(contact, server(tmp_path)).settings == SETTINGS
+        other = order(tmp_path, Source("text"))
+        with (
+            pytest.raises(InvalidInput, match="it is another run's"),
+            gathered(Config(workers=2), other, server(tmp_path), print, calling),
+        ):
+            pass
+        with pytest.raises(InvalidInput, match="it is not that of the coordinator"):
+            called(Contact(coordination.url, "another"), server(tmp_path))
+    with pytest.raises(InvalidInput, match="nobody answers there"):
+        called(contact, server(tmp_path))
+
+
+def test_what_no_order_is_is_refused(tmp_path) -> None:
+    with Coordination(Place(), Policy(), tmp_path / "state", TOKEN, tmp_path / "log", print) as coordination:
+        line = Line(Contact(coordination.url, TOKEN))
+        sound = {"task": "digits", "settings": {"steps": 3}}
+        for wrong in ({}, [], {**sound, "pickled": "x"}, {**sound, "task": 5}, {**sound, "run": "x" * 5000}):
+            answer = line.ask("PUT", "/v1/order", wrong)
+            assert answer is not None
+            assert answer.status == 422
+        answer = line.ask("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}})
+        assert answer is None or answer.status == 413
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is missing")
+def test_over_tls_only_whom_the_authority_vouches_for_is_believed(tmp_path) -> None:
+    for name in ("ours", "theirs"):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj",
+             "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / f"{name}.key", "-out",
+             tmp_path / f"{name}.pem"], check=True, capture_output=True)  # fmt: skip
+    ours, theirs = tmp_path / "ours.pem", tmp_path / "theirs.pem"
+    calling = Calling(Place(certificate=ours, key=tmp_path / "ours.key"), TOKEN, str(ours))
+    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
+        assert elastic.contact.url.startswith("https://127.0.0.1:")
+        assert ask(elastic.contact, "/v1/order")["task"] == "digits"
+        for authority in (str(theirs), ""):
+            stranger = Contact(elastic.contact.url, TOKEN, authority=authority)
+            with pytest.raises(InvalidInput, match="its certificate is not known here"):
+                ask(stranger, "/v1/order")
+    with pytest.raises(InvalidInput, match="no certificate that can be read"):
+        Line(Contact("https://127.0.0.1:1", TOKEN, authority=str(tmp_path / "ours.key")))
+
+
+def test_one_that_listens_for_others_says_how_they_join(tmp_path) -> None:
+    said, told = notices()
+    calling = Calling(Place("0.0.0.0"), TOKEN)
+    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), told, calling) as elastic:
+        assert elastic.contact.meets_at == ""
+        assert elastic.contact.token == TOKEN
+        assert said == [
+            f"others join with  unisono join {elastic.contact.url}  and the token in "
+            f"{tmp_path / 'coordinator' / 'contact.json'}"
+        ]
