@@ -7,6 +7,7 @@ that dies closes a connection.
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import time
 from collections import Counter
@@ -14,7 +15,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
@@ -326,6 +328,7 @@ def application(service: Service, token: str) -> App:
         task.cancel()
 
     app = FastAPI(title="Unisono coordinator", version="1", lifespan=ticking, docs_url=None, redoc_url=None)
+    app.add_exception_handler(RequestValidationError, _refuse)
 
     @app.post(BEAT)
     async def beat(message: BeatMessage) -> WordMessage:
@@ -344,6 +347,13 @@ def application(service: Service, token: str) -> App:
         return _status(service)
 
     return Guard(_shortcut(_ear(service), app), token)
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    """What is wrong with a message; without the message, which may hold anything."""
+    assert isinstance(error, RequestValidationError)
+    wrong = [{name: each[name] for name in ("type", "loc", "msg")} for each in error.errors()]
+    return Response(json.dumps({"detail": wrong}), 422, media_type="application/json")
 
 
 def _shortcut(ear: App, app: App) -> App:
