@@ -44,9 +44,9 @@ class Serving:
         store = Store(state)
         service = Service(Coordinator(policy, store.load(), began=time.monotonic()), store, told=told)
         config = uvicorn.Config(
-            application(service, token), http=Hurried, loop="uvloop", log_level="warning", access_log=False, lifespan="on", ws="none",
-            server_header=False, proxy_headers=False, date_header=False, backlog=BACKLOG,
-            timeout_keep_alive=KEPT_SECONDS,
+            application(service, token), http=Hurried, loop="uvloop",
+            log_level="warning", access_log=False, lifespan="on", ws="none",
+            server_header=False, proxy_headers=False, date_header=False, backlog=BACKLOG, timeout_keep_alive=KEPT_SECONDS,
             ssl_certfile=place.certificate, ssl_keyfile=place.key, timeout_graceful_shutdown=1)  # fmt: skip
         self._server, self._store = uvicorn.Server(config), store
 
