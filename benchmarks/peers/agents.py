@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from unisono.membership import Abort, Agent, Exit, Meet, Over, Place, Standing, View, Word
+from unisono.membership.attendance import changed_by
 
 SAID_PER_SECOND = 200  # beats that are to be answered at once, of all workers together
 DOING = (
@@ -94,7 +95,9 @@ class Reader:
     def _word(self, told: dict, knows: int) -> Word:
         view = told["view"]
         if view is None:
-            return Word(self.views[knows], Over(told["over"]))
+            made = changed_by(self.views[knows], told["change"])
+            self.views[made.number] = made
+            return Word(made, Over(told["over"]))
         places = tuple(Place(**place) for place in view["places"])
         start = Standing(**view["start"])
         made = View(view["number"], tuple(view["members"]), start, tuple(view["sources"]), places)

@@ -12,6 +12,7 @@ from typing import Any
 
 from unisono.doing import Doing, Phase
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
+from unisono.membership.changes import Change, changed
 from unisono.membership.line import Line
 from unisono.membership.values import Over, Place, Standing, View, Word
 
@@ -189,7 +190,17 @@ def _word(told: dict[str, Any], known: Word | None) -> Word:
     view = told["view"]
     if view is None:
         assert known is not None  # else it would have been told
-        return Word(known.view, Over(told["over"]))
+        return Word(changed_by(known.view, told["change"]), Over(told["over"]))
     start = Standing(**view["start"])
     places = tuple(Place(**place) for place in view["places"])
     return Word(View(view["number"], tuple(view["members"]), start, tuple(view["sources"]), places), Over(told["over"]))
+
+
+def changed_by(known: View, told: dict[str, Any] | None) -> View:
+    """The view that a worker that knows one is told."""
+    if told is None:
+        return known
+    members = tuple(each if isinstance(each, str) else (each[0], each[1]) for each in told["members"])
+    places = tuple(Place(**place) for place in told["places"])
+    sources = tuple((first, behind) for first, behind in told["sources"])
+    return changed(known, Change(told["number"], members, places, Standing(**told["start"]), sources))

@@ -46,8 +46,9 @@ class Serving:
         config = uvicorn.Config(
             application(service, token), http=Hurried, loop="uvloop",
             log_level="warning", access_log=False, lifespan="on", ws="none",
-            server_header=False, proxy_headers=False, date_header=False, backlog=BACKLOG, timeout_keep_alive=KEPT_SECONDS,
-            ssl_certfile=place.certificate, ssl_keyfile=place.key, timeout_graceful_shutdown=1)  # fmt: skip
+            server_header=False, proxy_headers=False, date_header=False, backlog=BACKLOG,
+            timeout_keep_alive=KEPT_SECONDS, timeout_graceful_shutdown=1,
+            ssl_certfile=place.certificate, ssl_keyfile=place.key)  # fmt: skip
         self._server, self._store = uvicorn.Server(config), store
 
     def run(self) -> None:
