@@ -20,6 +20,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
@@ -30,6 +31,7 @@ from unisono.membership import Abort, Agent, Exit, Meet, Over, Place, Standing, 
 from unisono.membership.attendance import changed_by
 
 SAID_PER_SECOND = 200  # beats that are to be answered at once, of all workers together
+STEP_SECONDS = 0.5
 DOING = (
     '{"phase":"communication","step":1234,"micro_batch":-1,"since_seconds":0.0123,"waits_for":"sum of 9610 elements",'
     '"missing":[],"line":"train.py:57 train_step"}'
@@ -172,6 +174,8 @@ class Worker:
             actions = more
 
     def beat(self, *, waits: bool) -> bytes:
+        if self.agent.working:  # all do their steps together
+            self.agent.standing = replace(self.agent.standing, step=self.crowd.step)
         beat, knows = self.agent.beat(), self.knows
         standing = beat.standing
         return (
@@ -197,11 +201,16 @@ class Crowd:
         self.workers: list[Worker] = []
         self.answers: list[float] = []
         self.overshoots: list[float] = []
-        self.measures = False
+        self.measures, self.began = False, time.perf_counter()
         self.lateness: list[float] = []
         self.there: set[str] = set()  # who has met a view later than `after`
         self.all_met = asyncio.Event()
         self.after = self.wanted = 0
+
+    @property
+    def step(self) -> int:
+        """That all workers do now."""
+        return int((time.perf_counter() - self.began) / STEP_SECONDS)
 
     async def connect(self) -> Wire:
         loop = asyncio.get_running_loop()

@@ -312,8 +312,8 @@ class Service:
 
     def _due(self, now: float) -> float:
         """When the next beat is: at its time, or, where news made all begin anew at once, up to twice as late, one
-        after the other."""
-        seconds, apart = self.coordinator.beat_seconds, 1 / self.coordinator.policy.beats_per_second
+        after the other: the last of all after half as much again."""
+        seconds, apart = self.coordinator.beat_seconds, 0.5 / self.coordinator.policy.beats_per_second
         self._last_due = min(now + 2 * seconds, max(now + seconds, self._last_due + apart))
         return self._last_due
 
