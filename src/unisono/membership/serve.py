@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import threading
@@ -56,6 +57,7 @@ class Serving:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):  # the server raises them again once it has ended
                 signal.signal(number, lambda *_: None)
+            gc.set_threshold(100_000, 50, 100)  # of what thousands of workers are, little is ever garbage
         allow_connections()
         try:
             self._server.run(sockets=[self._door])
