@@ -131,9 +131,9 @@ class Worker:
         word, seconds = self.crowd.reader.read(body, knew.view.number)
         if (word.view.number, word.over) == (knew.view.number, knew.over) and self.heard_any:
             self.crowd.waited(took, seconds)
-        self.take(word)
+        self.take(word, listening=True)
         if self.alive:
-            self.listen()
+            self.listen()  # which says too that it has left a view
 
     def say(self, asked_at: float | None = None) -> None:
         """At once, or once the answer to what was said before has come."""
@@ -154,7 +154,7 @@ class Worker:
             self.unsaid = False
             self.say()
 
-    def take(self, word: Word) -> None:
+    def take(self, word: Word, *, listening: bool = False) -> None:
         self.heard_any = True
         if (word.view.number, word.over is not Over.NO) >= (self.knows.view.number, self.knows.over is not Over.NO):
             self.knows = word
@@ -165,7 +165,8 @@ class Worker:
                 match action:
                     case Abort(view):
                         more += self.agent.broken(view, digest="")
-                        self.say()
+                        if not listening:
+                            self.say()
                     case Meet(view):
                         self.agent.met(view.number, view.start.step, view.start.digest)
                         self.say()

@@ -17,6 +17,7 @@ from unisono.membership.line import Line
 from unisono.membership.values import Over, Place, Standing, View, Word
 
 LOG = logging.getLogger("unisono")
+_REST_SECONDS = 0.1  # a beat's time
 _RETRY_SECONDS = 0.2  # while the coordinator is away
 _LEDGER_SECONDS = 1.0  # between two tellings where the time went
 
@@ -61,7 +62,7 @@ class Attendance:
         self._knows: Word | None = None
         self._news = threading.Condition()  # guards the agent and what follows
         self._view: View | None = None
-        self._dismissed = self._closed = False
+        self._dismissed = self._closed = self._resting = False
         self._said, self._hearing = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._listen, name="unisono attendance", daemon=True)
         self._thread.start()
@@ -99,7 +100,12 @@ class Attendance:
 
     def broken(self, number: int, digest: str, missed: tuple[str, ...] = ()) -> None:
         """See `Agent.broken`; `digest` of the state as it now is."""
-        self._tell(lambda: self._agent.broken(number, missed, digest))
+        with self._news:
+            self._do(self._agent.broken(number, missed, digest))
+            if self._resting:  # then the thread that listens says it, and hears the next view in answer
+                self._resting = False
+                return
+        self._tell(list)
 
     def finish(self) -> None:
         """See `Agent.finish`."""
@@ -133,6 +139,10 @@ class Attendance:
 
     def _listen(self) -> None:
         while not self._closed:
+            with self._news:
+                self._resting = self._agent.torn
+                self._news.wait_for(lambda: self._closed or not self._resting, _REST_SECONDS)
+                self._resting = False
             if not self._exchange(self._listening, waits=True):
                 with self._news:
                     self._news.wait_for(lambda: self._closed, _RETRY_SECONDS)
