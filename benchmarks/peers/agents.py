@@ -20,6 +20,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
@@ -27,8 +28,10 @@ from urllib.parse import urlsplit
 import uvloop
 
 from unisono.membership import Abort, Agent, Exit, Meet, Over, Place, Standing, View, Word
+from unisono.membership.attendance import changed_by
 
 SAID_PER_SECOND = 200  # beats that are to be answered at once, of all workers together
+STEP_SECONDS = 0.5
 DOING = (
     '{"phase":"communication","step":1234,"micro_batch":-1,"since_seconds":0.0123,"waits_for":"sum of 9610 elements",'
     '"missing":[],"line":"train.py:57 train_step"}'
@@ -94,7 +97,9 @@ class Reader:
     def _word(self, told: dict, knows: int) -> Word:
         view = told["view"]
         if view is None:
-            return Word(self.views[knows], Over(told["over"]))
+            made = changed_by(self.views[knows], told["change"])
+            self.views[made.number] = made
+            return Word(made, Over(told["over"]))
         places = tuple(Place(**place) for place in view["places"])
         start = Standing(**view["start"])
         made = View(view["number"], tuple(view["members"]), start, tuple(view["sources"]), places)
@@ -126,9 +131,9 @@ class Worker:
         word, seconds = self.crowd.reader.read(body, knew.view.number)
         if (word.view.number, word.over) == (knew.view.number, knew.over) and self.heard_any:
             self.crowd.waited(took, seconds)
-        self.take(word)
+        self.take(word, listening=True)
         if self.alive:
-            self.listen()
+            self.listen()  # which says too that it has left a view
 
     def say(self, asked_at: float | None = None) -> None:
         """At once, or once the answer to what was said before has come."""
@@ -149,7 +154,7 @@ class Worker:
             self.unsaid = False
             self.say()
 
-    def take(self, word: Word) -> None:
+    def take(self, word: Word, *, listening: bool = False) -> None:
         self.heard_any = True
         if (word.view.number, word.over is not Over.NO) >= (self.knows.view.number, self.knows.over is not Over.NO):
             self.knows = word
@@ -160,7 +165,8 @@ class Worker:
                 match action:
                     case Abort(view):
                         more += self.agent.broken(view, digest="")
-                        self.say()
+                        if not listening:
+                            self.say()
                     case Meet(view):
                         self.agent.met(view.number, view.start.step, view.start.digest)
                         self.say()
@@ -169,6 +175,8 @@ class Worker:
             actions = more
 
     def beat(self, *, waits: bool) -> bytes:
+        if self.agent.working:  # all do their steps together
+            self.agent.standing = replace(self.agent.standing, step=self.crowd.step)
         beat, knows = self.agent.beat(), self.knows
         standing = beat.standing
         return (
@@ -194,11 +202,16 @@ class Crowd:
         self.workers: list[Worker] = []
         self.answers: list[float] = []
         self.overshoots: list[float] = []
-        self.measures = False
+        self.measures, self.began = False, time.perf_counter()
         self.lateness: list[float] = []
         self.there: set[str] = set()  # who has met a view later than `after`
         self.all_met = asyncio.Event()
         self.after = self.wanted = 0
+
+    @property
+    def step(self) -> int:
+        """That all workers do now."""
+        return int((time.perf_counter() - self.began) / STEP_SECONDS)
 
     async def connect(self) -> Wire:
         loop = asyncio.get_running_loop()

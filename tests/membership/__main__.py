@@ -21,6 +21,7 @@ def play(seed: int, workers: int, faults: int) -> World:
         maximum=workers + workers // 2,
         patience_seconds=200 * beat_seconds,
         beat_seconds=beat_seconds,
+        beats_per_second=4096,
     )
     world = World(policy, workers, seed, Network(lost=pick.choice([0.0, 0.05])), step_seconds=2 * beat_seconds)
     world.run(30 * beat_seconds)

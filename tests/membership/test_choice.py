@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.membership import Standing, View
+from unisono.membership import Place, Standing, View
+from unisono.membership.changes import change, changed
 from unisono.membership.choice import acquainted, best, seated, unproven
 
 NAMES = [f"w{i}" for i in range(8)]
@@ -29,6 +30,29 @@ def test_no_two_are_left_that_could_not_reach_each_other(workers, pairs) -> None
 def test_of_two_islands_the_larger_stays() -> None:
     assert acquainted(NAMES, [(one, NAMES[5:]) for one in NAMES[:5]]) == NAMES[:5]
     assert acquainted(NAMES, [(one, NAMES[:5]) for one in NAMES[5:]]) == NAMES[:5]
+
+
+@given(before=SOME, after=SOME, sources=SOME, moved=st.sets(st.sampled_from(NAMES), max_size=1))
+def test_a_view_is_told_by_what_it_has_of_the_one_before(before, after, sources, moved) -> None:
+    def place(name: str, where: str = "") -> Place:
+        return Place(name, f"{name}{where}")
+
+    old = View(3, tuple(before), Standing(2, 1), (), tuple(map(place, before)))
+    there = tuple(place(name, "moved" if name in moved else "") for name in after)
+    new = View(4, tuple(after), Standing(3, 7, "x"), tuple(m for m in after if m in sources), there)
+    told = change(old, new)
+    assert (told is None) == bool(moved & set(before) & set(after))
+    assert told is None or changed(old, told) == new
+
+
+def test_of_thousands_little_is_told() -> None:
+    names = [f"w{i}" for i in range(4096)]
+    old = View(1, tuple(names), places=(Place(),) * 4096)
+    new = View(2, (*names[:7], *names[8:], "new"), sources=tuple(names[:7]), places=(Place(),) * 4096)
+    told = change(old, new)
+    assert told is not None
+    assert told.members == ((0, 7), (8, 4096), "new")
+    assert told.sources == ((0, 7),)
 
 
 @given(before=SOME, candidates=SOME, unit=st.integers(1, 3), maximum=st.integers(1, 8))

@@ -64,7 +64,10 @@ def test_news_reach_who_waits_at_once_and_else_the_answer_comes_when_the_next_be
             await asyncio.sleep(0.001)
         assert not waiting.done()
         await desk.beat("w1", 1)
-        assert (await asyncio.wait_for(waiting, 5.0)).view.number == 1
+        word = await asyncio.wait_for(waiting, 5.0)
+        assert word.view is None
+        assert word.change.number == 1
+        assert word.change.members == ["w0", "w1"]
 
     asyncio.run(play())
 

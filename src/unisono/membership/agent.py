@@ -68,6 +68,11 @@ class Agent:
         return over and self.view.number == self._word.view.number
 
     @property
+    def torn(self) -> bool:
+        """Whether it is to stop at once, and has not said that it did: until then there is no news for it."""
+        return self._aborted
+
+    @property
     def leaving(self) -> bool:
         """Whether this worker asked to go."""
         return self._leaving

@@ -12,10 +12,12 @@ from typing import Any
 
 from unisono.doing import Doing, Phase
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
+from unisono.membership.changes import Change, changed
 from unisono.membership.line import Line
 from unisono.membership.values import Contact, Over, Place, Standing, View, Word
 
 LOG = logging.getLogger("unisono")
+_REST_SECONDS = 0.1  # a beat's time
 _RETRY_SECONDS = 0.2  # while the coordinator is away
 _LEDGER_SECONDS = 1.0  # between two tellings where the time went
 
@@ -60,7 +62,7 @@ class Attendance:
         self._knows: Word | None = None
         self._news = threading.Condition()  # guards the agent and what follows
         self._view: View | None = None
-        self._dismissed = self._closed = False
+        self._dismissed = self._closed = self._resting = False
         self._said, self._hearing = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._listen, name="unisono attendance", daemon=True)
         self._thread.start()
@@ -99,7 +101,12 @@ class Attendance:
 
     def broken(self, number: int, digest: str, missed: tuple[str, ...] = ()) -> None:
         """See `Agent.broken`; `digest` of the state as it now is."""
-        self._tell(lambda: self._agent.broken(number, missed, digest))
+        with self._news:
+            self._do(self._agent.broken(number, missed, digest))
+            if self._resting:  # then the thread that listens says it, and hears the next view in answer
+                self._resting = False
+                return
+        self._tell(list)
 
     def finish(self) -> None:
         """See `Agent.finish`."""
@@ -133,6 +140,10 @@ class Attendance:
 
     def _listen(self) -> None:
         while not self._closed:
+            with self._news:
+                self._resting = self._agent.torn
+                self._news.wait_for(lambda: self._closed or not self._resting, _REST_SECONDS)
+                self._resting = False
             if not self._exchange(self._listening, waits=True):
                 with self._news:
                     self._news.wait_for(lambda: self._closed, _RETRY_SECONDS)
@@ -192,7 +203,17 @@ def _word(told: dict[str, Any], known: Word | None) -> Word:
     view = told["view"]
     if view is None:
         assert known is not None  # else it would have been told
-        return Word(known.view, Over(told["over"]))
+        return Word(changed_by(known.view, told["change"]), Over(told["over"]))
     start = Standing(**view["start"])
     places = tuple(Place(**place) for place in view["places"])
     return Word(View(view["number"], tuple(view["members"]), start, tuple(view["sources"]), places), Over(told["over"]))
+
+
+def changed_by(known: View, told: dict[str, Any] | None) -> View:
+    """The view that a worker that knows one is told."""
+    if told is None:
+        return known
+    members = tuple(each if isinstance(each, str) else (each[0], each[1]) for each in told["members"])
+    places = tuple(Place(**place) for place in told["places"])
+    sources = tuple((first, behind) for first, behind in told["sources"])
+    return changed(known, Change(told["number"], members, places, Standing(**told["start"]), sources))

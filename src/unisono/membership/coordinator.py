@@ -80,6 +80,7 @@ class Coordinator:
     _members: frozenset[str] = field(init=False)
     _arriving: set[str] = field(init=False)  # members not known to work in the view yet
     _staying: set[str] = field(init=False)  # members not known to have ended it
+    _waited_for: str = field(default="", init=False)  # one of these, who can be heard
     _steps: Pulse = field(init=False)
     _furthest: tuple[int, int] = field(default=(0, 0), init=False)
     _ended_at: float = field(init=False)
@@ -221,7 +222,7 @@ class Coordinator:
         wanted = max(self.policy.unit, self.policy.minimum if self.view.number or late else self.policy.expected)
         if len(self._roll.free) < wanted and not self._roll.leaving:
             return
-        if not all(self._roll.silent(member, now) for member in self._staying):
+        if self._waits(now):
             return
         ready = self._roll.ready(now)
         staying = [worker for worker in ready if worker not in self._roll.leaving]
@@ -235,6 +236,13 @@ class Coordinator:
         if formed is not None:
             self._take(formed.view, now)
             yield formed
+
+    def _waits(self, now: float) -> bool:
+        """Whether somebody who can be heard has not ended the view: mostly whoever it was the last time."""
+        if self._waited_for not in self._staying or self._roll.silent(self._waited_for, now):
+            heard = (member for member in self._staying if not self._roll.silent(member, now))
+            self._waited_for = next(heard, "")
+        return bool(self._waited_for)
 
     def _formed(self, seats: Sequence[str], ready: Mapping[str, Standing], wanted: int, late: bool) -> Formed | None:
         """A view of those who have `seats`, if they are enough, and know all that was committed or may give it up."""

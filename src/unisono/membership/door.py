@@ -28,10 +28,9 @@ class Guard:
         if not status:
             return await self._app(scope, receive, send)
         said = [(b"content-length", b"0")]
+        said.append((b"connection", b"close"))  # what follows is not looked at
         if status == 401:
             said.append((b"www-authenticate", b"Bearer"))
-        else:
-            said.append((b"connection", b"close"))  # what follows is not looked at
         await send({"type": "http.response.start", "status": status, "headers": said})
         await send({"type": "http.response.body", "body": b""})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from unisono.membership.coordinator import Coordinator
+from unisono.membership.hurry import Hurried, allow_connections
 from unisono.membership.place import Place as Place
 from unisono.membership.service import Service, application
 from unisono.membership.store import Store
@@ -43,10 +45,11 @@ class Serving:
         store = Store(state)
         service = Service(Coordinator(policy, store.load(), began=time.monotonic()), store, told=told)
         config = uvicorn.Config(
-            application(service, token), log_level="warning", access_log=False, lifespan="on", ws="none",
+            application(service, token), http=Hurried, loop="uvloop",
+            log_level="warning", access_log=False, lifespan="on", ws="none",
             server_header=False, proxy_headers=False, date_header=False, backlog=BACKLOG,
-            timeout_keep_alive=KEPT_SECONDS,
-            ssl_certfile=place.certificate, ssl_keyfile=place.key, timeout_graceful_shutdown=1)  # fmt: skip
+            timeout_keep_alive=KEPT_SECONDS, timeout_graceful_shutdown=1,
+            ssl_certfile=place.certificate, ssl_keyfile=place.key)  # fmt: skip
         self._server, self._store = uvicorn.Server(config), store
 
     def run(self) -> None:
@@ -54,6 +57,8 @@ class Serving:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):  # the server raises them again once it has ended
                 signal.signal(number, lambda *_: None)
+            gc.set_threshold(100_000, 50, 100)  # of what thousands of workers are, little is ever garbage
+        allow_connections()
         try:
             self._server.run(sockets=[self._door])
         finally:

@@ -7,6 +7,7 @@ that dies closes a connection.
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import time
 from collections import Counter
@@ -14,11 +15,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
 from unisono.membership.answers import Answers, Messages, answer
+from unisono.membership.changes import Change, change
 from unisono.membership.coordinator import Coordinator, Formed, Happened
 from unisono.membership.door import App, Guard, Receive, Scope, Send, body
 from unisono.membership.ordered import offer
@@ -132,12 +135,26 @@ class ViewMessage(_Message):
     places: list[PlaceMessage]
 
 
+RunOfRanks = Annotated[tuple[Count, Count], Field(strict=False)]  # JSON knows no tuples
+
+
+class ChangeMessage(_Message):
+    """See `Change`, from the view that the worker said it knows."""
+
+    number: Count
+    members: list[RunOfRanks | str]
+    places: list[PlaceMessage]
+    start: StandingMessage
+    sources: list[RunOfRanks]
+
+
 class WordMessage(_Message):
     """See `Word`; with the seconds after which the coordinator wants to hear again, and what there is to tell people:
     sentences that the worker has not heard, and the number of the latest. Without `view`: it is the one that the worker
-    said it knows."""
+    said it knows, with the `change` if there is one."""
 
     view: ViewMessage | None
+    change: ChangeMessage | None = None
     over: str
     beat_seconds: float
     said: Count = 0
@@ -149,15 +166,6 @@ class WordMessage(_Message):
         return WordMessage(
             view=_view(word.view), over=word.over.value, beat_seconds=beat_seconds, said=said, says=list(says)
         )
-
-    def value(self, known: View = View()) -> Word:
-        """As the protocol takes it; `known` is the view that the worker said it knows."""
-        if self.view is None:
-            return Word(known, Over(self.over))
-        start = Standing(self.view.start.view, self.view.start.step, self.view.start.digest)
-        places = tuple(Place(each.host, each.meets_at) for each in self.view.places)
-        view = View(self.view.number, tuple(self.view.members), start, tuple(self.view.sources), places)
-        return Word(view, Over(self.over))
 
 
 class GoneMessage(_Message):
@@ -216,6 +224,8 @@ class Service:
     ) -> None:
         self.coordinator, self.store, self.now, self._today, self._told = coordinator, store, now, today, told
         self.word = coordinator.word  # what is on disk
+        self._before = View()  # the one before
+        self._last_due = 0.0
         self.reports = Reports(int(1000 * today()))
         self._unwritten: list[Happened] = []
         self._waiting: set[asyncio.Future[bool]] = set()
@@ -245,6 +255,8 @@ class Service:
         return True
 
     def _say(self) -> None:
+        if self.word.view != self.coordinator.view:
+            self._before = self.word.view
         self.word = self.coordinator.word
         self._answers.forget()
         self._wake()
@@ -281,7 +293,7 @@ class Service:
         """Waits for it, or until the next beat is due; False if the worker has hung up."""
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[bool] = loop.create_future()
-        due = loop.call_later(self.coordinator.beat_seconds, _settle, waiting, False)
+        due = loop.call_at(self._due(loop.time()), _settle, waiting, False)
         closed = asyncio.ensure_future(receive())  # of what comes after a request there is only its end
         closed.add_done_callback(lambda _: _settle(waiting, True))
         self._waiting.add(waiting)
@@ -299,17 +311,31 @@ class Service:
             self.decide(self.coordinator.hung_up(worker, self.now()))
         return not hung_up
 
+    def _due(self, now: float) -> float:
+        """When the next beat is: at its time, or, where news made all begin anew at once, up to twice as late, one
+        after the other: the last of all after half as much again."""
+        seconds, apart = self.coordinator.beat_seconds, 0.5 / self.coordinator.policy.beats_per_second
+        self._last_due = min(now + 2 * seconds, max(now + seconds, self._last_due + apart))
+        return self._last_due
+
     def answer(self, message: BeatMessage, packed: bool) -> Messages:
         """What the worker is told: the view only if it does not know it."""
         word, reports, seconds = self.word, self.reports, round(self.coordinator.beat_seconds, 3)
-        knows = bool(message.knows_over) and message.knows == word.view.number
+        knows = message.knows if message.knows_over else -1
         heard = message.heard if message.heard < reports.latest else reports.latest
 
         def make() -> bytes:
             told = WordMessage.of(word, seconds, reports.latest, reports.after(heard))
-            return (told.model_copy(update={"view": None}) if knows else told).model_dump_json().encode()
+            return told.model_copy(update=self._known(knows)).model_dump_json().encode()
 
         return self._answers.of((word.over, seconds, knows, heard, reports.latest), packed, make)
+
+    def _known(self, number: int) -> dict[str, object]:
+        """What need not be said to who knows the view of that number."""
+        if number == self.word.view.number:
+            return {"view": None}
+        found = change(self._before, self.word.view) if number == self._before.number else None
+        return {"view": None, "change": _change(found)} if found else {}
 
 
 def _settle(waiting: asyncio.Future[bool], hung_up: bool) -> None:
@@ -327,6 +353,7 @@ def application(service: Service, token: str) -> App:
         task.cancel()
 
     app = FastAPI(title="Unisono coordinator", version="1", lifespan=ticking, docs_url=None, redoc_url=None)
+    app.add_exception_handler(RequestValidationError, _refuse)
 
     @app.post(BEAT)
     async def beat(message: BeatMessage) -> WordMessage:
@@ -346,6 +373,13 @@ def application(service: Service, token: str) -> App:
 
     offer(app, service.store)
     return Guard(_shortcut(_ear(service), app), token)
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    """What is wrong with a message; without the message, which may hold anything."""
+    assert isinstance(error, RequestValidationError)
+    wrong = [{name: each[name] for name in ("type", "loc", "msg")} for each in error.errors()]
+    return Response(json.dumps({"detail": wrong}), 422, media_type="application/json")
 
 
 def _shortcut(ear: App, app: App) -> App:
@@ -398,6 +432,14 @@ def _status(service: Service) -> StatusMessage:
     return StatusMessage(
         view=_view(word.view), over=word.over.value, workers=workers, happened=happened,
         says=service.reports.sentences, spent=spent)  # fmt: skip
+
+
+def _change(told: Change) -> ChangeMessage:
+    start = StandingMessage(view=told.start.view, step=told.start.step, digest=told.start.digest)
+    places = [PlaceMessage(host=each.host, meets_at=each.meets_at) for each in told.places]
+    return ChangeMessage(
+        number=told.number, members=list(told.members), places=places, start=start, sources=list(told.sources)
+    )
 
 
 def _view(view: View) -> ViewMessage:

@@ -1,0 +1,43 @@
+"""Single decisions of the coordinator."""
+
+from unisono.membership import Beat, Coordinator, Ended, Over, Policy, Standing
+from unisono.membership.quarrels import Quarrels
+
+
+def begun() -> Coordinator:
+    """Two are at work in view 1, and a third may join after a step."""
+    found = Coordinator(Policy(expected=2, maximum=3))
+    for count, works_in in ((1, 0), (2, 1)):
+        for worker in "ab":
+            found.hear(Beat(worker, count, works_in), 0.0)
+    found.hear(Beat("c", 1, 0, 1), 0.1)
+    assert found.word.over is Over.AT_A_BOUNDARY
+    return found
+
+
+def test_who_breaks_before_the_boundary_ends_the_view_for_all_at_once() -> None:
+    happened = begun().hear(Beat("a", 3, 0, 1, Standing(1, 4), broke=1), 0.2)
+    assert [each.over for each in happened if isinstance(each, Ended)] == [Over.NOW]
+
+
+def test_who_has_passed_the_boundary_does_not() -> None:
+    assert not begun().hear(Beat("a", 3, 0, 1, Standing(1, 5)), 0.2)
+
+
+def test_where_all_leave_the_view_is_not_ended_for_them() -> None:
+    found = Coordinator(Policy(expected=2, maximum=3))
+    for count, works_in in ((1, 0), (2, 1)):
+        for worker in "ab":
+            found.hear(Beat(worker, count, works_in, leaving=True), 0.0)
+    assert found.word.over is Over.NO
+
+
+def test_a_report_that_is_made_again_counts_twice_as_long() -> None:
+    quarrels = Quarrels(5.0)
+    quarrels.note("a", ["b"], 0.0)
+    quarrels.note("a", ["b"], 1.0)  # the same one
+    assert quarrels.missing(4.9)
+    assert not quarrels.missing(5.1)
+    quarrels.note("a", ["b", "c"], 6.0)
+    assert quarrels.missing(15.9) == [("a", frozenset("bc"))]
+    assert not quarrels.missing(16.1)

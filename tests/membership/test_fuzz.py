@@ -1,0 +1,86 @@
+"""What may be sent to the coordinator by whoever reaches it: a short form of `tests.membership.fuzz`, connections that
+hang, and TLS."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from tests.membership.fuzz import BEARER, POLICY, TOKEN, play, serving
+from unisono.membership import hurry
+from unisono.membership.place import Place
+from unisono.membership.serve import Serving
+
+
+def test_nonsense_is_refused_and_changes_nothing(tmp_path) -> None:
+    answered = play(4.5, 0, tmp_path)
+    for what in ("without it: 401", "with the token: 204", "with the token: 422", "raw: 400"):
+        assert answered[what], answered
+
+
+def is_closed(wire: socket.socket) -> bool:
+    """Waits for it."""
+    try:
+        return wire.recv(1 << 12) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("begun", [
+    b"", b"POST /v1/beat HTTP/1.1\r\nauth",
+    b"POST /v1/beat HTTP/1.1\r\nauthorization: Bearer %b\r\ncontent-length: 9\r\n\r\n{" % TOKEN.encode(),
+])  # fmt: skip
+def test_a_request_that_does_not_end_is_not_waited_for(begun, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(hurry, "REQUEST_SECONDS", 0.3)
+    with serving(tmp_path / "state") as url:
+        parts = urlsplit(url)
+        wires = [socket.create_connection((parts.hostname, parts.port), 20.0) for _ in range(50)]
+        try:
+            for wire in wires:
+                wire.sendall(begun)
+            with httpx2.Client(base_url=url, headers=BEARER) as client:
+                assert client.get("/v1/status").status_code == 200
+            assert all(is_closed(wire) for wire in wires)
+        finally:
+            for wire in wires:
+                wire.close()
+
+
+def certified(folder: Path, name: str) -> tuple[Path, Path]:
+    """A certificate that vouches for itself, of 127.0.0.1, and its key."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", key, "-out", certificate, "-days", "2", "-subj", f"/CN={name}",
+         "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)  # fmt: skip
+    return certificate, key
+
+
+def test_who_does_not_know_the_coordinators_certificate_does_not_speak_to_it(tmp_path) -> None:
+    certificate, key = certified(tmp_path, "coordinator")
+    other, _ = certified(tmp_path, "other")
+    served = Serving(Place(certificate=certificate, key=key), POLICY, tmp_path / "state", TOKEN)
+    thread = threading.Thread(target=served.run)
+    thread.start()
+    try:
+        assert served.url.startswith("https://")
+        with httpx2.Client(verify=ssl.create_default_context(cafile=certificate), headers=BEARER) as client:
+            assert client.get(f"{served.url}/v1/status").status_code == 200
+        for verify in (True, ssl.create_default_context(cafile=other)):
+            with (
+                httpx2.Client(verify=verify, headers=BEARER) as client,
+                pytest.raises(httpx2.ConnectError, match=r"(?i)certificate"),
+            ):
+                client.get(f"{served.url}/v1/status")
+        with httpx2.Client() as client, pytest.raises(httpx2.HTTPError):
+            client.get(served.url.replace("https", "http") + "/v1/status")
+    finally:
+        served.stop()
+        thread.join()
