@@ -89,6 +89,8 @@ class Result:
         step_seconds_median: of this life.
         peak_rss_bytes: the largest resident memory of a worker.
         run: the run's directory.
+        skipped_steps: of `steps`, those that were dropped as bad.
+        healed: how often a replica was found to differ from most, and given their state.
     """
 
     steps: int
@@ -103,3 +105,5 @@ class Result:
     step_seconds_median: float
     peak_rss_bytes: int
     run: str
+    skipped_steps: int = 0
+    healed: int = 0

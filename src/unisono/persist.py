@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.badstep import Judge, Stop
 from unisono.checkpoint import (
     Box,
     Loaded,
@@ -47,6 +48,8 @@ class Persistence:
         comm: a lane of its own, of all workers.
         parts: where a replica lies on several workers, the box that each parameter here is of the whole one.
         replicas: one of the workers at the same place of all replicas, where that is not all of them.
+        judge: whose memory of bad steps goes into checkpoints.
+        newest: on worker 0, the checkpoint that `go_back` is to go back to.
     """
 
     def __init__(
@@ -59,9 +62,13 @@ class Persistence:
         meta: Mapping[str, Any],
         parts: Mapping[str, Part] | None = None,
         replicas: Communicator | None = None,
+        *,
+        judge: Judge | None = None,
+        newest: Callable[[], Loaded | Opened | None] = lambda: None,
     ) -> None:
         self._writer, self._model, self._optimizer, self._comm = writer, model, optimizer, comm
         self.every, self._meta = every, meta
+        self.judge, self._newest = judge or Judge(Stop()), newest
         self._parts, self._replicas = parts, replicas or comm
         self._holders: list[dict[str, Piece]] | None = None  # what each worker has of a checkpoint's tensors
         self._shared: dict[str, Tensor] = {}
@@ -128,9 +135,24 @@ class Persistence:
         Raises:
             CheckpointMismatch: on worker 0, another model's checkpoint; names the first tensor that differs.
         """
+        return self._restore(found) or 0
+
+    def go_back(self) -> int | None:
+        """All workers call it alike, when a step was dropped: they have the state of the newest checkpoint then.
+        Returns the steps done by then; None, and nothing has changed, if there is none."""
+        assert self._replica is not None
+        self._conclude()
+        self._shared, self._owed = {}, {}
+        done = self._restore(self._newest() if self._comm.rank == 0 else None)
+        if done is not None:
+            self._replica.owe(self._owed)
+            self._replica.begin()
+        return done
+
+    def _restore(self, found: Loaded | Opened | None) -> int | None:
         plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(found, *self._everything()))))
         if not plan:
-            return 0
+            return None
         if self._parts is not None:
             opened = found if isinstance(found, Opened) else open_checkpoint(plan["path"])
             receive: Receive = lambda name, like: self._read(opened, name)
@@ -158,6 +180,7 @@ class Persistence:
             if self._parts is None or name.startswith(mine):
                 tensor = receive(f"owed/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
                 self._owed |= {name.removeprefix(mine): tensor} if name.startswith(mine) else {}
+        self.judge.load(plan["judged"])
         self._last = int(plan["step"])
         return self._last
 
@@ -207,6 +230,7 @@ class Persistence:
             "path": str(loaded.path),
             "kept": sorted(name.removeprefix("model/") for name in kept),
             "numbers": before.get("numbers", {}),
+            "judged": before.get("judged", {}),
             "tensors": _kinds(specs, "optimizer/") if before else {},
             "shared": _kinds(specs, "sync/") if same else {},
             "owed": owed if alike else {},
@@ -270,7 +294,8 @@ class Persistence:
             tensors = self._tensors()
             holders = self._agreed_holders(tensors)
             write = self._writer.write if still else self._writer.stage
-            write(done, tensors, {**self._meta, "numbers": self._everybodys(numbers)}, holders)
+            meta = {**self._meta, "numbers": self._everybodys(numbers), "judged": self.judge.state()}
+            write(done, tensors, meta, holders)
         self._pending = self._last = done
 
     def _tensors(self) -> dict[str, Tensor]:

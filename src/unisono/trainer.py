@@ -2,7 +2,7 @@
 
     batches(step) ─► forward ─► loss ─► backward ──gradient──► synchronizer ═══ the other workers
                                                                     ║
-    record ◄── checkpoint ◄── optimizer ◄── apply ◄── check ◄── the mean
+    record ◄── checkpoint ◄── optimizer ◄── apply ◄── guard ◄── the mean
 
 Until `apply` nothing that is shared or lasts has changed.
 """
@@ -23,6 +23,7 @@ from unisono.comm import Communicator
 from unisono.data import Loader, Turn, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator
+from unisono.guard import Guard
 from unisono.layout import Passage
 from unisono.observe import Recorder
 from unisono.optimizer import LearningRate
@@ -42,7 +43,8 @@ class Trainer:
         passage: the context in which a micro-batch is computed, which knows what of it is this worker's.
         weight: what a batch counts in the mean over the global batch.
         move: brings a batch to the model's device.
-        mine: the micro-batches of a step that this worker computes; `worker_of` says whose one is.
+        mine: the micro-batches of a step that this worker computes.
+        guard: says of each step whether it counts.
         factor: the learning rate's factor at a step.
         stop_asked: True once this worker was asked to stop; all workers then stop after the same step.
     """
@@ -62,7 +64,7 @@ class Trainer:
     move: Callable[[Batch], Batch]
     seed: int
     mine: range
-    worker_of: Callable[[int], int]
+    guard: Guard
     factor: Callable[[int], float]
     steps: int
     global_batch: int
@@ -90,11 +92,16 @@ class Trainer:
                 self.learning_rate.set(self.factor(t))
                 self.compute_all(t, mine, batches)
                 step = self.replica.settle()
-                step.check_finite(t, self.worker_of)
-                self.persistence.before_change()
-                step.apply()
+                sound, done = self.guard(t, step)
+                if sound:
+                    self.persistence.before_change()
+                    step.apply()
+                    self.last_loss = step.loss
+                elif done <= t:  # the state is another now
+                    self.done = done
+                    break
 
-                self.last_loss, self.done = step.loss, max(self.done, t + 1)
+                self.done = max(self.done, done)
                 self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
                 words = step.extra
                 if words is not None:
@@ -135,7 +142,7 @@ class Trainer:
 
     def says(self) -> list[float]:
         """This worker's numbers for the control word."""
-        said = Said(stop=self.stop_asked(), written=self.persistence.outcome)
+        said = Said(stop=self.stop_asked(), written=self.persistence.outcome, digest=self.guard.digest)
         return numbers(said, self.comm.rank, self.comm.size)
 
     def meet(self, words: Sequence[float]) -> None:
@@ -145,6 +152,7 @@ class Trainer:
             self.replica.meet()
         self.persistence.after_step(self.done, [each.written for each in said])
         self.stopping = any(each.stop for each in said)
+        self.guard.between(self.done)
 
     def evaluate_if_due(self) -> None:
         """Evaluate if it was due since the last time; what is due after the last step comes at the end."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from unisono.assemble import Feed, bind, build
+from unisono.badstep import Judge
 from unisono.checkpoint import (
     Event,
     Loaded,
@@ -95,11 +96,12 @@ def _set_up(
     stack.callback(record.close)
     writer = _writer(comm, config, place, _teller(worker, record), stack, wires.spread)
     meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
+    read: Read = partial(newest, read=verified) if wires.spread else load_newest
     persistence = Persistence(
         writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
-        held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None)  # fmt: skip
+        held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None,
+        judge=Judge(config.bad_step), newest=partial(_sound, read, path, record))  # fmt: skip
     persistence.agree()
-    read: Read = partial(newest, read=verified) if wires.spread else load_newest
     loaded = _newest(read, config, path, meta, record) if config.resume and comm.rank == 0 else None
     try:
         first_step = persistence.resume(loaded)
@@ -158,6 +160,8 @@ def _result(
         step_seconds_median=outcome.step_seconds_median,
         peak_rss_bytes=int(peaks.max()),
         run=str(path),
+        skipped_steps=len(trainer.persistence.judge.skipped),
+        healed=trainer.persistence.judge.healed,
     )
 
 
@@ -255,6 +259,20 @@ def _teller(worker: Worker, record: Recorder) -> Callable[[Event], None]:
     return tell
 
 
+def _damaged(record: Recorder, error: CheckpointDamaged) -> None:
+    log.warning(error)
+    record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
+
+
+def _sound(read: Read, path: Path, record: Recorder) -> Found | None:
+    """The newest checkpoint of a run that is under way, if there is a sound one."""
+    try:
+        return read(path / "checkpoints", partial(_damaged, record))
+    except CheckpointDamaged as error:
+        _damaged(record, error)
+        return None
+
+
 def _newest(
     read: Read,
     config: Config,
@@ -267,12 +285,8 @@ def _newest(
     `meta` is what this life of the run would write into its own.
     """
 
-    def damaged(error: CheckpointDamaged) -> None:
-        log.warning(error)
-        record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
-
     try:
-        loaded = read(path / "checkpoints", damaged)
+        loaded = read(path / "checkpoints", partial(_damaged, record))
     except CheckpointDamaged as error:
         raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
     if loaded is None:
