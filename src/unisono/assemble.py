@@ -187,8 +187,8 @@ def bind(
             not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
     loader = feed.loader(first_step)
     guard = Guard(
-        replica, persistence, record, samples=feed.plan.indices, flawed=loader.flawed, worker_of=feed.worker_of,
-        clips=config.clip is not None, compare_every=config.compare_every, places=feed.places.alike, rank=comm.rank,
+        replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed, worker_of=feed.worker_of,
+        clips=config.clip is not None, compare_every=config.compare_every, places=feed.places.alike,
     )  # fmt: skip
     return trainer(
         model=held.model,

@@ -8,7 +8,7 @@ UnisonoError
 ├── CheckpointError
 │   ├── CheckpointDamaged      what was read is not what was written
 │   └── CheckpointMismatch     written by another model: names the first tensor that differs
-├── Diverged                   a loss or gradient is not finite: names step, micro-batch, worker
+├── Diverged                   a step is bad, or replicas differ: names step, micro-batch, samples, worker
 └── WorkerFailed               a worker process ended badly: carries its traceback
 """
 
@@ -80,7 +80,8 @@ class CheckpointMismatch(CheckpointError):
 
 
 class Diverged(UnisonoError):
-    """A loss or gradient is not finite; names the step, the micro-batch and the worker. The run stays as it is."""
+    """A loss or gradient is not finite, or replicas differ and no more than half are alike; names the step, the
+    micro-batch, its samples and the worker. The run stays as it is."""
 
     exit_code = 2
 

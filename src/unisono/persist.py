@@ -137,11 +137,25 @@ class Persistence:
         """
         return self._restore(found) or 0
 
+    @property
+    def last(self) -> int:
+        """The steps that were done when the last checkpoint was taken."""
+        return self._last
+
+    def abandon(self, done: int) -> None:
+        """All workers call it alike: a checkpoint that was taken after `done` steps is not to be committed."""
+        if self._pending == done:
+            if self._writer:
+                self._writer.abandon(done)
+            self._pending, self._last = 0, done - 1
+
     def go_back(self) -> int | None:
         """All workers call it alike, when a step was dropped: they have the state of the newest checkpoint then.
         Returns the steps done by then; None, and nothing has changed, if there is none."""
         assert self._replica is not None
         self._conclude()
+        if self._writer:
+            self._writer.finish()  # what has been committed is there
         self._shared, self._owed = {}, {}
         done = self._restore(self._newest() if self._comm.rank == 0 else None)
         if done is not None:

@@ -108,6 +108,16 @@ class Replica:
         self.begin()
 
     @property
+    def spread(self) -> bool:
+        """Whether it lies on several workers."""
+        return self._wires.spread
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one step, over all workers."""
+        return self._count
+
+    @property
     def lockstep(self) -> bool:
         """Whether every step is all workers' together, and replicas are equal after it."""
         return self._sync.lockstep

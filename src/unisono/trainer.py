@@ -92,7 +92,7 @@ class Trainer:
                 self.learning_rate.set(self.factor(t))
                 self.compute_all(t, mine, batches)
                 step = self.replica.settle()
-                sound, done = self.guard(t, step)
+                sound, done = self.guard(t, step, self.steep)
                 if sound:
                     self.persistence.before_change()
                     step.apply()
@@ -115,6 +115,7 @@ class Trainer:
                 self.meet_after(self.replica.dealt)
         self.seconds = self.comm.now() - began - self.evaluating_seconds
         self.replica.meet()
+        self.guard.finish(self.done)
         self.persistence.finish(self.done)
         if self.evaluator and self.done == self.steps:
             self.evaluate()
@@ -175,6 +176,22 @@ class Trainer:
             check_loss(loss)
             self.replica.leave(float(loss.detach()), last=last, extra=self.says() if last else [])
             self.replica.backward(loss)
+
+    def steep(self, t: int) -> list[int]:
+        """The micro-batches of step `t` whose gradient is not finite, found by computing each once more; all workers
+        call it alike, before the step is dropped. None where a replica lies on several workers."""
+        if self.replica.spread:
+            return []
+        steep = torch.zeros(self.replica.micro_batches)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        for m, batch in self.loader.batches(t):
+            seed_compute(stream(self.seed, t, m, "compute"))
+            self.replica.before()
+            given = self.move(batch)
+            loss = self.loss(self.forward(self.model, given), given)
+            found = [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
+            steep[m] = not all(bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in found)
+        return self.comm.gather(steep).wait().sum(0).nonzero().view(-1).tolist()
 
     def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
         return {"loss": loss, "step_seconds": seconds, "samples_per_second": self.global_batch / seconds}

@@ -55,7 +55,7 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [("training loss", number(result["loss"]))]
     found += [(label(name), number(value)) for name, value in result["metrics"].items()]
     found += [
-        ("trained", f"{result['steps']:,} steps, {result['samples']:,} samples"),
+        ("trained", f"{result['steps']:,} steps, {result['samples']:,} samples{_dropped(result)}"),
         ("speed", f"{rate(result['samples_per_second'])} samples/s{typical}"),
         (
             "time",
@@ -66,6 +66,13 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weights", result["weights_sha256"]),
     ]
     return [*found, ("run", str(result["run"]))]
+
+
+def _dropped(result: Mapping[str, Any]) -> str:
+    """What did not count, and what was healed, if anything."""
+    skipped, healed = result.get("skipped_steps", 0), result.get("healed", 0)
+    dropped = f"; {skipped:,} bad step{'s' * (skipped != 1)} dropped" if skipped else ""
+    return dropped + (f"; {healed:,} damaged replica{'s' * (healed != 1)} healed" if healed else "")
 
 
 def resume_command(run: str, steps: int | None = None) -> str:
