@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import processes
 from tests.lives import Life, live, lived
-from tests.training import regression
+from tests.training import _worker, regression, source, train
 from unisono import Task
 from unisono.checkpoint import checkpoints, fingerprint_of, load, open_newest
 from unisono.data import MicroBatchPlan
 from unisono.errors import Diverged, InvalidInput
+from unisono.guard import Guard
+from unisono.source import Source
 from unisono.trainer import Trainer
 
 PLAN = MicroBatchPlan(96, 24, 4, 0)  # of `regression`
@@ -278,3 +283,52 @@ def test_what_cannot_be_is_refused(settings, message, tmp_path) -> None:
     (found, *_) = live(2, regression(), tmp_path, **settings)
     assert isinstance(found, InvalidInput)
     assert re.search(message, str(found))
+
+
+# In processes.
+
+
+def written(path: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (path / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == kind]
+
+
+def hurt(rank: int, size: int, task: Source, path: Path, meeting: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A worker of a run in which worker 1 loses a bit after 4 steps."""
+    plain, flip = Guard.between, flips(1, 4, "layers.0.weight")
+
+    def between(guard: Guard, done: int) -> None:
+        flip(rank, done, guard)
+        plain(guard, done)
+
+    Guard.between = between  # type: ignore[method-assign]
+    return _worker(rank, size, task, {"threads": 1, **settings}, path, meeting)
+
+
+def test_processes_heal_what_virtual_workers_heal(tmp_path) -> None:
+    task = source("regression", dropout=0.1)
+    whole = train(3, task, tmp_path / "whole", compress="Exact()")
+    (tmp_path / "healed").mkdir()
+    settings = {"compress": "Exact()", "compare_every": 2}
+    results = processes.run(3, hurt, task, tmp_path / "healed", str(tmp_path), settings, timeout_seconds=120)
+    assert [(r["weights_sha256"], r["healed"]) for r in results] == [(whole["weights_sha256"], 1)] * 3
+    (event,) = written(tmp_path / "healed", "replica healed")
+    assert event["workers"] == [1]
+
+
+def test_processes_go_back_and_say_so(tmp_path) -> None:
+    task = source("regression", hidden_nan_at=11)
+    options = {"compress": "Exact()", "checkpoint_every": 2}
+    dropped = train(1, task, tmp_path / "dropped", bad_step="Skip()", **options)
+    back = train(2, task, tmp_path / "back", bad_step="RollBack()", **options)
+    assert (back["weights_sha256"], back["skipped_steps"]) == (dropped["weights_sha256"], 2)
+    assert [event["workers"] for event in written(tmp_path / "back", "bad step")] == [[m // 3] for _, m in places(11)]
+
+
+@pytest.mark.parametrize("layout", ["Layout(shard=2)", "Layout(pipeline=2)"])
+def test_a_step_of_a_replica_on_several_workers_is_dropped_whole(layout, tmp_path) -> None:
+    task = source("regression", hidden_nan_at=11)
+    alone = train(1, task, tmp_path / "alone", bad_step="Skip()", steps=4)
+    laid = train(2, task, tmp_path / "laid", workers=2, layout=layout, bad_step="Skip()", steps=4)
+    assert laid["skipped_steps"] == alone["skipped_steps"] > 0
+    assert laid["loss"] == pytest.approx(alone["loss"], abs=1e-5)
