@@ -100,7 +100,8 @@ class Guard:
                 self._heal(done, different)
 
     def _norm(self, step: Step) -> float:
-        return step.norm() if self.clips or isinstance(self.judge.policy, Skip) else 0.0
+        asked = isinstance(self.judge.policy, Skip) and not self.replica.finite
+        return step.norm() if self.clips or asked else 0.0
 
     def _drop(self, bad: Bad, step: Step) -> int:
         policy, words = self.judge.policy, self._words(bad)

@@ -37,6 +37,7 @@ class Replica:
 
     Attributes:
         remembers: whether its messages may leave out what it then owes, see `owed`: the same on all workers.
+        finite: whether its sums are whole numbers, so that what is not finite never gets into a mean.
 
     Args:
         micro_batches: of one step, over all workers.
@@ -90,6 +91,8 @@ class Replica:
         self._comm = comm.lane("meeting")
         chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
         self.remembers = comm.size > 1 and not all(each.adds_up and not each.owes for each in chosen)
+        kinds = {each.total_dtype(p.dtype) for each in chosen for p in parameters.values()}
+        self.finite = not any(kind.is_floating_point for kind in kinds) and not self._local
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
         self._asking: Asking | None = None
