@@ -39,7 +39,7 @@ def told(life: Life, event: str = "bad step") -> list[Any]:
 # What is not finite.
 
 
-@pytest.mark.parametrize("options", [{"norm": True, "dropout": 0.1}, {"norm": False}, {"optimizer": "sgd"}])
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"norm": False, "optimizer": "sgd"}])
 def test_a_planted_sample_drops_the_same_steps_for_any_number_of_workers(options, tmp_path) -> None:
     task = regression(hidden_nan_at=11, **options)
     lives = [lived(n, task, tmp_path / str(n), bad_step="Skip()") for n in (1, 2, 3)]
@@ -53,8 +53,11 @@ def test_a_planted_sample_drops_the_same_steps_for_any_number_of_workers(options
         assert "of which 11 holds what is not finite" in event["words"]
 
 
-@pytest.mark.parametrize("compress", ["Cast()", "Exact()", "OneBit()"])
-@pytest.mark.parametrize("sync", ["AllReduce()", "ParameterServer()"])
+@pytest.mark.parametrize(
+    ("sync", "compress"),
+    [("AllReduce()", "Cast()"), ("AllReduce()", "OneBit()"), ("ParameterServer()", "Exact()"),
+     ("ParameterServer()", "OneBit()")],
+)  # fmt: skip
 def test_nothing_of_a_dropped_step_is_left_under_any_synchronizer_and_compressor(sync, compress, tmp_path) -> None:
     """Weights, buffers and the optimizer's state are the bits that they were before it."""
     bad, seen = places(11)[0][0], {}
@@ -225,8 +228,9 @@ def flips(who: int, at: int, where: str) -> Any:
     return tamper
 
 
-@pytest.mark.parametrize("where", ["layers.0.weight", "/layers.0.weight/exp_avg", "running_mean"])
-@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize(
+    ("who", "where"), [(0, "layers.0.weight"), (2, "/layers.0.weight/exp_avg"), (0, "running_mean")]
+)
 def test_a_flipped_bit_is_found_named_and_undone(who, where, tmp_path) -> None:
     task = regression(dropout=0.1)
     whole = lived(3, task, tmp_path / "whole", checkpoint_every=2)
@@ -265,6 +269,21 @@ def test_two_that_differ_have_no_majority(tmp_path) -> None:
     options = {"compare_every": 2, "checkpoint_every": 3, "bad_step": "RollBack()"}
     back = lived(2, regression(), tmp_path / "2", flips(1, 4, "layers.0.weight"), **options)
     assert (back.weights, back.skipped, back.healed) == (whole.weights, (), 2)
+
+
+def test_going_back_in_vain_has_an_end(tmp_path) -> None:
+    def always(rank: int, done: int, trainer: Trainer) -> None:
+        flips(1, 4, "layers.0.weight")(rank, done, trainer)
+
+    options = {"compare_every": 4, "checkpoint_every": 3, "bad_step": "RollBack(limit=2)"}
+    for found in live(2, regression(), tmp_path, always, **options):
+        assert isinstance(found, Diverged)
+        assert "no more than half are alike" in str(found)
+
+
+def test_walks_whose_gradient_is_not_finite_end_by_themselves(tmp_path) -> None:
+    found = live(2, steep(11), tmp_path, sync="LocalSGD(4)", compress="Cast()", clip=1.0)
+    assert any(isinstance(each, Diverged) and "the norm of the mean gradient is nan" in str(each) for each in found)
 
 
 # What cannot be.

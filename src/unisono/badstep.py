@@ -32,6 +32,9 @@ class Stop:
 class Skip:
     """A bad step is dropped: its samples are passed over, and the run goes on with the next step.
 
+    Bad is a loss or a norm of the mean gradient that is not finite. The norm costs nothing with `clip`, and is not
+    needed with `Exact()`, which looks at every gradient anyhow; else it is one pass over the gradients.
+
     Args:
         spike: a loss this many standard deviations above the median of the last 64 is bad too; they are estimated by
             the median absolute deviation, which outliers do not move (Hampel 1974), and taken for 1 % of the median at
@@ -160,10 +163,10 @@ class Judge:
         return {**found, "healed": self.healed}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up the `state` that belongs to the weights that training goes on with. What was found to be bad since
-        then stays so."""
+        """Take up the `state` that belongs to the weights that training goes on with: of another process, or an earlier
+        one of this judge. What was found to be bad since then stays so."""
         self._losses = deque(state.get("losses", ()), maxlen=REMEMBERED)
-        self._bad = sorted({*self._bad, *state.get("bad", ())})
+        self._bad = self._bad or list(state.get("bad", ()))
         self.skipped |= set(state.get("skipped", ()))
         self.healed = max(self.healed, state.get("healed", 0))
 

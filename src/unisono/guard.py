@@ -70,7 +70,7 @@ class Guard:
         Raises:
             Diverged: the run is to end there.
         """
-        different = self._different([each.digest for each in heard(step.extra or [])])
+        different = self._different([each.digest for each in heard(step.extra or [])]) if self.compare_every else []
         if different:
             step.drop()
             return False, self._heal(t, different)
@@ -146,8 +146,6 @@ class Guard:
 
     def _different(self, digests: Sequence[float]) -> Different:
         """The places at which not all replicas are alike."""
-        if not self.compare_every or not digests:
-            return []
         found = [(ranks, compare({rank: digests[rank] for rank in ranks})) for ranks in self.places]
         return [(ranks, split) for ranks, split in found if split is not None]
 
@@ -160,7 +158,7 @@ class Guard:
         self.persistence.abandon(t)
         if any(split.source is None for _, split in different):
             words, done = self._go_back(
-                f"replicas differ before step {t}, those of {names}: no more than half are alike"
+                t, f"replicas differ before step {t}, those of {names}: no more than half are alike"
             )
         else:
             words, done = f"the replica of {names} differs from the others before step {t}: it is given their state", t
@@ -172,8 +170,9 @@ class Guard:
         self.record.event("replica healed", step=t, workers=odd, words=words)
         return done
 
-    def _go_back(self, words: str) -> tuple[str, int]:
-        back = self.persistence.go_back() if isinstance(self.judge.policy, RollBack) else None
+    def _go_back(self, t: int, words: str) -> tuple[str, int]:
+        may = isinstance(self.judge.policy, RollBack) and not self.judge.found(t)
+        back = self.persistence.go_back() if may else None
         if back is None:
             raise Diverged(
                 f"{words}; a memory is damaged, or workers compute different bits: go on from the last checkpoint with "

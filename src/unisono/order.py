@@ -77,7 +77,7 @@ class Result:
 
     Args:
         steps: optimizer steps in all, earlier lives of a resumed run included.
-        samples: that these steps took.
+        samples: of these steps, those of dropped ones included.
         loss: of the last step.
         metrics: of the last evaluation.
         weights_sha256: of every parameter and buffer by sorted global name (name, dtype, shape, bytes).

@@ -144,10 +144,16 @@ class Persistence:
 
     def abandon(self, done: int) -> None:
         """All workers call it alike: a checkpoint that was taken after `done` steps is not to be committed."""
-        if self._pending == done:
-            if self._writer:
-                self._writer.abandon(done)
-            self._pending, self._last = 0, done - 1
+        if self._pending != done:
+            return
+        if self._writer:
+            self._writer.finish()
+        self._comm.gather(torch.zeros(1)).wait()  # nobody writes any more
+        if self._writer:
+            self._writer.abandon(done)
+            self._writer.finish()
+        self._comm.gather(torch.zeros(1)).wait()  # and nobody writes it anew before it is gone
+        self._pending, self._last = 0, done - 1
 
     def go_back(self) -> int | None:
         """All workers call it alike, when a step was dropped: they have the state of the newest checkpoint then.

@@ -179,8 +179,8 @@ class Trainer:
 
     def steep(self, t: int) -> list[int]:
         """The micro-batches of step `t` whose gradient is not finite, found by computing each once more; all workers
-        call it alike, before the step is dropped. None where a replica lies on several workers."""
-        if self.replica.spread:
+        call it alike, before the step is dropped. None where replicas lie on several workers or walk by themselves."""
+        if self.replica.spread or not self.replica.lockstep:
             return []
         steep = torch.zeros(self.replica.micro_batches)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
