@@ -214,7 +214,7 @@ def test_the_readmes_settings_are_settings() -> None:
 
 def test_the_readmes_notation_is_the_notation() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (`.*`) \|$", README, re.M)
-    assert [field for field, _ in rows] == ["sync", "compress", "schedule", "load", "layout"]
+    assert [field for field, _ in rows] == ["sync", "compress", "schedule", "load", "layout", "bad_step"]
     for field, values in rows:
         named = {text.partition("(")[0] for text in re.findall(r"`([^`]+)`", values)}
         assert named == set(NOTED[field])

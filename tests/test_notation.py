@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono import notation
+from unisono.badstep import BAD_STEPS, RollBack, Skip, Stop
 from unisono.compress import COMPRESSORS, Auto, ByName, BySize, Cast, Exact, Quantize, WithErrorFeedback
 from unisono.config import NOTED
 from unisono.data import LOADERS, Inline, Processes, Threads
@@ -42,9 +43,12 @@ VALUES = {
     "compress": COMPRESS,
     "layout": LAYOUT,
     "schedule": st.builds(Constant, COUNT) | st.builds(Linear, COUNT, FACTOR) | st.builds(Cosine, COUNT, FACTOR),
+    "bad_step": st.just(Stop())
+    | st.builds(Skip, spike=st.floats(1e-3), limit=COUNT, within=COUNT)
+    | st.builds(RollBack, limit=COUNT, before=st.integers(0, 9)),
     "load": st.just(Inline()) | st.builds(Threads, COUNT) | st.builds(Processes, COUNT, COUNT),
 }
-NAMES = {**SYNCHRONIZERS, **COMPRESSORS, **LAYOUTS, **SCHEDULES, **LOADERS}
+NAMES = {**BAD_STEPS, **SYNCHRONIZERS, **COMPRESSORS, **LAYOUTS, **SCHEDULES, **LOADERS}
 
 
 def test_every_noted_field_has_its_strategy() -> None:

@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.badstep import RollBack as RollBack
+    from unisono.badstep import Skip as Skip
+    from unisono.badstep import Stop as Stop
     from unisono.compress import Auto as Auto
     from unisono.compress import ByName as ByName
     from unisono.compress import BySize as BySize
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from unisono.world import join as join
 
 _HOMES = {
+    "badstep": ("RollBack", "Skip", "Stop"),
     "compress": (
         "Auto",
         "ByName",

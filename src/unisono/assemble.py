@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from unisono.badstep import RollBack, Stop
 from unisono.batchnorm import synchronize_batchnorm
 from unisono.comm import Communicator
 from unisono.config import Config
 from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
+from unisono.guard import Guard
 from unisono.layout import AXES, Compute, Held, Places, Sample, as_it_is, blocks
 from unisono.notation import show
 from unisono.observe import Recorder, Unwatched, Watch
@@ -28,6 +30,7 @@ from unisono.presence import Presence, Unchanging
 from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters
 from unisono.said import NUMBERS
 from unisono.schedule import Constant
+from unisono.sync import AllReduce
 from unisono.task import Batch, Task, build_dataset
 from unisono.trainer import Trainer
 from unisono.wires import Wires
@@ -162,9 +165,10 @@ def bind(
         held.local, optimizer, wires.replicas, held=held, wires=wires, sync=config.sync, compress=config.compress,
         micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
-        extra=NUMBERS * comm.size, lazy=not config.compile)  # fmt: skip
+        extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config))  # fmt: skip
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, feed.places.lanes, replica)
+    _check_dropping(config, replica)
     _check_offloaded(config, feed.places, device)
     schedule = config.schedule or task.schedule or Constant()
     autocast = autocast_of(config, device)
@@ -183,10 +187,15 @@ def bind(
         evaluator = Evaluator(
             task, comm.lane("evaluation"), runs, move, here.replica, feed.places.replicas,
             not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
+    loader = feed.loader(first_step)
+    guard = Guard(
+        replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed, worker_of=feed.worker_of,
+        clips=config.clip is not None, compare_every=config.compare_every, places=feed.places.alike,
+    )  # fmt: skip
     return trainer(
         model=held.model,
         replica=replica,
-        loader=feed.loader(first_step),
+        loader=loader,
         comm=comm,
         record=record,
         persistence=persistence,
@@ -199,7 +208,7 @@ def bind(
         move=move,
         seed=config.seed,
         mine=feed.mine,
-        worker_of=feed.worker_of,
+        guard=guard,
         factor=lambda t: schedule(t, feed.steps),
         steps=feed.steps,
         global_batch=feed.plan.global_batch,
@@ -207,6 +216,28 @@ def bind(
         presence=presence,
         watch=watch,
     )
+
+
+def drops(config: Config) -> bool:
+    """Whether steps of such a run may be dropped."""
+    return not isinstance(config.bad_step, Stop) or config.compare_every > 0
+
+
+def _check_dropping(config: Config, replica: Replica) -> None:
+    sync = show(config.sync)
+    if drops(config) and not replica.lockstep:
+        field = "compare_every" if isinstance(config.bad_step, Stop) else "bad_step"
+        raise InvalidInput(
+            field, show(getattr(config, field)), f"with {sync} replicas walk by themselves, and no step is all "
+            "workers' together", "leave it out, or use AllReduce()")  # fmt: skip
+    together = isinstance(config.sync, AllReduce)
+    if config.compare_every and not together:
+        raise InvalidInput("compare_every", config.compare_every, f"with {sync} workers do not keep the state",
+                           "leave it out, or use AllReduce()")  # fmt: skip
+    if isinstance(config.bad_step, RollBack) and not (together and config.layout.workers == 1):
+        raise InvalidInput(
+            "bad_step", show(config.bad_step), "only whole replicas that keep their state themselves go back while "
+            "they run", "write Skip(), or use AllReduce() without a layout")  # fmt: skip
 
 
 def _check_concurrent(config: Config, plan: MicroBatchPlan, lanes: int, replica: Replica) -> None:

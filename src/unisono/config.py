@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono import notation
+from unisono.badstep import BAD_STEPS, BadStep, Stop
 from unisono.compress import COMPRESSORS, Cast, Compressor
 from unisono.data import LOADERS, Load
 from unisono.errors import InvalidInput
@@ -59,6 +60,9 @@ class Config:
             sums over workers; less memory saved, little more to compute).
         sync_batchnorm: batch normalisation over the workers' concurrent micro-batches.
         deadline_seconds: how long a silent peer is waited for.
+        bad_step: what becomes of a step whose loss or gradient is not finite, or whose loss leaps.
+        compare_every: steps between comparisons of the replicas, bit for bit; one that differs from most is given their
+            state. 0 compares none.
     """
 
     workers: int = 1
@@ -91,6 +95,8 @@ class Config:
     recompute: str = "none"
     sync_batchnorm: bool = False
     deadline_seconds: float = 300.0
+    bad_step: BadStep = Stop()
+    compare_every: int = 0
 
     def __post_init__(self) -> None:
         for name, value in _values(self):
@@ -126,6 +132,7 @@ NOTED: dict[str, dict[str, type]] = {
     "layout": LAYOUTS,
     "schedule": SCHEDULES,
     "load": LOADERS,
+    "bad_step": BAD_STEPS,
 }
 INSIDE: dict[str, dict[str, type]] = {"sync": PARTS}  # what else may be written inside a field's value
 CHOICES = {
@@ -144,6 +151,7 @@ _AT_LEAST = {
     "checkpoint_every": 0,
     "keep": 1,
     "evaluate_every": 0,
+    "compare_every": 0,
     "threads": 0,
     "seed": 0,
 }

@@ -11,7 +11,7 @@ UnisonoError
 ├── HandoverError
 │   ├── StateMissing           nobody who is there has what somebody needs
 │   └── StateDamaged           what came from another worker's memory is not what was sent
-├── Diverged                   a loss or gradient is not finite: names step, micro-batch, worker
+├── Diverged                   a step is bad, or replicas differ: names step, micro-batch, samples, worker
 └── WorkerFailed               a worker process ended badly: carries its traceback
 """
 
@@ -107,7 +107,8 @@ class StateDamaged(HandoverError):
 
 
 class Diverged(UnisonoError):
-    """A loss or gradient is not finite; names the step, the micro-batch and the worker. The run stays as it is."""
+    """A loss or gradient is not finite, or replicas differ and no more than half are alike; names the step, the
+    micro-batch, its samples and the worker. The run stays as it is."""
 
     exit_code = 2
 

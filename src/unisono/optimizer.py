@@ -46,12 +46,12 @@ class LearningRate:
     """
 
     def __init__(self, optimizer: Optimizer, lr: float | None) -> None:
-        self._groups = optimizer.param_groups
-        self._base = [float(group["lr"]) if lr is None else lr for group in self._groups]
+        self._optimizer = optimizer  # whose groups are others after a state was loaded
+        self._base = [float(group["lr"]) if lr is None else lr for group in optimizer.param_groups]
 
     def set(self, factor: float) -> None:
         """Every group's learning rate becomes `factor` times its base."""
-        for group, base in zip(self._groups, self._base):
+        for group, base in zip(self._optimizer.param_groups, self._base):
             group["lr"] = base * factor
 
 

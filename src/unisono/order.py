@@ -77,7 +77,7 @@ class Result:
 
     Args:
         steps: optimizer steps in all, earlier lives of a resumed run included.
-        samples: that these steps took.
+        samples: of these steps, those of dropped ones included.
         loss: of the last step.
         metrics: of the last evaluation.
         weights_sha256: of every parameter and buffer by sorted global name (name, dtype, shape, bytes).
@@ -91,6 +91,8 @@ class Result:
         run: the run's directory.
         ledger: of each worker that was there at the end, by rank, the seconds of its process's life by what they went
             into; they add up to all of it.
+        skipped_steps: of `steps`, those that were dropped as bad.
+        healed: how often a replica was found to differ from most, and given their state.
     """
 
     steps: int
@@ -106,3 +108,5 @@ class Result:
     peak_rss_bytes: int
     run: str
     ledger: Sequence[Mapping[str, float]] = ()
+    skipped_steps: int = 0
+    healed: int = 0

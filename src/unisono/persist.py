@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.badstep import Judge, Stop
 from unisono.checkpoint import (
     Box,
     Loaded,
@@ -50,6 +51,8 @@ class Persistence:
         comm: a lane of its own, of all workers.
         parts: where a replica lies on several workers, the box that each parameter here is of the whole one.
         replicas: one of the workers at the same place of all replicas, where that is not all of them.
+        judge: whose memory of bad steps goes into checkpoints.
+        newest: on worker 0, the checkpoint that `go_back` is to go back to.
     """
 
     def __init__(
@@ -62,9 +65,13 @@ class Persistence:
         meta: Mapping[str, Any],
         parts: Mapping[str, Part] | None = None,
         replicas: Communicator | None = None,
+        *,
+        judge: Judge | None = None,
+        newest: Callable[[], Loaded | Opened | None] = lambda: None,
     ) -> None:
         self._writer, self._model, self._optimizer, self._comm = writer, model, optimizer, comm
         self.every, self._meta = every, meta
+        self.judge, self._newest = judge or Judge(Stop()), newest
         self._parts, self._replicas = parts, replicas or comm
         self._holders: list[dict[str, Piece]] | None = None  # what each worker has of a checkpoint's tensors
         self._shared: dict[str, Tensor] = {}
@@ -137,9 +144,43 @@ class Persistence:
         Raises:
             CheckpointMismatch: on worker 0, another model's checkpoint; names the first tensor that differs.
         """
+        return self._restore(found) or 0
+
+    @property
+    def last(self) -> int:
+        """The steps that were done when the last checkpoint was taken."""
+        return self._last
+
+    def abandon(self, done: int) -> None:
+        """All workers call it alike: a checkpoint that was taken after `done` steps is not to be committed."""
+        if self._pending != done:
+            return
+        if self._writer:
+            self._writer.finish()
+        self._comm.gather(torch.zeros(1)).wait()  # nobody writes any more
+        if self._writer:
+            self._writer.abandon(done)
+            self._writer.finish()
+        self._comm.gather(torch.zeros(1)).wait()  # and nobody writes it anew before it is gone
+        self._pending, self._last = 0, done - 1
+
+    def go_back(self) -> int | None:
+        """All workers call it alike, when a step was dropped: they have the state of the newest checkpoint then.
+        Returns the steps done by then; None, and nothing has changed, if there is none."""
+        assert self._replica is not None
+        self._conclude()
+        if self._writer:
+            self._writer.finish()  # what has been committed is there
+        done = self._restore(self._newest() if self._comm.rank == 0 else None)
+        if done is not None:
+            self._replica.owe(self._owed)
+            self._replica.begin()
+        return done
+
+    def _restore(self, found: Loaded | Opened | None) -> int | None:
         plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(found, *self._everything()))))
         if not plan:
-            return 0
+            return None
         if self._parts is not None:
             opened = found if isinstance(found, Opened) else open_checkpoint(plan["path"])
             receive: Receive = lambda name, like: self._read(opened, name)
@@ -147,27 +188,33 @@ class Persistence:
             loaded = found if isinstance(found, Loaded) else None
             receive = lambda name, like: self._receive(loaded, name, like)
         weights = weights_of(self._model)
-        with torch.no_grad():
-            for name in sorted(weights.keys() - set(plan["kept"])):
-                weights[name].copy_(receive(f"model/{name}", weights[name]))
+        received = {
+            name: receive(f"model/{name}", weights[name]) for name in sorted(weights.keys() - set(plan["kept"]))
+        }
         state = {
             name: receive(f"optimizer/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
             for name, (kind, shape) in plan["tensors"].items()
             if self._is_here(f"optimizer/{name}")
         }
         numbers = {name: n for name, n in plan["numbers"].items() if self._is_here(f"optimizer/{name}")}
-        load_state(self._optimizer, self._model, state, numbers)
-        self._shared = {
+        shared = {
             name: receive(f"sync/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
             for name, (kind, shape) in plan["shared"].items()
             if self._is_here(f"sync/{name}")
         }
-        mine = f"{self._comm.rank}/"
+        mine, owed = f"{self._comm.rank}/", dict[str, Tensor]()
         for name, (kind, shape) in sorted(plan["owed"].items()):
             if self._parts is None or name.startswith(mine):
                 tensor = receive(f"owed/{name}", torch.empty(shape, dtype=getattr(torch, kind)))
-                self._owed |= {name.removeprefix(mine): tensor} if name.startswith(mine) else {}
+                owed |= {name.removeprefix(mine): tensor} if name.startswith(mine) else {}
+        # All of it is here: whoever is lost now takes nothing along.
+        with torch.no_grad():
+            for name, tensor in received.items():
+                weights[name].copy_(tensor)
+        load_state(self._optimizer, self._model, state, numbers)
+        self._shared, self._owed = shared, owed
         self._last = self.committed = int(plan["step"])
+        self.judge.load(plan["judged"])
         return self._last
 
     def go_on(self, reached: Reached) -> None:
@@ -225,6 +272,7 @@ class Persistence:
             "path": str(loaded.path),
             "kept": sorted(name.removeprefix("model/") for name in kept),
             "numbers": before.get("numbers", {}),
+            "judged": before.get("judged", {}),
             "tensors": _kinds(specs, "optimizer/") if before else {},
             "shared": _kinds(specs, "sync/") if same else {},
             "owed": owed if alike else {},
@@ -288,7 +336,8 @@ class Persistence:
             tensors = self._tensors()
             holders = self._agreed_holders(tensors)
             write = self._writer.write if still else self._writer.stage
-            write(done, tensors, {**self._meta, "numbers": self._everybodys(numbers)}, holders)
+            meta = {**self._meta, "numbers": self._everybodys(numbers), "judged": self.judge.state()}
+            write(done, tensors, meta, holders)
         self._pending = self._last = done
 
     def _tensors(self) -> dict[str, Tensor]:

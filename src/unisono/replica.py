@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,14 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.asking import Asking
+from unisono.badstep import UNFIT
+from unisono.checkpoint import digest
 from unisono.comm import Communicator, Work
 from unisono.compress import Compressor
-from unisono.errors import Diverged, InvalidInput
+from unisono.errors import InvalidInput
 from unisono.layout import Held
 from unisono.optimizer import state_of
 from unisono.statistics import Statistics
 from unisono.sync import BoundSynchronizer, Change, LocalGradients, Loop, Share, Synchronizer
 from unisono.wires import Wires
+
+LOG = logging.getLogger("unisono")
 
 
 class Replica:
@@ -32,6 +37,7 @@ class Replica:
 
     Attributes:
         remembers: whether its messages may leave out what it then owes, see `owed`: the same on all workers.
+        finite: whether its sums are whole numbers, so that what is not finite never gets into a mean.
 
     Args:
         micro_batches: of one step, over all workers.
@@ -45,6 +51,8 @@ class Replica:
         wires: who talks with whom there; `comm` is then ``wires.replicas``.
         lazy: whether weights may come while the forward pass is under way, module by module, where the synchronizer
             can do so. Without meaning in the user's own loop, which may read weights whenever it likes.
+        drops: whether steps may be dropped. A gradient that the compressor's numbers cannot hold then makes the loss
+            of its micro-batch `UNFIT`, and is no error.
     """
 
     def __init__(
@@ -64,11 +72,12 @@ class Replica:
         held: Held | None = None,
         wires: Wires | None = None,
         lazy: bool = True,
+        drops: bool = False,
     ) -> None:
         check_fit(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self.held, self._wires = held or Held.whole(model), wires or Wires.whole(comm)
-        self._count, self._reference, self._clip = micro_batches, reference, clip
+        self._count, self._reference, self._clip, self._drops = micro_batches, reference, clip, drops
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sync: BoundSynchronizer
         if comm.size == 1 and all(compress.keeps(p.dtype) for p in parameters.values()):
@@ -82,6 +91,8 @@ class Replica:
         self._comm = comm.lane("meeting")
         chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
         self.remembers = comm.size > 1 and not all(each.adds_up and not each.owes for each in chosen)
+        kinds = {each.total_dtype(p.dtype) for each in chosen for p in parameters.values()}
+        self.finite = not any(kind.is_floating_point for kind in kinds) and not self._local
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
         self._asking: Asking | None = None
@@ -91,11 +102,23 @@ class Replica:
         together = self.lockstep or self._wires.spread
         lane = side_by_side.lane("statistics") if together else None
         pieces = {0: self.held.model} if self.held.pipeline is None else self.held.pipeline.stages
-        statistics = {place: Statistics(piece, micro_batches, lane) for place, piece in sorted(pieces.items())}
+        statistics = {
+            place: Statistics(piece, micro_batches, lane, drops=drops) for place, piece in sorted(pieces.items())
+        }
         self._statistics = {place: found for place, found in statistics.items() if found.active}
         as_they_come = not self._local and self.held.pipeline is None
         self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if as_they_come]
         self.begin()
+
+    @property
+    def spread(self) -> bool:
+        """Whether it lies on several workers."""
+        return self._wires.spread
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one step, over all workers."""
+        return self._count
 
     @property
     def lockstep(self) -> bool:
@@ -148,7 +171,7 @@ class Replica:
 
     def begin(self) -> None:
         """A new step; what was computed for one that was not applied is forgotten."""
-        self._control = [0.0] * (2 * self._count)
+        self._control = self._said = [0.0] * (2 * self._count)
         self._word: Work[Tensor] | None = None
         self._sync.begin()
         for statistics in self._statistics.values():
@@ -172,7 +195,7 @@ class Replica:
         if last:
             for statistics in self._statistics.values():
                 statistics.send()
-            control = self._control + (extra or [])
+            self._said = control = self._control + (extra or [])
             if self._wires.spread:
                 n, silent = self._count, [0.0] * self._count
                 control[:n] = control[:n] if self._wires.speaks else silent
@@ -223,6 +246,26 @@ class Replica:
         square = torch.tensor([change.norm(self.held.elsewhere) ** 2], dtype=torch.float64)
         return math.sqrt(float(self._wires.inside.sum(square).wait()))
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What is the same bits on all replicas between two steps in lockstep: weights, buffers, optimizer state."""
+        state, _ = state_of(self.optimizer, self.model)
+        return {name: t.detach() for name, t in weights_of(self.model).items()} | {f"/{n}": t for n, t in state.items()}
+
+    def digest(self) -> float:
+        """Of `state`: a number from 1 that arrives exactly in a control word."""
+        return 1.0 + (digest(self.state) >> 12)
+
+    def take_over(self, source: int) -> None:
+        """All replicas call it alike, between two steps: they have the `state` of number `source` then."""
+        received = []
+        for _, tensor in sorted(self.state.items()):
+            here = tensor.contiguous().clone().view(-1).view(torch.uint8)
+            received.append((tensor, self._comm.broadcast(here, source).wait()))
+        for tensor, there in received:  # only now: whoever is lost meanwhile takes nothing along
+            tensor.copy_(there.view(tensor.dtype).view(tensor.shape))
+        self.begin()
+
     def drop(self) -> None:
         """Forget what was computed for a step that will not be applied: the model is as the last one left it."""
         for statistics in self._statistics.values():
@@ -256,8 +299,17 @@ class Replica:
             self._asking.came(name)
         if self._listener:
             self._listener(name)
+        if not math.isfinite(self._control[self._micro_batch]):
+            return  # a step with such a loss is not applied
         weight = 1.0 if self._weighted else self._weight / self._reference
-        self._sync.offer(name, gradient.detach() if gradient.requires_grad else gradient, weight)
+        try:
+            self._sync.offer(name, gradient.detach() if gradient.requires_grad else gradient, weight)
+        except ValueError as error:
+            if not self._drops:
+                raise
+            LOG.warning("micro-batch %d, %s: %s", self._micro_batch, name, error)
+            # Control words are sent when all gradients are through.
+            self._control[self._micro_batch] = self._said[self._micro_batch] = UNFIT
 
 
 class Step:
@@ -269,6 +321,7 @@ class Step:
 
     def __init__(self, replica: Replica, change: Change) -> None:
         self._replica, self._change = replica, change
+        self._norm: float | None = None
         n = replica._count
         self.losses, self.weights = change.control[:n], change.control[n : 2 * n]
 
@@ -278,14 +331,18 @@ class Step:
         total = math.fsum(self.weights)
         return math.fsum(loss * w for loss, w in zip(self.losses, self.weights)) / total if total else math.nan
 
-    def check_finite(self, step: int, worker_of: Callable[[int], int]) -> None:
-        """Raise `Diverged` if a loss is not finite, naming the first such micro-batch and its worker."""
-        for m, loss in enumerate(self.losses):
-            if not math.isfinite(loss):
-                raise Diverged(
-                    f"the loss is {loss} in step {step}, micro-batch {m}, computed by worker {worker_of(m)}: lower the "
-                    "learning rate, set clip, or look at that micro-batch's samples"
-                )
+    def norm(self) -> float:
+        """The 2-norm of the mean gradient over all of the replica's parameters; asked for before `apply`, by all
+        workers alike."""
+        if self._norm is None:
+            self._norm = self._replica.norm(self._change) * self._whole()
+        return self._norm
+
+    def drop(self) -> None:
+        """In place of `apply`: nothing has changed, all of the replica's buffers included."""
+        for statistics in self._replica._statistics.values():
+            statistics.drop()
+        self._replica.begin()
 
     def apply(self, step: Callable[[], Any] | None = None) -> Any:
         """Fold the statistics, put the clipped mean into the gradients, and take the optimizer's step. Where weights
@@ -310,13 +367,16 @@ class Step:
         """The further numbers of all workers' control words, once they are agreed on."""
         return self._change.control[2 * self._replica._count :] if self._change.agreed else None
 
-    def _scale(self) -> float:
+    def _whole(self) -> float:
+        """What makes the mean of what weighs in all more or less than usual."""
         total = math.fsum(self.weights)
-        scale = self._replica._reference / total if total else 1.0
+        return self._replica._reference / total if total else 1.0
+
+    def _scale(self) -> float:
+        scale = self._whole()
         if self._replica._clip is not None:
-            norm = self._replica.norm(self._change) * scale
             # The small number is torch.nn.utils.clip_grad_norm_'s.
-            scale *= min(1.0, self._replica._clip / (norm + 1e-6))
+            scale *= min(1.0, self._replica._clip / (self.norm() + 1e-6))
         return scale
 
 

@@ -17,6 +17,7 @@ class Said:
         parting: the workers present change after this step.
         leaving: it was asked to go, while the others go on.
         pace: seconds that it takes for a micro-batch; 0: not known.
+        digest: of its state before the step, see `Replica.digest`; 0: none was taken.
     """
 
     stop: float = 0.0
@@ -24,6 +25,7 @@ class Said:
     parting: float = 0.0
     leaving: float = 0.0
     pace: float = 0.0
+    digest: float = 0.0
 
 
 NUMBERS = len(fields(Said))  # per worker in the control word

@@ -27,11 +27,11 @@ class Statistics:
     """The buffers of one replica over steps of `micro_batches`; `comm` is a lane of their own, or None where a replica
     folds what it wrote itself.
 
-    Per step: `begin`, `before` and `after` around each forward pass of this worker, `send`, `fold`. With a single
-    micro-batch there is nothing to fold, and nothing is touched.
+    Per step: `begin`, `before` and `after` around each forward pass of this worker, `send`, `fold` or `drop`. With a
+    single micro-batch there is nothing to fold, and nothing is touched, unless it `drops`: then steps may be dropped.
     """
 
-    def __init__(self, model: nn.Module, micro_batches: int, comm: Communicator | None) -> None:
+    def __init__(self, model: nn.Module, micro_batches: int, comm: Communicator | None, *, drops: bool = False) -> None:
         self._comm, self._count = comm, micro_batches
         layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         theirs = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
@@ -47,7 +47,7 @@ class Statistics:
         self._written: list[_Place] = []
         self._probing = True
         self._probe: list[Tensor] = []
-        self.active = micro_batches > 1 and bool(self._layers or self._quiet)
+        self.active = (micro_batches > 1 or drops) and bool(self._layers or self._quiet)
 
     def begin(self) -> None:
         """A new step: remember the buffers that it starts from."""
@@ -62,10 +62,7 @@ class Statistics:
         """Before a micro-batch's forward pass: put the step's first buffers back."""
         if self._probing:
             self._probe = [place.tensor.clone() for place in self._quiet]
-        for layer in self._layers:
-            layer.put_back()
-        for place, first in zip(self._written, self._first):
-            place.tensor.copy_(first)
+        self._put_back()
 
     def after(self, micro_batch: int) -> None:
         """After it: collect what it wrote."""
@@ -76,11 +73,9 @@ class Statistics:
             self._rows[micro_batch] = _flat([*values, values[0].new_ones(1)])  # the last number: here it is
 
     def undo(self) -> None:
-        """Put the buffers back that the step began with, which is not taken."""
-        for layer in self._layers:
-            layer.put_back()
-        began = zip(self._quiet, self._probe) if self._probing else zip(self._written, self._first)
-        for place, first in began:
+        """The step is not taken, and nobody is waited for: the buffers are as when it began."""
+        self._put_back()
+        for place, first in zip(self._quiet, self._probe):  # while it is not known who writes
             place.tensor.copy_(first)
 
     def send(self) -> None:
@@ -113,6 +108,18 @@ class Statistics:
         for place, first in zip(self._written, self._first):
             place.tensor.copy_(_folded(first.cpu(), table[:, at : at + first.numel()]))
             at += first.numel()
+
+    def drop(self) -> None:
+        """In place of `fold`: the buffers are as when the step began. Raises `PeerLost`, `MessageMismatch`."""
+        if self._work is not None:
+            self._work.wait()
+        self.undo()
+
+    def _put_back(self) -> None:
+        for layer in self._layers:
+            layer.put_back()
+        for place, first in zip(self._written, self._first):
+            place.tensor.copy_(first)
 
     def _learn_who_writes(self) -> None:
         changed = [place.differs(mark) for place, mark in zip(self._quiet, self._marks)]

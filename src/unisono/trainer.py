@@ -2,7 +2,7 @@
 
     batches(step) ─► forward ─► loss ─► backward ──gradient──► synchronizer ═══ the other workers
                                                                     ║
-    record ◄── checkpoint ◄── optimizer ◄── apply ◄── check ◄── the mean
+    record ◄── checkpoint ◄── optimizer ◄── apply ◄── guard ◄── the mean
 
 Until `apply` nothing that is shared or lasts has changed.
 """
@@ -24,6 +24,7 @@ from unisono.data import Loader, Turn, seed_compute, stream
 from unisono.doing import Phase
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator
+from unisono.guard import Guard
 from unisono.layout import Passage
 from unisono.observe import Recorder, Unwatched, Watch
 from unisono.optimizer import LearningRate
@@ -44,7 +45,8 @@ class Trainer:
         passage: the context in which a micro-batch is computed, which knows what of it is this worker's.
         weight: what a batch counts in the mean over the global batch.
         move: brings a batch to the model's device.
-        mine: the micro-batches of a step that this worker computes; `worker_of` says whose one is.
+        mine: the micro-batches of a step that this worker computes.
+        guard: says of each step whether it counts.
         factor: the learning rate's factor at a step.
         presence: who is there; all workers stop, or end what they do together, after the same step.
         watch: is told what this worker does.
@@ -65,7 +67,7 @@ class Trainer:
     move: Callable[[Batch], Batch]
     seed: int
     mine: range
-    worker_of: Callable[[int], int]
+    guard: Guard
     factor: Callable[[int], float]
     steps: int
     global_batch: int
@@ -99,14 +101,19 @@ class Trainer:
                 self.compute_all(t, mine, batches)
                 with self.watch(Phase.COMMUNICATION):
                     step = self.replica.settle()
-                step.check_finite(t, self.worker_of)
-                with self.watch(Phase.CHECKPOINT):
-                    self.persistence.before_change()
-                self.presence.check()
-                step.apply()
-
-                self.last_loss, self.done = step.loss, max(self.done, t + 1)
+                sound, done = self.guard(t, step, self.steep)
+                if sound:
+                    with self.watch(Phase.CHECKPOINT):
+                        self.persistence.before_change()
+                    self.presence.check()
+                    step.apply()
+                    self.last_loss = step.loss
                 self.presence.done()
+                if done <= t:  # the state is another now
+                    self.done = done
+                    break
+
+                self.done = max(self.done, done)
                 self.watch.keep(self.done)
                 self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
                 words = step.extra
@@ -128,6 +135,7 @@ class Trainer:
         """After the last step: the last checkpoint, the last evaluation."""
         self.watch.be(Phase.CHECKPOINT, self.comm)
         self.replica.meet()
+        self.guard.finish(self.done)
         self.persistence.finish(self.done)
         if self.evaluator and self.done == self.steps:
             self.evaluate()
@@ -164,7 +172,9 @@ class Trainer:
     def says(self) -> list[float]:
         """This worker's numbers for the control word."""
         now = self.presence
-        said = Said(stop=now.stop, written=self.persistence.outcome, parting=now.parting, leaving=now.leaving)
+        said = Said(
+            stop=now.stop, written=self.persistence.outcome, parting=now.parting, leaving=now.leaving,
+            digest=self.guard.digest)  # fmt: skip
         return numbers(said, self.comm.rank, self.comm.size)
 
     def meet(self, words: Sequence[float]) -> None:
@@ -178,6 +188,7 @@ class Trainer:
         self.stopping = any(each.stop for each in said) or all(each.leaving for each in said)
         # What is being written would be lost: its workers finish it first.
         self.parting = parting and not (self.stopping or self.persistence.pending or self.done >= self.steps)
+        self.guard.between(self.done)
 
     def evaluate_if_due(self) -> None:
         """Evaluate if it was due since the last time; what is due after the last step comes at the end."""
@@ -201,6 +212,22 @@ class Trainer:
             check_loss(loss)
             self.replica.leave(float(loss.detach()), last=last, extra=self.says() if last else [])
             self.replica.backward(loss)
+
+    def steep(self, t: int) -> list[int]:
+        """The micro-batches of step `t` whose gradient is not finite, found by computing each once more; all workers
+        call it alike, before the step is dropped. None where replicas lie on several workers or walk by themselves."""
+        if self.replica.spread or not self.replica.lockstep:
+            return []
+        steep = torch.zeros(self.replica.micro_batches)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        for m, batch in self.loader.batches(t):
+            seed_compute(stream(self.seed, t, m, "compute"))
+            self.replica.before()
+            given = self.move(batch)
+            loss = self.loss(self.forward(self.model, given), given)
+            found = [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
+            steep[m] = not all(bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in found)
+        return self.comm.gather(steep).wait().sum(0).nonzero().view(-1).tolist()
 
     def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
         return {"loss": loss, "step_seconds": seconds, "samples_per_second": self.global_batch / seconds}

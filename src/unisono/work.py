@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from unisono import handover
 from unisono.assemble import Feed, bind, build
+from unisono.badstep import Judge
 from unisono.checkpoint import (
     Event,
     Loaded,
@@ -91,6 +92,7 @@ class Life:
     device: torch.device
     watch: Watched
     built: tuple[Held, Optimizer] | None = None
+    judge: Judge | None = None
     reached: Reached | None = None
     startup_seconds: float | None = None
     trained: int = 0
@@ -156,39 +158,46 @@ class Life:
         stack.callback(record.close)
         writer = _writer(comm, config, place, _teller(self.worker, comm, record), stack, wires.spread)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
+        read: Read = partial(newest, read=verified) if wires.spread else load_newest
+        judge = self.judge = self.judge or Judge(config.bad_step)
         persistence = Persistence(
             writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
-            held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None)  # fmt: skip
+            held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None,
+            judge=judge, newest=partial(_sound, read, path, record))  # fmt: skip
         view = views.view
         if view.start.view:
-            self.reached = self._take_over(view, comm, held.local, optimizer)
+            self.reached = self._take_over(view, comm, held.local, optimizer, judge)
             persistence.go_on(self.reached)
         else:
-            read: Read = partial(newest, read=verified) if wires.spread else load_newest
             again = config.resume or view.number > 1
             found = _newest(read, config, path, meta, record) if again and comm.rank == 0 else None
             self.reached = Reached(_begin(persistence, found, path), persistence.committed)
         first_step = self.reached.steps
-        views.met(first_step, view.start.digest)
+        # What the coordinator counts does not go back where training does.
+        views.met(view.start.step if view.start.view else first_step, view.start.digest)
         _write_down(self.order, config, comm, path, record, first_step, view)
         trainer = bind(
             self.task, config, feed, held, optimizer, wires, persistence=persistence, record=record,
             device=self.device, first_step=first_step, presence=views, watch=self.watch)  # fmt: skip
         return trainer, first_step
 
-    def _take_over(self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer) -> Reached:
+    def _take_over(
+        self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, judge: Judge
+    ) -> Reached:
         """The state that the view starts from: this worker's own, or what those who have it hand over."""
         has = self.reached if view.members[comm.rank] in view.sources else None
         tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
         here = handover.Held(tensors)
-        told = handover.tell(comm, json.dumps([encode_holding(here.holding), numbers]) if has else "")
-        kinds, numbers = json.loads(told[view.members.index(view.sources[0])])
+        mine = json.dumps([encode_holding(here.holding), numbers, judge.state()]) if has else ""
+        told = handover.tell(comm, mine)
+        kinds, numbers, judged = json.loads(told[view.members.index(view.sources[0])])
         wanted = {} if has else decode_holding(kinds)
         received = handover.hand_over(comm, [here], wanted, [place.host for place in view.places])
         if has:
             return has
         if handover.digest(received, numbers) != view.start.digest:
             raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
+        judge.replace(judged)
         return adopt(model, optimizer, received, numbers)
 
     def _train(self, trainer: Trainer, first_step: int) -> Outcome:
@@ -220,6 +229,8 @@ class Life:
             step_seconds_median=statistics.median(self.step_seconds or [0.0]),
             peak_rss_bytes=int(peaks.max()),
             run=str(path),
+            skipped_steps=len(trainer.persistence.judge.skipped),
+            healed=trainer.persistence.judge.healed,
             ledger=[in_words(dict(zip(Phase, row))) for row in spent.tolist()],
         )
 
@@ -289,11 +300,12 @@ class _Place:
 def _place(comm: Communicator, config: Config, order: Order, stack: contextlib.ExitStack) -> _Place:
     """Where our launcher made the run's directory, or where worker 0 makes it now."""
     life = broadcast_text(comm, secrets.token_hex(8))
-    if order.path is not None:
+    if order.path is not None and order.contact is None:
         return _Place(order.path, life, tuple(range(comm.size)))
-    mine = str(stack.enter_context(claimed(config, order.source))) if comm.rank == 0 else ""
+    mine = str(order.path or stack.enter_context(claimed(config, order.source))) if comm.rank == 0 else ""
     with contextlib.suppress(OSError):  # then worker 0 writes alone
         if comm.rank == 0:
+            Path(mine).mkdir(mode=0o700, parents=True, exist_ok=True)  # its host may not be the launcher's
             Path(mine, f".{life}").touch(mode=0o600)
     path = Path(broadcast_text(comm, mine))
     seen = comm.gather(torch.tensor([(path / f".{life}").exists() or comm.rank == 0])).wait()
@@ -357,6 +369,20 @@ def _teller(worker: Worker, comm: Communicator, record: Recorder) -> Callable[[E
     return tell
 
 
+def _damaged(record: Recorder, error: CheckpointDamaged) -> None:
+    log.warning(error)
+    record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
+
+
+def _sound(read: Read, path: Path, record: Recorder) -> Found | None:
+    """The newest checkpoint of a run that is under way, if there is a sound one."""
+    try:
+        return read(path / "checkpoints", partial(_damaged, record))
+    except CheckpointDamaged as error:
+        _damaged(record, error)
+        return None
+
+
 def _newest(
     read: Read,
     config: Config,
@@ -369,12 +395,8 @@ def _newest(
     `meta` is what this life of the run would write into its own.
     """
 
-    def damaged(error: CheckpointDamaged) -> None:
-        log.warning(error)
-        record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
-
     try:
-        loaded = read(path / "checkpoints", damaged)
+        loaded = read(path / "checkpoints", partial(_damaged, record))
     except CheckpointDamaged as error:
         raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
     if loaded is None:

@@ -6,7 +6,7 @@ from unisono.checkpoint.compare import compare
 from unisono.checkpoint.container import Spec
 from unisono.checkpoint.convert import save_plain, store
 from unisono.checkpoint.directory import checkpoints
-from unisono.checkpoint.fingerprint import fingerprint, fingerprint_of
+from unisono.checkpoint.fingerprint import digest, fingerprint, fingerprint_of
 from unisono.checkpoint.holding import Piece, decode_holding, encode_holding, holding
 from unisono.checkpoint.opened import Opened, open_checkpoint
 from unisono.checkpoint.plain import Plain, open_plain
@@ -30,6 +30,7 @@ __all__ = [
     "compare",
     "damages",
     "decode_holding",
+    "digest",
     "encode_holding",
     "fingerprint",
     "fingerprint_of",

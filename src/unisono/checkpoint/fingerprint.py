@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, uint8
+from xxhash import xxh3_64
 
 from unisono.checkpoint.container import Spec, dtype_name
 from unisono.checkpoint.stream import Source
@@ -37,6 +38,15 @@ def fingerprint_of(source: Source, prefix: str = "model/") -> str:
     """
     names = sorted(name for name in source.specs if name.startswith(prefix))
     return _digest((name.removeprefix(prefix), source.specs[name], source.stream(name)) for name in names)
+
+
+def digest(tensors: Mapping[str, Tensor]) -> int:
+    """A quick number of 64 bits (XXH3) that says whether two sets of tensors of the same names, dtypes and shapes are
+    the same bits."""
+    found = xxh3_64()
+    for name in sorted(tensors):
+        found.update(raw_bytes(tensors[name]))
+    return found.intdigest()
 
 
 def _digest(tensors: Iterable[tuple[str, Spec, Iterator[memoryview]]]) -> str:

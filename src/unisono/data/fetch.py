@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,15 @@ class Fetch:
             return self(step, micro_batch)
         return self.watched(step, micro_batch)[0]
 
+    def flawed(self, step: int, micro_batch: int) -> list[int]:
+        """The samples of the batch with a number that is not finite, where tensors have a row for each sample."""
+        indices = self._plan.indices(step, micro_batch).tolist()
+        rows: set[int] = set()
+        for tensor in _all_tensors(self.seeded(step, micro_batch)):
+            if tensor.is_floating_point() and tensor.dim() and len(tensor) == len(indices):
+                rows |= set((~torch.isfinite(tensor)).view(len(indices), -1).any(1).nonzero().view(-1).tolist())
+        return [indices[row] for row in sorted(rows)]
+
     def watched(self, step: int, micro_batch: int) -> tuple[Batch, bool]:
         """As `seeded`, and whether the dataset drew random numbers."""
         before = _states()
@@ -83,6 +92,16 @@ class Fetch:
     def _sample(self, index: int) -> Any:
         with _noted(f"sample {index}"):
             return self._dataset[index]
+
+
+def _all_tensors(batch: Batch) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from _all_tensors(list(batch.values()))
+    elif isinstance(batch, list | tuple):
+        for each in batch:
+            yield from _all_tensors(each)
 
 
 @contextmanager

@@ -82,6 +82,11 @@ class Loader:
         """
         return self._all(step, self._mine(step))
 
+    def flawed(self, step: int, micro_batch: int) -> list[int]:
+        """The numbers of the samples of any worker's `micro_batch` that hold a number that is not finite; none where a
+        batch does not show its samples."""
+        return self._fetch.flawed(step, micro_batch)
+
     def turns(self, shares: Iterable[tuple[int, range]]) -> Iterator[Turn]:
         """What `shares` deal out, steps and micro-batches of each, one after the other, each with its batches and
         their numbers. `shares` is asked ahead of need, as far as batches are fetched ahead.

@@ -96,6 +96,11 @@ class Places:
         )
 
     @property
+    def alike(self) -> list[tuple[int, ...]]:
+        """For each place of a replica, who stands there in all replicas: they hold the same."""
+        return [self.along(rank, "replica") for rank in range(self.layout.workers)]
+
+    @property
     def lanes(self) -> int:
         """Workers that compute different micro-batches at the same time."""
         return self.replicas * self.layout.side_by_side

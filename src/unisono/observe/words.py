@@ -57,7 +57,7 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [("training loss", number(result["loss"]))]
     found += [(label(name), number(value)) for name, value in result["metrics"].items()]
     found += [
-        ("trained", f"{result['steps']:,} steps, {result['samples']:,} samples"),
+        ("trained", f"{result['steps']:,} steps, {result['samples']:,} samples{_dropped(result)}"),
         ("speed", f"{rate(result['samples_per_second'])} samples/s{typical}"),
         (
             "time",
@@ -76,6 +76,13 @@ def _time_spent(ledger: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     said = in_a_line(ledger)
     tip = advice(ledger)
     return [("goodput", f"{said} of the time after the start" + (f": {tip}" if tip else ""))] if said else []
+
+
+def _dropped(result: Mapping[str, Any]) -> str:
+    """What did not count, and what was healed, if anything."""
+    skipped, healed = result.get("skipped_steps", 0), result.get("healed", 0)
+    dropped = f"; {skipped:,} bad step{'s' * (skipped != 1)} dropped" if skipped else ""
+    return dropped + (f"; {healed:,} damaged replica{'s' * (healed != 1)} healed" if healed else "")
 
 
 def resume_command(run: str, steps: int | None = None) -> str:

@@ -1,0 +1,96 @@
+"""Whole trainings by virtual workers, with checkpoints on a real disk, and a hand in what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.assemble import Feed, bind, build
+from unisono.badstep import Judge
+from unisono.checkpoint import Writer, fingerprint, load_newest
+from unisono.comm import Simulated, outcomes
+from unisono.config import Config
+from unisono.observe import Nothing
+from unisono.persist import Persistence
+from unisono.replica import weights_of
+from unisono.settings import settle
+from unisono.task import Task
+from unisono.trainer import Trainer
+from unisono.wires import Wires
+
+Tamper = Callable[[int, int, Trainer], None]  # given the rank, the steps done and the trainer, between two steps
+
+
+class Remembering(Nothing):
+    """A record in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+
+    def event(self, event: str, /, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+
+@dataclass(frozen=True)
+class Life:
+    """What a worker came to."""
+
+    weights: str
+    optimizer: dict[str, Tensor]
+    loss: float
+    steps: int
+    skipped: tuple[int, ...]
+    healed: int
+    events: list[Mapping[str, Any]]
+
+
+def live(
+    workers: int, task: Task, path: Path, tamper: Tamper | None = None, *, resume: bool = False, **settings: Any
+) -> list[Life | BaseException]:
+    """What each of `workers` virtual workers came to, by rank."""
+    config = settle(task, {"compress": "Exact()", "load": "Inline()", **settings})
+    return outcomes(workers, _life, task, config, path, tamper, resume)
+
+
+def lived(workers: int, task: Task, path: Path, tamper: Tamper | None = None, **settings: Any) -> Life:
+    """As `live`, of worker 0, where all come to the same."""
+    lives = live(workers, task, path, tamper, **settings)
+    for each in lives:
+        if isinstance(each, BaseException):
+            raise each
+    found = [each for each in lives if isinstance(each, Life)]
+    assert len({(life.weights, life.skipped, life.healed) for life in found}) == 1
+    return found[0]
+
+
+def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tamper | None, resume: bool) -> Life:
+    with contextlib.ExitStack() as stack:
+        feed = Feed(task, config, comm.rank, comm.size, stack)
+        held, optimizer = build(task, config, torch.device("cpu"), comm)
+        writer = Writer(path / "checkpoints", comm.rank, comm.size, config.keep, lambda event: None, attempt="1")
+        stack.callback(writer.close)
+        newest = partial(load_newest, path / "checkpoints", lambda error: None)
+        meta = {"config": config.mapping()}
+        persistence = Persistence(
+            writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
+            judge=Judge(config.bad_step), newest=newest)  # fmt: skip
+        persistence.agree()
+        first = persistence.resume(newest() if resume and comm.rank == 0 else None)
+        record = Remembering()
+        trainer = bind(
+            task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence, record=record,
+            device=torch.device("cpu"), first_step=first)  # fmt: skip
+        if tamper:
+            record.step = lambda done, steps, fields: tamper(comm.rank, done, trainer)  # type: ignore[method-assign]
+        outcome = trainer.run(first)
+        state, judge = trainer.replica.state, persistence.judge
+        return Life(
+            fingerprint(weights_of(held.local)), {n: t.clone() for n, t in state.items() if n.startswith("/")},
+            outcome.loss, outcome.steps, tuple(sorted(judge.skipped)), judge.healed, record.events)  # fmt: skip
