@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from unisono.balance import Balance
 from unisono.batchnorm import synchronize_batchnorm
 from unisono.comm import Communicator
+from unisono.compress import Exact
 from unisono.config import Config
-from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
+from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
 from unisono.layout import AXES, Compute, Held, Places, Sample, as_it_is, blocks
@@ -47,9 +49,10 @@ class Feed:
         self.places = Places(config.layout, size)
         self.places.check_micro_batches(self.plan.micro_batches)
         ranges = assign(self.plan.micro_batches, [1.0] * self.places.lanes)
-        self.mine = ranges[self.places.lane(rank)]
+        self.mine = ranges[self.places.lane(rank)]  # of the first steps
         speakers = {self.places.lane(rank): rank for rank in reversed(range(size))}
-        self.worker_of = [speakers[lane] for lane, r in enumerate(ranges) for _ in r].__getitem__
+        who = [speakers[lane] for lane in range(len(ranges))]
+        self.shares = Shares(ranges, self.places.lane(rank), who, most_ahead(config.load))
         self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
 
     def sample(self) -> Sample:
@@ -72,7 +75,7 @@ class Feed:
     def loader(self, first_step: int) -> Loader:
         """Loads this worker's micro-batches from `first_step` on."""
         loader = Loader(
-            self.dataset, self.plan, lambda _: self.mine, self.task.collate, self.config.load, self.config.seed,
+            self.dataset, self.plan, self.shares.mine, self.task.collate, self.config.load, self.config.seed,
             first_step, self.steps)  # fmt: skip
         self._stack.callback(loader.close)
         return loader
@@ -196,14 +199,41 @@ def bind(
         weight=task.weight or samples_in,
         move=move,
         seed=config.seed,
-        mine=feed.mine,
-        worker_of=feed.worker_of,
+        balance=_balance(config, feed, replica, comm, record, device),
         factor=lambda t: schedule(t, feed.steps),
         steps=feed.steps,
         global_batch=feed.plan.global_batch,
         evaluate_every=config.evaluate_every,
         stop_asked=stop_asked,
     )
+
+
+def _balance(
+    config: Config, feed: Feed, replica: Replica, comm: Communicator, record: Recorder, device: torch.device
+) -> Balance:
+    """Shares follow speeds where that can be, and the user says so or would not see it in the result."""
+    if config.balance == "on" and (reason := _alike(config, replica)):
+        raise InvalidInput("balance", config.balance, reason, "leave it out")
+    follow: bool | None = config.balance == "on"
+    if config.balance == "auto" and not _alike(config, replica):
+        follow = isinstance(config.compress, Exact) or None  # there no bit depends on who computes what
+    finish = torch.cuda.current_stream(device).synchronize if device.type == "cuda" and follow else lambda: None
+    return Balance(feed.shares, follow, comm.rank, record, comm.now, lambda: replica.waited_seconds, finish,
+                   config.remove_slower_than)  # fmt: skip
+
+
+def _alike(config: Config, replica: Replica) -> str:
+    """Why all workers have to compute as many micro-batches as each other, or that somebody else deals them out; empty
+    if they need not."""
+    if config.layout.workers > 1:
+        return f"with {show(config.layout)} workers compute a micro-batch together, and as many of them side by side"
+    if config.sync_batchnorm:
+        return "with sync_batchnorm all workers compute as many micro-batches, side by side"
+    if not replica.lockstep:
+        return f"with {show(config.sync)} each worker takes steps of its own, as fast as it can"
+    if getattr(config.sync, "reduce", "mean") != "mean":
+        return f"with {show(config.sync)} a worker's micro-batches count as one, however many they are"
+    return ""
 
 
 def _check_concurrent(config: Config, plan: MicroBatchPlan, lanes: int, replica: Replica) -> None:

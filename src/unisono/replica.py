@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,6 +32,7 @@ class Replica:
 
     Attributes:
         remembers: whether its messages may leave out what it then owes, see `owed`: the same on all workers.
+        waited_seconds: for weights that were on their way when a forward pass came to them, in all.
 
     Args:
         micro_batches: of one step, over all workers.
@@ -85,8 +86,9 @@ class Replica:
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
         self._asking: Asking | None = None
+        self.waited_seconds = 0.0
         if self._sync.defers and lazy and listener is None and not self._wires.spread and Asking.fits(model):
-            self._asking = Asking(model, self._names, self._sync.need)
+            self._asking = Asking(model, self._names, self._awaited)
         side_by_side = self._wires.lanes if self.lockstep else self._wires.shards
         together = self.lockstep or self._wires.spread
         lane = side_by_side.lane("statistics") if together else None
@@ -114,6 +116,11 @@ class Replica:
     def need(self) -> None:
         """Between two steps: the weights that this replica goes on with are here, in the parameters."""
         self._sync.need()
+
+    def _awaited(self, names: Collection[str] | None) -> None:
+        began = self._comm.now()
+        self._sync.need(names)
+        self.waited_seconds += self._comm.now() - began
 
     def meet(self) -> None:
         """All workers call it alike, between two steps: afterwards all replicas and optimizers are equal, and go on

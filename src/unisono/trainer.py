@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.balance import Balance
 from unisono.comm import Communicator
 from unisono.data import Loader, Turn, seed_compute, stream
 from unisono.errors import InvalidInput
@@ -42,7 +43,7 @@ class Trainer:
         passage: the context in which a micro-batch is computed, which knows what of it is this worker's.
         weight: what a batch counts in the mean over the global batch.
         move: brings a batch to the model's device.
-        mine: the micro-batches of a step that this worker computes; `worker_of` says whose one is.
+        balance: which micro-batches of a step this worker computes, as fast as workers were found to be.
         factor: the learning rate's factor at a step.
         stop_asked: True once this worker was asked to stop; all workers then stop after the same step.
     """
@@ -61,8 +62,7 @@ class Trainer:
     weight: Callable[[Batch], float]
     move: Callable[[Batch], Batch]
     seed: int
-    mine: range
-    worker_of: Callable[[int], int]
+    balance: Balance
     factor: Callable[[int], float]
     steps: int
     global_batch: int
@@ -88,9 +88,10 @@ class Trainer:
                 started = self.comm.now()
 
                 self.learning_rate.set(self.factor(t))
-                self.compute_all(t, mine, batches)
+                with self.balance.measured(len(mine)):
+                    self.compute_all(t, mine, batches)
                 step = self.replica.settle()
-                step.check_finite(t, self.worker_of)
+                step.check_finite(t, partial(self.balance.shares.worker_of, t))
                 self.persistence.before_change()
                 step.apply()
 
@@ -123,7 +124,8 @@ class Trainer:
         due = [n * (self.done // n + 1) for n in (self.persistence.every, self.evaluate_every) if n]
         shares = self.replica.shares(self.done, min([self.steps, *due]), self.stop_asked)
         if shares is None:
-            return False, ((t, self.mine, self.loader.batches(t)) for t in range(self.done, self.steps))
+            mine = self.balance.shares.mine
+            return False, ((t, mine(t), self.loader.batches(t)) for t in range(self.done, self.steps))
         return True, self.loader.turns(shares)
 
     def meet_after(self, dealt: int) -> None:
@@ -135,7 +137,7 @@ class Trainer:
 
     def says(self) -> list[float]:
         """This worker's numbers for the control word."""
-        said = Said(stop=self.stop_asked(), written=self.persistence.outcome)
+        said = Said(stop=self.stop_asked(), written=self.persistence.outcome, pace=self.balance.pace)
         return numbers(said, self.comm.rank, self.comm.size)
 
     def meet(self, words: Sequence[float]) -> None:
@@ -145,6 +147,7 @@ class Trainer:
             self.replica.meet()
         self.persistence.after_step(self.done, [each.written for each in said])
         self.stopping = any(each.stop for each in said)
+        self.balance.hear(self.done, [each.pace for each in said])
 
     def evaluate_if_due(self) -> None:
         """Evaluate if it was due since the last time; what is due after the last step comes at the end."""
