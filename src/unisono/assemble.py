@@ -184,10 +184,11 @@ def bind(
         evaluator = Evaluator(
             task, comm.lane("evaluation"), runs, move, here.replica, feed.places.replicas,
             not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
+    loader = feed.loader(first_step)
     return trainer(
         model=held.model,
         replica=replica,
-        loader=feed.loader(first_step),
+        loader=loader,
         comm=comm,
         record=record,
         persistence=persistence,
@@ -199,7 +200,7 @@ def bind(
         weight=task.weight or samples_in,
         move=move,
         seed=config.seed,
-        balance=_balance(config, feed, replica, comm, record, device),
+        balance=_balance(config, feed, replica, loader, comm, record, device),
         factor=lambda t: schedule(t, feed.steps),
         steps=feed.steps,
         global_batch=feed.plan.global_batch,
@@ -209,7 +210,13 @@ def bind(
 
 
 def _balance(
-    config: Config, feed: Feed, replica: Replica, comm: Communicator, record: Recorder, device: torch.device
+    config: Config,
+    feed: Feed,
+    replica: Replica,
+    loader: Loader,
+    comm: Communicator,
+    record: Recorder,
+    device: torch.device,
 ) -> Balance:
     """Shares follow speeds where that can be, and the user says so or would not see it in the result."""
     if config.balance == "on" and (reason := _alike(config, replica)):
@@ -218,15 +225,16 @@ def _balance(
     if config.balance == "auto" and not _alike(config, replica):
         follow = isinstance(config.compress, Exact) or None  # there no bit depends on who computes what
     finish = torch.cuda.current_stream(device).synchronize if device.type == "cuda" and follow else lambda: None
-    return Balance(feed.shares, follow, comm.rank, record, comm.now, lambda: replica.waited_seconds, finish,
-                   config.remove_slower_than)  # fmt: skip
+    return Balance(
+        feed.shares, follow, comm.rank, record, comm.now, lambda: replica.waited_seconds, lambda: loader.ahead_seconds,
+        finish, config.remove_slower_than)  # fmt: skip
 
 
 def _alike(config: Config, replica: Replica) -> str:
     """Why all workers have to compute as many micro-batches as each other, or that somebody else deals them out; empty
     if they need not."""
     if config.layout.workers > 1:
-        return f"with {show(config.layout)} workers compute a micro-batch together, and as many of them side by side"
+        return "workers compute a micro-batch together, or as many of them side by side"
     if config.sync_batchnorm:
         return "with sync_batchnorm all workers compute as many micro-batches, side by side"
     if not replica.lockstep:

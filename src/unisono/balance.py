@@ -26,6 +26,8 @@ class Balance:
         follow: whether shares follow speeds; None: they could, but the user has to say so.
         now: the clock.
         waited: seconds that this worker has waited for others while it computed, in all.
+        fetching: seconds that fetching its batches ahead has taken, in all. That is hidden while others are slower, and
+            would not be if it had more of them.
         finish: returns when what was computed so far is computed, on a device with a queue.
         remove_slower_than: times as long as the others, from which on a worker is asked to leave.
 
@@ -40,6 +42,7 @@ class Balance:
     record: Recorder
     now: Callable[[], float]
     waited: Callable[[], float]
+    fetching: Callable[[], float]
     finish: Callable[[], None]
     remove_slower_than: float | None = None
     pace: float = 0.0
@@ -57,16 +60,16 @@ class Balance:
     @contextmanager
     def measured(self, micro_batches: int) -> Iterator[None]:
         """Inside, so many micro-batches are computed."""
-        began, waited = self.now(), self.waited()
+        began, fetched = self.now() - self.waited(), self.fetching()
         yield
         self.finish()
-        self.pace = (self.now() - began - (self.waited() - waited)) / micro_batches
+        self.pace = max(self.now() - self.waited() - began, self.fetching() - fetched) / micro_batches
 
     def hear(self, done: int, paces: Sequence[float]) -> None:
         """After `done` steps, what all workers said. They said it during the last of these, of the one before."""
         if done < self.shares.settled_from + 2:
             return
-        seconds = self._stock.hear(paces) if len(paces) > 1 else None
+        seconds = self._stock.hear(paces, max(self.shares.counts)) if len(paces) > 1 else None
         if seconds is not None:
             self._take_stock(done, seconds)
 

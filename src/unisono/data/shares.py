@@ -8,6 +8,7 @@ All workers hear the same numbers between the same two steps, so they come to th
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
@@ -29,9 +30,9 @@ def quickest(micro_batches: int, seconds: Sequence[float]) -> list[int]:
         seconds: that each worker takes for one of them.
 
     Raises:
-        ValueError: more workers than micro-batches, or a time that is not above 0.
+        ValueError: more workers than micro-batches, or a time that is not finite and above 0.
     """
-    if not 0 < len(seconds) <= micro_batches or not min(seconds) > 0:
+    if not 0 < len(seconds) <= micro_batches or not all(0 < each < math.inf for each in seconds):
         raise ValueError(f"{micro_batches} micro-batches for workers that take {list(seconds)} seconds each")
     counts = [1] * len(seconds)
     next_done = [(2 * each, worker) for worker, each in enumerate(seconds)]
@@ -72,11 +73,12 @@ class Stock:
         self._heard: list[Sequence[float]] = []
         self._seconds = 0.0
 
-    def hear(self, paces: Sequence[float]) -> list[float] | None:
-        """Of one step; 0 from a worker that does not know. Returns the medians when they are due."""
-        if all(pace > 0 for pace in paces):
+    def hear(self, paces: Sequence[float], micro_batches: int) -> list[float] | None:
+        """Of one step, in which a worker had so many at most; 0 from a worker that does not know. Returns the medians
+        when they are due."""
+        if all(0 < pace < math.inf for pace in paces):
             self._heard.append(paces)
-            self._seconds += max(paces)
+            self._seconds += micro_batches * max(paces)
         if len(self._heard) < STOCK_STEPS or self._seconds < STOCK_SECONDS:
             return None
         medians = [median(each) for each in zip(*self._heard, strict=True)]
