@@ -42,16 +42,16 @@ def ways(asked: argparse.Namespace) -> dict[str, Callable[[], Report]]:
     """All that is measured in a repeat."""
     script, fast, slow = str(PEERS / "unequal.py"), asked.cores, asked.cores * asked.slowed_to
     here, both, few = [str(BIN / "python"), script], [fast, slow], TIMED + 2
-    ours = lambda *options: functools.partial(run, [*here, "unisono", *options], both, asked, asked.steps)
+    ours = lambda steps, *options: functools.partial(run, [*here, "unisono", *options], both, asked, steps)
     together = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", script, "ddp"]
     return {
         FAST: functools.partial(run, [*here, "alone"], [fast], asked, few),
         SLOW: functools.partial(run, [*here, "alone"], [slow], asked, few),
-        BALANCED: ours("--balance=on"),
-        ALIKE: functools.partial(run, [*here, "unisono", "--balance=off"], both, asked, few),
+        BALANCED: ours(asked.steps, "--balance=on"),
+        ALIKE: ours(few, "--balance=off"),
         DDP: functools.partial(run, together, both, asked, few),
-        EXACT: ours("--compress=Exact()"),
-        EXACT_ALIKE: ours("--compress=Exact()", "--balance=off"),
+        EXACT: ours(asked.steps, "--compress=Exact()"),
+        EXACT_ALIKE: ours(asked.steps, "--compress=Exact()", "--balance=off"),
     }
 
 
@@ -77,9 +77,9 @@ def told(speeds: Mapping[str, Sequence[float]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, repeats=5)
-    parser.add_argument("--steps", type=int, default=50, help="of runs whose shares follow")
+    parser.add_argument("--steps", type=int, default=40, help="of runs whose shares follow")
     parser.add_argument("--micro-batches", type=int, default=28, help="of a step, over both workers")
-    parser.add_argument("--micro-batch", type=int, default=4, help="windows that a worker computes at once")
+    parser.add_argument("--micro-batch", type=int, default=2, help="windows that a worker computes at once")
     parser.add_argument("--cores", type=float, default=1.0, help="what a worker may use of a core")
     parser.add_argument("--slowed-to", type=float, default=0.4, help="the slow one's part of that")
     asked = parser.parse_args(arguments)
