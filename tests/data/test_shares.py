@@ -45,6 +45,7 @@ def test_like_workers_have_what_all_have_at_first(micro_batches, workers, each) 
     [
         (8, [1, 2.5], [6, 2]),
         (28, [1, 2.5], [20, 8]),
+        (16, [1, 2.5], [12, 4]),  # of 11.4 and 4.6
         (4, [1, 1000, 1], [2, 1, 1]),
         (3, [5, 1, 9], [1, 1, 1]),
         (5, [2, 1], [2, 3]),
