@@ -14,7 +14,7 @@ import torch
 
 from tests.training import HERE, Noisy, regression, train
 from unisono import Task
-from unisono.balance import Balance
+from unisono.balance import Balance, Follow
 from unisono.comm import Link
 from unisono.data import Shares, assign
 from unisono.data.shares import STOCK_STEPS, last_done, quickest
@@ -50,7 +50,7 @@ class Record:
         return [event for event in self.events if event["event"] == kind]
 
 
-def balance(workers: int, follow: bool | None, rank: int = 0, **more: Any) -> tuple[Balance, Record]:
+def balance(workers: int, follow: Follow, rank: int = 0, **more: Any) -> tuple[Balance, Record]:
     record = Record()
     shares = Shares(assign(MICRO_BATCHES, [1.0] * workers), rank, range(workers), 0)
     return Balance(shares, follow, rank, record, lambda: 0.0, lambda: 0.0, lambda: 0.0, lambda: None, **more), record
@@ -68,7 +68,7 @@ def hear(each: Balance, seconds: Sequence[float], stocks: int) -> None:
 @pytest.mark.parametrize(("fetching", "pace"), [(0.0, 1.0), (4.0, 1.0), (12.0, 3.0)])
 def test_a_pace_has_no_waiting_in_it_but_the_fetching_that_others_slowness_hides(fetching, pace) -> None:
     clock, waited, fetched = iter([10.0, 16.0]), iter([1.0, 3.0]), iter([5.0, 5.0 + fetching])
-    each, _ = balance(2, True)
+    each, _ = balance(2, Follow.YES)
     each.now, each.waited, each.fetching = clock.__next__, waited.__next__, fetched.__next__
     assert each.pace == 0
     with each.measured(4):
@@ -80,7 +80,7 @@ def test_a_pace_has_no_waiting_in_it_but_the_fetching_that_others_slowness_hides
 
 
 def test_a_worker_that_lags_far_is_named_once_and_stays() -> None:
-    each, record = balance(3, True)
+    each, record = balance(3, Follow.YES)
     hear(each, [0.1, 0.5, 0.1], stocks=6)
     (named,) = record.of("slow worker")
     assert (named["worker"], named["times"], named["removed"]) == (1, pytest.approx(5.0), False)
@@ -92,13 +92,13 @@ def test_a_worker_that_lags_far_is_named_once_and_stays() -> None:
 
 @pytest.mark.parametrize("paces", [[0.1, 0.25], [0.1, 0.1, 0.29], [0.1, 0.1, 0.1]])
 def test_others_are_not_named(paces) -> None:
-    each, record = balance(len(paces), True)
+    each, record = balance(len(paces), Follow.YES)
     hear(each, paces, stocks=6)
     assert not record.of("slow worker")
 
 
 def test_who_was_slow_for_a_while_is_not_named() -> None:
-    each, record = balance(2, False)
+    each, record = balance(2, Follow.NO)
     hear(each, [0.1, 0.9], stocks=1)
     hear(each, [0.1, 0.1], stocks=2)
     assert not record.of("slow worker")
@@ -107,7 +107,7 @@ def test_who_was_slow_for_a_while_is_not_named() -> None:
 @pytest.mark.parametrize(("limit", "leaves"), [(None, set()), (6.0, set()), (4.0, {1}), (2.0, {1})])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_it_leaves_only_if_the_user_allows_it(limit, leaves, rank) -> None:
-    each, record = balance(3, False, rank=rank, remove_slower_than=limit)
+    each, record = balance(3, Follow.NO, rank=rank, remove_slower_than=limit)
     hear(each, [0.1, 0.5, 0.1], stocks=6)
     assert each.asked_to_leave == leaves
     assert each.leave_asked == (rank in leaves)
@@ -117,7 +117,7 @@ def test_it_leaves_only_if_the_user_allows_it(limit, leaves, rank) -> None:
 
 
 def test_where_shares_could_follow_it_is_said_once() -> None:
-    each, record = balance(2, None)
+    each, record = balance(2, Follow.IF_ASKED)
     hear(each, [0.1, 0.25], stocks=4)
     (hint,) = record.of("unequal workers")
     assert "0.1, 0.25 s for a micro-batch" in hint["words"]
@@ -127,7 +127,9 @@ def test_where_shares_could_follow_it_is_said_once() -> None:
     assert each.shares.counts == [6, 6]
 
 
-@pytest.mark.parametrize(("follow", "paces"), [(None, [0.1, 0.12]), (False, [0.1, 0.25]), (True, [0.1, 0.25])])
+@pytest.mark.parametrize(
+    ("follow", "paces"), [(Follow.IF_ASKED, [0.1, 0.12]), (Follow.NO, [0.1, 0.25]), (Follow.YES, [0.1, 0.25])]
+)
 def test_else_it_is_not_said(follow, paces) -> None:
     each, record = balance(2, follow)
     hear(each, paces, stocks=4)
@@ -242,7 +244,7 @@ def test_a_slow_worker_computes_less_and_the_weights_are_the_same(tmp_path: Path
 
     alone = run(1, "alone", 0.0)
     assert run(2, "fixed", 0.0, balance="off") == alone
-    assert run(2, "moving", 8e-3) == alone
+    assert run(2, "moving", 12e-3) == alone
     lines = [json.loads(line) for line in (tmp_path / "moving" / "events.jsonl").read_text().splitlines()]
     shares = [line["micro_batches"] for line in lines if line["event"] == "shares"]
     assert shares

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from unisono.balance import Balance
+from unisono.balance import Balance, Follow
 from unisono.batchnorm import synchronize_batchnorm
 from unisono.comm import Communicator
 from unisono.compress import Exact
@@ -221,10 +221,11 @@ def _balance(
     """Shares follow speeds where that can be, and the user says so or would not see it in the result."""
     if config.balance == "on" and (reason := _alike(config, replica)):
         raise InvalidInput("balance", config.balance, reason, "leave it out")
-    follow: bool | None = config.balance == "on"
-    if config.balance == "auto" and not _alike(config, replica):
-        follow = isinstance(config.compress, Exact) or None  # there no bit depends on who computes what
-    finish = torch.cuda.current_stream(device).synchronize if device.type == "cuda" and follow else lambda: None
+    follow = Follow.YES if config.balance == "on" else Follow.NO
+    if config.balance == "auto" and not _alike(config, replica):  # in exact mode no bit depends on who computes what
+        follow = Follow.YES if isinstance(config.compress, Exact) else Follow.IF_ASKED
+    queues = device.type == "cuda" and follow is Follow.YES
+    finish = torch.cuda.current_stream(device).synchronize if queues else lambda: None
     return Balance(
         feed.shares, follow, comm.rank, record, comm.now, lambda: replica.waited_seconds, lambda: loader.ahead_seconds,
         finish, config.remove_slower_than)  # fmt: skip

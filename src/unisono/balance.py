@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 
 from unisono.data import Shares, Stock, slowness
 from unisono.observe import Recorder
@@ -17,13 +18,20 @@ SLOW = 3.0  # times as long as the others, and a worker is named
 UNEQUAL = 0.2  # of a step's time that other shares would save, and it is said that they could be had
 
 
+class Follow(Enum):
+    """Whether shares follow speeds."""
+
+    YES = "yes"
+    IF_ASKED = "if asked"  # they could, but the user would see it in the result, and has not asked for it
+    NO = "no"
+
+
 @dataclass
 class Balance:
     """One worker's end.
 
     Args:
         shares: of all workers.
-        follow: whether shares follow speeds; None: they could, but the user has to say so.
         now: the clock.
         waited: seconds that this worker has waited for others while it computed, in all.
         fetching: seconds that fetching its batches ahead has taken, in all. That is hidden while others are slower, and
@@ -37,7 +45,7 @@ class Balance:
     """
 
     shares: Shares
-    follow: bool | None
+    follow: Follow
     rank: int
     record: Recorder
     now: Callable[[], float]
@@ -74,11 +82,11 @@ class Balance:
             self._take_stock(done, seconds)
 
     def _take_stock(self, done: int, seconds: Sequence[float]) -> None:
-        if self.follow and self.shares.follow(done, seconds):
+        if self.follow is Follow.YES and self.shares.follow(done, seconds):
             self.record.event("shares", step=done, micro_batches=self.shares.counts, seconds=list(seconds))
         now = slowness(seconds)
         lasting = [min(before, after) for before, after in zip(self._lagged or [1.0] * len(now), now)]
-        if self.follow is None and self._lagged and not self._hinted:
+        if self.follow is Follow.IF_ASKED and self._lagged and not self._hinted:
             self._hint(done, seconds)
         self._lagged = now
         for worker, times in enumerate(lasting):
@@ -100,7 +108,7 @@ class Balance:
         if leaves:
             return f"it is asked to leave, by remove_slower_than = {self.remove_slower_than:g}"
         cure = "look at what else runs on its machine, and at its disk; with remove_slower_than it would leave"
-        if not self.follow:
+        if self.follow is not Follow.YES:
             return cure
         return f"it gets {self.shares.counts[worker]} of {self.shares.micro_batches} micro-batches; {cure}"
 
