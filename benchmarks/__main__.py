@@ -1,6 +1,7 @@
 """All benchmarks of one host, one after the other: ``python -m benchmarks [--repeats N] [--json FOLDER]``.
 
-Those of `netlab` take an hour or more, and that of layouts' memory needs root: they are run by themselves.
+Those of `netlab` take an hour or more, and those of layouts' memory and of unequal workers need root: they are run by
+themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 import benchmarks
 
 NOT_ONE = {"__main__", "harness", "links", "netlab", "peers"}
-CAMPAIGNS = {"layout_memory", "netlab_compressors", "netlab_loss", "netlab_slowed", "simulate"}
+CAMPAIGNS = {"layout_memory", "netlab_compressors", "netlab_loss", "netlab_slowed", "simulate", "unequal"}
 
 
 def main() -> int:

@@ -113,13 +113,13 @@ WHAT: dict[str, Callable[[Figure], int]] = {
 
 
 @contextmanager
-def groups() -> Iterator[Path]:
-    """A control group for those of the workers; what is still in them at the end is killed.
+def groups(kind: str = "memory") -> Iterator[Path]:
+    """A control group of the controller `kind` for those of the workers; what is still in them at the end is killed.
 
     Raises:
         Unavailable: there is no such controller, or the kernel refuses.
     """
-    group = controller("memory") / f"unisono-{os.getpid()}"
+    group = controller(kind) / f"unisono-{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import gpu, harness, layout_memory, layout_speed
+from benchmarks import gpu, harness, layout_memory, layout_speed, unequal
 from benchmarks.harness import Claim, Spread, Verdict
 from benchmarks.netlab.errors import Unavailable
 
@@ -103,3 +103,13 @@ def test_a_model_that_is_too_large_for_one_worker_trains_on_two(monkeypatch: pyt
     assert laid.report["loss"] < 6, laid
     assert alone.killed == 1, alone
     assert "SIGKILL" in alone.report["failed"], alone
+
+
+def test_unequal_workers_are_judged_by_the_sum_of_their_own_speeds() -> None:
+    speeds = {unequal.FAST: [100.0], unequal.SLOW: [40.0], unequal.BALANCED: [133.0], unequal.DDP: [80.0]}
+    kept, against_ddp = unequal.judged(speeds)
+    assert kept.ratio.median == pytest.approx(0.95)
+    assert against_ddp.ratio.median == pytest.approx(133 / 80)
+    assert kept.holds
+    assert against_ddp.holds
+    assert not unequal.judged({**speeds, unequal.BALANCED: [128.0]})[0].holds

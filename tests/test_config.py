@@ -29,7 +29,7 @@ FIELD_VALUES = VALUES | {name: st.sampled_from(choices) for name, choices in CHO
         lambda run: run.lower() != "none"),  # which means that none is given; such a directory is written ./none
     "resume": st.booleans(),
     "overlap": st.booleans(), "threads": st.integers(0, 64), "compile": st.booleans(), "sync_batchnorm": st.booleans(),
-    "deadline_seconds": FACTOR,
+    "remove_slower_than": st.floats(1.01, 1e6), "deadline_seconds": FACTOR,
 }
 # fmt: on
 

@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from unisono.badstep import RollBack, Stop
+from unisono.balance import Balance, Follow
 from unisono.batchnorm import synchronize_batchnorm
 from unisono.comm import Communicator
+from unisono.compress import Exact
 from unisono.config import Config
-from unisono.data import Loader, MicroBatchPlan, assign, seed_compute, stream
+from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
 from unisono.guard import Guard
@@ -30,6 +32,7 @@ from unisono.presence import Presence, Unchanging
 from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters
 from unisono.said import NUMBERS
 from unisono.schedule import Constant
+from unisono.settings import recovers
 from unisono.sync import AllReduce
 from unisono.task import Batch, Task, build_dataset
 from unisono.trainer import Trainer
@@ -51,9 +54,10 @@ class Feed:
         self.places = Places(config.layout, size)
         self.places.check_micro_batches(self.plan.micro_batches)
         ranges = assign(self.plan.micro_batches, [1.0] * self.places.lanes)
-        self.mine = ranges[self.places.lane(rank)]
+        self.mine = ranges[self.places.lane(rank)]  # of the first steps
         speakers = {self.places.lane(rank): rank for rank in reversed(range(size))}
-        self.worker_of = [speakers[lane] for lane, r in enumerate(ranges) for _ in r].__getitem__
+        who = [speakers[lane] for lane in range(len(ranges))]
+        self.shares = Shares(ranges, self.places.lane(rank), who, most_ahead(config.load))
         self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
 
     def sample(self) -> Sample:
@@ -76,7 +80,7 @@ class Feed:
     def loader(self, first_step: int) -> Loader:
         """Loads this worker's micro-batches from `first_step` on."""
         loader = Loader(
-            self.dataset, self.plan, lambda _: self.mine, self.task.collate, self.config.load, self.config.seed,
+            self.dataset, self.plan, self.shares.mine, self.task.collate, self.config.load, self.config.seed,
             first_step, self.steps)  # fmt: skip
         self._stack.callback(loader.close)
         return loader
@@ -165,7 +169,8 @@ def bind(
         held.local, optimizer, wires.replicas, held=held, wires=wires, sync=config.sync, compress=config.compress,
         micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
-        extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config))  # fmt: skip
+        extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config),
+        repeats=recovers(config))  # fmt: skip
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, feed.places.lanes, replica)
     _check_dropping(config, replica)
@@ -189,9 +194,9 @@ def bind(
             not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
     loader = feed.loader(first_step)
     guard = Guard(
-        replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed, worker_of=feed.worker_of,
-        clips=config.clip is not None, compare_every=config.compare_every, places=feed.places.alike,
-    )  # fmt: skip
+        replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
+        worker_of=feed.shares.worker_of, clips=config.clip is not None, compare_every=config.compare_every,
+        places=feed.places.alike)  # fmt: skip
     return trainer(
         model=held.model,
         replica=replica,
@@ -207,8 +212,8 @@ def bind(
         weight=task.weight or samples_in,
         move=move,
         seed=config.seed,
-        mine=feed.mine,
         guard=guard,
+        balance=_balance(config, feed, replica, loader, comm, record, device),
         factor=lambda t: schedule(t, feed.steps),
         steps=feed.steps,
         global_batch=feed.plan.global_batch,
@@ -238,6 +243,42 @@ def _check_dropping(config: Config, replica: Replica) -> None:
         raise InvalidInput(
             "bad_step", show(config.bad_step), "only whole replicas that keep their state themselves go back while "
             "they run", "write Skip(), or use AllReduce() without a layout")  # fmt: skip
+
+
+def _balance(
+    config: Config,
+    feed: Feed,
+    replica: Replica,
+    loader: Loader,
+    comm: Communicator,
+    record: Recorder,
+    device: torch.device,
+) -> Balance:
+    """Shares follow speeds where that can be, and the user says so or would not see it in the result."""
+    if config.balance == "on" and (reason := _alike(config, replica)):
+        raise InvalidInput("balance", config.balance, reason, "leave it out")
+    follow = Follow.YES if config.balance == "on" else Follow.NO
+    if config.balance == "auto" and not _alike(config, replica):  # in exact mode no bit depends on who computes what
+        follow = Follow.YES if isinstance(config.compress, Exact) else Follow.IF_ASKED
+    queues = device.type == "cuda" and follow is Follow.YES
+    finish = torch.cuda.current_stream(device).synchronize if queues else lambda: None
+    return Balance(
+        feed.shares, follow, comm.rank, record, comm.now, lambda: replica.waited_seconds, lambda: loader.ahead_seconds,
+        finish, config.remove_slower_than)  # fmt: skip
+
+
+def _alike(config: Config, replica: Replica) -> str:
+    """Why all workers have to compute as many micro-batches as each other, or that somebody else deals them out; empty
+    if they need not."""
+    if config.layout.workers > 1:
+        return "workers compute a micro-batch together, or as many of them side by side"
+    if config.sync_batchnorm:
+        return "with sync_batchnorm all workers compute as many micro-batches, side by side"
+    if not replica.lockstep:
+        return f"with {show(config.sync)} each worker takes steps of its own, as fast as it can"
+    if getattr(config.sync, "reduce", "mean") != "mean":
+        return f"with {show(config.sync)} a worker's micro-batches count as one, however many they are"
+    return ""
 
 
 def _check_concurrent(config: Config, plan: MicroBatchPlan, lanes: int, replica: Replica) -> None:

@@ -59,6 +59,11 @@ class Config:
             sequences; about a third more to compute) or ``selective`` (all but products of matrices, attention and
             sums over workers; less memory saved, little more to compute).
         sync_batchnorm: batch normalisation over the workers' concurrent micro-batches.
+        balance: whether a faster worker computes more of a step's micro-batches: ``on``, ``off``, or ``auto``, which is
+            on with ``Exact()``. Without that, sums round differently depending on who computed what, and a run is no
+            more the same to the bit when it is repeated.
+        remove_slower_than: a worker that lastingly takes more than so many times as long for a micro-batch as the
+            others (above 1) has to leave; None removes nobody.
         deadline_seconds: how long a silent peer is waited for.
         bad_step: what becomes of a step whose loss or gradient is not finite, or whose loss leaps.
         compare_every: steps between comparisons of the replicas, bit for bit; one that differs from most is given their
@@ -94,6 +99,8 @@ class Config:
     compile: bool = False
     recompute: str = "none"
     sync_batchnorm: bool = False
+    balance: str = "auto"
+    remove_slower_than: float | None = None
     deadline_seconds: float = 300.0
     bad_step: BadStep = Stop()
     compare_every: int = 0
@@ -140,6 +147,7 @@ CHOICES = {
     "recompute": ("none", "blocks", "selective"),
     "device": ("auto", "cpu", "cuda"),
     "communicator": ("auto", "shared_memory", "gloo", "nccl"),
+    "balance": ("auto", "on", "off"),
 }
 _AT_LEAST = {
     "workers": 1,
@@ -243,5 +251,8 @@ def _check_bounds(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
             raise InvalidInput(name, value, "not a positive number", "use a number above 0")
+    factor = config.remove_slower_than
+    if factor is not None and not 1 < factor < float("inf"):
+        raise InvalidInput("remove_slower_than", factor, "not above 1", "write for instance 3")
     if config.steps is not None and config.epochs is not None:
         raise InvalidInput("epochs", config.epochs, f"steps = {config.steps} is given too", "give one of the two")

@@ -35,7 +35,7 @@ class Guard:
         comm: of all workers.
         samples: their numbers in a micro-batch of a step.
         flawed: of these, the numbers of those that hold a number that is not finite.
-        worker_of: who computes a micro-batch.
+        worker_of: who computes a step's micro-batch.
         clips: whether norms are computed anyhow.
         compare_every: steps between two comparisons of the replicas; 0 compares none.
         places: the workers at each place of all replicas.
@@ -50,7 +50,7 @@ class Guard:
     comm: Communicator
     samples: Callable[[int, int], Iterable[int]]
     flawed: Callable[[int, int], Sequence[int]]
-    worker_of: Callable[[int], int]
+    worker_of: Callable[[int, int], int]
     clips: bool
     compare_every: int
     places: Sequence[Sequence[int]]
@@ -133,7 +133,9 @@ class Guard:
             flawed = self.flawed(bad.step, m)
             held = f", of which {_listed(flawed)} hold{'s' * (len(flawed) == 1)} what is not finite" if flawed else ""
             samples = _listed(self.samples(bad.step, m))
-            places.append(f"micro-batch {m}, computed by worker {self.worker_of(m)} from samples {samples}{held}")
+            places.append(
+                f"micro-batch {m}, computed by worker {self.worker_of(bad.step, m)} from samples {samples}{held}"
+            )
         where = f", {'; also in '.join(places)}" if places else ""
         return f"{bad.why} in step {bad.step}{where}"
 
@@ -142,7 +144,7 @@ class Guard:
         self.record.event(
             "bad step", step=bad.step, micro_batches=list(bad.micro_batches),
             samples=[int(i) for m in bad.micro_batches for i in self.samples(bad.step, m)],
-            workers=sorted({self.worker_of(m) for m in bad.micro_batches}), words=words)  # fmt: skip
+            workers=sorted({self.worker_of(bad.step, m) for m in bad.micro_batches}), words=words)  # fmt: skip
 
     def _different(self, digests: Sequence[float]) -> Different:
         """The places at which not all replicas are alike."""

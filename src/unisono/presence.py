@@ -21,6 +21,9 @@ class Presence(Protocol):
     def leaving(self) -> bool:
         """This worker was asked to go, while the others go on."""
 
+    def leave(self) -> None:
+        """This worker is to go, as if it had been asked to; nothing happens where workers do not come and go."""
+
     def check(self) -> None:
         """Right before a step is taken. Raises `PeerLost` if the others go on without this worker."""
 
@@ -43,6 +46,9 @@ class Unchanging:
     @property
     def stop(self) -> bool:
         return self._stop_asked()
+
+    def leave(self) -> None:
+        pass
 
     def check(self) -> None:
         pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,6 +38,7 @@ class Replica:
     Attributes:
         remembers: whether its messages may leave out what it then owes, see `owed`: the same on all workers.
         finite: whether its sums are whole numbers, so that what is not finite never gets into a mean.
+        waited_seconds: for weights that were on their way when a forward pass came to them, in all.
 
     Args:
         micro_batches: of one step, over all workers.
@@ -53,6 +54,7 @@ class Replica:
             can do so. Without meaning in the user's own loop, which may read weights whenever it likes.
         drops: whether steps may be dropped. A gradient that the compressor's numbers cannot hold then makes the loss
             of its micro-batch `UNFIT`, and is no error.
+        repeats: whether a step may be lost with a worker, and be computed again.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Replica:
         wires: Wires | None = None,
         lazy: bool = True,
         drops: bool = False,
+        repeats: bool = False,
     ) -> None:
         check_fit(model, optimizer)
         self.model, self.optimizer = model, optimizer
@@ -96,14 +99,16 @@ class Replica:
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
         self._asking: Asking | None = None
+        self.waited_seconds = 0.0
         if self._sync.defers and lazy and listener is None and not self._wires.spread and Asking.fits(model):
-            self._asking = Asking(model, self._names, self._sync.need)
+            self._asking = Asking(model, self._names, self._awaited)
         side_by_side = self._wires.lanes if self.lockstep else self._wires.shards
         together = self.lockstep or self._wires.spread
         lane = side_by_side.lane("statistics") if together else None
         pieces = {0: self.held.model} if self.held.pipeline is None else self.held.pipeline.stages
         statistics = {
-            place: Statistics(piece, micro_batches, lane, drops=drops) for place, piece in sorted(pieces.items())
+            place: Statistics(piece, micro_batches, lane, drops=drops or repeats)
+            for place, piece in sorted(pieces.items())
         }
         self._statistics = {place: found for place, found in statistics.items() if found.active}
         as_they_come = not self._local and self.held.pipeline is None
@@ -137,6 +142,11 @@ class Replica:
     def need(self) -> None:
         """Between two steps: the weights that this replica goes on with are here, in the parameters."""
         self._sync.need()
+
+    def _awaited(self, names: Collection[str] | None) -> None:
+        began = self._comm.now()
+        self._sync.need(names)
+        self.waited_seconds += self._comm.now() - began
 
     def meet(self) -> None:
         """All workers call it alike, between two steps: afterwards all replicas and optimizers are equal, and go on

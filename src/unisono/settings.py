@@ -101,6 +101,10 @@ def _check_spread(config: Config) -> None:
 
         check(config.layout.schedule, config.layout.pipeline, config.layout.stages, micro_batches // places.lanes)
     sync, layout = config.sync, show(config.layout)
+    if config.balance == "on":
+        raise InvalidInput(
+            "balance", "on", f"with {layout} workers compute a micro-batch together, or as many of them side by side",
+            "leave one out")  # fmt: skip
     if getattr(sync, "asynchronous", False) or getattr(sync, "staleness", 0) or getattr(sync, "backup_workers", 0):
         raise InvalidInput(
             "sync", show(sync), f"it hands micro-batches to workers one by one, and with {layout} a replica is several",

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.balance import Balance
 from unisono.comm import Communicator
 from unisono.data import Loader, Turn, seed_compute, stream
 from unisono.doing import Phase
@@ -45,8 +46,8 @@ class Trainer:
         passage: the context in which a micro-batch is computed, which knows what of it is this worker's.
         weight: what a batch counts in the mean over the global batch.
         move: brings a batch to the model's device.
-        mine: the micro-batches of a step that this worker computes.
         guard: says of each step whether it counts.
+        balance: which micro-batches of a step this worker computes, as fast as workers were found to be.
         factor: the learning rate's factor at a step.
         presence: who is there; all workers stop, or end what they do together, after the same step.
         watch: is told what this worker does.
@@ -66,8 +67,8 @@ class Trainer:
     weight: Callable[[Batch], float]
     move: Callable[[Batch], Batch]
     seed: int
-    mine: range
     guard: Guard
+    balance: Balance
     factor: Callable[[int], float]
     steps: int
     global_batch: int
@@ -98,7 +99,8 @@ class Trainer:
                 started = self.comm.now()
 
                 self.learning_rate.set(self.factor(t))
-                self.compute_all(t, mine, batches)
+                with self.balance.measured(len(mine)):
+                    self.compute_all(t, mine, batches)
                 with self.watch(Phase.COMMUNICATION):
                     step = self.replica.settle()
                 sound, done = self.guard(t, step, self.steep)
@@ -111,6 +113,7 @@ class Trainer:
                 self.presence.done()
                 if done <= t:  # the state is another now
                     self.done = done
+                    self.balance.shares.go_back(done)
                     break
 
                 self.done = max(self.done, done)
@@ -157,7 +160,8 @@ class Trainer:
         due = [n * (self.done // n + 1) for n in (self.persistence.every, self.evaluate_every) if n]
         shares = self.replica.shares(self.done, min([self.steps, *due]), lambda: self.presence.stop)
         if shares is None:
-            return False, ((t, self.mine, self.loader.batches(t)) for t in range(self.done, self.steps))
+            mine = self.balance.shares.mine
+            return False, ((t, mine(t), self.loader.batches(t)) for t in range(self.done, self.steps))
         return True, iter(self.watch.each(Phase.COMMUNICATION, self.loader.turns(shares)))
 
     def meet_after(self, dealt: int) -> None:
@@ -174,7 +178,7 @@ class Trainer:
         now = self.presence
         said = Said(
             stop=now.stop, written=self.persistence.outcome, parting=now.parting, leaving=now.leaving,
-            digest=self.guard.digest)  # fmt: skip
+            pace=self.balance.pace, digest=self.guard.digest)  # fmt: skip
         return numbers(said, self.comm.rank, self.comm.size)
 
     def meet(self, words: Sequence[float]) -> None:
@@ -189,6 +193,9 @@ class Trainer:
         # What is being written would be lost: its workers finish it first.
         self.parting = parting and not (self.stopping or self.persistence.pending or self.done >= self.steps)
         self.guard.between(self.done)
+        self.balance.hear(self.done, [each.pace for each in said])
+        if self.balance.leave_asked:
+            self.presence.leave()
 
     def evaluate_if_due(self) -> None:
         """Evaluate if it was due since the last time; what is due after the last step comes at the end."""

@@ -99,6 +99,9 @@ class Only:
     def met(self, step: int, digest: str) -> None:
         pass
 
+    def leave(self) -> None:
+        pass
+
     def check(self) -> None:
         pass
 
@@ -134,6 +137,7 @@ class Attended:
         self._door = open_door(contact.meets_at, contact.url)
         self._name = worker.name
         self.view, self.rank = View(), 0
+        self._sent_away = False
         self._abort, self._broken_off, self._lock = Abort(), 0, threading.Lock()
         agent = Agent(self._name, Standing(), Place(host_name(), self._door.url))
         stop = worker.stop
@@ -141,7 +145,7 @@ class Attended:
             contact,
             agent,
             self._break_off,
-            leaving=lambda: stop.leaving,
+            leaving=lambda: self.leaving,
             stopping=lambda: stop.requested,
             doing=watch.doing,
             spent=watch.ledger.seconds,
@@ -154,7 +158,7 @@ class Attended:
 
     @property
     def leaving(self) -> bool:
-        return self._worker.stop.leaving
+        return self._sent_away or self._worker.stop.leaving
 
     @property
     def parting(self) -> bool:
@@ -181,6 +185,9 @@ class Attended:
 
     def met(self, step: int, digest: str) -> None:
         self._attendance.met(self.view.number, step, digest)
+
+    def leave(self) -> None:
+        self._sent_away = True
 
     def check(self) -> None:
         self._abort.check("step")

@@ -68,6 +68,13 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     task = with_data(order.source.load())
     config = settle(task, order.settings)
+    if config.remove_slower_than and not order.contact and worker.identity.size > 1:
+        raise InvalidInput(
+            "remove_slower_than",
+            config.remove_slower_than,
+            "workers of this run cannot leave it",
+            "leave it out; or start the run by unisono train, with AllReduce(), without layout and sync_batchnorm",
+        )
     watch = Watched(age_seconds=age_seconds())
     life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
     with Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch) as views:

@@ -9,6 +9,10 @@ from unisono.data.loader import Turn as Turn
 from unisono.data.permutation import Permutation as Permutation
 from unisono.data.plan import MicroBatchPlan as MicroBatchPlan
 from unisono.data.plan import default_micro_batch as default_micro_batch
+from unisono.data.shares import Shares as Shares
+from unisono.data.shares import Stock as Stock
+from unisono.data.shares import most_ahead as most_ahead
+from unisono.data.shares import slowness as slowness
 from unisono.data.streams import seed_compute as seed_compute
 from unisono.data.streams import seed_load as seed_load
 from unisono.data.streams import stream as stream

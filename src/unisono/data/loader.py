@@ -33,6 +33,7 @@ Turn = tuple[int, range, Iterator[tuple[int, Batch]]]
 """A step, one worker's own micro-batches of it, and their batches with their numbers."""
 
 _Key = tuple[int, int]
+_Fetched = tuple[Batch, float]
 _log = logging.getLogger(__name__)
 
 
@@ -41,6 +42,10 @@ class Loader:
 
     Make it before anything of ``torch.distributed``: `Processes` forks. The batches are the same under every
     way of loading and any number of workers.
+
+    Attributes:
+        ahead_seconds: in all, what it took to fetch ahead the batches that were asked for; where several processes
+            fetch, their part of it. What is fetched when it is due is not in it.
 
     Args:
         dataset: map-style; ``__getitems__`` is used where it exists.
@@ -69,6 +74,7 @@ class Loader:
         self._fetch = Fetch(dataset, plan, collate, seed)
         keys = ((step, m) for step in range(first_step, last_step) for m in mine(step))
         self._probed: dict[_Key, Batch] = {}
+        self.ahead_seconds = 0.0
         if isinstance(load, Threads) or load is None:
             load = self._probe(next(keys, None), load)
         self.load: Load = load
@@ -128,7 +134,11 @@ class Loader:
             return self._probed.pop(key)
         while self._source.next is not None and self._source.next < key:
             self._source.take()  # a step was left out
-        return self._source.take() if self._source.next == key else self._fetch.seeded(step, micro_batch)
+        if self._source.next != key:
+            return self._fetch.seeded(step, micro_batch)
+        batch, seconds = self._source.take()
+        self.ahead_seconds += seconds
+        return batch
 
     def _probe(self, key: _Key | None, load: Threads | None) -> Load:
         """Fetch `key` in this thread, and choose by what was seen."""
@@ -148,12 +158,13 @@ class Loader:
 
 
 class _Source(Protocol):
-    """Batches in a fixed order, fetched ahead; `next` is the key of the one that `take` returns."""
+    """Batches in a fixed order, fetched ahead; `next` is the key of the one that `take` returns, with the seconds that
+    fetching it took of what fetches."""
 
     @property
     def next(self) -> _Key | None: ...
-    def take(self) -> Batch: ...
     def stacks(self) -> list[str]: ...
+    def take(self) -> _Fetched: ...
     def close(self) -> None: ...
 
 
@@ -170,7 +181,7 @@ class _Nothing:
 
     next: _Key | None = None
 
-    def take(self) -> Batch:
+    def take(self) -> _Fetched:
         raise LookupError("nothing is fetched ahead")
 
     def stacks(self) -> list[str]:
@@ -186,7 +197,7 @@ class _Thread:
     def __init__(self, fetch: Fetch, keys: Iterator[_Key], ahead: int) -> None:
         self._fetch, self._keys = fetch, keys
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unisono loader")
-        self._futures: deque[tuple[_Key, Future[Batch]]] = deque()
+        self._futures: deque[tuple[_Key, Future[_Fetched]]] = deque()
         for _ in range(ahead):
             self._submit()
 
@@ -194,7 +205,7 @@ class _Thread:
     def next(self) -> _Key | None:
         return self._futures[0][0] if self._futures else None
 
-    def take(self) -> Batch:
+    def take(self) -> _Fetched:
         _, future = self._futures.popleft()
         self._submit()
         return future.result()
@@ -208,7 +219,7 @@ class _Thread:
 
     def _submit(self) -> None:
         for key in islice(self._keys, 1):
-            self._futures.append((key, self._pool.submit(self._fetch, *key)))
+            self._futures.append((key, self._pool.submit(_timed, self._fetch, key)))
 
 
 class _Processes:
@@ -217,6 +228,7 @@ class _Processes:
     def __init__(self, fetch: Fetch, keys: Iterator[_Key], load: Processes) -> None:
         self._keys: deque[_Key] = deque()
         self._stacks = Stacks(load.count)
+        self._count = load.count
         loader: DataLoader[Any] = DataLoader(
             _Remote(fetch),  # type: ignore[arg-type]  # as far as DataLoader uses it, it is a dataset
             batch_sampler=_Noted(keys, self._keys),
@@ -233,13 +245,14 @@ class _Processes:
     def next(self) -> _Key | None:
         return self._keys[0] if self._keys and self._batches is not None else None
 
-    def take(self) -> Batch:
+    def take(self) -> _Fetched:
         assert self._batches is not None  # `next` says so
         self._keys.popleft()
         outcome = next(self._batches)
         if isinstance(outcome, _Failure):
             raise outcome.error
-        return outcome
+        batch, seconds = outcome
+        return batch, seconds / self._count
 
     def close(self) -> None:
         self._batches = None  # the iterator ends its processes when it is let go
@@ -247,6 +260,12 @@ class _Processes:
 
     def stacks(self) -> list[str]:
         return self._stacks.told()
+
+
+def _timed(fetch: Callable[[int, int], Batch], key: _Key) -> _Fetched:
+    """The batch, and the seconds that fetching it took."""
+    began = time.perf_counter()
+    return fetch(*key), time.perf_counter() - began
 
 
 class _Noted:
@@ -267,9 +286,9 @@ class _Remote:
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
-    def __getitems__(self, keys: list[_Key]) -> Batch:
+    def __getitems__(self, keys: list[_Key]) -> _Fetched | _Failure:
         try:
-            return self._fetch.seeded(*keys[0])
+            return _timed(self._fetch.seeded, keys[0])
         except Exception as error:
             error.add_note(f"in a loading process:\n{traceback.format_exc()}")
             return _Failure(_portable(error))
