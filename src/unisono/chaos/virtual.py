@@ -70,7 +70,7 @@ class VirtualRun:
                 results[number] = live(process) if process.begun else None
             except BaseException as error:
                 results[number] = error
-            process.leave()
+            process.end()
 
         self.turns.at(0.0, self._tick)
         self.turns.run(alive)
@@ -192,7 +192,7 @@ class _Process:
             world.lose_process(self)
         self.wake()
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """It has come to its end."""
         self.over = True
 
@@ -245,6 +245,9 @@ class _Process:
     def met(self, step: int, digest: str) -> None:
         self.agent.met(self.view.number, step, digest)
         self._run.send(self)
+
+    def leave(self) -> None:
+        self.leaving = True
 
     def check(self) -> None:
         world = self._run.views[self.view.number]
