@@ -212,6 +212,9 @@ class Service:
         now: seconds of a clock that does not jump.
         today: seconds since the epoch.
         told: called with each decision in words.
+
+    Attributes:
+        stalled_seconds: that this process was stopped, or waited for a processor.
     """
 
     def __init__(
@@ -222,7 +225,8 @@ class Service:
         today: Callable[[], float] = time.time,
         told: Callable[[str], None] = lambda words: None,
     ) -> None:
-        self.coordinator, self.store, self.now, self._today, self._told = coordinator, store, now, today, told
+        self.coordinator, self.store, self._clock, self._today, self._told = coordinator, store, now, today, told
+        self.stalled_seconds = 0.0
         self.word = coordinator.word  # what is on disk
         self._before = View()  # the one before
         self._last_due = 0.0
@@ -231,6 +235,10 @@ class Service:
         self._waiting: set[asyncio.Future[bool]] = set()
         self._listening: Counter[str] = Counter()  # requests of a worker that wait
         self._answers = Answers()
+
+    def now(self) -> float:
+        """Seconds of a clock that stands still while this process does: nobody else is late then."""
+        return self._clock() - self.stalled_seconds
 
     def decide(self, happened: Sequence[Happened]) -> None:
         """Nobody hears of a view, or of the end of all, that is not on disk; what cannot be written now is tried again
@@ -278,7 +286,11 @@ class Service:
         while True:
             self.decide(self.coordinator.tick(self.now()))
             self.look()
-            await asyncio.sleep(self.coordinator.beat_seconds / 2)
+            pause, began = self.coordinator.beat_seconds / 2, self._clock()
+            await asyncio.sleep(pause)
+            late = self._clock() - began - pause
+            if late > pause:
+                self.stalled_seconds += late
 
     def hear(self, message: BeatMessage) -> bool:
         """Whether there is news for the worker."""
