@@ -354,7 +354,9 @@ def _write_down(
 ) -> None:
     """The configuration, once it is sure that the run begins; later, who goes on."""
     if view.start.view:
-        record.event("view", number=view.number, members=list(view.members), step=first_step)
+        who = f"workers {', '.join(view.members)} go" if comm.size > 1 else f"worker {view.members[0]} goes"
+        record.event("view", number=view.number, members=list(view.members), step=first_step,
+                     words=f"{who} on from step {first_step}")  # fmt: skip
     elif comm.rank == 0:
         try:
             write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)
