@@ -195,8 +195,8 @@ def bind(
     loader = feed.loader(first_step)
     guard = Guard(
         replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
-        worker_of=feed.shares.worker_of, clips=config.clip is not None, compare_every=config.compare_every,
-        places=feed.places.alike)  # fmt: skip
+        worker_of=feed.shares.worker_of, name_of=presence.name_of, clips=config.clip is not None,
+        compare_every=config.compare_every, places=feed.places.alike)  # fmt: skip
     return trainer(
         model=held.model,
         replica=replica,
@@ -213,7 +213,7 @@ def bind(
         move=move,
         seed=config.seed,
         guard=guard,
-        balance=_balance(config, feed, replica, loader, comm, record, device),
+        balance=_balance(config, feed, replica, loader, comm, record, device, presence),
         factor=lambda t: schedule(t, feed.steps),
         steps=feed.steps,
         global_batch=feed.plan.global_batch,
@@ -253,6 +253,7 @@ def _balance(
     comm: Communicator,
     record: Recorder,
     device: torch.device,
+    presence: Presence,
 ) -> Balance:
     """Shares follow speeds where that can be, and the user says so or would not see it in the result."""
     if config.balance == "on" and (reason := _alike(config, replica)):
@@ -264,7 +265,7 @@ def _balance(
     finish = torch.cuda.current_stream(device).synchronize if queues else lambda: None
     return Balance(
         feed.shares, follow, comm.rank, record, comm.now, lambda: replica.waited_seconds, lambda: loader.ahead_seconds,
-        finish, config.remove_slower_than)  # fmt: skip
+        finish, presence.name_of, config.remove_slower_than)  # fmt: skip
 
 
 def _alike(config: Config, replica: Replica) -> str:

@@ -21,6 +21,9 @@ class Presence(Protocol):
     def leaving(self) -> bool:
         """This worker was asked to go, while the others go on."""
 
+    def name_of(self, rank: int) -> str:
+        """What the worker of that number is called: in the launcher's words, and by its log."""
+
     def leave(self) -> None:
         """This worker is to go, as if it had been asked to; nothing happens where workers do not come and go."""
 
@@ -46,6 +49,9 @@ class Unchanging:
     @property
     def stop(self) -> bool:
         return self._stop_asked()
+
+    def name_of(self, rank: int) -> str:
+        return str(rank)
 
     def leave(self) -> None:
         pass

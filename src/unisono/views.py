@@ -99,6 +99,9 @@ class Only:
     def met(self, step: int, digest: str) -> None:
         pass
 
+    def name_of(self, rank: int) -> str:
+        return self.view.members[rank]
+
     def leave(self) -> None:
         pass
 
@@ -185,6 +188,9 @@ class Attended:
 
     def met(self, step: int, digest: str) -> None:
         self._attendance.met(self.view.number, step, digest)
+
+    def name_of(self, rank: int) -> str:
+        return self.view.members[rank]
 
     def leave(self) -> None:
         self._sent_away = True

@@ -246,6 +246,9 @@ class _Process:
         self.agent.met(self.view.number, step, digest)
         self._run.send(self)
 
+    def name_of(self, rank: int) -> str:
+        return self.view.members[rank]
+
     def leave(self) -> None:
         self.leaving = True
 
