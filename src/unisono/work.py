@@ -165,7 +165,8 @@ class Life:
         held, optimizer = self.built
         record = _recorder(self.worker, comm, path, config.record_seconds)
         stack.callback(record.close)
-        make = partial(self.make_writer, keep=config.keep, on_event=_teller(self.worker, comm, record), attempt=place.life)
+        tell = _teller(self.worker, comm, record)
+        make = partial(self.make_writer, keep=config.keep, on_event=tell, attempt=place.life)
         writer = _writer(make, comm, config, place, stack, wires.spread)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
         read: Read = partial(newest, read=verified) if wires.spread else load_newest

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,16 @@ from unisono.checkpoint import Writer
 from unisono.checkpoint.writer import Progress
 from unisono.comm import Link
 from unisono.config import Config
-from unisono.errors import InvalidInput, UnisonoError
+from unisono.errors import UnisonoError
 from unisono.gathering import policy_of
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.observe import Watched
 from unisono.order import Carried, Order, Result
-from unisono.settings import recovers, settle
+from unisono.settings import settle
 from unisono.task import Task, with_data
 from unisono.work import Life
 
-OWN = {"load": "Inline()", "threads": 1}  # no threads beside the made-up processes'
+_OWN = {"load": "Inline()", "threads": 1}  # no threads beside the made-up processes'
 _LINK = Link(bytes_per_second=12.5e6, latency_seconds=1e-3)  # slow enough for something to happen meanwhile
 _NETWORK = Network(lost=0.01)
 _MOST_SECONDS = 3600.0  # of made-up time
@@ -54,26 +54,20 @@ class MadeUp:
 
     @staticmethod
     def of(task: Task, settings: Mapping[str, Any]) -> MadeUp:
-        """Raises `InvalidInput` where workers of such a run cannot come and go."""
-        task, settings = with_data(task), {**settings, **OWN}
-        config = settle(task, settings)
-        if config.workers < 2 or not recovers(config):
-            raise InvalidInput(
-                "task", task.name, "workers of such a run cannot come and go", "use two workers or more, AllReduce(), "
-                "no layout, no sync_batchnorm")  # fmt: skip
-        return MadeUp(task, settings, config)
+        """Of settings as for any run; those that say how processes of this machine work are replaced."""
+        settings = {**settings, **_OWN}
+        return MadeUp(with_data(task), settings, settle(task, settings))
 
-    def run(self, schedule: Schedule) -> tuple[Outcome, list[Happening]]:
-        """What the run comes to, and what befell it.
+    def run(self, name: str, schedule: Schedule, undisturbed: Outcome | None, happened: list[Happening]) -> Outcome:
+        """See `Ground`.
 
         Raises:
             UnisonoError: it did not come to its end, or workers came to different ends.
             Exception: what a worker raised.
         """
         with tempfile.TemporaryDirectory() as directory:
-            play = _Play(self, schedule, Path(directory))
-            results = play.run.run(play.live)
-            return play.outcome(results), play.happened
+            play = _Play(self, schedule, undisturbed.steps if undisturbed else 1, Path(directory), happened)
+            return play.outcome(play.run.run(play.live))
 
 
 @dataclass
@@ -82,8 +76,9 @@ class _Play:
 
     made_up: MadeUp
     schedule: Schedule
+    steps: int
     path: Path
-    happened: list[Happening] = field(default_factory=list)
+    happened: list[Happening]
 
     def __post_init__(self) -> None:
         self._config = self.made_up.config
@@ -156,13 +151,6 @@ class _Play:
         saving = bool(every and step and step % every == 0)
         givers = tuple(name for name in able if name in view.sources)
         return Seen(step / self.steps, saving, able, givers, takers, apart=able)
-
-    @property
-    def steps(self) -> int:
-        """That the run is to take."""
-        plan_steps = self._config.steps
-        assert plan_steps is not None
-        return plan_steps
 
     def _carry_out(self, strike: Strike) -> None:
         run, fault, victim = self.run, strike.fault, int(strike.victim or 0)

@@ -24,6 +24,7 @@ class Outcome:
         metrics: of the last evaluation.
         weights: their SHA-256.
         used: of each step the samples by number, as often as they were used; where that was counted.
+        seconds: from the command to the end, where that is known.
     """
 
     steps: int
@@ -32,6 +33,7 @@ class Outcome:
     metrics: Mapping[str, Any]
     weights: str
     used: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
