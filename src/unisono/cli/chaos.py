@@ -97,7 +97,11 @@ def chaos(words: list[str]) -> int:
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     with _kept(asked.request.settings.get("run")) as (directory, keep):
-        found = list(_tried(asked, directory, console))
+        found: list[Trial] = []
+        for trial in _tried(asked, directory, console):
+            found.append(trial)
+            if asked.request.json:  # many seeds take long, and something is better than nothing
+                _write(asked.request.json, found)
         wrong = [trial for trial in found if trial.differences]
         if wrong and not asked.virtual:
             keep()
@@ -107,8 +111,6 @@ def chaos(words: list[str]) -> int:
         console.print(count, style="red" if wrong else "green")
     for trial in wrong if len(found) > 1 else ():
         console.print(f"  {asked.again(trial.schedule.seed)}", markup=False)
-    if asked.request.json:
-        _write(asked.request.json, found)
     return 1 if wrong else 0
 
 
