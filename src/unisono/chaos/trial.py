@@ -16,7 +16,7 @@ from unisono.task import Task
 
 QUIET = Schedule(0, ())
 _DEFAULTS = {"workers": 4, "compress": "Exact()", "checkpoint_every": 10}
-_OF_OURS = ("run", "resume", "elastic")
+_OF_OURS = ("run", "resume")
 
 
 class Ground(Protocol):
