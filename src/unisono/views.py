@@ -196,7 +196,7 @@ class Attended:
         self._attendance.done(self.view.number)
 
     def ended(self, digest: str) -> None:
-        self._attendance.broken(self.view.number, digest)
+        self._attendance.part(self.view.number, digest)
 
     def broken(self, error: CommunicationError, digest: str) -> None:
         if not isinstance(error, PeerLost):  # nobody is lost, and it would happen again

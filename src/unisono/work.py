@@ -360,7 +360,9 @@ def _write_down(
     """The configuration, once it is sure that the run begins; later, who goes on from where, and the loss of the last
     step before, which may have died with whoever was to record it."""
     if view.start.view:
-        record.event("view", number=view.number, members=list(view.members), step=reached.steps, loss=reached.loss)
+        who = f"workers {', '.join(view.members)} go" if comm.size > 1 else f"worker {view.members[0]} goes"
+        record.event("view", number=view.number, members=list(view.members), step=reached.steps, loss=reached.loss,
+                      words=f"{who} on from step {reached.steps}")  # fmt: skip
     elif comm.rank == 0:
         try:
             write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)

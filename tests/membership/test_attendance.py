@@ -38,7 +38,7 @@ def attend(url: str, worker: str) -> tuple[Attendance, list[int]]:
 def part(worker: Attendance, number: int, digest: str) -> None:
     """One more step, and the view is over."""
     worker.done(number)
-    worker.broken(number, digest)
+    worker.part(number, digest)
 
 
 def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:

@@ -72,6 +72,28 @@ def test_news_reach_who_waits_at_once_and_else_the_answer_comes_when_the_next_be
     asyncio.run(play())
 
 
+@pytest.mark.parametrize(("stalled", "over"), [(True, "no"), (False, "now")])
+def test_while_the_coordinator_itself_stands_still_nobody_else_is_late(stalled, over, tmp_path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path / "store")
+        for count, working in ((1, {}), (2, {"works_in": 1})):
+            for worker in ("w0", "w1"):
+                await desk.beat(worker, count, **working)
+        if stalled:
+            ticking = asyncio.create_task(desk.service.tick())
+            await asyncio.sleep(0)
+            while not desk.service.stalled_seconds:  # its first sleep lasts for as long as the clock says
+                desk.seconds += 60.0
+                await asyncio.sleep(0.01)
+            ticking.cancel()
+        else:
+            desk.seconds += 60.0
+        desk.service.decide(desk.service.coordinator.tick(desk.service.now()))
+        assert desk.service.word.over.value == over
+
+    asyncio.run(play())
+
+
 def test_nobody_hears_of_what_could_not_be_written(tmp_path) -> None:
     async def play() -> None:
         desk = Desk(tmp_path / "store")

@@ -435,7 +435,7 @@ class World:
         if last:
             self._at(worker, self._delay() * 5, self._finish, worker)
         elif boundary:
-            self._do(worker, worker.agent.broken(number))
+            self._do(worker, worker.agent.part(number))
             self._beat(worker)
         else:
             self._compute(worker, group)

@@ -274,13 +274,14 @@ class Process:
         self._run.look()
 
     def ended(self, digest: str) -> None:
-        self.do(self.agent.broken(self.view.number, digest=digest))
+        self.do(self.agent.part(self.view.number, digest))
         self._run.send(self)
 
     def broken(self, error: CommunicationError, digest: str) -> None:
         if not isinstance(error, PeerLost):
             raise error
-        self.ended(digest)
+        self.do(self.agent.broken(self.view.number, digest=digest))
+        self._run.send(self)
 
     def finish(self) -> None:
         self.agent.finish()

@@ -25,9 +25,9 @@ from unisono.errors import InvalidInput
 from unisono.launch.coordination import Coordination
 from unisono.launch.crew import Crew, OnMessage, Source
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.gone import Gone
+from unisono.launch.seen import Seen
 from unisono.launch.signals import Inbox
-from unisono.launch.succession import Joined, Replaced
+from unisono.launch.succession import Joined, Present, Replaced
 from unisono.launch.tail import Tail
 from unisono.launch.worker import Order
 from unisono.membership.values import Contact
@@ -51,10 +51,10 @@ class Elastic:
     coordination: Coordination | None = None
     launcher: str = ""
 
-    def succession(self, places: int, gone: Gone) -> Replaced:
+    def succession(self, places: int, present: Present) -> Replaced:
         """What becomes of workers that end."""
         kind = Replaced if self.coordination else Joined
-        return kind(places, gone.tell, f"{self.launcher}:" if self.launcher else "")
+        return kind(places, present, f"{self.launcher}:" if self.launcher else "")
 
 
 def prepare(preload: Sequence[str] = PRELOAD, name: str = "unisono") -> Forkserver:
@@ -123,8 +123,7 @@ def launch(
             return Crew(server, inbox, beside, on_message, stop_seconds).run(orders, payload)
         if elastic.coordination:
             beside.append(elastic.coordination)
-        gone = stack.enter_context(Gone(elastic.contact))
-        succession = elastic.succession(workers, gone)
+        succession = elastic.succession(workers, stack.enter_context(Seen(elastic.contact)))
         results = Crew(server, inbox, beside, on_message, stop_seconds, succession).run(orders, payload)
         return sorted(results, key=lambda result: result is None)
 

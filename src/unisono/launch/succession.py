@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,6 +43,9 @@ class Succession(Protocol):
     def heard(self, message: Mapping[str, Any]) -> None:
         """A worker reported it."""
 
+    def began(self, place: int, pid: int) -> None:
+        """The process there is running."""
+
     def ended(self, place: int) -> None:
         """The process there is no more, for whatever reason."""
 
@@ -71,6 +74,9 @@ class Together:
     def heard(self, message: Mapping[str, Any]) -> None:
         """See `Succession`."""
 
+    def began(self, place: int, pid: int) -> None:
+        """See `Succession`."""
+
     def ended(self, place: int) -> None:
         """See `Succession`."""
 
@@ -91,6 +97,13 @@ class Together:
         return ""
 
 
+class Present(Protocol):
+    """Is told of processes, by the names of their workers."""
+
+    def began(self, worker: str, pid: int) -> None: ...
+    def ended(self, worker: str) -> None: ...
+
+
 class Replaced:
     """Whoever dies is replaced, as long as that leads to new steps; whoever returns None has left; the first other
     result ends the run.
@@ -100,14 +113,14 @@ class Replaced:
 
     Args:
         places: number of processes at a time.
-        gone: told the name of each process that has ended.
+        present: told the name of each process that has begun, and of each that has ended.
         prefix: of all names.
     """
 
     stop = STOP_ALL
 
-    def __init__(self, places: int, gone: Callable[[str], None], prefix: str = "") -> None:
-        self._places, self._gone, self._prefix = places, gone, prefix
+    def __init__(self, places: int, present: Present, prefix: str = "") -> None:
+        self._places, self._present, self._prefix = places, present, prefix
         self._lives: Counter[int] = Counter()
         self._short: Counter[int] = Counter()  # lives in a row that were
         self._furthest = 0
@@ -124,9 +137,13 @@ class Replaced:
             self._furthest = message["step"]
             self._fruitless.clear()
 
+    def began(self, place: int, pid: int) -> None:
+        """See `Succession`."""
+        self._present.began(self._name(place), pid)
+
     def ended(self, place: int) -> None:
         """See `Succession`."""
-        self._gone(self._name(place))
+        self._present.ended(self._name(place))
 
     def returned(self, place: int, others: int) -> Verdict:
         """See `Succession`."""

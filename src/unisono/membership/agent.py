@@ -95,15 +95,21 @@ class Agent:
         if number == self.view.number and self.working:
             self.standing = Standing(number, self.standing.step + 1, digest)
 
-    def broken(self, number: int, missed: tuple[str, ...] = (), digest: str | None = None) -> list[Action]:
-        """The group of view `number` does not work any more: its members part at a boundary, or one is lost, or it was
-        never complete: `missed` were not there. `digest`, where it is given, is that of the state as it now is."""
+    def part(self, number: int, digest: str | None = None) -> list[Action]:
+        """The members of view `number` part, after a step that all have taken. `digest`, where it is given, is that of
+        the state as it now is."""
         if number != self.view.number:
             return []
         if digest is not None:
             self.standing = replace(self.standing, digest=digest)
-        self._missed, self._broke = missed, number
         return self._stopped(number)
+
+    def broken(self, number: int, missed: tuple[str, ...] = (), digest: str | None = None) -> list[Action]:
+        """The group of view `number` does not work any more: one is lost, or it was never complete: `missed` were not
+        there. `digest` as for `part`."""
+        if number == self.view.number:
+            self._missed, self._broke = missed, number
+        return self.part(number, digest)
 
     def leave(self) -> list[Action]:
         """This worker is to go, after a step that all take."""

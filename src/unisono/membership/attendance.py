@@ -99,6 +99,10 @@ class Attendance:
         with self._news:
             self._agent.done(number)
 
+    def part(self, number: int, digest: str) -> None:
+        """See `Agent.part`; `digest` of the state as it now is."""
+        self._tell(lambda: self._agent.part(number, digest))
+
     def broken(self, number: int, digest: str, missed: tuple[str, ...] = ()) -> None:
         """See `Agent.broken`; `digest` of the state as it now is."""
         with self._news:

@@ -159,6 +159,12 @@ class Coordinator:
         self._forget(now)
         return list(self._decide([worker], now))
 
+    def running(self, worker: str, now: float) -> None:
+        """Who started `worker` sees that its process computes, or would if there was a processor for it: so it is not
+        lost, though nothing be heard of it."""
+        if worker in self._roll.heard:
+            self._roll.heard[worker].ran = now
+
     def hung_up(self, worker: str, now: float) -> list[Happened]:
         """The connection on which `worker` listened has closed, and it has made no other since.
 

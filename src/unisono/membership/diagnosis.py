@@ -143,6 +143,8 @@ def _all_wait(stuck: Stuck, waiting: Sequence[Seen]) -> Finding:
 
 
 def _late(stuck: Stuck) -> str:
+    if stuck.seconds <= stuck.usual_seconds:  # somebody's end was seen at once
+        return f"step {stuck.step} cannot be done"
     return f"step {stuck.step} is not done after {_seconds(stuck.seconds)} (usually {_seconds(stuck.usual_seconds)})"
 
 

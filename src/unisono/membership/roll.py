@@ -16,12 +16,14 @@ class Heard:
     Args:
         hung_up: the connection that it listened on has closed, and nothing was heard of it since.
         missed: it was taken for lost because nothing was heard of it.
+        ran: when its process was seen last to want a processor.
     """
 
     beat: Beat
     pulse: Pulse
     hung_up: bool = False
     missed: bool = False
+    ran: float = float("-inf")
 
 
 @dataclass
@@ -39,6 +41,11 @@ class Roll:
         """Between a worker's beats."""
         return max(self.policy.beat_seconds, len(self.heard) / self.policy.beats_per_second)
 
+    @property
+    def _least_seconds(self) -> float:
+        """The shortest silence that says something."""
+        return max(self.policy.silence_seconds, _BEATS * self.beat_seconds)
+
     def expect(self, worker: str, now: float) -> Heard:
         """That it is there is known from elsewhere."""
         return self.heard.setdefault(worker, Heard(Beat(worker, 0), self._pulse(now)))
@@ -52,7 +59,7 @@ class Roll:
         if known.missed:
             known.pulse.forgive(now)
         known.hung_up = known.missed = False
-        known.pulse.least_seconds = _BEATS * self.beat_seconds
+        known.pulse.least_seconds = self._least_seconds
         known.pulse.beat(now)
         if beat.leaving:
             self.leaving.add(beat.worker)
@@ -69,7 +76,7 @@ class Roll:
         if worker in self.gone:
             return True
         known = self.heard[worker]
-        return known.hung_up or known.pulse.overdue(now)
+        return known.hung_up or (known.pulse.overdue(now) and now - known.ran > self._least_seconds)
 
     def ready(self, now: float) -> dict[str, Standing]:
         """How those stand that can be heard and are free, in the order in which they were heard of. Takes time with
@@ -82,7 +89,7 @@ class Roll:
 
     def forget(self, kept: frozenset[str], now: float) -> list[str]:
         """Who has ended, or was not heard of for long, and is not `kept`. Takes time with the number of workers."""
-        longest = self.policy.patience_seconds + _BEATS * self.beat_seconds
+        longest = self.policy.patience_seconds + self._least_seconds
         past = [
             worker for worker, known in self.heard.items()
             if worker not in kept and (worker in self.gone or now - (known.pulse.last or now) > longest)
@@ -98,7 +105,7 @@ class Roll:
             self.free.discard(worker)
 
     def _pulse(self, now: float) -> Pulse:
-        return Pulse(self.beat_seconds, _BEATS * self.beat_seconds, last=now)
+        return Pulse(self.beat_seconds, self._least_seconds, last=now)
 
 
 _BEATS = 3  # that may fail to come before a worker is taken for silent

@@ -31,6 +31,7 @@ from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
 MOST_MISSED = 1 << 13
 BEAT = "/v1/beat"
+_MOST_WORKERS = 4096  # that one message names
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
@@ -174,6 +175,12 @@ class GoneMessage(_Message):
     worker: Name
 
 
+class RunningMessage(_Message):
+    """The processes of these workers want processors, as who started them sees."""
+
+    workers: Annotated[list[Name], Field(max_length=_MOST_WORKERS)]
+
+
 class WorkerMessage(_Message):
     """A worker, as last heard."""
 
@@ -212,6 +219,9 @@ class Service:
         now: seconds of a clock that does not jump.
         today: seconds since the epoch.
         told: called with each decision in words.
+
+    Attributes:
+        stalled_seconds: that this process was stopped, or waited for a processor.
     """
 
     def __init__(
@@ -222,7 +232,8 @@ class Service:
         today: Callable[[], float] = time.time,
         told: Callable[[str], None] = lambda words: None,
     ) -> None:
-        self.coordinator, self.store, self.now, self._today, self._told = coordinator, store, now, today, told
+        self.coordinator, self.store, self._clock, self._today, self._told = coordinator, store, now, today, told
+        self.stalled_seconds = 0.0
         self.word = coordinator.word  # what is on disk
         self._before = View()  # the one before
         self._last_due = 0.0
@@ -231,6 +242,10 @@ class Service:
         self._waiting: set[asyncio.Future[bool]] = set()
         self._listening: Counter[str] = Counter()  # requests of a worker that wait
         self._answers = Answers()
+
+    def now(self) -> float:
+        """Seconds of a clock that stands still while this process does: nobody else is late then."""
+        return self._clock() - self.stalled_seconds
 
     def decide(self, happened: Sequence[Happened]) -> None:
         """Nobody hears of a view, or of the end of all, that is not on disk; what cannot be written now is tried again
@@ -278,7 +293,11 @@ class Service:
         while True:
             self.decide(self.coordinator.tick(self.now()))
             self.look()
-            await asyncio.sleep(self.coordinator.beat_seconds / 2)
+            pause, began = self.coordinator.beat_seconds / 2, self._clock()
+            await asyncio.sleep(pause)
+            late = self._clock() - began - pause
+            if late > pause:
+                self.stalled_seconds += late
 
     def hear(self, message: BeatMessage) -> bool:
         """Whether there is news for the worker."""
@@ -365,6 +384,12 @@ def application(service: Service, token: str) -> App:
         """Who started a worker saw its process end."""
         service.decide(service.coordinator.gone(message.worker, service.now()))
         service.look()
+
+    @app.post("/v1/running", status_code=204)
+    async def running(message: RunningMessage) -> None:
+        """Who started workers sees that their processes compute, or wait for a processor."""
+        for worker in message.workers:
+            service.coordinator.running(worker, service.now())
 
     @app.get("/v1/status")
     async def status() -> StatusMessage:

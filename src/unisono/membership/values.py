@@ -126,6 +126,8 @@ class Policy:
         beat_seconds: between a worker's beats.
         beats_per_second: of all workers together, at most: where they are many, each beats more seldom, and is waited
             for longer.
+        silence_seconds: the shortest silence after which a worker may be taken for lost. On a busy host a process may
+            get no processor for tenths of a second.
         estranged_seconds: how long two workers that could not reach each other are kept apart, at first; then twice as
             long each time.
     """
@@ -137,6 +139,7 @@ class Policy:
     patience_seconds: float = 30.0
     beat_seconds: float = 0.1
     beats_per_second: float = 1000.0
+    silence_seconds: float = 0.75
     estranged_seconds: float = 5.0
 
     def __post_init__(self) -> None:
