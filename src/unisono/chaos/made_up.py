@@ -35,7 +35,8 @@ from unisono.work import Life
 _OWN = {"load": "Inline()", "threads": 1}  # no threads beside the made-up processes'
 _LINK = Link(bytes_per_second=12.5e6, latency_seconds=1e-3)  # slow enough for something to happen meanwhile
 _NETWORK = Network(lost=0.01)
-_MOST_SECONDS = 3600.0  # of made-up time
+_MOST_SECONDS, _MORE_SECONDS = 120.0, 1.0  # of made-up time that a run may take, and for each step; usual is a tenth
+_UNKNOWN_STEPS = 1_000_000
 _READY_SECONDS = (0.1, 1.0)  # until a process that is started is there
 _GLANCES = 4  # moments after each change of view in which a fault may come
 
@@ -66,7 +67,8 @@ class MadeUp:
             Exception: what a worker raised.
         """
         with tempfile.TemporaryDirectory() as directory:
-            play = _Play(self, schedule, undisturbed.steps if undisturbed else 1, Path(directory), happened)
+            steps = undisturbed.steps if undisturbed else _UNKNOWN_STEPS
+            play = _Play(self, schedule, steps, Path(directory), happened)
             return play.outcome(play.run.run(play.live))
 
 
@@ -84,7 +86,7 @@ class _Play:
         self._config = self.made_up.config
         processes = self._config.workers + len(self.schedule.faults)  # a fault brings one about at most
         self.run = VirtualRun(policy_of(self._config), processes, _LINK, _NETWORK, self.schedule.seed,
-                              most_seconds=_MOST_SECONDS)  # fmt: skip
+                              most_seconds=_MOST_SECONDS + _MORE_SECONDS * self.steps)  # fmt: skip
         self.run.look, self._pending = self._look, Pending(self.schedule)
         self._chance = random.Random(f"play {self.schedule.seed}")
         self._next, self._glanced = self._config.workers, 0
