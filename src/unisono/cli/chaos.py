@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def chaos(words: list[str]) -> int:
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    with _kept(asked.request.settings.get("run")) as (directory, keep):
+    with _in_order(), _kept(asked.request.settings.get("run")) as (directory, keep):
         found: list[Trial] = []
         for trial in _tried(asked, directory, console):
             found.append(trial)
@@ -223,6 +224,16 @@ def _print_all(trial: Trial, console: Console) -> None:
 def _short(text: str) -> str:
     """A digest by its beginning; numbers as they are."""
     return f"{text[:16]}…" if len(text) == 64 else text
+
+
+@contextlib.contextmanager
+def _in_order() -> Iterator[None]:
+    """Inside, SIGTERM too has all removed that was made."""
+    former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 @contextlib.contextmanager
