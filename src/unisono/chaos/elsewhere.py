@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from ipaddress import IPv4Address
 from types import TracebackType
 from typing import Self
@@ -53,6 +54,8 @@ class Elsewhere:
 
     def __enter__(self) -> Self:
         here = f"uni{os.getpid()}"
+        with suppress(UnisonoError):
+            self._remove()  # of a process of the same number that was killed
         _ip("netns", "add", self._name)
         try:
             _ip("link", "add", here, "type", "veth", "peer", "name", _INSIDE, "netns", self._name)

@@ -7,7 +7,6 @@ import random
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from unisono.chaos.happening import Happening
 from unisono.chaos.outcome import Outcome, losses
+from unisono.chaos.samples import Counted, Samples
 from unisono.chaos.schedule import Kind, Pending, Schedule, Seen, Strike
 from unisono.chaos.virtual import Network, Process, VirtualRun
 from unisono.checkpoint import Writer
@@ -90,8 +90,8 @@ class _Play:
         self.run.look, self._pending = self._look, Pending(self.schedule)
         self._chance = random.Random(f"play {self.schedule.seed}")
         self._next, self._glanced = self._config.workers, 0
-        self._samples = _Samples()
-        data = _Counted(self.made_up.task.data, self._samples)
+        self._samples = Samples()
+        data = Counted(self.made_up.task.data, self._samples)
         self._task = dataclasses.replace(self.made_up.task, data=data)
         self._order = Order(Carried(self._task.name, b""), self.made_up.settings, self.path, time.time())
         for number in range(self._config.workers):
@@ -195,38 +195,3 @@ class _Prompt(Writer):
     def state(self) -> Progress:
         self.finish()
         return super().state
-
-
-class _Samples:
-    """Which samples each worker fetched for which step of which view."""
-
-    def __init__(self) -> None:
-        self.processes: dict[int, Process] = {}  # by thread
-        self._fetched: dict[int, dict[int, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
-
-    def fetch(self, numbers: Sequence[int]) -> None:
-        """By the calling thread's process."""
-        process = self.processes[threading.get_ident()]
-        self._fetched[process.agent.standing.step + 1][process.view.number].update(numbers)
-
-    def kept(self, steps: int) -> dict[int, dict[int, int]]:
-        """Those of each step, from 1, that is in the final state: the one that was computed last."""
-        return {step: dict(views[max(views)]) for step, views in self._fetched.items() if step <= steps}
-
-
-class _Counted:
-    """A dataset that says which samples are fetched."""
-
-    def __init__(self, dataset: Any, samples: _Samples) -> None:
-        self._dataset, self._samples = dataset, samples
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.__getitems__([number])[0]
-
-    def __getitems__(self, numbers: Sequence[int]) -> Any:
-        self._samples.fetch(numbers)
-        many = getattr(self._dataset, "__getitems__", None)
-        return many(numbers) if many else [self._dataset[number] for number in numbers]

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,9 +192,11 @@ def _heading(asked: Asked, settings: Mapping[str, Any], undisturbed: Outcome) ->
 
 def _print(asked: Asked, trial: Trial, console: Console) -> None:
     """One seed: all of it, or a line where there are many."""
+    from unisono.chaos.telling import show
+
     equal = not trial.differences
     if len(asked.seeds) == 1:
-        _print_all(trial, console)
+        show(trial, console)
     console.print(f"seed {trial.schedule.seed}: ", end="")
     console.print("equal" if equal else "DIFFERENT", style="green" if equal else "red", end="")
     missing = len(trial.schedule.faults) - len(trial.happened)
@@ -204,26 +206,6 @@ def _print(asked: Asked, trial: Trial, console: Console) -> None:
         console.print(f"  {words}", markup=False)
     if not equal:
         console.print(f"  again: {asked.again(trial.schedule.seed)}", markup=False)
-
-
-def _print_all(trial: Trial, console: Console) -> None:
-    from rich import box
-    from rich.table import Table
-
-    happened = Table("second", "step", "what befell it", box=box.SIMPLE_HEAD, pad_edge=False)
-    for each in trial.happened:
-        happened.add_row(f"{each.at_seconds:.2f}", f"{each.step:,}", each.words)
-    console.print(happened)
-    if trial.rows:
-        compared = Table("", "undisturbed", "with faults", "", box=box.SIMPLE_HEAD, pad_edge=False)
-        for row in trial.rows:
-            compared.add_row(row.name, _short(row.undisturbed), _short(row.disturbed), "no" if row.differs else "equal")
-        console.print(compared)
-
-
-def _short(text: str) -> str:
-    """A digest by its beginning; numbers as they are."""
-    return f"{text[:16]}…" if len(text) == 64 else text
 
 
 @contextlib.contextmanager
@@ -255,19 +237,13 @@ def _kept(run: str | None) -> Iterator[tuple[Path, Any]]:
 
 
 def _write(path: Path, found: Sequence[Trial]) -> None:
+    from unisono.chaos.telling import told
     from unisono.observe import write_summary
 
     try:
         write_summary(path, {"seeds": [told(trial) for trial in found]})
     except OSError as error:
         raise UnisonoError(f"what was found was not written to {path}: {error.strerror}") from error
-
-
-def told(trial: Trial) -> dict[str, Any]:
-    """A trial as JSON can say it."""
-    happened = [{**asdict(each), "kind": each.kind.value, "moment": each.moment.value} for each in trial.happened]
-    return {"seed": trial.schedule.seed, "equal": not trial.differences, "differences": trial.differences,
-            "happened": happened, "compared": [asdict(row) for row in trial.rows]}  # fmt: skip
 
 
 def _help(words: Sequence[str]) -> int:
