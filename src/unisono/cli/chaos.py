@@ -157,9 +157,12 @@ def _tried(asked: Asked, directory: Path, console: Console) -> Iterator[Trial]:
     settings = {name: value for name, value in asked.request.settings.items() if name != "run"}
     settings = settings_of(task, settings, wanted)
     ground = _ground(asked, task, settings, directory)
-    undisturbed = ground.run("undisturbed", QUIET, None, [])
+    with console.status("training in peace"):
+        undisturbed = ground.run("undisturbed", QUIET, None, [])
     console.print(_heading(asked, settings, undisturbed), style="bold", markup=False)
-    for trial in trials(ground, undisturbed, asked.seeds, wanted):
+    for seed in asked.seeds:
+        with console.status(f"training under the faults of seed {seed}"):
+            (trial,) = trials(ground, undisturbed, [seed], wanted)
         _print(asked, trial, console)
         yield trial
 
@@ -226,7 +229,11 @@ def _kept(run: str | None) -> Iterator[tuple[Path, Any]]:
         if path.exists():
             raise InvalidInput("run", run, "the directory exists", "name another")
         path.mkdir(parents=True, mode=0o700)
-        yield path, lambda: None
+        try:
+            yield path, lambda: None
+        finally:
+            with contextlib.suppress(OSError):  # there are runs in it
+                path.rmdir()
         return
     path, kept = Path(tempfile.mkdtemp(prefix="unisono-chaos-")), list[bool]()
     try:
