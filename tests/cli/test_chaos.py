@@ -95,6 +95,11 @@ def test_equal_runs_are_told_as_such(unisono: Any, own: str, tmp_path: Path) -> 
     assert [row["name"] for row in found["compared"]] == ["steps", "samples", "losses", "metrics", "weights"]
 
 
+def test_whoever_does_not_ask_for_the_same_bits_is_told(unisono: Any, own: str) -> None:
+    said = unisono("chaos", own, "--virtual", "--steps", "2", "--compress", "Cast()", "--kill", "0")
+    assert "without --compress 'Exact()' sums are rounded otherwise" in said.out
+
+
 def test_runs_that_differ_are_told_with_the_command_that_shows_it_again(
     unisono: Any, own: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from unisono.chaos.happening import Happening
 from unisono.chaos.outcome import Outcome, Row, compare
 from unisono.chaos.schedule import Kind, Schedule, draw
+from unisono.compress import Exact
 from unisono.config import Config
 from unisono.errors import InvalidInput
 from unisono.settings import recovers, settle
@@ -79,6 +80,11 @@ def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[Kind, int]
             "task", task.name, "workers of such a run cannot come and go", "use two workers or more, AllReduce(), "
             "without layout and sync_batchnorm")  # fmt: skip
     return settings if config.most is not None else {**settings, "most": _most(config, wanted)}
+
+
+def exact(task: Task, settings: Mapping[str, Any]) -> bool:
+    """Whether such a run has the same bits whoever takes part."""
+    return isinstance(settle(task, settings).compress, Exact)
 
 
 def _most(config: Config, wanted: Mapping[Kind, int]) -> int:
