@@ -45,6 +45,8 @@ class Config:
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         keep: how many checkpoints to keep, the newest.
         evaluate_every: steps between evaluations; 0 evaluates at the end only.
+        record_seconds: time between two steps that are written down, in ``events.jsonl`` and for TensorBoard; 0 writes
+            every step.
         run: the run's directory. Default: ``runs/<task>-<date>``.
         resume: go on from the newest sound checkpoint of `run`.
         device: ``auto``, ``cpu`` or ``cuda``.
@@ -89,6 +91,7 @@ class Config:
     checkpoint_every: int = 0
     keep: int = 2
     evaluate_every: int = 0
+    record_seconds: float = 0.1
     run: str | None = None
     resume: bool = False
     device: str = "auto"
@@ -251,6 +254,8 @@ def _check_bounds(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
             raise InvalidInput(name, value, "not a positive number", "use a number above 0")
+    if not 0 <= config.record_seconds < float("inf"):
+        raise InvalidInput("record_seconds", config.record_seconds, "no time", "use 0 or more")
     factor = config.remove_slower_than
     if factor is not None and not 1 < factor < float("inf"):
         raise InvalidInput("remove_slower_than", factor, "not above 1", "write for instance 3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,11 +24,13 @@ class Reached:
         steps: that are in its model and optimizer.
         committed: the step of the newest checkpoint that lies on disk; 0: none.
         shared: what the synchronizer had beside them.
+        loss: of the last of these steps; a view that begins after the very last one takes none, and has it to tell.
     """
 
     steps: int = 0
     committed: int = 0
     shared: Mapping[str, Tensor] = field(default_factory=dict)
+    loss: float = math.nan
 
 
 def describe(model: nn.Module, optimizer: Optimizer, reached: Reached) -> tuple[dict[str, Tensor], dict[str, float]]:

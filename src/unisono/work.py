@@ -88,6 +88,7 @@ class Life:
 
     Attributes:
         reached: None before this worker has met others.
+        make_writer: of checkpoints.
         startup_seconds: from the command to the first step.
         trained: steps that were taken here; `step_seconds` each.
     """
@@ -99,6 +100,7 @@ class Life:
     device: torch.device
     watch: Watched
     built: tuple[Held, Optimizer] | None = None
+    make_writer: Callable[..., Writer] = Writer
     judge: Judge | None = None
     reached: Reached | None = None
     startup_seconds: float | None = None
@@ -161,9 +163,11 @@ class Life:
         mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if wires.spread else (None, None)
         self.built = self.built or build(self.task, config, self.device, wires.lanes, mesh, sample)
         held, optimizer = self.built
-        record = _recorder(self.worker, comm, path)
+        record = _recorder(self.worker, comm, path, config.record_seconds)
         stack.callback(record.close)
-        writer = _writer(comm, config, place, _teller(self.worker, comm, record), stack, wires.spread)
+        tell = _teller(self.worker, comm, record)
+        make = partial(self.make_writer, keep=config.keep, on_event=tell, attempt=place.life)
+        writer = _writer(make, comm, config, place, stack, wires.spread)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
         read: Read = partial(newest, read=verified) if wires.spread else load_newest
         judge = self.judge = self.judge or Judge(config.bad_step)
@@ -182,10 +186,11 @@ class Life:
         first_step = self.reached.steps
         # What the coordinator counts does not go back where training does.
         views.met(view.start.step if view.start.view else first_step, view.start.digest)
-        _write_down(self.order, config, comm, path, record, first_step, view)
+        _write_down(self.order, config, comm, path, record, self.reached, view)
         trainer = bind(
             self.task, config, feed, held, optimizer, wires, persistence=persistence, record=record,
             device=self.device, first_step=first_step, presence=views, watch=self.watch)  # fmt: skip
+        trainer.last_loss = self.reached.loss
         return trainer, first_step
 
     def _take_over(
@@ -195,17 +200,17 @@ class Life:
         has = self.reached if view.members[comm.rank] in view.sources else None
         tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
         here = handover.Held(tensors)
-        mine = json.dumps([encode_holding(here.holding), numbers, judge.state()]) if has else ""
+        mine = json.dumps([encode_holding(here.holding), numbers, judge.state(), has.loss]) if has else ""
         told = handover.tell(comm, mine)
-        kinds, numbers, judged = json.loads(told[view.members.index(view.sources[0])])
+        kinds, numbers, judged, loss = json.loads(told[view.members.index(view.sources[0])])
         wanted = {} if has else decode_holding(kinds)
         received = handover.hand_over(comm, [here], wanted, [place.host for place in view.places])
         if has:
-            return has
+            return dataclasses.replace(has, loss=loss)
         if handover.digest(received, numbers) != view.start.digest:
             raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
         judge.replace(judged)
-        return adopt(model, optimizer, received, numbers)
+        return dataclasses.replace(adopt(model, optimizer, received, numbers), loss=loss)
 
     def _train(self, trainer: Trainer, first_step: int) -> Outcome:
         try:
@@ -213,7 +218,7 @@ class Life:
         finally:
             shared = trainer.replica.state_dict() if trainer.replica.lockstep else {}
             trainer.let_go()
-            self.reached = Reached(trainer.done, trainer.persistence.committed, shared)
+            self.reached = Reached(trainer.done, trainer.persistence.committed, shared, trainer.last_loss)
             self.trained += trainer.done - first_step
             self.step_seconds += trainer.step_seconds
 
@@ -322,10 +327,10 @@ def _place(comm: Communicator, config: Config, order: Order, stack: contextlib.E
 
 
 def _writer(
+    make: Callable[..., Writer],
     comm: Communicator,
     config: Config,
     place: _Place,
-    tell: Callable[[Event], None],
     stack: contextlib.ExitStack,
     spread: bool,
 ) -> Writer | None:
@@ -337,32 +342,33 @@ def _writer(
     if comm.rank not in place.writers:
         return None
     rank, size = place.writers.index(comm.rank), len(place.writers)
-    writer = Writer(place.path / "checkpoints", rank, size, config.keep, tell, attempt=place.life)
+    writer = make(place.path / "checkpoints", rank, size)
     stack.callback(writer.close)
     return writer
 
 
-def _recorder(worker: Worker, comm: Communicator, path: Path) -> Recorder:
+def _recorder(worker: Worker, comm: Communicator, path: Path, step_seconds: float) -> Recorder:
     """Worker 0 records; the others have nothing to add that it does not know."""
     if comm.rank != 0:
         return Nothing()
-    return Telling(RunRecorder(path), worker.report)
+    return Telling(RunRecorder(path, step_seconds=step_seconds), worker.report)
 
 
 def _write_down(
-    order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, first_step: int, view: View
+    order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, reached: Reached, view: View
 ) -> None:
-    """The configuration, once it is sure that the run begins; later, who goes on."""
+    """The configuration, once it is sure that the run begins; later, who goes on from where, and the loss of the last
+    step before, which may have died with whoever was to record it."""
     if view.start.view:
         who = f"workers {', '.join(view.members)} go" if comm.size > 1 else f"worker {view.members[0]} goes"
-        record.event("view", number=view.number, members=list(view.members), step=first_step,
-                     words=f"{who} on from step {first_step}")  # fmt: skip
+        record.event("view", number=view.number, members=list(view.members), step=reached.steps, loss=reached.loss,
+                      words=f"{who} on from step {reached.steps}")  # fmt: skip
     elif comm.rank == 0:
         try:
             write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)
         except OSError as error:
             record.event("config failed", words=f"config.toml stays as it was: {error.strerror}")
-        record.event("start", workers=comm.size, first_step=first_step, config=config.mapping())
+        record.event("start", workers=comm.size, first_step=reached.steps, config=config.mapping())
 
 
 def _teller(worker: Worker, comm: Communicator, record: Recorder) -> Callable[[Event], None]:
