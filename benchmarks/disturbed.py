@@ -30,7 +30,7 @@ from benchmarks.harness import BIN, PEERS
 from unisono.data import MicroBatchPlan
 
 WORKERS, MICRO_BATCHES, MICRO_BATCH, SAMPLES = 3, 12, 2, 1 << 14  # as in peers/tallied.py
-WARM_STEPS = 15  # of every worker, before something is done to one
+WARM_STEPS = 20  # of every worker, before something is done to one
 LOOK_SECONDS = 0.01  # between two looks at what was written
 UNISONO, TORCHRUN, TORCHFT = "unisono", "torchrun", "torchft"
 
@@ -68,6 +68,10 @@ class Life:
             self.born, self.ready = told["born"], told["at"]
         else:
             self.steps.append(Step(told["at"], told["step"], told["computed"], told["workers"]))
+
+    def resume(self) -> None:
+        """It was frozen, and goes on."""
+        os.kill(self.pid, signal.SIGCONT)
 
     @property
     def alive(self) -> bool:
@@ -165,6 +169,10 @@ class Training:
                 life.read(line)
             self._read[path] = read + len(whole) + bool(whole), life
         return [life for _, life in self._read.values()]
+
+    def of(self, pid: int) -> Life:
+        """The process of that number."""
+        return next(life for life in self.lives() if life.pid == pid)
 
     def present(self, steps: int = 1) -> list[Life]:
         """Processes that are there, with so many steps, in the order in which they were started."""

@@ -1,7 +1,7 @@
 """The task of `tallied`, trained by what others offer for workers that die: torchrun, and torchft.
 
 Started by torchrun, with ``--max-restarts``: DDP on gloo; all begin anew from the last checkpoint, which rank 0 writes
-every so many steps. Each attempt has keys of its own in torchrun's store: those of the one before it would be met there.
+every so many steps. Each attempt has keys of its own in torchrun's store, as those of the one before are still there.
 
 Started alone (``torchft``): a lighthouse and three replicas of one worker each, and whichever dies is started again at
 once. Gradients are averaged by `Manager.allreduce` of one flat tensor, and a step's micro-batches are dealt out to

@@ -45,7 +45,7 @@ class Marks:
 
     def step(self, tally: Tensor, workers: int = 0) -> None:
         """The optimizer has stepped; `workers` of them took part, where that is known here."""
-        at, steps = time.monotonic(), round(float(tally.sum()) / GLOBAL_BATCH)
+        at, steps = time.monotonic(), round(float(tally.detach().sum()) / GLOBAL_BATCH)
         self._write({"at": at, "step": steps, "computed": self.computed, "workers": workers})
         self.computed = 0
         if not self._told and (self._folder / ENOUGH).exists():
