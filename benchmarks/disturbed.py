@@ -197,9 +197,9 @@ class Training:
             time.sleep(LOOK_SECONDS)
         raise TimeoutError(f"not within {within_seconds:g} s, exit code {self._process.poll()}")
 
-    def do(self, number: signal.Signals, chance: random.Random) -> tuple[Life, float]:
-        """Send one of the workers that are present the signal; which, and when."""
-        life = chance.choice(self.present())
+    def do(self, number: signal.Signals, chance: random.Random, steps: int = 1) -> tuple[Life, float]:
+        """Send one of the workers that are present, with so many steps, the signal; which, and when."""
+        life = chance.choice(self.present(steps))
         at = time.monotonic()
         os.kill(life.pid, number)
         return life, at

@@ -81,7 +81,7 @@ def _kill(training: Training, began: float, asked: argparse.Namespace, chances: 
     for due in range(1, int(asked.seconds / asked.every)):
         time.sleep(max(0.0, began + due * asked.every - time.monotonic()))
         if training.present(steps=0):
-            deaths.append(training.do(signal.SIGKILL, chances)[1])
+            deaths.append(training.do(signal.SIGKILL, chances, steps=0)[1])
     return deaths
 
 
