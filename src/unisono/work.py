@@ -36,7 +36,7 @@ from unisono.checkpoint import (
     open_newest,
     verified,
 )
-from unisono.comm import Communicator
+from unisono.comm import Alone, Communicator
 from unisono.config import Config
 from unisono.directory import claimed
 from unisono.doing import Phase
@@ -77,6 +77,8 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
         )
     watch = Watched(age_seconds=age_seconds())
     life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
+    if order.contact:
+        life.build()
     with Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch) as views:
         result = life.go_through(views)
         return dataclasses.asdict(result) if result else None
@@ -104,6 +106,11 @@ class Life:
     startup_seconds: float | None = None
     trained: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def build(self) -> None:
+        """Make the model where that needs nobody else, so that who trains already does not wait for it in a view."""
+        torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
+        self.built = build(self.task, self.config, self.device, Alone(self.device))
 
     def go_through(self, views: Views) -> Result | None:
         """Train in one view after the other; None if the others went on without this worker."""
