@@ -81,11 +81,10 @@ def _said(training: Training, since: float) -> float | None:
 
 def ways(asked: argparse.Namespace) -> dict[str, Callable[[], Figures]]:
     """All that is done in a repeat."""
-    chances = random.Random(asked.seed)
-    found = {way: functools.partial(killed, way, chances, asked.torchft) for way in (UNISONO, TORCHRUN)}
-    if asked.torchft:
-        found[TORCHFT] = functools.partial(killed, TORCHFT, chances, asked.torchft)
-    return {**found, FROZEN: functools.partial(frozen, chances)}
+    dice = functools.partial(random.Random, asked.seed)  # the same for each
+    peers = (TORCHRUN, TORCHFT) if asked.torchft else (TORCHRUN,)
+    found = {way: functools.partial(killed, way, dice(), asked.torchft) for way in (UNISONO, *peers)}
+    return {**found, FROZEN: functools.partial(frozen, dice())}
 
 
 def judged(found: Mapping[str, Sequence[Figures]]) -> list[Verdict]:
