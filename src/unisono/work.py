@@ -49,7 +49,7 @@ from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in_words, write_config
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
-from unisono.settings import check_same_run, settle
+from unisono.settings import check_same_run, recovers, settle
 from unisono.state import Reached, adopt, describe
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
@@ -77,7 +77,7 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
         )
     watch = Watched(age_seconds=age_seconds())
     life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
-    if order.contact:
+    if order.contact and recovers(config):
         life.build()
     with Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch) as views:
         result = life.go_through(views)
@@ -108,7 +108,8 @@ class Life:
     step_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def build(self) -> None:
-        """Make the model where that needs nobody else, so that who trains already does not wait for it in a view."""
+        """Make the model and its optimizer, which needs nobody where workers come and go: so who trains already does
+        not wait for it in a view."""
         torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
         self.built = build(self.task, self.config, self.device, Alone(self.device))
 
