@@ -16,7 +16,7 @@ from unisono.membership.line import Line
 from unisono.membership.values import Contact, Over, Place, Standing, View, Word
 
 LOG = logging.getLogger("unisono")
-_REST_SECONDS = 0.1  # a beat's time
+_REST_SECONDS = 0.1  # less than a beat's time
 _RETRY_SECONDS = 0.2  # while the coordinator is away
 _LEDGER_SECONDS = 1.0  # between two tellings where the time went
 
