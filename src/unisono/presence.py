@@ -28,7 +28,8 @@ class Presence(Protocol):
         """This worker is to go, as if it had been asked to; nothing happens where workers do not come and go."""
 
     def check(self) -> None:
-        """Right before a step is taken. Raises `PeerLost` if the others go on without this worker."""
+        """Right before a micro-batch is computed, and before a step is taken. Raises `PeerLost` if the others go on
+        without this worker."""
 
     def done(self) -> None:
         """One more step is in the state."""

@@ -206,6 +206,7 @@ class Trainer:
     def compute_all(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
         """Forward and backward of this worker's micro-batches of step `t`."""
         for m, batch in self.watch.each(Phase.DATA, batches):
+            self.presence.check()  # what nobody waits for any more is not computed
             self.watch.at(t, m)
             self.compute(t, m, self.move(batch), last=m == mine[-1])
 

@@ -36,7 +36,7 @@ from unisono.checkpoint import (
     open_newest,
     verified,
 )
-from unisono.comm import Communicator
+from unisono.comm import Alone, Communicator
 from unisono.config import Config
 from unisono.directory import claimed
 from unisono.doing import Phase
@@ -49,7 +49,7 @@ from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in_words, write_config
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
-from unisono.settings import check_same_run, settle
+from unisono.settings import check_same_run, recovers, settle
 from unisono.state import Reached, adopt, describe
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
@@ -77,6 +77,8 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
         )
     watch = Watched(age_seconds=age_seconds())
     life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
+    if order.contact and recovers(config):
+        life.build()
     with Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch) as views:
         result = life.go_through(views)
         return dataclasses.asdict(result) if result else None
@@ -106,6 +108,12 @@ class Life:
     startup_seconds: float | None = None
     trained: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def build(self) -> None:
+        """Make the model and its optimizer, which needs nobody where workers come and go: so who trains already does
+        not wait for it in a view."""
+        torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
+        self.built = build(self.task, self.config, self.device, Alone(self.device))
 
     def go_through(self, views: Views) -> Result | None:
         """Train in one view after the other; None if the others went on without this worker."""

@@ -262,7 +262,17 @@ def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
     succession = Replaced(4, Nobody())
     pauses = []
     for step in range(9):
-        pauses.append(succession.lost(fallen(1), 3, 0.1).another_in_seconds)
+        pauses.append(succession.lost(fallen(1), 3, 0.0).another_in_seconds)
         succession.heard({"kind": "progress", "step": step + 1})
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     assert succession.lost(fallen(1), 3, 99.0).another_in_seconds == 0
+
+
+def test_who_lived_for_a_while_has_had_its_pause() -> None:
+    """What counts is how often the others are held up."""
+    succession = Replaced(4, Nobody())
+    pauses = []
+    for step in range(6):
+        pauses.append(succession.lost(fallen(1), 3, 7.0).another_in_seconds)
+        succession.heard({"kind": "progress", "step": step + 1})
+    assert pauses == [0, 0, 0, 0, 1, 9]

@@ -12,7 +12,7 @@ from unisono.launch.failure import Failure
 from unisono.launch.stopping import STOP, STOP_ALL
 
 _IN_ONE_PLACE = 3  # processes that may die there in a row, without a new step
-_LONGEST_PAUSE_SECONDS = 60.0
+_LONGEST_APART_SECONDS = 60.0
 _SETTLED_SECONDS = 30.0  # whoever lived as long did not die of its start
 
 
@@ -109,7 +109,8 @@ class Replaced:
     result ends the run.
 
     A run fails when three processes in one place, or twice as many as there are places, died in a row without any new
-    step. Where others take steps meanwhile, each further process in a place waits longer than the one before.
+    step. Where others take steps meanwhile, processes follow each other in a place more slowly each time: the third is
+    started one second after the second was, at the earliest, the next two seconds after the third, and so on.
 
     Args:
         places: number of processes at a time.
@@ -156,7 +157,7 @@ class Replaced:
         here = sum(each.rank == what.rank for each in self._fruitless)
         if here >= _IN_ONE_PLACE or len(self._fruitless) >= max(2 * self._places, _IN_ONE_PLACE):
             return Verdict(cause=self._fruitless[0])
-        pause = self._pause_seconds(what.rank)
+        pause = round(max(0.0, self._apart_seconds(what.rank) - lived_seconds), 1)
         said = f"worker {self._name(what.rank)} {_was(what.reason)}: {_on(others)}, another one is started"
         return Verdict(said + (f" in {pause:g} s" if pause else ""), another_in_seconds=pause)
 
@@ -172,9 +173,10 @@ class Replaced:
         life = self._lives[place]
         return f"{self._prefix}{place}" + (f".{life}" if life > 1 else "")
 
-    def _pause_seconds(self, place: int) -> float:
+    def _apart_seconds(self, place: int) -> float:
+        """Between the start of the process that has ended there, and that of the next."""
         short = self._short[place]
-        return min(2.0 ** (short - 2), _LONGEST_PAUSE_SECONDS) if short > 1 else 0.0
+        return min(2.0 ** (short - 2), _LONGEST_APART_SECONDS) if short > 1 else 0.0
 
 
 class Joined(Replaced):

@@ -123,7 +123,8 @@ class Policy:
         unit: workers of one replica; a view has whole replicas.
         patience_seconds: how long the first view waits for `expected`, and any for workers without whom something
             committed may be lost.
-        beat_seconds: between a worker's beats.
+        beat_seconds: between a worker's beats; each costs the worker, and the host of the coordinator, some processor
+            time. Three of them are the shortest silence.
         beats_per_second: of all workers together, at most: where they are many, each beats more seldom, and is waited
             for longer.
         silence_seconds: the shortest silence after which a worker may be taken for lost. On a busy host a process may
@@ -137,7 +138,7 @@ class Policy:
     expected: int = 1
     unit: int = 1
     patience_seconds: float = 30.0
-    beat_seconds: float = 0.1
+    beat_seconds: float = 0.25
     beats_per_second: float = 1000.0
     silence_seconds: float = 0.75
     estranged_seconds: float = 5.0
