@@ -54,6 +54,7 @@ class TorchWorld:
         self._address, self._deadline_seconds = address, deadline_seconds
         self._abort, self._wires, self._lock = abort or Abort(), dict[int, str](), threading.Lock()
         self._stores: list[c10d.Store] = []  # gloo has only what C++ knows of them
+        gc.collect()  # modules that talked through the groups of the world before lie in circles
         self._unabort = self._abort.then(self._break_off)
         dist.Backend.register_backend(_BACKEND, self._group, devices=["cpu"])
         try:
@@ -106,7 +107,6 @@ class TorchWorld:
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
-        gc.collect()  # modules that talked through them lie in circles
 
     def _break_off(self) -> None:
         with self._lock:
