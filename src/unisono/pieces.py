@@ -1,8 +1,8 @@
 """What workers have of the state of a replica that lies on several of them, and how it becomes whole in another view.
 
-    parts here, at their last step ─┐
-    copies of one's own part        ├──► the newest step of which all of it is there ──► everybody's new part
-    copies of another worker's      ┘
+parts here, at their last step ─┐
+copies of one's own part        ├──► the newest step of which all of it is there ──► everybody's new part
+copies of another worker's      ┘
 """
 
 from __future__ import annotations

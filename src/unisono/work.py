@@ -156,8 +156,8 @@ class Life:
             return None if trainer.parting else self._result(trainer, wires, outcome, place.path)
 
     def digest(self) -> str:
-        """Of all that replicas have in common; empty as long as that is what a run starts from, and where each worker has
-        a part only: whether parts fit together is said by the view in which their last step was taken."""
+        """Of all that replicas have in common; empty as long as that is what a run starts from, and where each worker
+        has a part only: whether parts fit together is said by the view in which their last step was taken."""
         if self.reached is None or self.built is None:
             return ""
         held, optimizer = self.built

@@ -19,7 +19,6 @@ from typing import Any
 from tests import processes
 from tests.layouts.runs import ROOT
 from tests.membership.test_attendance import TOKEN, serving
-from unisono.config import Config
 from unisono.gathering import policy_of
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.membership import Contact

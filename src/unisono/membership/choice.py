@@ -81,9 +81,7 @@ def _bits(number: int) -> list[int]:
     return [i for i, bit in enumerate(reversed(f"{number:b}")) if bit == "1"]
 
 
-def seated(
-    before: Sequence[str], candidates: Collection[str], unit: int, maximum: int, shares: int = 0
-) -> list[str]:
+def seated(before: Sequence[str], candidates: Collection[str], unit: int, maximum: int, shares: int = 0) -> list[str]:
     """`candidates` in the order of their ranks, in whole replicas of `unit`, at most `maximum`, and as many as divide
     `shares`, if there are any.
 
