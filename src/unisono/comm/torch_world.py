@@ -86,8 +86,8 @@ class TorchWorld:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Inside, whatever is raised because others are not there any more is raised as `PeerLost`: torch says it in
-        words of its own, and wraps what our own say."""
+        """Inside, what is raised because others are not there any more is raised as `PeerLost`: torch says it as a
+        plain RuntimeError, and wraps what our own communicators say."""
         try:
             yield
         except CommunicationError:
@@ -96,7 +96,8 @@ class TorchWorld:
             meant = _meant(error)
             if meant is not None:
                 raise meant from error
-            if why := self.torn:
+            why = self.torn if isinstance(error, RuntimeError) else ""
+            if why:
                 raise PeerLost([], "layout", f"{why} ({repr(error).splitlines()[0]})") from error
             raise
 
