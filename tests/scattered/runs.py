@@ -44,6 +44,7 @@ class UnderWay:
     stack: contextlib.ExitStack
     line: Line
     workers: dict[str, processes.Workers] = field(default_factory=dict)
+    _returned: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
     @property
     def losses(self) -> dict[int, float]:
@@ -62,8 +63,19 @@ class UnderWay:
         with self.ear.news:
             assert self.ear.news.wait_for(lambda: max(self.losses, default=0) >= step, LONGEST_SECONDS)
 
+    def view(self, *members: str) -> int:
+        """Wait for steps in a view of these; the steps that were in its state."""
+
+        def found() -> list[int]:
+            last = [event for event in self.events("view") if event["members"] == list(members)][-1:]
+            return [each["step"] for each in last if max(self.losses, default=0) > each["step"]]
+
+        with self.ear.news:
+            assert self.ear.news.wait_for(found, LONGEST_SECONDS), self.events("view")
+        return found()[0]
+
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """This one ends, as a launcher sees it."""
+        """This one ends, as a launcher sees it, or gets another signal."""
         process = self.workers[name].processes[0]
         os.kill(process.pid, how)
         if how is signal.SIGKILL:
@@ -72,10 +84,16 @@ class UnderWay:
 
     def result(self) -> dict[str, Any]:
         """What it came to."""
-        found = [workers.results()[0] for workers in self.workers.values() if workers.processes[0].exitcode != -9]
+        found = [self.returned(name) for name in self.workers if self.workers[name].processes[0].exitcode != -9]
         results = [each for each in found if each is not None]
         assert len({each["weights_sha256"] for each in results}) <= 2  # of a pipeline, one alone knows them
         return max(results, key=lambda each: len(each["weights_sha256"]))
+
+    def returned(self, name: str) -> dict[str, Any] | None:
+        """What this worker came to; None where the others went on without it."""
+        if name not in self._returned:
+            self._returned[name] = self.workers[name].results()[0]
+        return self._returned[name]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What was recorded so far."""
