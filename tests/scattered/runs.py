@@ -63,11 +63,20 @@ class UnderWay:
         with self.ear.news:
             assert self.ear.news.wait_for(lambda: max(self.losses, default=0) >= step, LONGEST_SECONDS)
 
-    def view(self, *members: str) -> int:
-        """Wait for steps in a view of these; the steps that were in its state."""
+    @property
+    def members(self) -> list[str]:
+        """Of the latest view, in the order of their ranks."""
+        answer = self.line.ask("GET", "/v1/status")
+        assert answer is not None
+        members: list[str] = answer.body["view"]["members"]
+        return members
+
+    def view(self, *first: str, of: int) -> int:
+        """Wait for steps in a view of so many, with these at first; the steps that were in its state."""
 
         def found() -> list[int]:
-            last = [event for event in self.events("view") if event["members"] == list(members)][-1:]
+            now = [event for event in self.events("view") if len(event["members"]) == of]
+            last = [event for event in now if event["members"][: len(first)] == list(first)][-1:]
             return [each["step"] for each in last if max(self.losses, default=0) > each["step"]]
 
         with self.ear.news:
