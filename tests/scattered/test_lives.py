@@ -79,3 +79,14 @@ def test_who_leaves_hands_its_part_over(tmp_path) -> None:
         assert run.returned("1") is None
         run.until(after + 2)
     assert "not all is there" not in run.log("0")  # no step is taken back
+
+
+def test_without_copies_there_is_the_disk(calm, tmp_path) -> None:
+    with under_way("gpt", tmp_path, 2, layout=LAYOUT, steps=STEPS, copies=False, checkpoint_every=4) as run:
+        run.until(LOST_AT + 1)
+        run.kill("1")
+        run.start(["1.2"])
+        assert run.result()["weights_sha256"] == calm[0]
+        (resumed,) = run.events("resume")
+    assert resumed["step"] % 4 == 0
+    assert resumed["step"] > 0
