@@ -341,7 +341,9 @@ def test_processes_go_back_and_say_so(tmp_path) -> None:
     dropped = train(1, task, tmp_path / "dropped", bad_step="Skip()", **options)
     back = train(2, task, tmp_path / "back", bad_step="RollBack()", **options)
     assert (back["weights_sha256"], back["skipped_steps"]) == (dropped["weights_sha256"], 2)
-    assert [event["workers"] for event in written(tmp_path / "back", "bad step")] == [[str(m // 3)] for _, m in places(11)]
+    assert [event["workers"] for event in written(tmp_path / "back", "bad step")] == [
+        [str(m // 3)] for _, m in places(11)
+    ]
 
 
 @pytest.mark.parametrize("layout", ["Layout(shard=2)", "Layout(pipeline=2)"])

@@ -27,7 +27,9 @@ class Config:
         fewest: workers below which nothing is trained, where they may come and go.
         most: workers above which further ones stand by; None: as many as `workers`.
         elastic: workers that die are replaced, others may join and leave, and training goes on, where `sync` is
-            AllReduce() and each worker has the whole model.
+            AllReduce().
+        copies: where a replica lies on several workers, each keeps another one's part in its memory as well, on another
+            host where there is one, so that no part is lost with a worker.
         steps: optimizer steps; excludes `epochs`.
         epochs: passes over the data, a fraction allowed; rounded down to whole steps.
         global_batch: samples of one step over all workers (64).
@@ -76,6 +78,7 @@ class Config:
     fewest: int = 1
     most: int | None = None
     elastic: bool = True
+    copies: bool = True
     steps: int | None = None
     epochs: float | None = None
     global_batch: int | None = None

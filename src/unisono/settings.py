@@ -23,12 +23,7 @@ LIBRARY_GLOBAL_BATCH = 64
 def recovers(config: Config) -> bool:
     """Whether workers of such a run may come and go. With batch statistics that span workers, what is saved of a step
     for its gradients belongs to those who computed it together."""
-    return (
-        config.elastic
-        and isinstance(config.sync, AllReduce)
-        and config.layout.workers == 1
-        and not config.sync_batchnorm
-    )
+    return config.elastic and isinstance(config.sync, AllReduce) and not config.sync_batchnorm
 
 
 def settle(task: Task, given: Mapping[str, Any]) -> Config:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.layout import Part
 from unisono.optimizer import load_state, state_of
 from unisono.replica import weights_of
 
@@ -52,6 +53,20 @@ def adopt(
     own = {name: number for name, number in numbers.items() if name not in _RESERVED}
     load_state(optimizer, model, _under("optimizer/", tensors), own)
     return Reached(int(numbers[_STEPS]), int(numbers[_COMMITTED]), _under("sync/", tensors))
+
+
+def committed_in(numbers: Mapping[str, float]) -> int:
+    """`Reached.committed` of a state that was described so."""
+    return int(numbers[_COMMITTED])
+
+
+def part_of(parts: Mapping[str, Part], name: str) -> Part | None:
+    """The part that belongs to a checkpoint's tensor `name`: that of its parameter; None where it has none."""
+    kind, _, rest = name.partition("/")
+    if kind == "owed":
+        return None
+    inner = {"model": rest, "optimizer": rest.rpartition("/")[0], "sync": rest.partition("/")[2]}[kind]
+    return parts.get(inner)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

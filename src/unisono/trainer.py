@@ -51,6 +51,8 @@ class Trainer:
         factor: the learning rate's factor at a step.
         presence: who is there; all workers stop, or end what they do together, after the same step.
         watch: is told what this worker does.
+        keep: called after each step that all took, when the weights are those: with the steps done, and whether the
+            workers present may change now.
     """
 
     model: nn.Module
@@ -75,6 +77,7 @@ class Trainer:
     evaluate_every: int
     presence: Presence
     watch: Watch = field(default_factory=Unwatched)
+    keep: Callable[[int, bool], None] = lambda done, parting: None
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
     last_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -189,6 +192,7 @@ class Trainer:
             if self.persistence.due(self.done):
                 self.replica.meet()
             self.persistence.after_step(self.done, [each.written for each in said], take=not parting)
+            self.keep(self.done, parting)
         self.stopping = any(each.stop for each in said) or all(each.leaving for each in said)
         # What is being written would be lost: its workers finish it first.
         self.parting = parting and not (self.stopping or self.persistence.pending or self.done >= self.steps)

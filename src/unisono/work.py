@@ -41,6 +41,7 @@ from unisono.config import Config
 from unisono.directory import claimed
 from unisono.doing import Phase
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput, StateDamaged
+from unisono.keeping import Keeper
 from unisono.launch import Worker
 from unisono.launch.process import age_seconds
 from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
@@ -49,6 +50,7 @@ from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in_words, write_config
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
+from unisono.pieces import Laid
 from unisono.settings import check_same_run, recovers, settle
 from unisono.state import Reached, adopt, describe
 from unisono.task import Task, with_data
@@ -73,11 +75,11 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
             "remove_slower_than",
             config.remove_slower_than,
             "workers of this run cannot leave it",
-            "leave it out; or start the run by unisono train, with AllReduce(), without layout and sync_batchnorm",
+            "leave it out; or start the run by unisono train, with AllReduce(), without sync_batchnorm",
         )
     watch = Watched(age_seconds=age_seconds())
     life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
-    if order.contact and recovers(config):
+    if order.contact and recovers(config) and config.layout.workers == 1:
         life.build()
     with Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch) as views:
         result = life.go_through(views)
@@ -91,6 +93,8 @@ class Life:
     Attributes:
         reached: None before this worker has met others.
         make_writer: of checkpoints.
+        keeper: where replicas lie on several workers, of what this one has of the state; the model is built anew in
+            every view.
         startup_seconds: from the command to the first step.
         trained: steps that were taken here; `step_seconds` each.
     """
@@ -105,6 +109,7 @@ class Life:
     make_writer: Callable[..., Writer] = Writer
     judge: Judge | None = None
     reached: Reached | None = None
+    keeper: Keeper = dataclasses.field(default_factory=Keeper)
     startup_seconds: float | None = None
     trained: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
@@ -147,8 +152,12 @@ class Life:
             torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
             feed = Feed(self.task, self.config, comm.rank, size, stack)
             place = _place(comm, self.config, self.order, stack)
-            wires = _wires(meeting, comm, feed.places, comm.rank)
+            keeps = bool(self.order.contact) and self.config.copies
+            wires = _wires(meeting, comm, feed.places, comm.rank, stack, keeps)
             stack.callback(wires.close)
+            if wires.torch:
+                stack.enter_context(wires.torch.heard())
+                stack.callback(self._put_down)
             trainer, first_step = self._set_up(views, feed, wires, place, stack)
             self.worker.stop.listen()
             if self.startup_seconds is None:
@@ -157,7 +166,8 @@ class Life:
             return None if trainer.parting else self._result(trainer, wires, outcome, place.path)
 
     def digest(self) -> str:
-        """Of all that replicas have in common; empty as long as that is what a run starts from."""
+        """Of all that replicas have in common; empty as long as that is what a run starts from, and where each worker
+        has a part only: whether parts fit together is said by the view in which their last step was taken."""
         if self.reached is None or self.built is None:
             return ""
         held, optimizer = self.built
@@ -184,14 +194,24 @@ class Life:
             held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None,
             judge=judge, newest=partial(_sound, read, path, record))  # fmt: skip
         view = views.view
-        if view.start.view:
-            self.reached = self._take_over(view, comm, held.local, optimizer, judge)
-            persistence.go_on(self.reached)
+        laid, hosts = Laid(held.local, held.parts, optimizer), [place.host for place in view.places]
+        taken = None
+        if view.start.view and wires.spread:
+            taken = self.keeper.assemble(comm, laid, judge, hosts)
+        elif view.start.view:
+            taken = self._take_over(view, comm, held.local, optimizer, judge)
+        if taken is not None:
+            self.reached = taken
+            persistence.go_on(taken)
         else:
             again = config.resume or view.number > 1
             found = _newest(read, config, path, meta, record) if again and comm.rank == 0 else None
             self.reached = Reached(_begin(persistence, found, path), persistence.committed)
         first_step = self.reached.steps
+        if wires.spread:
+            copies = self.keeper.begin(
+                view.number, first_step, laid, judge, comm.lane("keeping"), wires.copies, hosts)  # fmt: skip
+            stack.callback(copies.close if copies else lambda: None)
         # What the coordinator counts does not go back where training does.
         views.met(view.start.step if view.start.view else first_step, view.start.digest)
         _write_down(self.order, config, comm, path, record, self.reached, view)
@@ -199,7 +219,20 @@ class Life:
             self.task, config, feed, held, optimizer, wires, persistence=persistence, record=record,
             device=self.device, first_step=first_step, presence=views, watch=self.watch)  # fmt: skip
         trainer.last_loss = self.reached.loss
+        if wires.spread:
+            trainer.keep = lambda done, parting: self.keeper.after_step(self._now(trainer), parting=parting)
         return trainer, first_step
+
+    def _put_down(self) -> None:
+        """Keep what this worker has of the state, and drop the model: its groups are those of this view."""
+        if self.reached is not None:
+            self.keeper.leave(self.reached)
+        self.built = None
+
+    @staticmethod
+    def _now(trainer: Trainer) -> Reached:
+        shared = trainer.replica.state_dict() if trainer.replica.lockstep else {}
+        return Reached(trainer.done, trainer.persistence.committed, shared, trainer.last_loss)
 
     def _take_over(
         self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, judge: Judge
@@ -224,9 +257,9 @@ class Life:
         try:
             return trainer.run(first_step)
         finally:
-            shared = trainer.replica.state_dict() if trainer.replica.lockstep else {}
+            now = self._now(trainer)
             trainer.let_go()
-            self.reached = Reached(trainer.done, trainer.persistence.committed, shared, trainer.last_loss)
+            self.reached = now
             self.trained += trainer.done - first_step
             self.step_seconds += trainer.step_seconds
 
@@ -266,11 +299,14 @@ def _begin(persistence: Persistence, found: Found | None, path: Path) -> int:
             "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
 
 
-def _wires(meeting: MeetingPlace, comm: Communicator, places: Places, rank: int) -> Wires:
-    """Who talks with whom under the layout; all workers call it alike."""
+def _wires(
+    meeting: MeetingPlace, comm: Communicator, places: Places, rank: int, stack: contextlib.ExitStack, keeps: bool
+) -> Wires:
+    """Who talks with whom under the layout; all workers call it alike. `keeps`: whether copies travel."""
     if places.layout.workers == 1:
         return Wires.whole(comm)
     world = meeting.open_world()
+    stack.callback(world.close)
     here = places.of(rank)
     return Wires(
         comm,
@@ -281,6 +317,7 @@ def _wires(meeting: MeetingPlace, comm: Communicator, places: Places, rank: int)
         speaks=here.tensor == 0,
         weighs=here.tensor == here.context == here.pipeline == 0,
         torch=world,
+        copies=meeting.among(range(places.workers), "copies") if keeps else None,
     )
 
 

@@ -287,7 +287,8 @@ class Coordinator:
     def _seats(self, workers: Sequence[str], now: float, maximum: int | None = None) -> list[str]:
         ordered = seated(self.view.members, workers, 1, len(workers))
         known = acquainted(ordered, self._quarrels.missing(now))
-        return seated(self.view.members, known, self.policy.unit, maximum or self.policy.maximum)
+        most = maximum or self.policy.maximum
+        return seated(self.view.members, known, self.policy.unit, most, self.policy.shares)
 
     def _end(self, over: Over, why: str, now: float) -> Ended:
         self.saved = Saved(self.saved.lineage, over)
