@@ -162,7 +162,7 @@ class VirtualRun:
 class _Process:
     """A process of the run; the `Views` of what it trains."""
 
-    stop = False
+    stop, changing = False, True
 
     def __init__(self, run: VirtualRun, number: int) -> None:
         self.number, self.name, self._run = number, str(number), run
@@ -256,10 +256,10 @@ class _Process:
         if self.name in world.broken_off:
             raise PeerLost([], "step", _CHANGED)
 
-    def done(self) -> None:
+    def done(self, steps: int = 1) -> None:
         self._run.busy(self)
         self._run.views[self.view.number].check(self.rank)
-        self.agent.done(self.view.number)
+        self.agent.done(self.view.number, steps=steps)
 
     def ended(self, digest: str) -> None:
         self.do(self.agent.broken(self.view.number, digest=digest))

@@ -90,10 +90,10 @@ class Agent:
             self.standing = Standing(number, step, digest)
             self.working = True
 
-    def done(self, number: int, digest: str = "") -> None:
-        """One more step of view `number` is in the state."""
+    def done(self, number: int, digest: str = "", steps: int = 1) -> None:
+        """So many more steps of view `number` are in the state."""
         if number == self.view.number and self.working:
-            self.standing = Standing(number, self.standing.step + 1, digest)
+            self.standing = Standing(number, self.standing.step + steps, digest)
 
     def broken(self, number: int, missed: tuple[str, ...] = (), digest: str | None = None) -> list[Action]:
         """The group of view `number` does not work any more: its members part at a boundary, or one is lost, or it was
