@@ -27,7 +27,7 @@ class Config:
         fewest: workers below which nothing is trained, where they may come and go.
         most: workers above which further ones stand by; None: as many as `workers`.
         elastic: workers that die are replaced, others may join and leave, and training goes on, where `sync` is
-            AllReduce() and each worker has the whole model.
+            AllReduce(), LocalSGD(), BlockMomentum(), DiLoCo() or Gossip(), and each worker has the whole model.
         steps: optimizer steps; excludes `epochs`.
         epochs: passes over the data, a fraction allowed; rounded down to whole steps.
         global_batch: samples of one step over all workers (64).
