@@ -24,6 +24,7 @@ from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
 from unisono.guard import Guard
 from unisono.layout import AXES, Compute, Held, Places, Sample, as_it_is, blocks
+from unisono.milestone import Milestone
 from unisono.notation import show
 from unisono.observe import Recorder, Unwatched, Watch
 from unisono.optimizer import LearningRate, optimizer_of, prefer_fused
@@ -158,8 +159,12 @@ def bind(
     presence: Presence = Unchanging(),
     trainer: Callable[..., Trainer] = Trainer,
     watch: Watch = Unwatched(),
+    milestone: Milestone | None = None,
 ) -> Trainer:
     """Give what is held and its optimizer their replica, and all of it a `trainer`.
+
+    Args:
+        milestone: where replicas walk by themselves and may be lost on the way.
 
     Raises:
         InvalidInput: what is asked for cannot be combined.
@@ -170,7 +175,7 @@ def bind(
         micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config),
-        repeats=recovers(config))  # fmt: skip
+        repeats=recovers(config), awaits=milestone is not None)  # fmt: skip
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, feed.places.lanes, replica)
     _check_dropping(config, replica)
@@ -220,6 +225,7 @@ def bind(
         evaluate_every=config.evaluate_every,
         presence=presence,
         watch=watch,
+        milestone=milestone,
     )
 
 

@@ -27,7 +27,7 @@ class Config:
         fewest: workers below which nothing is trained, where they may come and go.
         most: workers above which further ones stand by; None: as many as `workers`.
         elastic: workers that die are replaced, others may join and leave, and training goes on, where `sync` is
-            AllReduce().
+            AllReduce(), or, with the whole model on each worker, LocalSGD(), BlockMomentum(), DiLoCo() or Gossip().
         copies: where a replica lies on several workers, each keeps another one's part in its memory as well, on another
             host where there is one, so that no part is lost with a worker.
         steps: optimizer steps; excludes `epochs`.

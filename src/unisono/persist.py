@@ -147,6 +147,11 @@ class Persistence:
         return self._restore(found) or 0
 
     @property
+    def shared(self) -> Mapping[str, Tensor]:
+        """What the synchronizer had in the state that was taken over."""
+        return self._shared
+
+    @property
     def last(self) -> int:
         """The steps that were done when the last checkpoint was taken."""
         return self._last

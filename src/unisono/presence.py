@@ -7,7 +7,13 @@ from typing import Protocol
 
 
 class Presence(Protocol):
-    """One worker's ear and mouth between steps; nothing here waits."""
+    """One worker's ear and mouth between steps; nothing here waits.
+
+    Attributes:
+        changing: whether workers may come and go at all.
+    """
+
+    changing: bool
 
     @property
     def stop(self) -> bool:
@@ -31,8 +37,8 @@ class Presence(Protocol):
         """Right before a micro-batch is computed, and before a step is taken. Raises `PeerLost` if the others go on
         without this worker."""
 
-    def done(self) -> None:
-        """One more step is in the state."""
+    def done(self, steps: int = 1) -> None:
+        """So many more steps are in the state."""
 
 
 class Unchanging:
@@ -42,7 +48,7 @@ class Unchanging:
         stop_asked: True once this worker was asked to stop.
     """
 
-    parting = leaving = False
+    changing = parting = leaving = False
 
     def __init__(self, stop_asked: Callable[[], bool] = lambda: False) -> None:
         self._stop_asked = stop_asked
@@ -60,5 +66,5 @@ class Unchanging:
     def check(self) -> None:
         pass
 
-    def done(self) -> None:
+    def done(self, steps: int = 1) -> None:
         pass

@@ -52,7 +52,19 @@ def adopt(
             tensor.copy_(tensors[f"model/{name}"])
     own = {name: number for name, number in numbers.items() if name not in _RESERVED}
     load_state(optimizer, model, _under("optimizer/", tensors), own)
-    return Reached(int(numbers[_STEPS]), int(numbers[_COMMITTED]), _under("sync/", tensors))
+    return Reached(int(numbers[_STEPS]), int(numbers[_COMMITTED]), shared_among(tensors))
+
+
+def shared_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of a described state is the synchronizer's: the same on all replicas where they meet."""
+    return _under("sync/", tensors)
+
+
+def in_common(
+    tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What of a described state replicas that walk by themselves are sure to have in common where they meet."""
+    return shared_among(tensors), {name: numbers[name] for name in _RESERVED}
 
 
 def committed_in(numbers: Mapping[str, float]) -> int:

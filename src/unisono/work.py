@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono import handover
@@ -46,13 +46,14 @@ from unisono.launch import Worker
 from unisono.launch.process import age_seconds
 from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
 from unisono.membership import View
+from unisono.milestone import Milestone
 from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in_words, write_config
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
 from unisono.pieces import Laid
-from unisono.settings import check_same_run, recovers, settle
-from unisono.state import Reached, adopt, describe
+from unisono.settings import check_same_run, recovers, settle, walks
+from unisono.state import Reached, adopt, describe, in_common
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
 from unisono.views import Attended, MeetingPlace, Only, Views
@@ -95,6 +96,7 @@ class Life:
         make_writer: of checkpoints.
         keeper: where replicas lie on several workers, of what this one has of the state; the model is built anew in
             every view.
+        milestone: where replicas that walk by themselves have last met, if workers may come and go.
         startup_seconds: from the command to the first step.
         trained: steps that were taken here; `step_seconds` each.
     """
@@ -110,6 +112,7 @@ class Life:
     judge: Judge | None = None
     reached: Reached | None = None
     keeper: Keeper = dataclasses.field(default_factory=Keeper)
+    milestone: Milestone | None = None
     startup_seconds: float | None = None
     trained: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
@@ -128,6 +131,7 @@ class Life:
             except CommunicationError as error:
                 self.watch.lose()
                 self.watch.be(Phase.RECOVERY)
+                self.go_back()
                 views.broken(error, self.digest())
                 continue
             if result is not None:
@@ -165,13 +169,23 @@ class Life:
             outcome = self._train(trainer, first_step)
             return None if trainer.parting else self._result(trainer, wires, outcome, place.path)
 
+    def go_back(self) -> None:
+        """Of what was not done in lockstep, nothing counts but what all have met after."""
+        if self.milestone and self.built:
+            held, optimizer = self.built
+            self.reached = self.milestone.go_back(held.local, optimizer)
+
     def digest(self) -> str:
         """Of all that replicas have in common; empty as long as that is what a run starts from, and where each worker
         has a part only: whether parts fit together is said by the view in which their last step was taken."""
         if self.reached is None or self.built is None:
             return ""
         held, optimizer = self.built
-        return handover.digest(*describe(held.local, optimizer, self.reached))
+        return self._digest(*describe(held.local, optimizer, self.reached))
+
+    def _digest(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
+        state = in_common(tensors, numbers) if walks(self.config) else (tensors, numbers)
+        return handover.digest(*state)
 
     def _set_up(
         self, views: Views, feed: Feed, wires: Wires, place: _Place, stack: contextlib.ExitStack
@@ -201,13 +215,16 @@ class Life:
         elif view.start.view:
             taken = self._take_over(view, comm, held.local, optimizer, judge)
         if taken is not None:
-            self.reached = taken
-            persistence.go_on(taken)
+            reached = taken
+            persistence.go_on(reached)
         else:
             again = config.resume or view.number > 1
             found = _newest(read, config, path, meta, record) if again and comm.rank == 0 else None
-            self.reached = Reached(_begin(persistence, found, path), persistence.committed)
-        first_step = self.reached.steps
+            reached = Reached(_begin(persistence, found, path), persistence.committed, persistence.shared)
+        if views.changing and walks(config):
+            self.milestone = self.milestone or Milestone()
+            self.milestone.keep(held.local, optimizer, reached)
+        self.reached, first_step = reached, reached.steps
         if wires.spread:
             copies = self.keeper.begin(
                 view.number, first_step, laid, judge, comm.lane("keeping"), wires.copies, hosts)  # fmt: skip
@@ -217,7 +234,8 @@ class Life:
         _write_down(self.order, config, comm, path, record, self.reached, view)
         trainer = bind(
             self.task, config, feed, held, optimizer, wires, persistence=persistence, record=record,
-            device=self.device, first_step=first_step, presence=views, watch=self.watch)  # fmt: skip
+            device=self.device, first_step=first_step, presence=views, watch=self.watch,
+            milestone=self.milestone)  # fmt: skip
         trainer.last_loss = self.reached.loss
         if wires.spread:
             trainer.keep = lambda done, parting: self.keeper.after_step(self._now(trainer), parting=parting)
@@ -237,21 +255,29 @@ class Life:
     def _take_over(
         self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, judge: Judge
     ) -> Reached:
-        """The state that the view starts from: this worker's own, or what those who have it hand over."""
+        """The state that the view starts from: this worker's own, or what those who have it hand over; where replicas
+        walk by themselves, the mean of what they have each its own."""
         has = self.reached if view.members[comm.rank] in view.sources else None
         tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
         here = handover.Held(tensors)
-        mine = json.dumps([encode_holding(here.holding), numbers, judge.state(), has.loss]) if has else ""
+        digests = {name: handover.digest({name: x}, {}) for name, x in tensors.items()} if walks(self.config) else {}
+        mine = json.dumps([encode_holding(here.holding), numbers, judge.state(), has.loss, digests]) if has else ""
         told = handover.tell(comm, mine)
-        kinds, numbers, judged, loss = json.loads(told[view.members.index(view.sources[0])])
-        wanted = {} if has else decode_holding(kinds)
-        received = handover.hand_over(comm, [here], wanted, [place.host for place in view.places])
-        if has:
-            return dataclasses.replace(has, loss=loss)
-        if handover.digest(received, numbers) != view.start.digest:
+        sources = [view.members.index(source) for source in view.sources]
+        kinds, numbers, judged, loss, _ = json.loads(told[sources[0]])
+        everything = decode_holding(kinds)
+        apart = handover.differing([json.loads(told[source])[-1] for source in sources])
+        alike = {} if has else {name: piece for name, piece in everything.items() if name not in apart}
+        received = handover.hand_over(comm, [here], alike, [place.host for place in view.places])
+        if not has and self._digest(received, numbers) != view.start.digest:
             raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
-        judge.replace(judged)
-        return dataclasses.replace(adopt(model, optimizer, received, numbers), loss=loss)
+        means = handover.mean_of(comm, tensors, {name: everything[name] for name in apart}, sources)
+        if not has:
+            judge.replace(judged)
+            return dataclasses.replace(adopt(model, optimizer, received | means, numbers), loss=loss)
+        for name, mean in means.items():  # only now: whoever is lost meanwhile takes nothing along
+            tensors[name].copy_(mean)
+        return dataclasses.replace(has, loss=loss)
 
     def _train(self, trainer: Trainer, first_step: int) -> Outcome:
         try:
@@ -259,7 +285,7 @@ class Life:
         finally:
             now = self._now(trainer)
             trainer.let_go()
-            self.reached = now
+            self.reached = (self.milestone.reached if self.milestone else None) or now
             self.trained += trainer.done - first_step
             self.step_seconds += trainer.step_seconds
 
@@ -268,7 +294,7 @@ class Life:
         sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
         mine = torch.tensor(list(self.watch.ledger.seconds().values()), dtype=torch.float64)
         spent = trainer.comm.gather(mine).wait()
-        seconds = sum(self.step_seconds) if trainer.replica.lockstep else trainer.seconds
+        seconds = sum(self.step_seconds) if trainer.replica.lockstep or self.milestone else trainer.seconds
         return Result(
             steps=outcome.steps,
             samples=outcome.steps * trainer.global_batch,

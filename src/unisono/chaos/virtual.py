@@ -173,7 +173,7 @@ class VirtualRun:
 class Process:
     """A process of the run; the `Views` of what it trains."""
 
-    stop = False
+    stop, changing = False, True
 
     def __init__(self, run: VirtualRun, number: int) -> None:
         self.number, self.name, self._run = number, str(number), run
@@ -270,10 +270,10 @@ class Process:
         if self.name in world.broken_off:
             raise PeerLost([], "step", _CHANGED)
 
-    def done(self) -> None:
+    def done(self, steps: int = 1) -> None:
         self._run.busy(self)
         self._run.views[self.view.number].check(self.rank)
-        self.agent.done(self.view.number)
+        self.agent.done(self.view.number, steps=steps)
         self._run.look()
 
     def ended(self, digest: str) -> None:

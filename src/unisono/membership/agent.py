@@ -96,10 +96,11 @@ class Agent:
             self._stand(Standing(number, step, digest))
             self.working = True
 
-    def done(self, number: int, digest: str = "") -> None:
-        """One more step of view `number` is in the state. It is told so with every step, and makes nothing of it."""
+    def done(self, number: int, digest: str = "", steps: int = 1) -> None:
+        """So many more steps of view `number` are in the state. It is told so with every step, and makes nothing of
+        it."""
         if number == self.view.number and self.working:
-            self._steps += 1
+            self._steps += steps
             self._digest = digest
 
     def part(self, number: int, digest: str | None = None) -> list[Action]:

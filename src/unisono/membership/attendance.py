@@ -93,10 +93,10 @@ class Attendance:
         """Whether the group of the view at hand has been met."""
         return self._agent.working
 
-    def done(self, number: int) -> None:
-        """One more step is in the state; told with the next beat."""
+    def done(self, number: int, steps: int = 1) -> None:
+        """So many more steps are in the state; told with the next beat."""
         with self._news:
-            self._agent.done(number)
+            self._agent.done(number, steps=steps)
 
     def part(self, number: int, digest: str) -> None:
         """See `Agent.part`; `digest` of the state as it now is."""
