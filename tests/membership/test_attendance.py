@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import InvalidInput
-from unisono.membership import Agent, Contact, Policy, Standing
+from unisono.membership import Agent, Contact, Policy, Standing, attendance
 from unisono.membership.attendance import Attendance
 from unisono.membership.serve import Place, Serving
 
@@ -128,3 +129,15 @@ def test_what_is_no_address_is_refused(url) -> None:
 def test_nobody_listens_where_somebody_does(tmp_path) -> None:
     with serving(tmp_path / "state") as served, pytest.raises(InvalidInput, match="choose another"):
         Serving(Place(port=int(served.url.rsplit(":", 1)[1])), POLICY, tmp_path / "other", TOKEN)
+
+
+def test_who_comes_when_all_is_over_does_not_wait_for_ever(monkeypatch) -> None:
+    monkeypatch.setattr(attendance, "_REFUSED_SECONDS", 0.1)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        contact = Contact(f"http://127.0.0.1:{nobody.getsockname()[1]}", TOKEN)
+        with (
+            Attendance(contact, Agent("late", Standing()), lambda number: None) as late,
+            pytest.raises(InvalidInput, match="nobody listens there any more"),
+        ):
+            late.next_view()

@@ -27,7 +27,7 @@ from unisono.order import TaskSource
 
 _GLANCE_SECONDS, _KEEN_SECONDS = 0.03, 0.002  # between two looks; the latter while a fault waits for its moment
 _LEAST_SECONDS, _TIMES = 180.0, 20.0  # what a run may take: at least, and of what it took undisturbed
-_ENDED_SECONDS = 20.0  # for those who joined, once the run is over
+_ENDED_SECONDS = 90.0  # for those who joined, once the run is over; who comes too late for it finds that out in 30
 _LINES = 12  # that are shown of what a command said
 
 

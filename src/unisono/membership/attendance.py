@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from unisono.doing import Doing, Phase
+from unisono.errors import InvalidInput
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
 from unisono.membership.changes import Change, changed
 from unisono.membership.line import Line
@@ -18,6 +19,7 @@ from unisono.membership.values import Contact, Over, Place, Standing, View, Word
 LOG = logging.getLogger("unisono")
 _REST_SECONDS = 0.1  # less than a beat's time
 _RETRY_SECONDS = 0.2  # while the coordinator is away
+_REFUSED_SECONDS = 30.0  # after which who never had an answer gives up, as the run is over that it was to join
 _LEDGER_SECONDS = 1.0  # between two tellings where the time went
 
 
@@ -55,6 +57,7 @@ class Attendance:
         told: Callable[[str], None] = LOG.warning,
     ) -> None:
         self._saying, self._listening = (Line(contact) for _ in "12")
+        self._url, self._refused = contact.url, False
         self._agent, self._abort, self._leaving, self._stopping = agent, abort, leaving, stopping
         self._doing, self._spent, self._told = doing, spent, told
         self._heard, self._spent_at = 0, float("-inf")
@@ -68,9 +71,22 @@ class Attendance:
 
     def next_view(self) -> View | None:
         """Waits for a view to meet; None once the others go on without this worker, which asked to leave, or the
-        training is over."""
+        training is over.
+
+        Raises:
+            InvalidInput: there has never been an answer, and nobody has listened for a while.
+        """
         with self._news:
-            self._news.wait_for(lambda: self._view is not None or self._dismissed or self._closed or self._stopping())
+            self._news.wait_for(
+                lambda: self._view is not None or self._dismissed or self._closed or self._refused or self._stopping()
+            )
+            if self._refused and self._view is None:
+                raise InvalidInput(
+                    "coordinator",
+                    self._url,
+                    "nobody listens there any more",
+                    "it went with its run: see how that ended",
+                )
             view, self._view = self._view, None
             return view
 
@@ -142,13 +158,17 @@ class Attendance:
             self._exchange(self._saying, waits=False)
 
     def _listen(self) -> None:
+        last = time.monotonic()  # when somebody listened there, or has been heard ever
         while not self._closed:
             with self._news:
                 self._resting = self._agent.torn
                 self._news.wait_for(lambda: self._closed or not self._resting, _REST_SECONDS)
                 self._resting = False
             if not self._exchange(self._listening, waits=True):
+                last = last if self._listening.refused and self._knows is None else time.monotonic()
                 with self._news:
+                    self._refused = time.monotonic() - last > _REFUSED_SECONDS
+                    self._news.notify_all()
                     self._news.wait_for(lambda: self._closed, _RETRY_SECONDS)
 
     def _exchange(self, line: Line, *, waits: bool) -> bool:

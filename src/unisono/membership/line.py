@@ -33,11 +33,15 @@ class Line:
         contact: of the coordinator.
         answer_seconds: how long one is waited for.
 
+    Attributes:
+        refused: when last asked, nobody listened there.
+
     Raises:
         InvalidInput: the contact's URL is none, or its authority cannot be read.
     """
 
     def __init__(self, contact: Contact, answer_seconds: float = 10.0) -> None:
+        self.refused = False
         host, port, secure = _address(contact.url)
         self._headers = {"authorization": f"Bearer {contact.token}", "content-type": "application/json",
                          "accept-encoding": "gzip"}  # fmt: skip
@@ -60,8 +64,10 @@ class Line:
         try:
             answer = self._asked(method, path, None if message is None else json.dumps(message))
             body = _unpacked(answer)
+            self.refused = False
             return Answer(answer.status, json.loads(body) if body and answer.status < 400 else None)
-        except (OSError, http.client.HTTPException, ValueError):
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.refused = isinstance(error, ConnectionRefusedError)
             self._made.close()
             return None
 
