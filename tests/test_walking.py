@@ -3,6 +3,8 @@ nothing had happened."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.launch.observation import session, within
+from tests.test_reliability import TASK, events, last_step, said, under_way
 from unisono.chaos.virtual import Network, VirtualRun
+from unisono.checkpoint import checkpoints
 from unisono.comm import Link, Lost, outcomes
 from unisono.handover import Held, differing, digest, mean_of
 from unisono.launch import Identity, Worker
@@ -206,6 +211,35 @@ def test_who_is_left_alone_goes_on_with_the_outer_optimizer(tmp_path: Path) -> N
     assert shared is not None
     assert any(name.startswith("velocity/") for name in shared.shared)
     assert int(shared.shared["taken"]) == STEPS  # whoever came later is in the same rhythm
+
+
+def test_real_workers_too_are_killed_replaced_and_asked_to_leave(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(TASK)
+    run = tmp_path / "run"
+
+    def follows(number: int, *members: str) -> bool:
+        def is_there() -> bool:
+            return any(v["number"] >= number and set(v["members"]) == set(members) for v in events(run, "view"))
+
+        return within(60, is_there)
+
+    line = ("--workers", "3", "--sync", "DiLoCo(every=5)", "--steps", "1000000", "--checkpoint-every", "0")
+    with under_way(tmp_path, "run", *line) as process:
+        pids = {name: pid for pid, name in session(process.pid).items()}
+        os.kill(pids["unisono worker 1"], signal.SIGKILL)
+        assert follows(2, "0", "1.2", "2")
+        os.kill(pids["unisono worker 0"], signal.SIGTERM)
+        assert follows(3, "1.2", "2")
+        done = last_step(run)
+        assert within(30, lambda: last_step(run) >= done + 10)
+        os.kill(process.pid, signal.SIGINT)
+        words = said(process)
+    assert process.returncode == 130, words
+    begun = [view["step"] for view in events(run, "view")]
+    assert begun == sorted(begun)
+    assert all(step % 5 == 0 for step in begun)
+    ((step, _),) = checkpoints(run / "checkpoints")
+    assert step == last_step(run)
 
 
 def test_a_milestone_gives_everything_back_and_takes_no_more_memory_the_next_time() -> None:
