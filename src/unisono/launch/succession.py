@@ -46,8 +46,8 @@ class Succession(Protocol):
     def ended(self, place: int) -> None:
         """The process there is no more, for whatever reason."""
 
-    def returned(self, place: int, others: int) -> Verdict:
-        """It was done; of `others` there are processes yet."""
+    def returned(self, place: int, result: Any, others: int) -> Verdict:
+        """It was done, and came to `result`; of `others` there are processes yet."""
 
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
         """It died while the run went on."""
@@ -74,7 +74,7 @@ class Together:
     def ended(self, place: int) -> None:
         """See `Succession`."""
 
-    def returned(self, place: int, others: int) -> Verdict:
+    def returned(self, place: int, result: Any, others: int) -> Verdict:
         """See `Succession`."""
         return Verdict()
 
@@ -128,7 +128,7 @@ class Replaced:
         """See `Succession`."""
         self._gone(self._name(place))
 
-    def returned(self, place: int, others: int) -> Verdict:
+    def returned(self, place: int, result: Any, others: int) -> Verdict:
         """See `Succession`."""
         return Verdict(f"worker {self._name(place)} has left: {_on(others)}")
 
@@ -173,6 +173,49 @@ class Joined(Replaced):
     def lacking(self, results: Sequence[Any]) -> str:
         """See `Succession`."""
         return ""
+
+
+class EachToItsEnd:
+    """As `inner`, of workers that each have an end of their own to come to: a script goes on after its loop. Once one has
+    come to it, or says that its loop is over, nobody is replaced any more, since nobody is there to take a state from.
+    """
+
+    def __init__(self, inner: Replaced) -> None:
+        self._inner = inner
+        self._ending = False
+        self.stop = inner.stop
+
+    def name(self, place: int) -> str:
+        """See `Succession`."""
+        return self._inner.name(place)
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        """See `Succession`."""
+        self._ending = self._ending or message.get("kind") == "over"
+        self._inner.heard(message)
+
+    def ended(self, place: int) -> None:
+        """See `Succession`."""
+        self._inner.ended(place)
+
+    def returned(self, place: int, result: Any, others: int) -> Verdict:
+        """See `Succession`."""
+        if result is None:
+            return self._inner.returned(place, result, others)
+        self._ending = True
+        return Verdict()
+
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+        """See `Succession`."""
+        return Verdict(cause=what) if self._ending else self._inner.lost(what, others, lived_seconds)
+
+    def over(self, results: Sequence[Any]) -> bool:
+        """See `Succession`."""
+        return False
+
+    def lacking(self, results: Sequence[Any]) -> str:
+        """See `Succession`."""
+        return self._inner.lacking(results)
 
 
 def _was(reason: str) -> str:
