@@ -27,8 +27,6 @@ from unisono.checkpoint import (
     Loaded,
     Opened,
     Writer,
-    decode_holding,
-    encode_holding,
     fingerprint,
     fingerprint_of,
     load_newest,
@@ -40,7 +38,7 @@ from unisono.comm import Communicator
 from unisono.config import Config
 from unisono.directory import claimed
 from unisono.doing import Phase
-from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput, StateDamaged
+from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput
 from unisono.launch import Worker
 from unisono.launch.process import age_seconds
 from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
@@ -50,7 +48,7 @@ from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
 from unisono.settings import check_same_run, settle
-from unisono.state import Reached, adopt, describe
+from unisono.state import Reached, describe, take_over
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
 from unisono.views import Attended, MeetingPlace, Only, Views
@@ -193,19 +191,10 @@ class Life:
     ) -> Reached:
         """The state that the view starts from: this worker's own, or what those who have it hand over."""
         has = self.reached if view.members[comm.rank] in view.sources else None
-        tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
-        here = handover.Held(tensors)
-        mine = json.dumps([encode_holding(here.holding), numbers, judge.state()]) if has else ""
-        told = handover.tell(comm, mine)
-        kinds, numbers, judged = json.loads(told[view.members.index(view.sources[0])])
-        wanted = {} if has else decode_holding(kinds)
-        received = handover.hand_over(comm, [here], wanted, [place.host for place in view.places])
-        if has:
-            return has
-        if handover.digest(received, numbers) != view.start.digest:
-            raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
-        judge.replace(judged)
-        return adopt(model, optimizer, received, numbers)
+        taken = take_over(view, comm, model, optimizer, has, judge.state())
+        if has is None:
+            judge.replace(taken.words)
+        return taken.reached
 
     def _train(self, trainer: Trainer, first_step: int) -> Outcome:
         try:

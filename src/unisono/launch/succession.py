@@ -176,9 +176,8 @@ class Joined(Replaced):
 
 
 class EachToItsEnd:
-    """As `inner`, of workers that each have an end of their own to come to: a script goes on after its loop. Once one has
-    come to it, or says that its loop is over, nobody is replaced any more, since nobody is there to take a state from.
-    """
+    """As `inner`, of workers that each have an end of their own to come to: a script goes on after its loop. Once one
+    has come to it, or says that its loop is over, nobody is replaced any more, as nobody would hand over a state."""
 
     def __init__(self, inner: Replaced) -> None:
         self._inner = inner
