@@ -248,8 +248,8 @@ class Whoever:
         """See `Company`."""
         if self._comm is None:
             raise UnisonoError("a worker was lost, and a loop like this one cannot be taken up by another")
-        self._given.worker.report({"kind": "over"})
         assert self._views is not None
+        self._tell_over()
         self._views.stay()
         self._watchdog = Watchdog(self._watch, STUCK_IN)
 
@@ -280,6 +280,7 @@ class Whoever:
         if self._views.leaving:
             raise Left
         self._finished, self._error = True, PeerLost((), "view", "the others have come to the end of their loops")
+        self._tell_over()
         return False
 
     def says(self) -> list[float]:
@@ -323,8 +324,7 @@ class Whoever:
         assert self._views is not None
         self._views.finish()
         self._finished = True
-        self._given.worker.report({"kind": "over"})
-        self._given.interrupt_again()
+        self._tell_over()
 
     def close(self, *, finished: bool) -> None:
         """See `Company`."""
@@ -332,8 +332,8 @@ class Whoever:
             return
         self._closed = True
         if finished and self.recovers and not (self._finished or self.lost):
-            self._given.worker.report({"kind": "over"})
             assert self._views is not None
+            self._tell_over()
             self._views.finish()
         if self._watchdog is not None:
             self._watchdog.close()
@@ -341,6 +341,11 @@ class Whoever:
             self._comm.close()
         if self._views is not None:
             self._views.__exit__(None, None, None)
+
+    def _tell_over(self) -> None:
+        """From now on this worker is not one who could be replaced, or asked to leave the others alone."""
+        self._given.worker.report({"kind": "over", "place": self._given.worker.identity.rank})
+        self._given.interrupt_again()
 
     def _attended(self) -> Attended:
         return Attended(self._given.worker, self._config, self._given.contact, self._watch)

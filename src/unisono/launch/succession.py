@@ -176,21 +176,26 @@ class Joined(Replaced):
 
 
 class EachToItsEnd:
-    """As `inner`, of workers that each have an end of their own to come to: a script goes on after its loop. Once one
-    has come to it, or says that its loop is over, nobody is replaced any more, as nobody would hand over a state."""
+    """As `inner`, of workers that each have an end of their own to come to: a script goes on after its loop. Once the
+    loop is over nobody is replaced any more, as nobody would hand over a state. When all for whom it is over have come
+    to their ends, the others, who are frozen or came too late, are not waited for any longer."""
 
     def __init__(self, inner: Replaced) -> None:
         self._inner = inner
+        self._past_loop: set[int] = set()  # places
         self._ending = False
         self.stop = inner.stop
 
     def name(self, place: int) -> str:
         """See `Succession`."""
+        self._past_loop.discard(place)
         return self._inner.name(place)
 
     def heard(self, message: Mapping[str, Any]) -> None:
         """See `Succession`."""
-        self._ending = self._ending or message.get("kind") == "over"
+        if message.get("kind") == "over":
+            self._past_loop.add(message["place"])
+            self._ending = True
         self._inner.heard(message)
 
     def ended(self, place: int) -> None:
@@ -210,7 +215,7 @@ class EachToItsEnd:
 
     def over(self, results: Sequence[Any]) -> bool:
         """See `Succession`."""
-        return False
+        return bool(self._past_loop) and all(results[place] is not None for place in self._past_loop)
 
     def lacking(self, results: Sequence[Any]) -> str:
         """See `Succession`."""
