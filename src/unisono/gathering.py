@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,36 @@ def gathered(
     return rallied(policy_of(config), _told_of(order), order.path, server, told, calling)
 
 
-def called(contact: Contact, server: Forkserver) -> Order:
+@dataclass(frozen=True)
+class Script:
+    """What workers of another launcher run, in place of a task.
+
+    Args:
+        path: of the file, here.
+        arguments: that follow it.
+        run: the run's directory.
+        contact: of the coordinator.
+    """
+
+    path: Path
+    arguments: Sequence[str]
+    run: str
+    contact: Contact
+
+
+def called(contact: Contact, server: Forkserver) -> Order | Script:
     """What workers that `server` forks are to do as part of the run whose coordinator `contact` reaches.
 
     Raises:
         InvalidInput: nobody answers there, or there is nothing that this host could do.
     """
     told, here = lying_at(contact, server)
+    if script := told.get("script"):
+        path = Path(script[0])
+        if not path.is_file():
+            raise InvalidInput("script", script[0], "the run is that of a script, which this host does not have",
+                               "copy it there, with all that it needs")  # fmt: skip
+        return Script(path, script[1:], told["run"], here)
     if not told["task"]:
         raise InvalidInput(
             "coordinator", contact.url, "its run has a task that a Python program made and carries to its own workers",

@@ -37,8 +37,10 @@ def launch_script(
     stop_seconds: float = 30.0,
     on_message: OnMessage = lambda rank, message: None,
     elastic: Elastic | None = None,
-) -> None:
+) -> bool:
     """Run the script at `path` in `workers` processes; see `launch`, whose `echo` shows worker 0 live.
+
+    Returns whether any has come to its end; all have, but those that left the others before.
 
     Args:
         elastic: workers may come and go while the script is in the loop that it runs with the others.
@@ -53,7 +55,7 @@ def launch_script(
     target = f"{__name__}:{run_script.__name__}"
     contact = elastic.contact if elastic else None
     given = (str(path.absolute()), list(arguments), str(path), contact)
-    launch(
+    results = launch(
         target,
         given,
         workers,
@@ -66,6 +68,7 @@ def launch_script(
         on_message=on_message,
         elastic=elastic,
     )
+    return any(result is DONE for result in results)
 
 
 def run_script(
