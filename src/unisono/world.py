@@ -349,6 +349,7 @@ class _Bound:
             )
         if self._company.recovers:
             self.state.begin()
+            self._watch.be(Phase.COMPUTE, self._company.comm)
 
     def enter(self, m: int, weight: float, last: bool) -> None:
         """A micro-batch begins; `last` of this worker in this step."""
@@ -375,6 +376,8 @@ class _Bound:
         except PeerLost as error:
             self._company.lose(error)
         taken = not self._company.lost
+        if self._company.recovers:  # what a loop does between steps is no part of one, and may take longer
+            self._watch.be(Phase.EVALUATION, self._company.comm)
         self._next_step()
         return taken
 
