@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from unisono.company import in_order
 from unisono.errors import InvalidInput
 from unisono.keep import Kept, read, written
 from unisono.launch.failure import Failure
@@ -190,6 +191,12 @@ def test_what_cannot_be_kept_is_named() -> None:
     kept.add("scheduler", scheduler)
     with pytest.raises(InvalidInput, match="keep = nothing: the others keep scheduler"):
         Kept(optimizer).give(kept.take())
+
+
+def test_who_was_there_first_keeps_its_number() -> None:
+    assert in_order(["2", "0", "1"]) == ["0", "1", "2"]
+    assert in_order(["2", "1", "0.2", "host-1:0"]) == ["1", "2", "0.2", "host-1:0"]
+    assert in_order(["2", "host-1:0", "0.2", "10"]) == ["2", "10", "host-1:0", "0.2"]
 
 
 def succession() -> EachToItsEnd:

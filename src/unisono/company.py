@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,7 +22,6 @@ from unisono.errors import PeerLost, UnisonoError
 from unisono.keep import Kept
 from unisono.launch import Identity
 from unisono.launch.script import Left, TakesPart
-from unisono.membership.line import ask
 from unisono.observe import Watchdog, Watched
 from unisono.observe.pace import Pace
 from unisono.persist import check_alike
@@ -181,33 +180,33 @@ class Same:
 
 
 class Whoever:
-    """Those that a coordinator counts on, from when the loop begins. Before, they are those who were there at first;
+    """Those that a coordinator counts on, from when the loop begins. Before, they are those with whom the run began;
     who comes later is alone until then, and takes the state of the others when its own loop begins.
 
     Args:
-        threads, communicator, deadline_seconds: as for `unisono.join`.
+        communicator, deadline_seconds: as for `unisono.join`.
+        connect: meets those with whom the run begins.
     """
 
     def __init__(
-        self, given: TakesPart, device: torch.device, watch: Watched, communicator: str, deadline_seconds: float
-    ) -> None:
+        self, given: TakesPart, device: torch.device, watch: Watched, communicator: str, deadline_seconds: float,
+        connect: Callable[[], Communicator],
+    ) -> None:  # fmt: skip
         self._given, self._device, self._watch = given, device, watch
         self._config = Config(communicator=communicator, deadline_seconds=deadline_seconds)
         self._views: Attended | None = None
-        self._watchdog: Watchdog | None = None
         self._state: State | None = None
         self._comm: Communicator | None = None
         self._error: PeerLost | None = None
         self._parting = self._all_leave = self._finished = self._closed = False
-        self._at_hand = False  # a view that is not met yet
-        self._knows = False  # whether the state has anything to do with the others'
         self._pace = Pace(_TELL_SECONDS)
-        view = (ask(given.contact, "/v1/status") or {"view": {"number": 0, "members": []}})["view"]
+        self._knows = False  # whether the state has anything to do with the others'
+        who = given.worker.identity
         # Whoever comes later is not worker 0, which may begin with what is done only once.
-        self.rank, self.size = len(view["members"]), len(view["members"]) + 1
-        if not view["number"]:
-            self._views = self._attended()
-            self._first(self._views)
+        self.rank, self.size = (who.rank, who.size) if given.first else (who.size, who.size + 1)
+        if given.first:
+            self._use(connect())
+        self._watchdog: Watchdog | None = Watchdog(watch, STUCK_IN)
 
     @property
     def comm(self) -> Communicator:
@@ -248,22 +247,20 @@ class Whoever:
         """See `Company`."""
         if self._comm is None:
             raise UnisonoError("a worker was lost, and a loop like this one cannot be taken up by another")
-        assert self._views is not None
         self._tell_over()
-        self._views.stay()
-        self._watchdog = Watchdog(self._watch, STUCK_IN)
 
     def begin(self, state: State) -> None:
         """See `Company`."""
         self._state = state
         if threading.current_thread() is threading.main_thread():
             self._given.leave_when_asked()
-        if self._comm is not None:
-            assert self._views is not None
-            self._met(self._views)
-            return
-        self._views = self._views or self._attended()
-        if not self._meet(self._views):
+        self._end_watchdog()  # from now on the coordinator sees when this worker is stuck
+        former, self._comm = self._comm, None
+        self._views = Attended(self._given.worker, self._config, self._given.contact, self._watch)
+        met = self._meet(self._views)
+        if former is not None:
+            former.close()  # not sooner: others may have been about to hear the last of it
+        if not met:
             raise Left
 
     def again(self) -> bool:
@@ -335,8 +332,7 @@ class Whoever:
             assert self._views is not None
             self._tell_over()
             self._views.finish()
-        if self._watchdog is not None:
-            self._watchdog.close()
+        self._end_watchdog()
         if self._comm is not None:
             self._comm.close()
         if self._views is not None:
@@ -347,28 +343,20 @@ class Whoever:
         self._given.worker.report({"kind": "over", "place": self._given.worker.identity.rank})
         self._given.interrupt_again()
 
-    def _attended(self) -> Attended:
-        return Attended(self._given.worker, self._config, self._given.contact, self._watch)
+    def _end_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
 
-    def _first(self, views: Attended) -> None:
-        """Meet those who are there at first."""
-        while views.next():
-            self.rank, self.size = views.rank, len(views.view.members)
-            if views.view.start.view:  # they have begun meanwhile: their state is taken when the loop begins here
-                self._at_hand = True
-                return
-            try:
-                self._connect(views)
-                return
-            except PeerLost as error:
-                self._end(views, error)
-        raise Left
+    def _use(self, comm: Communicator) -> Communicator:
+        self._comm, self._metrics = comm, comm.lane("metrics")
+        self._watch.be(Phase.COMPUTE, comm)
+        return comm
 
     def _meet(self, views: Attended) -> bool:
         """Meet the members of the next view that comes about, in the state that it starts from; False if there is
         none."""
-        while self._at_hand or views.next():
-            self._at_hand = False
+        while views.next():
             try:
                 self._settle(views, self._connect(views))
                 return True
@@ -377,10 +365,9 @@ class Whoever:
         return False
 
     def _connect(self, views: Attended) -> Communicator:
-        self.rank, self.size = views.rank, len(views.view.members)
-        comm = self._comm = views.meeting(self._device).among(range(self.size))
-        self._metrics = comm.lane("metrics")
-        self._watch.be(Phase.COMPUTE, comm)
+        members = views.view.members
+        self.rank, self.size = in_order(members).index(members[views.rank]), len(members)
+        comm = self._use(views.meeting(self._device).among(range(self.size)))
         if self.rank == 0:  # whose words are those that are shown
             sys.stdout.flush()
             self._given.worker.report({"kind": "speaks", "at": os.fstat(1).st_size})
@@ -393,7 +380,7 @@ class Whoever:
         if not view.start.view:
             state.agree(comm)
         else:
-            me = view.members[self.rank]
+            me = view.members[views.rank]
             has = state.reached if me in view.sources else None
             beside = state.kept.take() if me == view.sources[0] else {}
             taken = take_over(view, comm, state.model, state.optimizer, has, beside=beside)
@@ -424,3 +411,9 @@ class Whoever:
 def words_of(company: Company) -> int:
     """How many numbers a control word has for what all say."""
     return NUMBERS * company.size if company.recovers else 0
+
+
+def in_order(members: Sequence[str]) -> list[str]:
+    """`members` of a view in the order of their numbers: those with whom the run began by their places, as before the
+    loop, and then who came later."""
+    return sorted(members, key=lambda name: (0, int(name)) if name.isdecimal() else (1, members.index(name)))

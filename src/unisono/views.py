@@ -208,10 +208,6 @@ class Attended:
     def finish(self) -> None:
         self._attendance.finish()
 
-    def stay(self) -> None:
-        """Nothing more is said or heard: those who have met remain together as long as they can."""
-        self._attendance.close()
-
     def __enter__(self) -> Self:
         return self
 

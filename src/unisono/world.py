@@ -53,9 +53,8 @@ def join(
     where = choose_device(device, who)
     torch.set_num_threads(threads or fair_threads(who))
     watch, given = Watched(), takes_part()
-    if given is not None:
-        return World(Whoever(given, where, watch, communicator, deadline_seconds), where, watch)
-    comm = connect(
+    meet = partial(
+        connect,
         who.rank,
         who.size,
         rendezvous=who.rendezvous,
@@ -64,7 +63,9 @@ def join(
         device=where,
         deadline_seconds=deadline_seconds,
     )
-    return World(Same(who, comm, watch), where, watch)
+    if given is not None:
+        return World(Whoever(given, where, watch, communicator, deadline_seconds, meet), where, watch)
+    return World(Same(who, meet(), watch), where, watch)
 
 
 class World:

@@ -110,6 +110,11 @@ class TakesPart:
     worker: Worker
     contact: Contact
 
+    @property
+    def first(self) -> bool:
+        """Whether this is one of the processes with which the run began: those have the names of their places."""
+        return self.worker.name == str(self.worker.identity.rank)
+
     def leave_when_asked(self) -> None:
         """From now on, SIGTERM asks this worker to leave the others, unless the script listens for it itself. Only the
         main thread may call it."""
