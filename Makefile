@@ -75,6 +75,10 @@ bench: $(DEVELOP) ## run every benchmark, with its peers, and say which claims h
 campaign: $(DEVELOP) ## kill a training run at MOMENTS random moments, and see that it always resumes
 	$(BIN)/python -m tests.launch.campaign --moments $(MOMENTS)
 
+.PHONY: chaos
+chaos: $(DEVELOP) ## try 100 seeds of faults on made-up runs of two tasks, and 20 on real ones (an hour)
+	$(BIN)/python -m tests.chaos.campaign --virtual 100 --real 20
+
 .PHONY: layouts
 layouts: $(DEVELOP) ## train models of every kind under every layout, and on from what every other has saved
 	$(BIN)/python -m tests.layouts

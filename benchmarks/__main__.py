@@ -1,7 +1,7 @@
 """All benchmarks of one host, one after the other: ``python -m benchmarks [--repeats N] [--json FOLDER]``.
 
-Those of `netlab` take an hour or more, and those of layouts' memory and of unequal workers need root: they are run by
-themselves.
+Those of `netlab` take an hour or more, those whose workers are killed ten minutes each, and those of layouts' memory
+and of unequal workers need root: they are run by themselves.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from pathlib import Path
 
 import benchmarks
 
-NOT_ONE = {"__main__", "harness", "links", "netlab", "peers"}
-CAMPAIGNS = {"layout_memory", "netlab_compressors", "netlab_loss", "netlab_slowed", "simulate", "unequal"}
+NOT_ONE = {"__main__", "disturbed", "harness", "links", "netlab", "peers"}
+CAMPAIGNS = {
+    "failures", "layout_memory", "netlab_compressors", "netlab_loss", "netlab_slowed", "recovery", "simulate",
+    "unequal",
+}  # fmt: skip
 
 
 def main() -> int:

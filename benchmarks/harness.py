@@ -142,7 +142,7 @@ def run(command: Sequence[str], timeout_seconds: float = 120.0) -> Ran:
         except subprocess.TimeoutExpired:
             code = f"still running after {timeout_seconds:g} s"
         finally:
-            _end(process)
+            end(process)
         whole = time.monotonic() - spawned
         if code != 0 or not report.exists():
             log.seek(0)
@@ -151,7 +151,7 @@ def run(command: Sequence[str], timeout_seconds: float = 120.0) -> Ran:
         return Ran(json.loads(report.read_text()), spawned, whole)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Nobody outlives a run: first a chance to end the workers in order, then the whole group by force."""
     for signum, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, None)):
         if process.poll() is not None:

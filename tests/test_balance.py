@@ -83,7 +83,7 @@ def test_a_worker_that_lags_far_is_named_once_and_stays() -> None:
     each, record = balance(3, Follow.YES)
     hear(each, [0.1, 0.5, 0.1], stocks=6)
     (named,) = record.of("slow worker")
-    assert (named["worker"], named["times"], named["removed"]) == (1, pytest.approx(5.0), False)
+    assert (named["worker"], named["times"], named["removed"]) == ("1", pytest.approx(5.0), False)
     assert "worker 1 takes 5.0 times as long for a micro-batch as the others" in named["words"]
     assert f"it gets {quickest(MICRO_BATCHES, [0.1, 0.5, 0.1])[1]} of {MICRO_BATCHES} micro-batches" in named["words"]
     assert "remove_slower_than" in named["words"]
@@ -251,4 +251,4 @@ def test_a_slow_worker_computes_less_and_the_weights_are_the_same(tmp_path: Path
     assert all(sum(each) == MICRO_BATCHES and min(each) <= 3 for each in shares)
     named = [line for line in lines if line["event"] == "slow worker"]
     assert len(named) == 1
-    assert shares[-1][named[0]["worker"]] == min(shares[-1])
+    assert shares[-1][int(named[0]["worker"])] == min(shares[-1])

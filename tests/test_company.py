@@ -216,8 +216,16 @@ def test_who_was_there_first_keeps_its_number() -> None:
     assert in_order(["2", "host-1:0", "0.2", "10"]) == ["2", "10", "host-1:0", "0.2"]
 
 
+class Nobody:
+    def began(self, worker: str, pid: int) -> None:
+        pass
+
+    def ended(self, worker: str) -> None:
+        pass
+
+
 def succession() -> EachToItsEnd:
-    found = EachToItsEnd(Replaced(3, lambda name: None))
+    found = EachToItsEnd(Replaced(3, Nobody()))
     for place in range(3):
         found.name(place)
     return found

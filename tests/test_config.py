@@ -20,11 +20,12 @@ from unisono.errors import InvalidInput
 FACTOR = st.floats(1e-6, 1e6)
 FIELD_VALUES = VALUES | {name: st.sampled_from(choices) for name, choices in CHOICES.items()} | {
     "workers": st.integers(1, 99), "fewest": st.integers(1, 99), "most": st.integers(1, 99), "elastic": st.booleans(),
+    "copies": st.booleans(),
     "steps": st.integers(1, 10**9), "epochs": FACTOR,
     "global_batch": st.integers(1, 4096), "micro_batch": st.integers(1, 4096), "seed": st.integers(0, 2**63 - 1),
     "lr": FACTOR, "clip": FACTOR,
     "checkpoint_every": st.integers(0, 999), "keep": st.integers(1, 9), "evaluate_every": st.integers(0, 999),
-    "compare_every": st.integers(0, 999),
+    "compare_every": st.integers(0, 999), "record_seconds": st.floats(0, 1e6),
     "run": st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
         lambda run: run.lower() != "none"),  # which means that none is given; such a directory is written ./none
     "resume": st.booleans(),

@@ -1,4 +1,4 @@
-"""The whole of training: ``unisono.train`` against a plain loop over a `DataLoader`.
+"""The whole of training: ``unisono.train``, on one worker or several, and a plain loop over a `DataLoader`.
 
 The same task for both: model, loss, fused optimizer and dataset. What `unisono.train` does besides in a step
 (records, checks, the display's figures) is part of what is measured.
@@ -56,18 +56,21 @@ def plain(asked: argparse.Namespace) -> float:
     return statistics.median(b - a for a, b in pairwise(marks))
 
 
-def ours(asked: argparse.Namespace) -> float:
-    """The same figure of `unisono.train`."""
+def ours(asked: argparse.Namespace) -> dict[str, float]:
+    """The same figure of `unisono.train`, and steps per second of all of its steps."""
     task = unisono.Task(
         model=functools.partial(loop.build, asked.model),
         data=functools.partial(dataset, asked.model),
         loss=loss,
         optimizer=loop.fused,
     )
-    sizes = {"global_batch": asked.batch, "micro_batch": asked.batch}
-    result = unisono.train(task, unisono.Config(steps=asked.steps, threads=1, run="run", **sizes))
+    sizes = {"global_batch": asked.workers * asked.batch, "micro_batch": asked.batch}
+    elastic = asked.elastic == "on"
+    config = unisono.Config(workers=asked.workers, elastic=elastic, steps=asked.steps, threads=1, run="run", **sizes)
+    result = unisono.train(task, config)
     assert result is not None  # this process is nobody's worker
-    return result.step_seconds_median
+    steps_per_second = result.samples_per_second / sizes["global_batch"]
+    return {"step_seconds_median": result.step_seconds_median, "steps_per_second": steps_per_second}
 
 
 def main() -> None:
@@ -76,10 +79,12 @@ def main() -> None:
     parser.add_argument("--model", choices=("mlp", "gpt"), default="mlp")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--workers", type=int, default=1, help="of unisono")
+    parser.add_argument("--elastic", choices=("on", "off"), default="on", help="whether they may come and go")
     parser.add_argument("--report", type=Path, required=True)
     asked = parser.parse_args()
-    seconds = plain(asked) if asked.way == "plain" else ours(asked)
-    asked.report.write_text(json.dumps({"step_seconds_median": seconds}))
+    found = {"step_seconds_median": plain(asked)} if asked.way == "plain" else ours(asked)
+    asked.report.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, samples_in, within
 from unisono.guard import Guard
 from unisono.layout import AXES, Compute, Held, Places, Sample, as_it_is, blocks
+from unisono.milestone import Milestone
 from unisono.notation import show
 from unisono.observe import Recorder, Unwatched, Watch
 from unisono.optimizer import LearningRate, optimizer_of, prefer_fused
@@ -158,8 +159,12 @@ def bind(
     presence: Presence = Unchanging(),
     trainer: Callable[..., Trainer] = Trainer,
     watch: Watch = Unwatched(),
+    milestone: Milestone | None = None,
 ) -> Trainer:
     """Give what is held and its optimizer their replica, and all of it a `trainer`.
+
+    Args:
+        milestone: where replicas walk by themselves and may be lost on the way.
 
     Raises:
         InvalidInput: what is asked for cannot be combined.
@@ -170,7 +175,7 @@ def bind(
         micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config),
-        repeats=recovers(config))  # fmt: skip
+        repeats=recovers(config), awaits=milestone is not None)  # fmt: skip
     persistence.attach(replica)
     _check_concurrent(config, feed.plan, feed.places.lanes, replica)
     _check_dropping(config, replica)
@@ -195,8 +200,8 @@ def bind(
     loader = feed.loader(first_step)
     guard = Guard(
         replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
-        worker_of=feed.shares.worker_of, clips=config.clip is not None, compare_every=config.compare_every,
-        places=feed.places.alike)  # fmt: skip
+        worker_of=feed.shares.worker_of, name_of=presence.name_of, clips=config.clip is not None,
+        compare_every=config.compare_every, places=feed.places.alike)  # fmt: skip
     return trainer(
         model=held.model,
         replica=replica,
@@ -213,13 +218,14 @@ def bind(
         move=move,
         seed=config.seed,
         guard=guard,
-        balance=_balance(config, feed, replica, loader, comm, record, device),
+        balance=_balance(config, feed, replica, loader, comm, record, device, presence),
         factor=lambda t: schedule(t, feed.steps),
         steps=feed.steps,
         global_batch=feed.plan.global_batch,
         evaluate_every=config.evaluate_every,
         presence=presence,
         watch=watch,
+        milestone=milestone,
     )
 
 
@@ -253,6 +259,7 @@ def _balance(
     comm: Communicator,
     record: Recorder,
     device: torch.device,
+    presence: Presence,
 ) -> Balance:
     """Shares follow speeds where that can be, and the user says so or would not see it in the result."""
     if config.balance == "on" and (reason := _alike(config, replica)):
@@ -264,7 +271,7 @@ def _balance(
     finish = torch.cuda.current_stream(device).synchronize if queues else lambda: None
     return Balance(
         feed.shares, follow, comm.rank, record, comm.now, lambda: replica.waited_seconds, lambda: loader.ahead_seconds,
-        finish, config.remove_slower_than)  # fmt: skip
+        finish, presence.name_of, config.remove_slower_than)  # fmt: skip
 
 
 def _alike(config: Config, replica: Replica) -> str:

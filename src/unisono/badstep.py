@@ -146,13 +146,15 @@ class Judge:
         if isinstance(self.policy, Skip) and self.policy.spike < math.inf:
             self._losses.append(loss)
 
-    def found(self, step: int) -> int | None:
-        """`step` is bad and was not known to be; how many have been within the policy's `within` now, if too many."""
+    def too_many(self, step: int) -> int | None:
+        """How many steps have been bad within the policy's `within`, with `step`, if too many."""
         assert isinstance(self.policy, Skip)
-        if step not in self._bad[-1:]:  # it is come to again where a worker was lost on the way back
-            self._bad.append(step)
-        recent = sum(step - self.policy.within < each <= step for each in self._bad)
+        recent = 1 + sum(step - self.policy.within < each <= step for each in self._bad)
         return recent if recent > self.policy.limit else None
+
+    def found(self, step: int) -> None:
+        """`step` was bad, and what is to be done about it is done: a worker may be lost before."""
+        self._bad.append(step)
 
     def skip(self, steps: Iterable[int]) -> None:
         """`steps` do not count."""

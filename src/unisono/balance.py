@@ -37,6 +37,7 @@ class Balance:
         fetching: seconds that fetching its batches ahead has taken, in all. That is hidden while others are slower, and
             would not be if it had more of them.
         finish: returns when what was computed so far is computed, on a device with a queue.
+        name_of: what the worker of a rank is called.
         remove_slower_than: times as long as the others, from which on a worker is asked to leave.
 
     Attributes:
@@ -52,6 +53,7 @@ class Balance:
     waited: Callable[[], float]
     fetching: Callable[[], float]
     finish: Callable[[], None]
+    name_of: Callable[[int], str] = str
     remove_slower_than: float | None = None
     pace: float = 0.0
     asked_to_leave: frozenset[int] = frozenset()
@@ -98,8 +100,8 @@ class Balance:
         leaves = limit is not None and times > limit and worker not in self.asked_to_leave
         if leaves or (times > SLOW and worker not in self._named):
             self._named.add(worker)
-            words = f"worker {worker} takes {times:.1f} times as long for a micro-batch as the others"
-            self.record.event("slow worker", step=done, worker=worker, times=times, removed=leaves,
+            words = f"worker {self.name_of(worker)} takes {times:.1f} times as long for a micro-batch as the others"
+            self.record.event("slow worker", step=done, worker=self.name_of(worker), times=times, removed=leaves,
                               words=f"{words}; {self._done_about(worker, leaves)}")  # fmt: skip
         if leaves:
             self.asked_to_leave |= {worker}

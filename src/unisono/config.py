@@ -27,7 +27,9 @@ class Config:
         fewest: workers below which nothing is trained, where they may come and go.
         most: workers above which further ones stand by; None: as many as `workers`.
         elastic: workers that die are replaced, others may join and leave, and training goes on, where `sync` is
-            AllReduce() and each worker has the whole model.
+            AllReduce(), or, with the whole model on each worker, LocalSGD(), BlockMomentum(), DiLoCo() or Gossip().
+        copies: where a replica lies on several workers, each keeps another one's part in its memory as well, on another
+            host where there is one, so that no part is lost with a worker.
         steps: optimizer steps; excludes `epochs`.
         epochs: passes over the data, a fraction allowed; rounded down to whole steps.
         global_batch: samples of one step over all workers (64).
@@ -45,6 +47,8 @@ class Config:
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         keep: how many checkpoints to keep, the newest.
         evaluate_every: steps between evaluations; 0 evaluates at the end only.
+        record_seconds: time between two steps that are written down, in ``events.jsonl`` and for TensorBoard; 0 writes
+            every step.
         run: the run's directory. Default: ``runs/<task>-<date>``.
         resume: go on from the newest sound checkpoint of `run`.
         device: ``auto``, ``cpu`` or ``cuda``.
@@ -74,6 +78,7 @@ class Config:
     fewest: int = 1
     most: int | None = None
     elastic: bool = True
+    copies: bool = True
     steps: int | None = None
     epochs: float | None = None
     global_batch: int | None = None
@@ -89,6 +94,7 @@ class Config:
     checkpoint_every: int = 0
     keep: int = 2
     evaluate_every: int = 0
+    record_seconds: float = 0.1
     run: str | None = None
     resume: bool = False
     device: str = "auto"
@@ -251,6 +257,8 @@ def _check_bounds(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
             raise InvalidInput(name, value, "not a positive number", "use a number above 0")
+    if not 0 <= config.record_seconds < float("inf"):
+        raise InvalidInput("record_seconds", config.record_seconds, "no time", "use 0 or more")
     factor = config.remove_slower_than
     if factor is not None and not 1 < factor < float("inf"):
         raise InvalidInput("remove_slower_than", factor, "not above 1", "write for instance 3")

@@ -22,7 +22,10 @@ def policy_of(config: Config) -> Policy:
     """What `config` says of who is present."""
     most = config.workers if config.most is None else config.most
     first = max(config.workers, config.fewest)
-    return Policy(minimum=config.fewest, maximum=most, expected=first, unit=config.layout.workers)
+    layout = config.layout
+    apart = layout.side_by_side > 1 or layout.pipeline > 1  # then all of them take as many micro-batches
+    shares = (config.global_batch or 0) // (config.micro_batch or 1) // layout.side_by_side if apart else 0
+    return Policy(minimum=config.fewest, maximum=most, expected=first, unit=layout.workers, shares=shares)
 
 
 def gathered(

@@ -36,6 +36,7 @@ class Guard:
         samples: their numbers in a micro-batch of a step.
         flawed: of these, the numbers of those that hold a number that is not finite.
         worker_of: who computes a step's micro-batch.
+        name_of: what the worker of a rank is called.
         clips: whether norms are computed anyhow.
         compare_every: steps between two comparisons of the replicas; 0 compares none.
         places: the workers at each place of all replicas.
@@ -51,6 +52,7 @@ class Guard:
     samples: Callable[[int, int], Iterable[int]]
     flawed: Callable[[int, int], Sequence[int]]
     worker_of: Callable[[int, int], int]
+    name_of: Callable[[int], str]
     clips: bool
     compare_every: int
     places: Sequence[Sequence[int]]
@@ -110,7 +112,7 @@ class Guard:
                 f"{words}: lower the learning rate, set clip, look at these samples, or drop such steps with "
                 "--bad-step 'Skip()'"
             )
-        too_many = self.judge.found(bad.step)
+        too_many = self.judge.too_many(bad.step)
         if too_many:
             raise Diverged(
                 f"{words}: {too_many} bad steps within {policy.within} are more than {show(policy)} allows; lower the "
@@ -118,6 +120,7 @@ class Guard:
             )
         step.drop()
         back = self.persistence.go_back() if isinstance(policy, RollBack) else None
+        self.judge.found(bad.step)
         self.judge.skip([bad.step])
         if back is not None and isinstance(policy, RollBack):
             self.judge.skip(range(max(back, bad.step - policy.before), bad.step))
@@ -127,15 +130,16 @@ class Guard:
         self._tell(bad, f"{words}: the step is dropped{no_way_back}")
         return bad.step + 1
 
+    def _who(self, step: int, micro_batch: int) -> str:
+        return self.name_of(self.worker_of(step, micro_batch))
+
     def _words(self, bad: Bad) -> str:
         places = []
         for m in bad.micro_batches:
             flawed = self.flawed(bad.step, m)
             held = f", of which {_listed(flawed)} hold{'s' * (len(flawed) == 1)} what is not finite" if flawed else ""
             samples = _listed(self.samples(bad.step, m))
-            places.append(
-                f"micro-batch {m}, computed by worker {self.worker_of(bad.step, m)} from samples {samples}{held}"
-            )
+            places.append(f"micro-batch {m}, computed by worker {self._who(bad.step, m)} from samples {samples}{held}")
         where = f", {'; also in '.join(places)}" if places else ""
         return f"{bad.why} in step {bad.step}{where}"
 
@@ -144,7 +148,7 @@ class Guard:
         self.record.event(
             "bad step", step=bad.step, micro_batches=list(bad.micro_batches),
             samples=[int(i) for m in bad.micro_batches for i in self.samples(bad.step, m)],
-            workers=sorted({self.worker_of(bad.step, m) for m in bad.micro_batches}), words=words)  # fmt: skip
+            workers=sorted({self._who(bad.step, m) for m in bad.micro_batches}), words=words)  # fmt: skip
 
     def _different(self, digests: Sequence[float]) -> Different:
         """The places at which not all replicas are alike."""
@@ -155,7 +159,8 @@ class Guard:
         """Replicas differed before step `t`, of which nothing is left; returns the steps that are done once they are
         alike. Raises `Diverged`."""
         odd = sorted(rank for _, split in different for rank in split.odd)
-        names = ", ".join(f"worker {rank}" for rank in odd)
+        who = [self.name_of(rank) for rank in odd]
+        names = ", ".join(f"worker {name}" for name in who)
         self.digest = 0.0  # it was of what is over now
         self.persistence.abandon(t)
         if any(split.source is None for _, split in different):
@@ -169,17 +174,18 @@ class Guard:
                     self.replica.take_over(list(ranks).index(split.source))
         self.judge.healed += len(odd)
         LOG.warning(words)
-        self.record.event("replica healed", step=t, workers=odd, words=words)
+        self.record.event("replica healed", step=t, workers=who, words=words)
         return done
 
     def _go_back(self, t: int, words: str) -> tuple[str, int]:
-        may = isinstance(self.judge.policy, RollBack) and not self.judge.found(t)
+        may = isinstance(self.judge.policy, RollBack) and not self.judge.too_many(t)
         back = self.persistence.go_back() if may else None
         if back is None:
             raise Diverged(
                 f"{words}; a memory is damaged, or workers compute different bits: go on from the last checkpoint with "
                 "--resume, and watch these workers"
             )
+        self.judge.found(t)
         return f"{words}: going back to the checkpoint of step {back}", back
 
 

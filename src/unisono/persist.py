@@ -35,7 +35,7 @@ from unisono.errors import InvalidInput
 from unisono.layout import Part
 from unisono.optimizer import load_state, state_of
 from unisono.replica import Replica, weights_of
-from unisono.state import Reached
+from unisono.state import Reached, part_of
 
 LOG = logging.getLogger("unisono")
 Receive = Callable[[str, Tensor], Tensor]  # of a checkpoint's tensor by name, and what it is like here
@@ -145,6 +145,11 @@ class Persistence:
             CheckpointMismatch: on worker 0, another model's checkpoint; names the first tensor that differs.
         """
         return self._restore(found) or 0
+
+    @property
+    def shared(self) -> Mapping[str, Tensor]:
+        """What the synchronizer had in the state that was taken over."""
+        return self._shared
 
     @property
     def last(self) -> int:
@@ -287,11 +292,7 @@ class Persistence:
 
     def _part(self, name: str) -> Part | None:
         """The part that belongs to a checkpoint's tensor `name`: that of its parameter."""
-        kind, _, rest = name.partition("/")
-        if kind == "owed":
-            return None
-        inner = {"model": rest, "optimizer": rest.rpartition("/")[0], "sync": rest.partition("/")[2]}[kind]
-        return (self._parts or {}).get(inner)
+        return part_of(self._parts or {}, name)
 
     def _is_here(self, name: str) -> bool:
         """Whether this worker has a part in the checkpoint's tensor `name`, which is a parameter's."""

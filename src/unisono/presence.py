@@ -7,7 +7,13 @@ from typing import Protocol
 
 
 class Presence(Protocol):
-    """One worker's ear and mouth between steps; nothing here waits."""
+    """One worker's ear and mouth between steps; nothing here waits.
+
+    Attributes:
+        changing: whether workers may come and go at all.
+    """
+
+    changing: bool
 
     @property
     def stop(self) -> bool:
@@ -21,14 +27,18 @@ class Presence(Protocol):
     def leaving(self) -> bool:
         """This worker was asked to go, while the others go on."""
 
+    def name_of(self, rank: int) -> str:
+        """What the worker of that number is called: in the launcher's words, and by its log."""
+
     def leave(self) -> None:
         """This worker is to go, as if it had been asked to; nothing happens where workers do not come and go."""
 
     def check(self) -> None:
-        """Right before a step is taken. Raises `PeerLost` if the others go on without this worker."""
+        """Right before a micro-batch is computed, and before a step is taken. Raises `PeerLost` if the others go on
+        without this worker."""
 
-    def done(self) -> None:
-        """One more step is in the state."""
+    def done(self, steps: int = 1) -> None:
+        """So many more steps are in the state."""
 
 
 class Unchanging:
@@ -38,7 +48,7 @@ class Unchanging:
         stop_asked: True once this worker was asked to stop.
     """
 
-    parting = leaving = False
+    changing = parting = leaving = False
 
     def __init__(self, stop_asked: Callable[[], bool] = lambda: False) -> None:
         self._stop_asked = stop_asked
@@ -47,11 +57,14 @@ class Unchanging:
     def stop(self) -> bool:
         return self._stop_asked()
 
+    def name_of(self, rank: int) -> str:
+        return str(rank)
+
     def leave(self) -> None:
         pass
 
     def check(self) -> None:
         pass
 
-    def done(self) -> None:
+    def done(self, steps: int = 1) -> None:
         pass

@@ -55,6 +55,7 @@ class Replica:
         drops: whether steps may be dropped. A gradient that the compressor's numbers cannot hold then makes the loss
             of its micro-batch `UNFIT`, and is no error.
         repeats: whether a step may be lost with a worker, and be computed again.
+        awaits: whether others may come to one that is alone: it then does as many do.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Replica:
         lazy: bool = True,
         drops: bool = False,
         repeats: bool = False,
+        awaits: bool = False,
     ) -> None:
         check_fit(model, optimizer)
         self.model, self.optimizer = model, optimizer
@@ -83,7 +85,7 @@ class Replica:
         self._count, self._reference, self._clip, self._drops = micro_batches, reference, clip, drops
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sync: BoundSynchronizer
-        if comm.size == 1 and all(compress.keeps(p.dtype) for p in parameters.values()):
+        if comm.size == 1 and not awaits and all(compress.keeps(p.dtype) for p in parameters.values()):
             self._sync = LocalGradients(parameters)  # with nobody to agree with and nothing to round
         else:
             loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, sparse_parameters(model))

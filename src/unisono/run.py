@@ -156,7 +156,7 @@ def _may_come_and_go(
     if config.fewest > 1 or config.most not in (None, config.workers) or calling is not None:
         raise InvalidInput(
             "workers", f"{config.fewest}:{config.most or config.workers}", "in this run none can come or go",
-            "give one number; or leave elastic on, with AllReduce(), without layout and sync_batchnorm")  # fmt: skip
+            "give one number; or leave elastic on, with AllReduce(), without sync_batchnorm")  # fmt: skip
     return contextlib.nullcontext()
 
 

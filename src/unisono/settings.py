@@ -12,7 +12,7 @@ from unisono.data import default_micro_batch
 from unisono.errors import InvalidInput
 from unisono.layout import Places
 from unisono.notation import show
-from unisono.sync import AllReduce
+from unisono.sync import AllReduce, Gossip, Periodic
 from unisono.task import Task
 
 # What makes a run this run: with other values it would compute something else.
@@ -20,15 +20,16 @@ IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "precision", "syn
 LIBRARY_GLOBAL_BATCH = 64
 
 
+def walks(config: Config) -> bool:
+    """Whether each replica of such a run takes steps of its own, and all meet after the same ones."""
+    return isinstance(config.sync, Periodic) or (isinstance(config.sync, Gossip) and not config.sync.asynchronous)
+
+
 def recovers(config: Config) -> bool:
     """Whether workers of such a run may come and go. With batch statistics that span workers, what is saved of a step
     for its gradients belongs to those who computed it together."""
-    return (
-        config.elastic
-        and isinstance(config.sync, AllReduce)
-        and config.layout.workers == 1
-        and not config.sync_batchnorm
-    )
+    together = isinstance(config.sync, AllReduce) or (walks(config) and config.layout.workers == 1)
+    return config.elastic and together and not config.sync_batchnorm
 
 
 def settle(task: Task, given: Mapping[str, Any]) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from unisono import handover
 from unisono.checkpoint import decode_holding, encode_holding
 from unisono.comm import Communicator
 from unisono.errors import StateDamaged
+from unisono.layout import Part
 from unisono.membership import View
 from unisono.optimizer import load_state, state_of
 from unisono.replica import weights_of
@@ -30,11 +32,13 @@ class Reached:
         steps: that are in its model and optimizer.
         committed: the step of the newest checkpoint that lies on disk; 0: none.
         shared: what the synchronizer had beside them.
+        loss: of the last of these steps; a view that begins after the very last one takes none, and has it to tell.
     """
 
     steps: int = 0
     committed: int = 0
     shared: Mapping[str, Tensor] = field(default_factory=dict)
+    loss: float = math.nan
 
 
 def describe(model: nn.Module, optimizer: Optimizer, reached: Reached) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -55,7 +59,33 @@ def adopt(
             tensor.copy_(tensors[f"model/{name}"])
     own = {name: number for name, number in numbers.items() if name not in _RESERVED}
     load_state(optimizer, model, _under("optimizer/", tensors), own)
-    return Reached(int(numbers[_STEPS]), int(numbers[_COMMITTED]), _under("sync/", tensors))
+    return Reached(int(numbers[_STEPS]), int(numbers[_COMMITTED]), shared_among(tensors))
+
+
+def shared_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of a described state is the synchronizer's: the same on all replicas where they meet."""
+    return _under("sync/", tensors)
+
+
+def in_common(
+    tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What of a described state replicas that walk by themselves are sure to have in common where they meet."""
+    return shared_among(tensors), {name: numbers[name] for name in _RESERVED}
+
+
+def committed_in(numbers: Mapping[str, float]) -> int:
+    """`Reached.committed` of a state that was described so."""
+    return int(numbers[_COMMITTED])
+
+
+def part_of(parts: Mapping[str, Part], name: str) -> Part | None:
+    """The part that belongs to a checkpoint's tensor `name`: that of its parameter; None where it has none."""
+    kind, _, rest = name.partition("/")
+    if kind == "owed":
+        return None
+    inner = {"model": rest, "optimizer": rest.rpartition("/")[0], "sync": rest.partition("/")[2]}[kind]
+    return parts.get(inner)
 
 
 @dataclass(frozen=True)

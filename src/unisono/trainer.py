@@ -27,12 +27,14 @@ from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator
 from unisono.guard import Guard
 from unisono.layout import Passage
+from unisono.milestone import Milestone
 from unisono.observe import Recorder, Unwatched, Watch
 from unisono.optimizer import LearningRate
 from unisono.persist import Persistence
 from unisono.presence import Presence
 from unisono.replica import Replica
 from unisono.said import Said, heard, numbers
+from unisono.state import Reached
 from unisono.task import Batch
 
 
@@ -51,6 +53,10 @@ class Trainer:
         factor: the learning rate's factor at a step.
         presence: who is there; all workers stop, or end what they do together, after the same step.
         watch: is told what this worker does.
+        keep: called after each step that all took, when the weights are those: with the steps done, and whether the
+            workers present may change now.
+        milestone: where replicas that walk by themselves go back to when one is lost; then only those steps count after
+            which all have met.
     """
 
     model: nn.Module
@@ -75,10 +81,13 @@ class Trainer:
     evaluate_every: int
     presence: Presence
     watch: Watch = field(default_factory=Unwatched)
+    keep: Callable[[int, bool], None] = lambda done, parting: None
+    milestone: Milestone | None = None
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     done: int = 0
+    held: int = 0
     evaluated: int = 0
     seconds: float = 0.0
     evaluating_seconds: float = 0.0
@@ -91,7 +100,7 @@ class Trainer:
         `let_go` has been called."""
         self.model.train()
         self.watch.be(Phase.COMPUTE, self.comm, self.loader)
-        self.done = self.evaluated = first_step
+        self.done = self.held = self.evaluated = first_step
         began = self.comm.now()
         while not self.over():
             dealt, turns = self.turns()
@@ -110,18 +119,21 @@ class Trainer:
                     self.presence.check()
                     step.apply()
                     self.last_loss = step.loss
-                self.presence.done()
+                if self.milestone is None:
+                    self.presence.done()
                 if done <= t:  # the state is another now
                     self.done = done
                     self.balance.shares.go_back(done)
                     break
 
                 self.done = max(self.done, done)
-                self.watch.keep(self.done)
+                if self.milestone is None:
+                    self.watch.keep(self.done)
                 self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
                 words = step.extra
                 if words is not None:
                     self.meet(words)
+                    self.hold()
                 self.step_seconds.append(self.comm.now() - started)
                 if words is not None:
                     self.evaluate_if_due()
@@ -138,6 +150,7 @@ class Trainer:
         """After the last step: the last checkpoint, the last evaluation."""
         self.watch.be(Phase.CHECKPOINT, self.comm)
         self.replica.meet()
+        self.hold()
         self.guard.finish(self.done)
         self.persistence.finish(self.done)
         if self.evaluator and self.done == self.steps:
@@ -189,13 +202,27 @@ class Trainer:
             if self.persistence.due(self.done):
                 self.replica.meet()
             self.persistence.after_step(self.done, [each.written for each in said], take=not parting)
+            self.keep(self.done, parting)
         self.stopping = any(each.stop for each in said) or all(each.leaving for each in said)
         # What is being written would be lost: its workers finish it first.
         self.parting = parting and not (self.stopping or self.persistence.pending or self.done >= self.steps)
+        if self.parting:  # who leaves leaves its share of what all have come to
+            self.replica.meet()
         self.guard.between(self.done)
         self.balance.hear(self.done, [each.pace for each in said])
         if self.balance.leave_asked:
             self.presence.leave()
+
+    def hold(self) -> None:
+        """All have met: where they walk by themselves, what they have now counts."""
+        if self.milestone is None:
+            return
+        replica = self.replica
+        reached = Reached(self.done, self.persistence.committed, replica.state_dict(), self.last_loss)
+        self.milestone.keep(replica.model, replica.optimizer, reached)
+        self.presence.done(self.done - self.held)
+        self.watch.keep(self.done)
+        self.held = self.done
 
     def evaluate_if_due(self) -> None:
         """Evaluate if it was due since the last time; what is due after the last step comes at the end."""
@@ -206,6 +233,7 @@ class Trainer:
     def compute_all(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
         """Forward and backward of this worker's micro-batches of step `t`."""
         for m, batch in self.watch.each(Phase.DATA, batches):
+            self.presence.check()  # what nobody waits for any more is not computed
             self.watch.at(t, m)
             self.compute(t, m, self.move(batch), last=m == mine[-1])
 

@@ -75,7 +75,7 @@ class Views(Presence, Protocol):
 class Only:
     """The one view of a run whose workers neither come nor go."""
 
-    parting = leaving = False
+    changing = parting = leaving = False
 
     def __init__(self, worker: Worker, config: Config, watch: Watched) -> None:
         self._worker, self._config, self._left = worker, config, 1
@@ -99,13 +99,16 @@ class Only:
     def met(self, step: int, digest: str) -> None:
         pass
 
+    def name_of(self, rank: int) -> str:
+        return self.view.members[rank]
+
     def leave(self) -> None:
         pass
 
     def check(self) -> None:
         pass
 
-    def done(self) -> None:
+    def done(self, steps: int = 1) -> None:
         pass
 
     def ended(self, digest: str) -> None:
@@ -131,6 +134,8 @@ class Attended:
         contact: of the coordinator.
         watch: on what this worker does, which the coordinator is told.
     """
+
+    changing = True
 
     def __init__(self, worker: Worker, config: Config, contact: Contact, watch: Watched) -> None:
         self._worker, self._config = worker, config
@@ -186,14 +191,17 @@ class Attended:
     def met(self, step: int, digest: str) -> None:
         self._attendance.met(self.view.number, step, digest)
 
+    def name_of(self, rank: int) -> str:
+        return self.view.members[rank]
+
     def leave(self) -> None:
         self._sent_away = True
 
     def check(self) -> None:
         self._abort.check("step")
 
-    def done(self) -> None:
-        self._attendance.done(self.view.number)
+    def done(self, steps: int = 1) -> None:
+        self._attendance.done(self.view.number, steps)
 
     def ended(self, digest: str) -> None:
         self._attendance.part(self.view.number, digest)

@@ -20,6 +20,7 @@ class Wires:
         shards: those of this replica among them.
         speaks, weighs: whether this worker says, of those who compute the same micro-batches, the losses and what
             they weigh; losses of parts add up.
+        copies: all workers of the run, where they keep copies of each other's parts.
         torch: the groups that torch's own ways to cut a model talk through, where a replica lies on several workers.
     """
 
@@ -31,6 +32,7 @@ class Wires:
     speaks: bool = True
     weighs: bool = True
     torch: TorchWorld | None = None
+    copies: Communicator | None = None
 
     @staticmethod
     def whole(comm: Communicator) -> Wires:
@@ -55,4 +57,5 @@ class Wires:
 
     def _distinct(self) -> list[Communicator]:
         wires = (self.everybody, self.replicas, self.inside, self.lanes, self.shards)
-        return list({id(wire): wire for wire in wires}.values())
+        copies = (self.copies,) if self.copies else ()
+        return list({id(wire): wire for wire in (*wires, *copies)}.values())

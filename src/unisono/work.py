@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono import handover
@@ -27,6 +27,8 @@ from unisono.checkpoint import (
     Loaded,
     Opened,
     Writer,
+    decode_holding,
+    encode_holding,
     fingerprint,
     fingerprint_of,
     load_newest,
@@ -34,21 +36,24 @@ from unisono.checkpoint import (
     open_newest,
     verified,
 )
-from unisono.comm import Communicator
+from unisono.comm import Alone, Communicator
 from unisono.config import Config
 from unisono.directory import claimed
 from unisono.doing import Phase
-from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput
+from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput, StateDamaged
+from unisono.keeping import Keeper
 from unisono.launch import Worker
 from unisono.launch.process import age_seconds
 from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
 from unisono.membership import View
+from unisono.milestone import Milestone
 from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in_words, write_config
 from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
-from unisono.settings import check_same_run, settle
-from unisono.state import Reached, describe, take_over
+from unisono.pieces import Laid
+from unisono.settings import check_same_run, recovers, settle, walks
+from unisono.state import Reached, adopt, describe, in_common
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
 from unisono.views import Attended, MeetingPlace, Only, Views
@@ -71,10 +76,12 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
             "remove_slower_than",
             config.remove_slower_than,
             "workers of this run cannot leave it",
-            "leave it out; or start the run by unisono train, with AllReduce(), without layout and sync_batchnorm",
+            "leave it out; or start the run by unisono train, with AllReduce(), without sync_batchnorm",
         )
     watch = Watched(age_seconds=age_seconds())
     life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
+    if order.contact and recovers(config) and config.layout.workers == 1:
+        life.build()
     with Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch) as views:
         result = life.go_through(views)
         return dataclasses.asdict(result) if result else None
@@ -86,6 +93,10 @@ class Life:
 
     Attributes:
         reached: None before this worker has met others.
+        make_writer: of checkpoints.
+        keeper: where replicas lie on several workers, of what this one has of the state; the model is built anew in
+            every view.
+        milestone: where replicas that walk by themselves have last met, if workers may come and go.
         startup_seconds: from the command to the first step.
         trained: steps that were taken here; `step_seconds` each.
     """
@@ -97,11 +108,20 @@ class Life:
     device: torch.device
     watch: Watched
     built: tuple[Held, Optimizer] | None = None
+    make_writer: Callable[..., Writer] = Writer
     judge: Judge | None = None
     reached: Reached | None = None
+    keeper: Keeper = dataclasses.field(default_factory=Keeper)
+    milestone: Milestone | None = None
     startup_seconds: float | None = None
     trained: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def build(self) -> None:
+        """Make the model and its optimizer, which needs nobody where workers come and go: so who trains already does
+        not wait for it in a view."""
+        torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
+        self.built = build(self.task, self.config, self.device, Alone(self.device))
 
     def go_through(self, views: Views) -> Result | None:
         """Train in one view after the other; None if the others went on without this worker."""
@@ -111,6 +131,7 @@ class Life:
             except CommunicationError as error:
                 self.watch.lose()
                 self.watch.be(Phase.RECOVERY)
+                self.go_back()
                 views.broken(error, self.digest())
                 continue
             if result is not None:
@@ -135,8 +156,12 @@ class Life:
             torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
             feed = Feed(self.task, self.config, comm.rank, size, stack)
             place = _place(comm, self.config, self.order, stack)
-            wires = _wires(meeting, comm, feed.places, comm.rank)
+            keeps = bool(self.order.contact) and self.config.copies
+            wires = _wires(meeting, comm, feed.places, comm.rank, stack, keeps)
             stack.callback(wires.close)
+            if wires.torch:
+                stack.enter_context(wires.torch.heard())
+                stack.callback(self._put_down)
             trainer, first_step = self._set_up(views, feed, wires, place, stack)
             self.worker.stop.listen()
             if self.startup_seconds is None:
@@ -144,12 +169,23 @@ class Life:
             outcome = self._train(trainer, first_step)
             return None if trainer.parting else self._result(trainer, wires, outcome, place.path)
 
+    def go_back(self) -> None:
+        """Of what was not done in lockstep, nothing counts but what all have met after."""
+        if self.milestone and self.built:
+            held, optimizer = self.built
+            self.reached = self.milestone.go_back(held.local, optimizer)
+
     def digest(self) -> str:
-        """Of all that replicas have in common; empty as long as that is what a run starts from."""
+        """Of all that replicas have in common; empty as long as that is what a run starts from, and where each worker
+        has a part only: whether parts fit together is said by the view in which their last step was taken."""
         if self.reached is None or self.built is None:
             return ""
         held, optimizer = self.built
-        return handover.digest(*describe(held.local, optimizer, self.reached))
+        return self._digest(*describe(held.local, optimizer, self.reached))
+
+    def _digest(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
+        state = in_common(tensors, numbers) if walks(self.config) else (tensors, numbers)
+        return handover.digest(*state)
 
     def _set_up(
         self, views: Views, feed: Feed, wires: Wires, place: _Place, stack: contextlib.ExitStack
@@ -159,9 +195,11 @@ class Life:
         mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if wires.spread else (None, None)
         self.built = self.built or build(self.task, config, self.device, wires.lanes, mesh, sample)
         held, optimizer = self.built
-        record = _recorder(self.worker, comm, path)
+        record = _recorder(self.worker, comm, path, config.record_seconds)
         stack.callback(record.close)
-        writer = _writer(comm, config, place, _teller(self.worker, comm, record), stack, wires.spread)
+        tell = _teller(self.worker, comm, record)
+        make = partial(self.make_writer, keep=config.keep, on_event=tell, attempt=place.life)
+        writer = _writer(make, comm, config, place, stack, wires.spread)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
         read: Read = partial(newest, read=verified) if wires.spread else load_newest
         judge = self.judge = self.judge or Judge(config.bad_step)
@@ -170,39 +208,84 @@ class Life:
             held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None,
             judge=judge, newest=partial(_sound, read, path, record))  # fmt: skip
         view = views.view
-        if view.start.view:
-            self.reached = self._take_over(view, comm, held.local, optimizer, judge)
-            persistence.go_on(self.reached)
+        laid, hosts = Laid(held.local, held.parts, optimizer), [place.host for place in view.places]
+        taken = None
+        if view.start.view and wires.spread:
+            taken = self.keeper.assemble(comm, laid, judge, hosts)
+        elif view.start.view:
+            taken = self._take_over(view, comm, held.local, optimizer, judge)
+        if taken is not None:
+            reached = taken
+            persistence.go_on(reached)
         else:
             again = config.resume or view.number > 1
             found = _newest(read, config, path, meta, record) if again and comm.rank == 0 else None
-            self.reached = Reached(_begin(persistence, found, path), persistence.committed)
-        first_step = self.reached.steps
+            reached = Reached(_begin(persistence, found, path), persistence.committed, persistence.shared)
+        if views.changing and walks(config):
+            self.milestone = self.milestone or Milestone()
+            self.milestone.keep(held.local, optimizer, reached)
+        self.reached, first_step = reached, reached.steps
+        if wires.spread:
+            copies = self.keeper.begin(
+                view.number, first_step, laid, judge, comm.lane("keeping"), wires.copies, hosts)  # fmt: skip
+            stack.callback(copies.close if copies else lambda: None)
         # What the coordinator counts does not go back where training does.
         views.met(view.start.step if view.start.view else first_step, view.start.digest)
-        _write_down(self.order, config, comm, path, record, first_step, view)
+        _write_down(self.order, config, comm, path, record, self.reached, view)
         trainer = bind(
             self.task, config, feed, held, optimizer, wires, persistence=persistence, record=record,
-            device=self.device, first_step=first_step, presence=views, watch=self.watch)  # fmt: skip
+            device=self.device, first_step=first_step, presence=views, watch=self.watch,
+            milestone=self.milestone)  # fmt: skip
+        trainer.last_loss = self.reached.loss
+        if wires.spread:
+            trainer.keep = lambda done, parting: self.keeper.after_step(self._now(trainer), parting=parting)
         return trainer, first_step
+
+    def _put_down(self) -> None:
+        """Keep what this worker has of the state, and drop the model: its groups are those of this view."""
+        if self.reached is not None:
+            self.keeper.leave(self.reached)
+        self.built = None
+
+    @staticmethod
+    def _now(trainer: Trainer) -> Reached:
+        shared = trainer.replica.state_dict() if trainer.replica.lockstep else {}
+        return Reached(trainer.done, trainer.persistence.committed, shared, trainer.last_loss)
 
     def _take_over(
         self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, judge: Judge
     ) -> Reached:
-        """The state that the view starts from: this worker's own, or what those who have it hand over."""
+        """The state that the view starts from: this worker's own, or what those who have it hand over; where replicas
+        walk by themselves, the mean of what they have each its own."""
         has = self.reached if view.members[comm.rank] in view.sources else None
-        taken = take_over(view, comm, model, optimizer, has, judge.state())
-        if has is None:
-            judge.replace(taken.words)
-        return taken.reached
+        tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
+        here = handover.Held(tensors)
+        digests = {name: handover.digest({name: x}, {}) for name, x in tensors.items()} if walks(self.config) else {}
+        mine = json.dumps([encode_holding(here.holding), numbers, judge.state(), has.loss, digests]) if has else ""
+        told = handover.tell(comm, mine)
+        sources = [view.members.index(source) for source in view.sources]
+        kinds, numbers, judged, loss, _ = json.loads(told[sources[0]])
+        everything = decode_holding(kinds)
+        apart = handover.differing([json.loads(told[source])[-1] for source in sources])
+        alike = {} if has else {name: piece for name, piece in everything.items() if name not in apart}
+        received = handover.hand_over(comm, [here], alike, [place.host for place in view.places])
+        if not has and self._digest(received, numbers) != view.start.digest:
+            raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
+        means = handover.mean_of(comm, tensors, {name: everything[name] for name in apart}, sources)
+        if not has:
+            judge.replace(judged)
+            return dataclasses.replace(adopt(model, optimizer, received | means, numbers), loss=loss)
+        for name, mean in means.items():  # only now: whoever is lost meanwhile takes nothing along
+            tensors[name].copy_(mean)
+        return dataclasses.replace(has, loss=loss)
 
     def _train(self, trainer: Trainer, first_step: int) -> Outcome:
         try:
             return trainer.run(first_step)
         finally:
-            shared = trainer.replica.state_dict() if trainer.replica.lockstep else {}
+            now = self._now(trainer)
             trainer.let_go()
-            self.reached = Reached(trainer.done, trainer.persistence.committed, shared)
+            self.reached = (self.milestone.reached if self.milestone else None) or now
             self.trained += trainer.done - first_step
             self.step_seconds += trainer.step_seconds
 
@@ -211,7 +294,7 @@ class Life:
         sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
         mine = torch.tensor(list(self.watch.ledger.seconds().values()), dtype=torch.float64)
         spent = trainer.comm.gather(mine).wait()
-        seconds = sum(self.step_seconds) if trainer.replica.lockstep else trainer.seconds
+        seconds = sum(self.step_seconds) if trainer.replica.lockstep or self.milestone else trainer.seconds
         return Result(
             steps=outcome.steps,
             samples=outcome.steps * trainer.global_batch,
@@ -242,11 +325,14 @@ def _begin(persistence: Persistence, found: Found | None, path: Path) -> int:
             "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
 
 
-def _wires(meeting: MeetingPlace, comm: Communicator, places: Places, rank: int) -> Wires:
-    """Who talks with whom under the layout; all workers call it alike."""
+def _wires(
+    meeting: MeetingPlace, comm: Communicator, places: Places, rank: int, stack: contextlib.ExitStack, keeps: bool
+) -> Wires:
+    """Who talks with whom under the layout; all workers call it alike. `keeps`: whether copies travel."""
     if places.layout.workers == 1:
         return Wires.whole(comm)
     world = meeting.open_world()
+    stack.callback(world.close)
     here = places.of(rank)
     return Wires(
         comm,
@@ -257,6 +343,7 @@ def _wires(meeting: MeetingPlace, comm: Communicator, places: Places, rank: int)
         speaks=here.tensor == 0,
         weighs=here.tensor == here.context == here.pipeline == 0,
         torch=world,
+        copies=meeting.among(range(places.workers), "copies") if keeps else None,
     )
 
 
@@ -311,10 +398,10 @@ def _place(comm: Communicator, config: Config, order: Order, stack: contextlib.E
 
 
 def _writer(
+    make: Callable[..., Writer],
     comm: Communicator,
     config: Config,
     place: _Place,
-    tell: Callable[[Event], None],
     stack: contextlib.ExitStack,
     spread: bool,
 ) -> Writer | None:
@@ -326,32 +413,33 @@ def _writer(
     if comm.rank not in place.writers:
         return None
     rank, size = place.writers.index(comm.rank), len(place.writers)
-    writer = Writer(place.path / "checkpoints", rank, size, config.keep, tell, attempt=place.life)
+    writer = make(place.path / "checkpoints", rank, size)
     stack.callback(writer.close)
     return writer
 
 
-def _recorder(worker: Worker, comm: Communicator, path: Path) -> Recorder:
+def _recorder(worker: Worker, comm: Communicator, path: Path, step_seconds: float) -> Recorder:
     """Worker 0 records; the others have nothing to add that it does not know."""
     if comm.rank != 0:
         return Nothing()
-    return Telling(RunRecorder(path), worker.report)
+    return Telling(RunRecorder(path, step_seconds=step_seconds), worker.report)
 
 
 def _write_down(
-    order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, first_step: int, view: View
+    order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, reached: Reached, view: View
 ) -> None:
-    """The configuration, once it is sure that the run begins; later, who goes on."""
+    """The configuration, once it is sure that the run begins; later, who goes on from where, and the loss of the last
+    step before, which may have died with whoever was to record it."""
     if view.start.view:
         who = f"workers {', '.join(view.members)} go" if comm.size > 1 else f"worker {view.members[0]} goes"
-        record.event("view", number=view.number, members=list(view.members), step=first_step,
-                     words=f"{who} on from step {first_step}")  # fmt: skip
+        record.event("view", number=view.number, members=list(view.members), step=reached.steps, loss=reached.loss,
+                      words=f"{who} on from step {reached.steps}")  # fmt: skip
     elif comm.rank == 0:
         try:
             write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)
         except OSError as error:
             record.event("config failed", words=f"config.toml stays as it was: {error.strerror}")
-        record.event("start", workers=comm.size, first_step=first_step, config=config.mapping())
+        record.event("start", workers=comm.size, first_step=reached.steps, config=config.mapping())
 
 
 def _teller(worker: Worker, comm: Communicator, record: Recorder) -> Callable[[Event], None]:

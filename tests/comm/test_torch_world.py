@@ -1,18 +1,30 @@
-"""torch's groups lie on the network that the workers met on, and what they send is counted."""
+"""torch's groups lie on the network that the workers met on, what they send is counted, and whoever waits in them for
+a lost worker hears of it."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.processes import run
-from unisono.comm import Meeting, in_blocks
+from tests.processes import run, start
+from unisono.comm import Abort, Meeting, TorchWorld, at_attempt, in_blocks
+from unisono.errors import PeerLost
 
 NUMBERS = 1 << 18
 BYTES = 4 * NUMBERS
 HEADERS = 2000
+WHY = "the view is over"
+PROMPT_SECONDS = 5.0  # of a machine that has other things to do; far below the deadline
+DEADLINE_SECONDS = 60.0
 
 
 def sent(rank: int, size: int, path: str) -> list[int]:
@@ -47,3 +59,75 @@ def test_the_kernel_counts_what_torchs_groups_send(tmp_path) -> None:
         for a, b in ((connected, world), (world, group)):
             assert BYTES <= b - a < BYTES + HEADERS  # of two workers, each sends half, and then its half of the sum
         assert own == group
+
+
+def meet(rank: int, size: int, path: str, view: int, abort: Abort) -> TorchWorld:
+    where = at_attempt(f"file://{path}", view)
+    device = torch.device("cpu")
+    return Meeting(rank, ["here"] * size, where, "gloo", device, DEADLINE_SECONDS, abort=abort).open_world()
+
+
+def sockets() -> int:
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+        except OSError:
+            continue  # the listing's own
+    return found
+
+
+def wait(verb: str, group: Any, other: int) -> None:
+    """For another worker, as long as it takes part."""
+    x = torch.ones(3000)
+    while True:
+        if verb == "reduce":
+            dist.all_reduce(x, group=group)
+        elif verb == "functional":
+            all_reduce(x, "sum", group).sum().item()
+        else:
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, other), dist.P2POp(dist.isend, x, other)]):
+                work.wait()
+
+
+def lose(rank: int, size: int, path: str, verb: str, how: signal.Signals) -> tuple[str, float, int]:
+    """What is said when the last worker is lost, how long after it was told, and the sockets that stay open; the others
+    meet again."""
+    abort, before = Abort(), sockets()
+    world = meet(rank, size, path, 1, abort)
+    group = init_device_mesh("cpu", (1, size), mesh_dim_names=("replica", "shard"))["shard"].get_group()
+    dist.all_reduce(torch.ones(1), group=group)
+    if rank == size - 1:
+        os.kill(os.getpid(), how)
+    told = [time.monotonic()]
+    if how == signal.SIGSTOP:  # of which nobody hears anything
+
+        def tell() -> None:
+            told[0] = time.monotonic()
+            abort.set(WHY)
+
+        threading.Timer(0.2, tell).start()
+    with pytest.raises(PeerLost) as caught, world.heard():
+        wait(verb, group, size - 1)
+    seconds = time.monotonic() - told[0]
+    world.close()
+    again, one = meet(rank, size - 1, path, 2, Abort()), torch.ones(1)
+    dist.all_reduce(one)
+    assert one == size - 1
+    with pytest.raises(ZeroDivisionError), again.heard():  # what has nothing to do with it stays what it is
+        print(1 / 0)
+    again.close()
+    del group, world, again
+    return str(caught.value), seconds, sockets() - before
+
+
+@pytest.mark.parametrize(
+    ("verb", "how"),
+    [("reduce", signal.SIGKILL), ("reduce", signal.SIGSTOP), ("functional", signal.SIGSTOP), ("pair", signal.SIGSTOP)],
+)
+def test_who_waits_in_torchs_groups_hears_of_a_lost_worker(tmp_path, verb, how) -> None:
+    with start(3, lose, str(tmp_path), verb, how) as workers:
+        for words, seconds, left in workers.results(lost={2})[:2]:
+            assert (WHY if how == signal.SIGSTOP else "a connection was closed") in words
+            assert seconds < PROMPT_SECONDS
+            assert left <= 1  # what the caught error holds

@@ -55,11 +55,12 @@ def test_of_thousands_little_is_told() -> None:
     assert told.sources == ((0, 7),)
 
 
-@given(before=SOME, candidates=SOME, unit=st.integers(1, 3), maximum=st.integers(1, 8))
-def test_replicas_are_whole_and_stay_together(before, candidates, unit, maximum) -> None:
+@given(before=SOME, candidates=SOME, unit=st.integers(1, 3), maximum=st.integers(1, 8), shares=st.integers(0, 12))
+def test_replicas_are_whole_and_stay_together(before, candidates, unit, maximum, shares) -> None:
     before = before[: len(before) // unit * unit]
-    found = seated(before, candidates, unit, maximum)
-    assert len(found) == len(set(found)) == min(len(candidates), maximum) // unit * unit
+    found = seated(before, candidates, unit, maximum, shares)
+    possible = [n for n in range(min(len(candidates), maximum) // unit + 1) if not shares or not n or shares % n == 0]
+    assert len(found) == len(set(found)) == max(possible) * unit
     assert set(found) <= set(candidates)
     replicas = [before[i : i + unit] for i in range(0, len(before), unit)]
     whole = [member for replica in replicas if set(replica) <= set(candidates) for member in replica]

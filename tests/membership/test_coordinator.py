@@ -41,3 +41,19 @@ def test_a_report_that_is_made_again_counts_twice_as_long() -> None:
     quarrels.note("a", ["b", "c"], 6.0)
     assert quarrels.missing(15.9) == [("a", frozenset("bc"))]
     assert not quarrels.missing(16.1)
+
+
+def test_who_is_seen_to_compute_is_not_lost_though_it_be_silent() -> None:
+    found = Coordinator(Policy(expected=2, maximum=2))
+    for count, works_in in ((1, 0), (2, 1)):
+        for worker in "ab":
+            found.hear(Beat(worker, count, works_in), 0.0)
+    seconds = 0.0
+    while seconds < 30.0:
+        seconds += 0.3
+        found.hear(Beat("a", 3 + round(10 * seconds), 1), seconds)
+        found.running("b", seconds)
+        found.running("nobody", seconds)
+        assert not found.tick(seconds)
+    found.hear(Beat("a", 1000, 1), 30.9)
+    assert [each.over for each in found.tick(31.0) if isinstance(each, Ended)] == [Over.NOW]

@@ -71,3 +71,9 @@ def test_a_thread_looks_until_it_is_told_not_to(monkeypatch) -> None:
     dog.close()
     assert "this worker waits for its data since" in sentences[0]
     assert "test_watchdog.py:" in sentences[0]
+
+
+def test_no_thread_looks_at_what_nobody_has_any_more() -> None:
+    dog = Watchdog(Watched())
+    dog._thread.join(60)
+    assert not dog._thread.is_alive()

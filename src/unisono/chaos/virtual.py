@@ -22,7 +22,7 @@ from unisono.comm.virtual_work import VirtualWork
 from unisono.errors import CommunicationError, PeerLost
 from unisono.membership import Abort, Action, Agent, Coordinator, Exit, Formed, Meet, Policy, Saved, Standing, View
 
-_MOST_SECONDS = 1e5  # of virtual time: a run that takes longer does not get on
+_MOST_SECONDS = 1e5  # of made-up time: a run that takes longer does not get on
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,22 @@ class VirtualRun:
         link: of every process.
         seed: of all that happens by chance.
         step_seconds: what a step takes about, before and after it is in the state.
+        most_seconds: after which all processes are killed, since the run does not get on.
+
+    Attributes:
+        look: called whenever time has passed or something has happened; it must not raise.
     """
 
     def __init__(
-        self, policy: Policy, processes: int, link: Link, network: Network, seed: int, step_seconds: float = 0.1
-    ) -> None:
+        self, policy: Policy, processes: int, link: Link, network: Network, seed: int, step_seconds: float = 0.1,
+        most_seconds: float = _MOST_SECONDS,
+    ) -> None:  # fmt: skip
+        self.look: Callable[[], None] = lambda: None
+        self.most_seconds = most_seconds
         self.policy, self.link, self._network, self._step_seconds = policy, link, network, step_seconds
         self.chance = random.Random(seed)
         self.turns = Turns(processes, seed, self._nobody_goes_on)
-        self.processes = [_Process(self, number) for number in range(processes)]
+        self.processes = [Process(self, number) for number in range(processes)]
         self.views: dict[int, _ViewWorld] = {}
         self.formed: list[View] = []
         self.given_up: list[int] = []
@@ -59,7 +66,7 @@ class VirtualRun:
         self._saved = Saved()
         self.over = False
 
-    def run(self, live: Callable[[_Process], Any]) -> list[Any]:
+    def run(self, live: Callable[[Process], Any]) -> list[Any]:
         """What ``live(process)`` returned in each process, or raised."""
         results: list[Any] = [None] * len(self.processes)
 
@@ -104,10 +111,12 @@ class VirtualRun:
 
     # Between agents and coordinator.
 
-    def send(self, process: _Process) -> None:
+    def send(self, process: Process) -> None:
         """What the process has to say goes to the coordinator, and an answer comes back."""
         if not process.reachable:
             return
+        if process.leaving:
+            process.do(process.agent.leave())
         beat = process.agent.beat()
         self._later(lambda: self._say(lambda coordinator: coordinator.hear(beat, self.turns.now)))
         self._later(lambda: self._answer(process), trips=2)
@@ -122,10 +131,11 @@ class VirtualRun:
                 self.formed.append(each.view)
                 self.given_up += each.given_up
         if happened:
+            self.look()
             for process in self.processes:
                 self._later(lambda process=process: self._answer(process))  # type: ignore[misc]
 
-    def _answer(self, process: _Process) -> None:
+    def _answer(self, process: Process) -> None:
         if self._coordinator is not None and process.reachable:
             process.do(process.agent.hear(self._coordinator.word))
 
@@ -136,13 +146,13 @@ class VirtualRun:
         seconds = sum(self.chance.uniform(network.least_seconds, network.most_seconds) for _ in range(trips))
         self.turns.at(self.turns.now + seconds, event)
 
-    def busy(self, process: _Process) -> None:
+    def busy(self, process: Process) -> None:
         """The process computes for a while, in which it may die or freeze."""
         self.turns.advance(process.number, self.chance.uniform(0, self._step_seconds))
 
     def _tick(self) -> None:
         self.over = self.over or all(process.over or not process.begun for process in self.processes)
-        if self.over or self.turns.now > _MOST_SECONDS:
+        if self.over or self.turns.now > self.most_seconds:
             for process in self.processes:
                 process.die()
                 process.wake()
@@ -150,6 +160,7 @@ class VirtualRun:
         self._say(lambda coordinator: coordinator.tick(self.turns.now))
         for process in self.processes:
             self.send(process)
+        self.look()
         self.turns.at(self.turns.now + self.policy.beat_seconds, self._tick)
 
     def _start_coordinator(self) -> None:
@@ -159,10 +170,10 @@ class VirtualRun:
         raise AssertionError("every process waits, and nothing will ever happen")
 
 
-class _Process:
+class Process:
     """A process of the run; the `Views` of what it trains."""
 
-    stop = False
+    stop, changing = False, True
 
     def __init__(self, run: VirtualRun, number: int) -> None:
         self.number, self.name, self._run = number, str(number), run
@@ -246,6 +257,9 @@ class _Process:
         self.agent.met(self.view.number, step, digest)
         self._run.send(self)
 
+    def name_of(self, rank: int) -> str:
+        return self.view.members[rank]
+
     def leave(self) -> None:
         self.leaving = True
 
@@ -256,10 +270,11 @@ class _Process:
         if self.name in world.broken_off:
             raise PeerLost([], "step", _CHANGED)
 
-    def done(self) -> None:
+    def done(self, steps: int = 1) -> None:
         self._run.busy(self)
         self._run.views[self.view.number].check(self.rank)
-        self.agent.done(self.view.number)
+        self.agent.done(self.view.number, steps=steps)
+        self._run.look()
 
     def ended(self, digest: str) -> None:
         self.do(self.agent.part(self.view.number, digest))
@@ -325,7 +340,7 @@ class _ViewWorld(SimulatedWorld):
     """What is under way between the members of one view."""
 
     def __init__(self, run: VirtualRun, view: View) -> None:
-        super().__init__(len(view.members), run.link, _MOST_SECONDS)
+        super().__init__(len(view.members), run.link, run.most_seconds)
         self._members = [run.processes[int(name)] for name in view.members]
         self.turns: Any = _Seats(run.turns, [process.number for process in self._members])
         self.broken_off: set[str] = set()
@@ -333,12 +348,12 @@ class _ViewWorld(SimulatedWorld):
             if process.dead:
                 self.lose_process(process)
 
-    def lose_process(self, process: _Process) -> None:
+    def lose_process(self, process: Process) -> None:
         """It is dead."""
         if process in self._members:
             self.lose(self._members.index(process), f"process {process.name} is dead")
 
-    def break_off(self, process: _Process) -> None:
+    def break_off(self, process: Process) -> None:
         """Whatever `process` does here fails from now on."""
         self.broken_off.add(process.name)
         rank = self._members.index(process)

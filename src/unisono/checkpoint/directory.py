@@ -10,8 +10,10 @@ A name without a dot appears by one rename, after all its bytes are on the disk:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Sequence
@@ -126,21 +128,22 @@ def sweep(directory: Path) -> None:
     for path in _directories(directory):
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (directory / replaced[1]).exists():
-            path.rename(directory / replaced[1])
+            with contextlib.suppress(FileNotFoundError):  # a straggler of that life has just done it itself
+                path.rename(directory / replaced[1])
         elif replaced or _LEFTOVER.fullmatch(path.name):
             remove(path)
     (directory / f".{LATEST}.tmp").unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
-    """Remove a directory if it is there. It loses its name first, so that nobody finds it half-removed."""
-    nameless = path.with_name(f".{path.name.strip('.')}.removed.tmp")
-    shutil.rmtree(nameless, ignore_errors=True)
+    """Remove a directory if it is there. It loses its name first, so that nobody finds it half-removed. Others may do
+    the same at the same time."""
+    nameless = path.with_name(f".{path.name.strip('.')}.{secrets.token_hex(4)}.removed.tmp")
     try:
         path.rename(nameless)
     except FileNotFoundError:
         return
-    shutil.rmtree(nameless)
+    shutil.rmtree(nameless, ignore_errors=True)  # what stays, the next sweep removes
 
 
 def read_small(path: Path, limit: int) -> bytes:

@@ -22,6 +22,7 @@ commands:
   join URL       have workers of this host take part in a run that is under way
   status URL     say who takes part in a run, what each does on which line, where the time goes, and what happened
   coordinator    agree on who trains, apart from all workers
+  chaos TASK     kill, freeze and cut off workers of a training, and see whether that changes anything
   checkpoint     show and verify checkpoints, convert them to safetensors and back
 
   --version      print the version
@@ -114,6 +115,12 @@ def _coordinator(given: list[str]) -> int:
     return coordinator(given)
 
 
+def _chaos(given: list[str]) -> int:
+    from unisono.cli.chaos import chaos
+
+    return chaos(given)
+
+
 def _checkpoint(given: list[str]) -> int:
     from unisono.cli.checkpoint import checkpoint
 
@@ -129,6 +136,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "join": _join,
     "status": _status,
     "coordinator": _coordinator,
+    "chaos": _chaos,
     "checkpoint": _checkpoint,
 }
 

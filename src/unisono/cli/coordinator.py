@@ -27,10 +27,13 @@ host. It ends on Ctrl-C and SIGTERM; started again with the same --state and --p
   --minimum N         workers below which nothing is trained [1]
   --maximum N         workers above which further ones stand by [as many as come]
   --expected N        workers that the first view waits for, for 30 s [--minimum]
+  --unit N            workers of one replica, for runs with a --layout; a view has whole replicas [1]
+  --shares N          micro-batches of a step, by those that a replica computes at once: the number of replicas divides
+                      it, where a layout has all of them take as many [any number]
   --token-file FILE   holds the token that whoever takes part must bear [{VARIABLE} of the environment, or a new one]
 """
 _OPTIONS = ("--host", "--port", "--state", "--certificate", "--key", "--minimum", "--maximum", "--expected",
-            "--token-file")  # fmt: skip
+            "--unit", "--shares", "--token-file")  # fmt: skip
 
 
 def coordinator(words: list[str]) -> int:
@@ -76,7 +79,10 @@ def policy_of(options: Mapping[str, str]) -> Policy:
         raise InvalidInput(
             "--expected", first, f"not between --minimum {least} and --maximum {most}", "choose them in that order"
         )
-    return Policy(minimum=least, expected=first, maximum=most)
+    unit, shares = whole("--unit", options.get("--unit", "1")), whole("--shares", options.get("--shares", "0"), 0)
+    if most < unit:
+        raise InvalidInput("--maximum", most, f"below one replica of --unit {unit}", "write a multiple of that")
+    return Policy(minimum=least, expected=first, maximum=most, unit=unit, shares=shares)
 
 
 def _print(words: str) -> None:

@@ -162,7 +162,8 @@ class Meeting:
         notices = Notices(store, self._deadline_seconds, self._abort)
         size = len(self._hosts)
         notices.exchange("here", self._rank, size, True)
-        return TorchWorld(store, self._rank, size, self._address, self._device, self._deadline_seconds)
+        return TorchWorld(
+            store, self._rank, size, self._address, self._device, self._deadline_seconds, self._abort)  # fmt: skip
 
 
 def divide(

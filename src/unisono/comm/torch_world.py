@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
-import stat
 import sys
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from unisono.comm.abort import Abort
+from unisono.comm.notices import Breakable, Notices
+from unisono.comm.sockets import connected, is_open, shut
 from unisono.comm.torch_group import Device, gloo
-from unisono.errors import PeerLost
+from unisono.errors import CommunicationError, PeerLost
 
 _BACKEND = "unisono"  # gloo on a device that is given: torch's own asks the environment for it
 _BYTES_ACKED = 120  # the offset of tcpi_bytes_acked in Linux' struct tcp_info (since 4.1)
 
 
 class TorchWorld:
-    """All workers of a run in torch's default group, and every group that torch makes of some of them.
+    """All workers of a view in torch's default group, and every group that torch makes of some of them.
+
+    A process has one at a time. What waits in its groups listens to nobody: it is woken by shutting their connections
+    down, and whatever torch then raises is said as `PeerLost` by `heard`.
 
     Args:
         address: this worker's, as the others reach it.
+        abort: breaks off all that waits, now and later.
 
     Raises:
-        PeerLost: not all of them came within the deadline.
+        PeerLost: not all of them came within the deadline, or it was broken off.
     """
 
     def __init__(
-        self, store: c10d.Store, rank: int, size: int, address: str, device: torch.device, deadline_seconds: float
+        self,
+        store: c10d.Store,
+        rank: int,
+        size: int,
+        address: str,
+        device: torch.device,
+        deadline_seconds: float,
+        abort: Abort | None = None,
     ) -> None:
-        self._address, self._sockets = address, set[tuple[int, int]]()
+        self._address, self._deadline_seconds = address, deadline_seconds
+        self._abort, self._wires, self._lock = abort or Abort(), dict[int, str](), threading.Lock()
+        self._stores: list[c10d.Store] = []  # gloo has only what C++ knows of them
+        gc.collect()  # modules that talked through the groups of the world before lie in circles
+        self._unabort = self._abort.then(self._break_off)
         dist.Backend.register_backend(_BACKEND, self._group, devices=["cpu"])
         try:
             dist.init_process_group(
@@ -46,37 +66,107 @@ class TorchWorld:
                 timeout=timedelta(seconds=deadline_seconds),
             )
         except RuntimeError as error:
+            self.close()
             raise PeerLost([], "connect", str(error).splitlines()[0]) from error
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def bytes_sent(self) -> int:
         """What has left this worker through gloo's connections and arrived, as the kernel counts it, with gloo's own
         headers; NCCL's is not known."""
-        return sum(_arrived(*each) for each in self._sockets)
+        return sum(_arrived(*wire) for wire in self._wires.items())
+
+    @property
+    def torn(self) -> str:
+        """Why nothing can be said here any more; empty as long as all connections are there."""
+        closed = not all(is_open(*wire) for wire in self._wires.items())
+        return self._abort.why or ("a connection was closed" if closed else "")
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Inside, what is raised because others are not there any more is raised as `PeerLost`: torch says it as a
+        plain RuntimeError, and wraps what our own communicators say."""
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except Exception as error:
+            meant = _meant(error)
+            if meant is not None:
+                raise meant from error
+            why = self.torn if isinstance(error, RuntimeError) else ""
+            if why:
+                raise PeerLost([], "layout", f"{why} ({repr(error).splitlines()[0]})") from error
+            raise
+
+    def close(self) -> None:
+        """Leave all groups, so that others may be made; who waits for this worker in one of them is woken."""
+        self._unabort()
+        shut(self._wires)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _forget_meshes()
+
+    def _break_off(self) -> None:
+        with self._lock:
+            shut(self._wires)
+        if dist.is_initialized() and torch.cuda.is_available():
+            _abort_nccl()
 
     def _group(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
         """As torch asks a backend for each group; gloo connects all pairs at once."""
-        before = _sockets()
-        group = gloo(store, rank, size, Device.open(self._address), timeout.total_seconds())
-        self._sockets |= _sockets() - before
+        device = Device.open(self._address)
+        # Where all listen is known before anybody connects, so that what hangs meanwhile can be woken.
+        notices = Notices(store, self._deadline_seconds, self._abort)
+        told = notices.exchange("listening", rank, size, list(device.end))
+        ends = frozenset((str(host), int(port)) for host, port in told)
+        waiting = Breakable(c10d.PrefixStore("gloo", store), self._deadline_seconds, self._abort)
+        forget = self._abort.then(lambda: shut(connected(ends)))
+        try:
+            made = partial(gloo, waiting, rank, size, device, timeout.total_seconds())
+            group = self._abort.run("connect", made)
+        except RuntimeError as error:
+            raise PeerLost([], "connect", str(error).splitlines()[0]) from error
+        finally:
+            forget()
+        with self._lock:
+            self._wires |= connected(ends)
+        self._abort.check("connect")
+        self._stores.append(waiting)
         return group
 
 
-def _sockets() -> set[tuple[int, int]]:
-    """This process's, by descriptor and inode: a descriptor may come to mean another one."""
-    found = set()
-    for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else ():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found.add((int(name), status.st_ino))
-    return found
+def _meant(error: BaseException | None) -> CommunicationError | None:
+    """What one of our own communicators said, where somebody else's code has wrapped it."""
+    while error is not None and not isinstance(error, CommunicationError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
-def _arrived(descriptor: int, inode: int) -> int:
+def _forget_meshes() -> None:
+    """torch remembers how operations are spread by meshes that count as equal to those of the next groups, but would
+    talk through the former ones."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def _abort_nccl() -> None:
+    for group in list(dist.distributed_c10d._world.pg_names):
+        with contextlib.suppress(RuntimeError):  # it has no part on a GPU
+            group._get_backend(torch.device("cuda")).abort()
+
+
+def _arrived(descriptor: int, name: str) -> int:
     """Bytes that the peer has acknowledged; 0 for what is not, or no longer, a connection over TCP."""
     try:
-        if os.fstat(descriptor).st_ino != inode:
+        if not is_open(descriptor, name):
             return 0
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)

@@ -171,6 +171,7 @@ class Crew:
         elif "pid" in news:
             member = self._members[news["rank"]]
             member.pid = news["pid"]
+            self._succession.began(member.rank, member.pid)
             self._tell(member)
         elif "status" in news:
             self._bury(self._members[news["rank"]], news["status"])

@@ -25,9 +25,9 @@ from unisono.errors import InvalidInput
 from unisono.launch.coordination import Coordination
 from unisono.launch.crew import Crew, OnMessage, Source
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.gone import Gone
+from unisono.launch.seen import Seen
 from unisono.launch.signals import Inbox
-from unisono.launch.succession import EachToItsEnd, Joined, Replaced, Succession
+from unisono.launch.succession import EachToItsEnd, Joined, Present, Replaced, Succession
 from unisono.launch.tail import Tail
 from unisono.launch.worker import Order
 from unisono.membership.values import Contact
@@ -54,10 +54,10 @@ class Elastic:
     launcher: str = ""
     each_to_its_end: bool = False
 
-    def succession(self, places: int, gone: Gone) -> Succession:
+    def succession(self, places: int, present: Present) -> Succession:
         """What becomes of workers that end."""
         kind = Replaced if self.coordination else Joined
-        found = kind(places, gone.tell, f"{self.launcher}:" if self.launcher else "")
+        found = kind(places, present, f"{self.launcher}:" if self.launcher else "")
         return EachToItsEnd(found) if self.each_to_its_end else found
 
 
@@ -132,8 +132,7 @@ def launch(
             return Crew(server, inbox, beside, on_message, stop_seconds).run(orders, payload)
         if elastic.coordination:
             beside.append(elastic.coordination)
-        gone = stack.enter_context(Gone(elastic.contact))
-        succession = elastic.succession(workers, gone)
+        succession = elastic.succession(workers, stack.enter_context(Seen(elastic.contact)))
         results = Crew(server, inbox, beside, on_message, stop_seconds, succession).run(orders, payload)
         return sorted(results, key=lambda result: result is None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from unisono.launch.failure import Failure
 from unisono.launch.stopping import STOP, STOP_ALL
 
 _IN_ONE_PLACE = 3  # processes that may die there in a row, without a new step
-_LONGEST_PAUSE_SECONDS = 60.0
+_LONGEST_APART_SECONDS = 60.0
 _SETTLED_SECONDS = 30.0  # whoever lived as long did not die of its start
 
 
@@ -43,6 +43,9 @@ class Succession(Protocol):
     def heard(self, message: Mapping[str, Any]) -> None:
         """A worker reported it."""
 
+    def began(self, place: int, pid: int) -> None:
+        """The process there is running."""
+
     def ended(self, place: int) -> None:
         """The process there is no more, for whatever reason."""
 
@@ -71,6 +74,9 @@ class Together:
     def heard(self, message: Mapping[str, Any]) -> None:
         """See `Succession`."""
 
+    def began(self, place: int, pid: int) -> None:
+        """See `Succession`."""
+
     def ended(self, place: int) -> None:
         """See `Succession`."""
 
@@ -91,23 +97,31 @@ class Together:
         return ""
 
 
+class Present(Protocol):
+    """Is told of processes, by the names of their workers."""
+
+    def began(self, worker: str, pid: int) -> None: ...
+    def ended(self, worker: str) -> None: ...
+
+
 class Replaced:
     """Whoever dies is replaced, as long as that leads to new steps; whoever returns None has left; the first other
     result ends the run.
 
     A run fails when three processes in one place, or twice as many as there are places, died in a row without any new
-    step. Where others take steps meanwhile, each further process in a place waits longer than the one before.
+    step. Where others take steps meanwhile, processes follow each other in a place more slowly each time: the third is
+    started one second after the second was, at the earliest, the next two seconds after the third, and so on.
 
     Args:
         places: number of processes at a time.
-        gone: told the name of each process that has ended.
+        present: told the name of each process that has begun, and of each that has ended.
         prefix: of all names.
     """
 
     stop = STOP_ALL
 
-    def __init__(self, places: int, gone: Callable[[str], None], prefix: str = "") -> None:
-        self._places, self._gone, self._prefix = places, gone, prefix
+    def __init__(self, places: int, present: Present, prefix: str = "") -> None:
+        self._places, self._present, self._prefix = places, present, prefix
         self._lives: Counter[int] = Counter()
         self._short: Counter[int] = Counter()  # lives in a row that were
         self._furthest = 0
@@ -124,9 +138,13 @@ class Replaced:
             self._furthest = message["step"]
             self._fruitless.clear()
 
+    def began(self, place: int, pid: int) -> None:
+        """See `Succession`."""
+        self._present.began(self._name(place), pid)
+
     def ended(self, place: int) -> None:
         """See `Succession`."""
-        self._gone(self._name(place))
+        self._present.ended(self._name(place))
 
     def returned(self, place: int, result: Any, others: int) -> Verdict:
         """See `Succession`."""
@@ -139,7 +157,7 @@ class Replaced:
         here = sum(each.rank == what.rank for each in self._fruitless)
         if here >= _IN_ONE_PLACE or len(self._fruitless) >= max(2 * self._places, _IN_ONE_PLACE):
             return Verdict(cause=self._fruitless[0])
-        pause = self._pause_seconds(what.rank)
+        pause = round(max(0.0, self._apart_seconds(what.rank) - lived_seconds), 1)
         said = f"worker {self._name(what.rank)} {_was(what.reason)}: {_on(others)}, another one is started"
         return Verdict(said + (f" in {pause:g} s" if pause else ""), another_in_seconds=pause)
 
@@ -155,9 +173,10 @@ class Replaced:
         life = self._lives[place]
         return f"{self._prefix}{place}" + (f".{life}" if life > 1 else "")
 
-    def _pause_seconds(self, place: int) -> float:
+    def _apart_seconds(self, place: int) -> float:
+        """Between the start of the process that has ended there, and that of the next."""
         short = self._short[place]
-        return min(2.0 ** (short - 2), _LONGEST_PAUSE_SECONDS) if short > 1 else 0.0
+        return min(2.0 ** (short - 2), _LONGEST_APART_SECONDS) if short > 1 else 0.0
 
 
 class Joined(Replaced):
@@ -197,6 +216,10 @@ class EachToItsEnd:
             self._past_loop.add(message["place"])
             self._ending = True
         self._inner.heard(message)
+
+    def began(self, place: int, pid: int) -> None:
+        """See `Succession`."""
+        self._inner.began(place, pid)
 
     def ended(self, place: int) -> None:
         """See `Succession`."""

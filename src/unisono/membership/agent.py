@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
@@ -44,7 +44,8 @@ class Agent:
     """
 
     def __init__(self, worker: str, standing: Standing, place: Place = Place()) -> None:
-        self.worker, self.standing, self.place = worker, standing, place
+        self.worker, self.place = worker, place
+        self._stand(standing)
         self.view = View()  # that it is inside
         self.working = False
         self._word = Word(View(), Over.NOW)
@@ -60,6 +61,11 @@ class Agent:
         return Beat(
             self.worker, self._count, works_in, self._ended, self.standing, self._missed, self._leaving,
             self._finished, self.place, self._broke)  # fmt: skip
+
+    @property
+    def standing(self) -> Standing:
+        """Of its state, as far as it was told."""
+        return Standing(self._reached_in, self._steps, self._digest)
 
     @property
     def votes(self) -> bool:
@@ -87,13 +93,15 @@ class Agent:
     def met(self, number: int, step: int, digest: str) -> None:
         """The group of view `number` is there, and this worker has the state that it starts from."""
         if number == self.view.number:
-            self.standing = Standing(number, step, digest)
+            self._stand(Standing(number, step, digest))
             self.working = True
 
-    def done(self, number: int, digest: str = "") -> None:
-        """One more step of view `number` is in the state."""
+    def done(self, number: int, digest: str = "", steps: int = 1) -> None:
+        """So many more steps of view `number` are in the state. It is told so with every step, and makes nothing of
+        it."""
         if number == self.view.number and self.working:
-            self.standing = Standing(number, self.standing.step + 1, digest)
+            self._steps += steps
+            self._digest = digest
 
     def part(self, number: int, digest: str | None = None) -> list[Action]:
         """The members of view `number` part, after a step that all have taken. `digest`, where it is given, is that of
@@ -101,7 +109,7 @@ class Agent:
         if number != self.view.number:
             return []
         if digest is not None:
-            self.standing = replace(self.standing, digest=digest)
+            self._digest = digest
         return self._stopped(number)
 
     def broken(self, number: int, missed: tuple[str, ...] = (), digest: str | None = None) -> list[Action]:
@@ -120,6 +128,9 @@ class Agent:
         """All that was to be trained is, and the result lies where it belongs."""
         self._finished = True
         return self._stopped(self.view.number) if self.view.number else self._next()
+
+    def _stand(self, standing: Standing) -> None:
+        self._reached_in, self._steps, self._digest = standing.view, standing.step, standing.digest
 
     def _stopped(self, number: int) -> list[Action]:
         self._ended = max(self._ended, number)

@@ -81,8 +81,9 @@ def _bits(number: int) -> list[int]:
     return [i for i, bit in enumerate(reversed(f"{number:b}")) if bit == "1"]
 
 
-def seated(before: Sequence[str], candidates: Collection[str], unit: int, maximum: int) -> list[str]:
-    """`candidates` in the order of their ranks, in whole replicas of `unit`, at most `maximum`.
+def seated(before: Sequence[str], candidates: Collection[str], unit: int, maximum: int, shares: int = 0) -> list[str]:
+    """`candidates` in the order of their ranks, in whole replicas of `unit`, at most `maximum`, and as many as divide
+    `shares`, if there are any.
 
     Replicas of `before` that are whole stay whole and in their order; of the others' survivors and of who came since
     new ones are made, in order.
@@ -94,4 +95,7 @@ def seated(before: Sequence[str], candidates: Collection[str], unit: int, maximu
     survivors = [m for m in before if m in among and m not in seated_already]
     new = [m for m in candidates if m not in members]
     ordered = [*staying, *survivors, *new]
-    return ordered[: min(len(ordered), maximum) // unit * unit]
+    replicas = min(len(ordered), maximum) // unit
+    while shares and replicas and shares % replicas:
+        replicas -= 1
+    return ordered[: replicas * unit]

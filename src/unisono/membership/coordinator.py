@@ -159,6 +159,12 @@ class Coordinator:
         self._forget(now)
         return list(self._decide([worker], now))
 
+    def running(self, worker: str, now: float) -> None:
+        """Who started `worker` sees that its process computes, or would if there was a processor for it: so it is not
+        lost, though nothing be heard of it."""
+        if worker in self._roll.heard:
+            self._roll.heard[worker].ran = now
+
     def hung_up(self, worker: str, now: float) -> list[Happened]:
         """The connection on which `worker` listened has closed, and it has made no other since.
 
@@ -281,7 +287,8 @@ class Coordinator:
     def _seats(self, workers: Sequence[str], now: float, maximum: int | None = None) -> list[str]:
         ordered = seated(self.view.members, workers, 1, len(workers))
         known = acquainted(ordered, self._quarrels.missing(now))
-        return seated(self.view.members, known, self.policy.unit, maximum or self.policy.maximum)
+        most = maximum or self.policy.maximum
+        return seated(self.view.members, known, self.policy.unit, most, self.policy.shares)
 
     def _end(self, over: Over, why: str, now: float) -> Ended:
         self.saved = Saved(self.saved.lineage, over)

@@ -16,12 +16,14 @@ class Heard:
     Args:
         hung_up: the connection that it listened on has closed, and nothing was heard of it since.
         missed: it was taken for lost because nothing was heard of it.
+        ran: when its process was seen last to want a processor.
     """
 
     beat: Beat
     pulse: Pulse
     hung_up: bool = False
     missed: bool = False
+    ran: float = float("-inf")
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Roll:
         if worker in self.gone:
             return True
         known = self.heard[worker]
-        return known.hung_up or known.pulse.overdue(now)
+        return known.hung_up or (known.pulse.overdue(now) and now - known.ran > self._least_seconds)
 
     def ready(self, now: float) -> dict[str, Standing]:
         """How those stand that can be heard and are free, in the order in which they were heard of. Takes time with

@@ -31,6 +31,7 @@ from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
 MOST_MISSED = 1 << 13
 BEAT = "/v1/beat"
+_MOST_WORKERS = 4096  # that one message names
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
@@ -172,6 +173,12 @@ class GoneMessage(_Message):
     """The process of a worker has ended, as who started it saw."""
 
     worker: Name
+
+
+class RunningMessage(_Message):
+    """The processes of these workers want processors, as who started them sees."""
+
+    workers: Annotated[list[Name], Field(max_length=_MOST_WORKERS)]
 
 
 class WorkerMessage(_Message):
@@ -377,6 +384,12 @@ def application(service: Service, token: str) -> App:
         """Who started a worker saw its process end."""
         service.decide(service.coordinator.gone(message.worker, service.now()))
         service.look()
+
+    @app.post("/v1/running", status_code=204)
+    async def running(message: RunningMessage) -> None:
+        """Who started workers sees that their processes compute, or wait for a processor."""
+        for worker in message.workers:
+            service.coordinator.running(worker, service.now())
 
     @app.get("/v1/status")
     async def status() -> StatusMessage:

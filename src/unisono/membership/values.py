@@ -121,9 +121,11 @@ class Policy:
         maximum: workers above which further ones stand by.
         expected: workers that the first view waits for.
         unit: workers of one replica; a view has whole replicas.
+        shares: what is shared out over replicas: as many each, so that their number divides it; 0: any number.
         patience_seconds: how long the first view waits for `expected`, and any for workers without whom something
             committed may be lost.
-        beat_seconds: between a worker's beats.
+        beat_seconds: between a worker's beats; each costs the worker, and the host of the coordinator, some processor
+            time. Three of them are the shortest silence.
         beats_per_second: of all workers together, at most: where they are many, each beats more seldom, and is waited
             for longer.
         silence_seconds: the shortest silence after which a worker may be taken for lost. On a busy host a process may
@@ -136,8 +138,9 @@ class Policy:
     maximum: int = 1 << 30
     expected: int = 1
     unit: int = 1
+    shares: int = 0
     patience_seconds: float = 30.0
-    beat_seconds: float = 0.1
+    beat_seconds: float = 0.25
     beats_per_second: float = 1000.0
     silence_seconds: float = 0.75
     estranged_seconds: float = 5.0
@@ -149,6 +152,8 @@ class Policy:
             )
         if self.unit < 1 or self.maximum < self.unit:
             raise ValueError(f"unit={self.unit}: not from 1 to maximum={self.maximum}")
+        if self.shares < 0:
+            raise ValueError(f"shares={self.shares}: below 0")
 
 
 @dataclass(frozen=True)

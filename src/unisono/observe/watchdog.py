@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection
 
 from unisono.doing import Doing, Phase
@@ -55,7 +56,7 @@ class Patience:
 
 
 class Watchdog:
-    """Looks at a worker until it is closed.
+    """Looks at a worker until it is closed, or nobody has the `watch` any more.
 
     Args:
         stuck_in: see `Patience`.
@@ -65,9 +66,9 @@ class Watchdog:
     def __init__(
         self, watch: Watched, stuck_in: Collection[Phase] = STEP, tell: Callable[[str], None] = LOG.warning
     ) -> None:
-        self._watch, self._stuck_in, self._tell = watch, stuck_in, tell
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="unisono watchdog", daemon=True)
+        seen = weakref.ref(watch), Patience(time.monotonic(), stuck_in), tell, self._over
+        self._thread = threading.Thread(target=_look, args=seen, name="unisono watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -75,9 +76,12 @@ class Watchdog:
         self._over.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        patience = Patience(time.monotonic(), self._stuck_in)
-        while not self._over.wait(_LOOK_SECONDS):
-            found = patience.look(self._watch.done, self._watch.doing(), time.monotonic())
-            if found:
-                self._tell(found)
+
+def _look(
+    watching: weakref.ref[Watched], patience: Patience, tell: Callable[[str], None], over: threading.Event
+) -> None:
+    while not over.wait(_LOOK_SECONDS) and (watch := watching()) is not None:
+        found = patience.look(watch.done, watch.doing(), time.monotonic())
+        if found:
+            tell(found)
+        del watch  # else it would live as long as this thread does

@@ -1,0 +1,80 @@
+"""The processes of commands of ours, found by the names that they give themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_START = (
+    "import runpy, sys; from unisono.launch.process import die_with; die_with(int(sys.argv.pop(1)));"
+    "runpy.run_module('unisono', run_name='__main__', alter_sys=True)"
+)
+_WORKER, _COORDINATOR = "unisono worker ", "unisono coordinator"
+
+
+class Command:
+    """``unisono`` with some words, as leader of a session, which follows this process into death.
+
+    Args:
+        log: takes what it says.
+        before: words that say where it runs.
+    """
+
+    def __init__(self, words: Sequence[str], log: Path, before: Sequence[str] = ()) -> None:
+        line = [*before, sys.executable, "-c", _START, str(os.getpid()), *words]
+        with log.open("ab") as said:
+            self.process = subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+            )
+        self.log = log
+        self._workers: dict[str, int] = {}
+
+    def over(self, seconds: float) -> bool:
+        """Whether it has ended; waits so long for it."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.returncode is not None
+
+    def said(self) -> str:
+        """All that it said."""
+        return self.log.read_text(errors="replace")
+
+    def worker(self, name: str) -> int | None:
+        """Process number of the worker of that name; None if it is not (yet) one of this command's."""
+        if name not in self._workers:
+            self._workers |= self.workers()
+        return self._workers.get(name)
+
+    def workers(self) -> dict[str, int]:
+        """The process numbers of all that are there now, by name."""
+        return {title.removeprefix(_WORKER): pid for pid, title in self._all() if title.startswith(_WORKER)}
+
+    def coordinator(self) -> int | None:
+        """The process number of the one that is there now."""
+        return next((pid for pid, title in self._all() if title == _COORDINATOR), None)
+
+    def end(self) -> None:
+        """All of it, if it is still there."""
+        left = [pid for pid, _ in self._all()]
+        for pid in [self.process.pid] * (self.process.poll() is None) + left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _all(self) -> Iterator[tuple[int, str]]:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and _session(entry) == self.process.pid:
+                with suppress(OSError):  # it has ended just now
+                    yield int(entry.name), (entry / "cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
+
+
+def _session(entry: Path) -> int:
+    with suppress(OSError):
+        state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        return int(session) if state not in "ZX" else -1
+    return -1

@@ -1,0 +1,114 @@
+"""What a run came to, as its directory says it, and in what two runs differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.observe.events import FILE
+
+Losses = dict[int, list[Any]]  # by step from 1: each value that was recorded, once
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that has come to its end.
+
+    Args:
+        steps: that were taken.
+        samples: that were used in them.
+        losses: of each step.
+        metrics: of the last evaluation.
+        weights: their SHA-256.
+        used: of each step the samples by number, as often as they were used; where that was counted.
+        seconds: from the command to the end, where that is known.
+    """
+
+    steps: int
+    samples: int
+    losses: Losses
+    metrics: Mapping[str, Any]
+    weights: str
+    used: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that is compared, in words.
+
+    Args:
+        differs: in words, and where; empty: it does not.
+    """
+
+    name: str
+    undisturbed: str
+    disturbed: str
+    differs: str = ""
+
+
+def losses(run: Path) -> Losses:
+    """All that the run in that directory recorded, by step."""
+    found: Losses = {}
+    for event in _events(run):
+        if event["event"] in ("step", "view") and event["step"] > 0:
+            values = found.setdefault(event["step"], [])
+            if event["loss"] not in values:
+                values.append(event["loss"])
+    return found
+
+
+def _events(run: Path) -> Iterator[dict[str, Any]]:
+    with (run / FILE).open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def compare(undisturbed: Outcome, disturbed: Outcome) -> list[Row]:
+    """Both, thing by thing."""
+    a, b = undisturbed, disturbed
+    return [
+        _row("steps", f"{a.steps:,}", f"{b.steps:,}"),
+        _row("samples", f"{a.samples:,}", f"{b.samples:,}", _otherwise_used(a, b)),
+        Row("losses", _count(a.losses), _count(b.losses), _first_difference(a, b)),
+        _row("metrics", _told(a.metrics), _told(b.metrics)),
+        _row("weights", a.weights, b.weights),
+    ]
+
+
+def _row(name: str, a: str, b: str, differs: str = "") -> Row:
+    return Row(name, a, b, differs or ("" if a == b else f"{a} and {b}"))
+
+
+def _told(metrics: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {value!r}" for name, value in metrics.items()) or "none"
+
+
+def _count(found: Losses) -> str:
+    return f"of {len(found):,} steps"
+
+
+def _first_difference(a: Outcome, b: Outcome) -> str:
+    """The first step whose loss is not one and the same value in both."""
+    for step in range(1, max(a.steps, b.steps) + 1):
+        before, now = a.losses.get(step, []), b.losses.get(step, [])
+        if before != now or len(now) != 1:
+            return f"step {step:,}: {_values(before)}, and {_values(now)} with faults"
+    return ""
+
+
+def _values(values: list[Any]) -> str:
+    return " and ".join(map(str, values)) or "none"
+
+
+def _otherwise_used(a: Outcome, b: Outcome) -> str:
+    for step in sorted({*a.used, *b.used}):
+        before, now = a.used.get(step, {}), b.used.get(step, {})
+        if before != now:
+            others = sorted(n for n in {*before, *now} if before.get(n, 0) != now.get(n, 0))
+            return f"step {step:,} used sample {others[0]} {before.get(others[0], 0)} and {now.get(others[0], 0)} times"
+    return ""

@@ -1,0 +1,95 @@
+"""One run without faults, others with them, and what is the same about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from unisono.chaos.happening import Happening
+from unisono.chaos.outcome import Outcome, Row, compare
+from unisono.chaos.schedule import Kind, Schedule, draw
+from unisono.compress import Exact
+from unisono.config import Config
+from unisono.errors import InvalidInput
+from unisono.settings import recovers, settle
+from unisono.task import Task
+
+QUIET = Schedule(0, ())
+_DEFAULTS = {"workers": 4, "compress": "Exact()", "checkpoint_every": 10}
+_OF_OURS = ("run", "resume")
+
+
+class Ground(Protocol):
+    """Where runs take place."""
+
+    def run(self, name: str, schedule: Schedule, undisturbed: Outcome | None, happened: list[Happening]) -> Outcome:
+        """What a run comes to that `schedule` befalls.
+
+        Args:
+            undisturbed: the same run without faults; None if this is that.
+            happened: takes what befell it, also where it fails.
+        """
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run with faults beside the one without.
+
+    Args:
+        rows: what was compared; empty where the run failed.
+        failed: why it came to no end, in words.
+    """
+
+    schedule: Schedule
+    happened: list[Happening] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    failed: str = ""
+
+    @property
+    def differences(self) -> list[str]:
+        """All that is not as it was without faults, in words."""
+        return [self.failed] if self.failed else [f"{row.name}: {row.differs}" for row in self.rows if row.differs]
+
+
+def trials(ground: Ground, undisturbed: Outcome, seeds: Iterable[int], wanted: Mapping[Kind, int]) -> Iterator[Trial]:
+    """One for each seed."""
+    for seed in seeds:
+        schedule, happened = draw(seed, wanted), list[Happening]()
+        try:
+            disturbed = ground.run(f"seed-{seed}", schedule, undisturbed, happened)
+        except Exception as error:  # whatever it is, it is what this seed is about
+            yield Trial(schedule, happened, failed=f"{type(error).__name__}: {error}")
+        else:
+            yield Trial(schedule, happened, compare(undisturbed, disturbed))
+
+
+def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[Kind, int]) -> dict[str, Any]:
+    """What was given, and what faults need: room for whoever joins, checkpoints, every step on record.
+
+    Raises:
+        InvalidInput: workers of such a run cannot come and go.
+    """
+    for name in _OF_OURS:
+        if given.get(name):
+            raise InvalidInput(name, given[name], "each run is one of ours", "leave it out")
+    settings = {**_DEFAULTS, **given, "record_seconds": 0.0}
+    config = settle(task, settings)
+    if config.workers < 2 or not recovers(config):
+        raise InvalidInput(
+            "task", task.name, "workers of such a run cannot come and go", "use two workers or more, AllReduce(), "
+            "without layout and sync_batchnorm")  # fmt: skip
+    return settings if config.most is not None else {**settings, "most": _most(config, wanted)}
+
+
+def exact(task: Task, settings: Mapping[str, Any]) -> bool:
+    """Whether such a run has the same bits whoever takes part."""
+    return isinstance(settle(task, settings).compress, Exact)
+
+
+def _most(config: Config, wanted: Mapping[Kind, int]) -> int:
+    """Room for all who may come, as far as each has a micro-batch."""
+    assert config.global_batch is not None
+    assert config.micro_batch is not None
+    all_of_them = config.workers + wanted.get(Kind.JOIN, 0) + bool(wanted.get(Kind.PARTITION, 0))
+    return max(config.workers, min(all_of_them, config.global_batch // config.micro_batch))

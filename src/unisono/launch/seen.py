@@ -1,0 +1,37 @@
+"""What a launcher sees of its workers' processes, told to the coordinator."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from unisono.launch.gone import Gone
+from unisono.launch.vouching import Vouching
+from unisono.membership.values import Contact
+
+
+class Seen:
+    """A `Present` that tells it. A context.
+
+    Raises:
+        InvalidInput: as `Line`.
+    """
+
+    def __init__(self, contact: Contact) -> None:
+        self._stack = ExitStack()
+        self._gone = self._stack.enter_context(Gone(contact))
+        self._vouching = self._stack.enter_context(Vouching(contact))
+
+    def began(self, worker: str, pid: int) -> None:
+        """See `Present`."""
+        self._vouching.began(worker, pid)
+
+    def ended(self, worker: str) -> None:
+        """See `Present`."""
+        self._vouching.ended(worker)
+        self._gone.tell(worker)
+
+    def __enter__(self) -> Seen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

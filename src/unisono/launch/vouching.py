@@ -1,0 +1,87 @@
+"""Which workers want a processor, told to the coordinator: who computes is not lost, though its own thread be silent.
+
+A worker beats late where its code does not let go of the interpreter, or its host has no processor for it. Its
+launcher sees both from outside: such a process has a thread that runs, or waits for a processor, most of the time. One
+that is frozen, or waits for peers that it cannot reach, has none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from unisono.membership.line import Line
+from unisono.membership.values import Contact
+
+_LOOK_SECONDS = 0.3
+_ANSWER_SECONDS = 2.0
+_MOSTLY = 0.5  # of the time
+
+
+def wanted_seconds(pid: int) -> dict[int, float]:
+    """Seconds that each thread of a process has run, or has waited for a processor, in all; nothing where the system
+    does not say so (Linux does, Documentation/scheduler/sched-stats.rst)."""
+    found = {}
+    with suppress(OSError):  # it has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # so has a thread
+                ran, waited, _ = (task / "schedstat").read_text().split()
+                found[int(task.name)] = (int(ran) + int(waited)) * 1e-9
+    return found
+
+
+def computes(before: Mapping[int, float], after: Mapping[int, float], seconds: float) -> bool:
+    """Whether a thread wanted a processor for most of the `seconds` between two looks at `wanted_seconds`."""
+    return any(wanted - before[task] > _MOSTLY * seconds for task, wanted in after.items() if task in before)
+
+
+class Vouching:
+    """Looks at the processes that it is told of, from a thread of its own. A context.
+
+    Raises:
+        InvalidInput: as `Line`.
+    """
+
+    def __init__(self, contact: Contact) -> None:
+        self._line = Line(contact, _ANSWER_SECONDS)
+        self._pids: dict[str, int] = {}
+        self._changed = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="unisono vouching", daemon=True)
+        self._thread.start()
+
+    def began(self, worker: str, pid: int) -> None:
+        """The process of that name is there."""
+        with self._changed:
+            self._pids[worker] = pid
+
+    def ended(self, worker: str) -> None:
+        """It is no more."""
+        with self._changed:
+            self._pids.pop(worker, None)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closed.set()
+        self._line.cut()
+        self._thread.join()
+        self._line.close()
+
+    def __enter__(self) -> Vouching:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _look(self) -> None:
+        before: dict[str, dict[int, float]] = {}
+        while not self._closed.wait(_LOOK_SECONDS):
+            with self._changed:
+                pids = dict(self._pids)
+            now = {worker: wanted_seconds(pid) for worker, pid in pids.items()}
+            busy = [w for w in now if computes(before.get(w, {}), now[w], _LOOK_SECONDS)]
+            if busy:  # who does not answer is asked again with the next look
+                self._line.ask("POST", "/v1/running", {"workers": busy})
+            before = now

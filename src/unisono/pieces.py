@@ -1,0 +1,145 @@
+"""What workers have of the state of a replica that lies on several of them, and how it becomes whole in another view.
+
+parts here, at their last step ─┐
+copies of one's own part        ├──► the newest step of which all of it is there ──► everybody's new part
+copies of another worker's      ┘
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.checkpoint import Box, Piece, decode_holding, encode_holding
+from unisono.comm import Communicator
+from unisono.errors import StateMissing
+from unisono.handover import Held, Kept, hand_over, tell
+from unisono.layout import Part
+from unisono.replica import weights_of
+from unisono.state import Reached, adopt, committed_in, describe, part_of
+
+LOG = logging.getLogger("unisono")
+At = tuple[int, int]
+"""The view in which the last step of a state was taken, and the steps in it: states of one replica that say the same
+fit together, and of two the greater one is right."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What one worker has of the state between two steps.
+
+    Args:
+        held: tensors by a checkpoint's names.
+        numbers: what is no tensor of it.
+        judged: what is remembered of bad steps.
+    """
+
+    at: At
+    held: Held
+    numbers: Mapping[str, float]
+    judged: Mapping[str, Any]
+
+    def said(self) -> list[Any]:
+        """All but the tensors' numbers, as JSON carries it."""
+        return [list(self.at), encode_holding(self.held.holding), dict(self.numbers), dict(self.judged)]
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What has to be beside the tensors where they are kept."""
+        return {"at": list(self.at), "numbers": dict(self.numbers), "judged": dict(self.judged)}
+
+    @staticmethod
+    def kept(copy: Kept) -> Pieces:
+        """What another worker, or this one, was given to keep."""
+        first, steps = copy.meta["at"]
+        return Pieces((first, steps), copy.held, copy.meta["numbers"], copy.meta["judged"])
+
+
+@dataclass(frozen=True)
+class Laid:
+    """This worker's part of a replica: a module of plain tensors, the boxes that they are, and their optimizer."""
+
+    model: nn.Module
+    parts: Mapping[str, Part]
+    optimizer: Optimizer
+
+    def pieces(self, at: At, reached: Reached, judged: Mapping[str, Any]) -> Pieces:
+        """The state that lies here; tensors are the model's own."""
+        tensors, numbers = describe(self.model, self.optimizer, reached)
+        boxes = {name: box for name, x in tensors.items() if (box := self._box(name, tuple(x.shape), local=True))}
+        return Pieces(at, Held(tensors, boxes), numbers, judged)
+
+    def wants(self, holdings: Sequence[Mapping[str, Piece]]) -> dict[str, Piece]:
+        """This worker's part of what `holdings` are parts of. A worker has all that belongs to a parameter, or nothing
+        of it: if weights are complete, what the optimizer has of them is."""
+        wholes = {name: piece.whole for each in holdings for name, piece in each.items()}
+        mine = {f"model/{name}": x for name, x in weights_of(self.model).items()}
+        found = {}
+        for name, x in mine.items():
+            shape = wholes[name].shape if name in wholes else tuple(x.shape)
+            found[name] = Piece(x.dtype, self._box(name, shape) or Box.whole(shape))
+        for name, whole in wholes.items():
+            if name not in found and self._has(name):
+                found[name] = Piece(whole.dtype, self._box(name, whole.shape) or Box.whole(whole.shape))
+        return found
+
+    def take(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> Reached:
+        """The state is this one from now on."""
+        own = {name: n for name, n in numbers.items() if "/" not in name or self._has(f"optimizer/{name}")}
+        return adopt(self.model, self.optimizer, tensors, own)
+
+    def _has(self, name: str) -> bool:
+        kind, _, rest = name.partition("/")
+        return kind != "model" and ("/" not in rest or part_of(self.parts, name) is not None)
+
+    def _box(self, name: str, shape: tuple[int, ...], *, local: bool = False) -> Box | None:
+        """Which one this worker's part of the tensor `name` is, where it is cut as its parameter is: `shape` is then
+        that of the parameter, or where `local` that of the part."""
+        part = part_of(self.parts, name)
+        cut = part is not None and shape == (part.size if local else part.shape)
+        return Box(part.shape, part.offset, part.size) if part and cut else None
+
+
+def assemble(
+    comm: Communicator, here: Sequence[Pieces], laid: Laid, hosts: Sequence[str]
+) -> tuple[At, Reached, Mapping[str, Any]] | None:
+    """Everybody's part of the newest state that is whole; all call it alike. Returns which one it is, and what is
+    remembered of bad steps; None, and nothing has changed, if there is none, or a newer one on disk.
+
+    Raises:
+        PeerLost: a worker was lost meanwhile; what is `here` is as it was.
+    """
+    told = [_Said.of(each) for text in tell(comm, json.dumps([p.said() for p in here])) for each in json.loads(text)]
+    on_disk = max((committed_in(each.numbers) for each in told), default=0)
+    for at in sorted({each.at for each in told if each.at[1] >= on_disk}, reverse=True):
+        theirs = [each for each in told if each.at == at]
+        mine, wanted = [p.held for p in here if p.at == at], laid.wants([each.holding for each in theirs])
+        try:
+            tensors = hand_over(comm, mine, wanted, hosts)
+        except StateMissing as missing:
+            LOG.info("of the state after step %d not all is there: %s", at[1], str(missing).splitlines()[0])
+            continue
+        numbers = {name: number for each in theirs for name, number in each.numbers.items()}
+        return at, laid.take(tensors, numbers), theirs[0].judged
+    return None
+
+
+@dataclass(frozen=True)
+class _Said:
+    at: At
+    holding: Mapping[str, Piece]
+    numbers: Mapping[str, float]
+    judged: Mapping[str, Any]
+
+    @staticmethod
+    def of(told: Any) -> _Said:
+        match told:
+            case [[int(view), int(steps)], str(held), dict(numbers), dict(judged)]:
+                return _Said((view, steps), decode_holding(held), numbers, judged)
+        raise ValueError("not what a worker says of its part of the state")

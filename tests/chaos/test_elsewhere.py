@@ -1,0 +1,56 @@
+"""The other host that a network namespace plays: it is reached, cut off, reached again, and gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from unisono.chaos.elsewhere import Elsewhere, unavailable
+from unisono.errors import UnisonoError
+
+KNOCK = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1.0).close()"
+
+
+@pytest.fixture
+def there():
+    if why := unavailable():
+        pytest.skip(why)
+    try:
+        with Elsewhere() as made:
+            yield made
+    except UnisonoError as refused:
+        pytest.skip(str(refused))
+
+
+def comes_through(there: Elsewhere, port: int) -> bool:
+    line = there.command([sys.executable, "-c", KNOCK, there.address, str(port)])
+    return subprocess.run(line, capture_output=True).returncode == 0
+
+
+@pytest.mark.root
+def test_a_link_is_there_until_it_is_cut_and_again_when_it_is_mended(there: Elsewhere) -> None:
+    with socket.create_server((there.address, 0)) as door:
+        port = door.getsockname()[1]
+        assert comes_through(there, port)
+        there.cut()
+        assert not comes_through(there, port)
+        there.mend()
+        assert comes_through(there, port)
+
+
+@pytest.mark.root
+def test_nothing_of_it_stays() -> None:
+    if why := unavailable():
+        pytest.skip(why)
+    before = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True).stdout
+    try:
+        with Elsewhere():
+            assert subprocess.run(["ip", "-br", "link"], capture_output=True, text=True).stdout != before
+    except UnisonoError as refused:
+        pytest.skip(str(refused))
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert f"unisono-{os.getpid()}" not in names.split()

@@ -1,0 +1,87 @@
+"""Made-up runs under everything that can befall one come to what an undisturbed run comes to, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono import work
+from unisono.chaos.made_up import MadeUp
+from unisono.chaos.outcome import Outcome
+from unisono.chaos.schedule import Kind, Moment
+from unisono.chaos.trial import QUIET, Trial, settings_of, trials
+from unisono.state import Reached
+from unisono.tasks.digits import digits
+from unisono.tasks.gpt import GPT
+from unisono.tasks.text import text
+
+ALL = {Kind.KILL: 3, Kind.FREEZE: 1, Kind.PARTITION: 1, Kind.JOIN: 2, Kind.DRAIN: 1, Kind.COORDINATOR: 1}
+SOURCES = str(Path(work.__file__).parent)
+TASKS = {
+    "digits": lambda: digits(hidden=2),
+    "text": lambda: text(text=(SOURCES,), model=GPT(layers=1, heads=2, width=16, context=16)),
+}
+SETTINGS = {"steps": 25, "global_batch": 16, "micro_batch": 2, "checkpoint_every": 5, "evaluate_every": 0}
+
+
+@cache
+def undisturbed(name: str) -> tuple[MadeUp, Outcome]:
+    task = TASKS[name]()
+    ground = MadeUp.of(replace(task, evaluate=None), settings_of(task, SETTINGS, ALL))
+    return ground, ground.run("undisturbed", QUIET, None, [])
+
+
+def tried(name: str, seed: int, wanted: Mapping[Kind, int] = ALL) -> Trial:
+    ground, whole = undisturbed(name)
+    (trial,) = trials(ground, whole, [seed], wanted)
+    return trial
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", TASKS)
+def test_faults_change_nothing(name: str, seed: int) -> None:
+    trial = tried(name, seed)
+    assert not trial.differences, trial
+    assert len(trial.happened) == sum(ALL.values())
+    assert len(trial.rows) == 5
+    aimed = {each.moment for each in trial.happened if each.kind is Kind.KILL}
+    assert aimed - {Moment.ANY}, "no kill hit a checkpoint or a handing over"
+
+
+def test_a_run_without_faults_has_used_each_sample_once_an_epoch() -> None:
+    _, whole = undisturbed("digits")
+    assert whole.used.keys() == whole.losses.keys() == set(range(1, 26))
+    assert {sum(used.values()) for used in whole.used.values()} == {16}
+    numbers = [number for used in whole.used.values() for number in used]
+    assert len(numbers) == len(set(numbers)) == whole.samples
+
+
+def test_the_same_seed_is_the_same_to_the_moment() -> None:
+    assert tried("digits", 11).happened == tried("digits", 11).happened
+
+
+def test_whoever_comes_with_another_state_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(*arguments: Any) -> Reached:
+        reached = adopt(*arguments)
+        with work.torch.no_grad():
+            next(arguments[0].parameters()).mul_(1.001)
+        return reached
+
+    adopt = work.adopt
+    monkeypatch.setattr(work, "adopt", forgetful)
+    assert tried("digits", 0).differences
+
+
+def test_a_step_that_is_taken_again_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(*arguments: Any) -> Reached:
+        reached = adopt(*arguments)
+        return replace(reached, steps=reached.steps - 1) if reached.steps else reached
+
+    adopt = work.adopt
+    monkeypatch.setattr(work, "adopt", backward)
+    assert tried("digits", 1, {Kind.KILL: 1}).differences

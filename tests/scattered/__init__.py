@@ -1,0 +1,1 @@
+"""Replicas that lie on several workers, while workers come and go."""

@@ -1,0 +1,80 @@
+"""What is concluded from what the processes of a disturbed training wrote; never their times."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from benchmarks import failures
+from benchmarks.disturbed import MICRO_BATCH, MICRO_BATCHES, SAMPLES, WORKERS, Life, Recovery, Step, recovery, spoilt
+
+from unisono.data import MicroBatchPlan
+
+FAIR = MICRO_BATCHES // WORKERS
+
+
+def life(pid: int, born: float, *steps: tuple[float, int, int]) -> Life:
+    return Life(pid, born, born, [Step(*step) for step in steps])
+
+
+DEAD = life(1, 0.0, (1.0, 1, FAIR), (2.0, 2, FAIR))
+
+
+def test_the_step_that_was_under_way_may_be_of_the_dead() -> None:
+    """Step 3 had its part, 4 did not: others computed what it would have."""
+    survivor = life(2, 0.0, (1.0, 1, FAIR), (2.0, 2, FAIR), (2.5, 3, FAIR), (4.0, 4, 2 * FAIR))
+    another = life(3, 3.0, (5.0, 5, FAIR))
+    assert recovery([DEAD, survivor, another], DEAD, 2.25) == Recovery(1.75, 0, 0.75, 2.75, 2.0)
+
+
+def test_who_all_begin_anew_have_lost_steps() -> None:
+    survivor = life(2, 0.0, (1.0, 1, FAIR), (2.0, 2, FAIR))
+    others = [life(pid, 6.0, (9.0, 1, FAIR)) for pid in (3, 4)]
+    assert recovery([DEAD, survivor, *others], DEAD, 2.5) == Recovery(6.5, 2, 3.5, 6.5, 3.0)
+
+
+def test_who_took_part_is_taken_at_its_word() -> None:
+    survivor = Life(2, 0.0, 0.0, [Step(2.6, 3, FAIR, 3), Step(4.0, 4, FAIR, 2)])
+    assert recovery([DEAD, survivor, life(3, 3.0, (5.0, 5, FAIR))], DEAD, 2.5).next_seconds == 1.5
+
+
+def test_it_is_not_over_before_another_has_taken_a_step() -> None:
+    survivor = life(2, 0.0, (4.0, 3, 2 * FAIR))
+    for lives in ([DEAD, survivor], [DEAD, survivor, life(3, 3.0)]):
+        with pytest.raises(LookupError):
+            recovery(lives, DEAD, 2.5)
+
+
+def test_samples_that_are_missing_or_too_often_are_counted() -> None:
+    steps, plan = 2, MicroBatchPlan(SAMPLES, MICRO_BATCHES * MICRO_BATCH, MICRO_BATCH)
+    used = [i for step in range(steps) for m in range(MICRO_BATCHES) for i in plan.indices(step, m)]
+    tally = np.zeros(SAMPLES)
+    tally[used] = 1.0001  # sums are rounded
+    assert spoilt(tally, steps) == (0, 0)
+    tally[used[0]], tally[used[1]] = 0.0, 2.0
+    assert spoilt(tally, steps) == (1, 1)
+    assert spoilt(tally, steps + 1)[0] == 1 + MICRO_BATCHES * MICRO_BATCH
+
+
+def test_a_process_says_when_it_was_born_and_what_it_did() -> None:
+    found = Life(7)
+    for line in ({"at": 2.0, "born": 1.5}, {"at": 3.0, "step": 1, "computed": 4, "workers": 0}):
+        found.read(json.dumps(line))
+    assert found == Life(7, 1.5, 2.0, [Step(3.0, 1, 4)])
+
+
+def test_a_worker_is_missing_until_another_is_started() -> None:
+    lives = [life(1, 0.0), life(2, 0.0), life(3, 12.0)]
+    assert failures.missing_seconds(lives, [10.0], 20.0) == 2.0
+    assert failures.missing_seconds(lives, [10.0, 15.0], 20.0) == 7.0
+
+
+def test_what_those_present_would_have_done_is_between_three_and_two() -> None:
+    found = {
+        failures.CALM: [{"steps_per_second": 12.0}],
+        failures.FEWER: [{"steps_per_second": 8.0}],
+        failures.UNISONO: [{"steps_per_second": 11.0, "missing_seconds": 25.0}],
+    }
+    assert failures.expected(found, 100.0) == [11.0]
+    assert failures.judged(found, 100.0)[0].ratio.median == 1.0

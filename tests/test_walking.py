@@ -1,0 +1,264 @@
+"""Replicas that walk by themselves: workers are killed, leave and come, and each sample is learned from as often as if
+nothing had happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unisono.chaos.virtual import Network, VirtualRun
+from unisono.comm import Link, Lost, outcomes
+from unisono.handover import Held, differing, digest, mean_of
+from unisono.launch import Identity, Worker
+from unisono.membership import Policy, View
+from unisono.milestone import Milestone
+from unisono.observe import Watched
+from unisono.order import Carried, Order, Result
+from unisono.settings import recovers, settle
+from unisono.state import Reached, describe
+from unisono.task import Task, with_data
+from unisono.work import Life
+
+SAMPLES, BATCH, STEPS, EPOCHS = 48, 24, 48, 24
+PERIODIC = ["LocalSGD(every=4)", "LocalSGD(every=5,start=7)", "DiLoCo(every=6,outer=Average())",
+            "BlockMomentum(every=3,momentum=0)"]  # fmt: skip
+OTHERS = ["DiLoCo(every=6)", "DiLoCo(every=4,fragments=2,delay=1)", "Gossip(meet_every=4)",
+          "Gossip(OnePeerExponential(),meet_every=4)"]  # fmt: skip
+
+
+class Tally(nn.Module):
+    """A number per sample, which grows by as much each time that the sample is learned from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Parameter(torch.zeros(SAMPLES))
+
+    def forward(self, which: Tensor) -> Tensor:
+        return self.seen[which]
+
+
+def tally() -> Task:
+    """Sample i is learned from c times when ``seen[i]`` is c."""
+    return Task(
+        model=Tally, data=TensorDataset(torch.arange(SAMPLES)), loss=lambda output, batch: -output.mean(),
+        inputs=lambda batch: batch[0],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=float(BATCH)))  # fmt: skip
+
+
+def net(optimizer: Callable[..., Any] = torch.optim.SGD) -> Task:
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(SAMPLES, 3, generator=random), torch.randn(SAMPLES, 1, generator=random)
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), data=TensorDataset(x, y),
+        inputs=lambda batch: batch[0], loss=lambda output, batch: (output - batch[1]).square().mean(),
+        optimizer=lambda parameters: optimizer(parameters, lr=0.05))  # fmt: skip
+
+
+class NobodyStops:
+    requested = leaving = False
+
+    def listen(self) -> NobodyStops:
+        return self
+
+
+@dataclass
+class Story:
+    """What became of a run of three, and of those who came later."""
+
+    results: list[Any]
+    views: Sequence[View]
+    lives: dict[int, Life] = field(default_factory=dict)
+
+    @property
+    def done(self) -> list[Result]:
+        for each in self.results:
+            if isinstance(each, BaseException) and not isinstance(each, Lost):
+                raise each
+        return [each for each in self.results if isinstance(each, Result)]
+
+    @property
+    def weights(self) -> str:
+        """All that came to the end have the same, and have taken all steps."""
+        (one,) = {each.weights_sha256 for each in self.done}
+        assert {(each.steps, each.samples) for each in self.done} == {(STEPS, STEPS * BATCH)}
+        return one
+
+
+Faults = Callable[[VirtualRun], None]
+
+
+def story(
+    task: Task, sync: str, path: Path, faults: Faults = lambda run: None, *, minimum: int = 1, **more: Any
+) -> Story:
+    """A run of up to three, with those that `faults` begins."""
+    settings = {"workers": 3, "steps": STEPS, "global_batch": BATCH, "micro_batch": 4, "load": "Inline()", "seed": 1,
+                "threads": 1, "sync": sync, **more}  # fmt: skip
+    whole, found = with_data(task), Story([], ())
+    config = settle(whole, settings)
+    path.mkdir(exist_ok=True)
+    order = Order(Carried("test", b""), settings, path, time.time())
+    run = VirtualRun(Policy(minimum=minimum, expected=3, maximum=3), 6, Link(), Network(), seed=5)
+
+    def live(process: Any) -> Result | None:
+        stop: Any = NobodyStops()
+        worker = Worker(Identity(process.number, 3, process.number, 3, "", "x"), lambda said: None, stop, process.name)
+        life = found.lives[process.number] = Life(worker, order, whole, config, torch.device("cpu"), Watched())
+        return life.go_through(process)
+
+    for number in range(3):
+        run.begin(number)
+    faults(run)
+    found.results, found.views = run.run(live), run.formed
+    return found
+
+
+def killed(*when: float, after: float = 0.3) -> Faults:
+    """At each moment a further one of the first is, and another begins a bit later."""
+
+    def plan(run: VirtualRun) -> None:
+        for number, at in enumerate(when):
+            run.turns.at(at, lambda number=number: run.kill(number))  # type: ignore[misc]
+            run.turns.at(at + after, lambda number=number: run.begin(3 + number))  # type: ignore[misc]
+
+    return plan
+
+
+def counted(found: Story) -> Tensor:
+    """How often each sample was learned from, by the weights that all came to."""
+    number = next(number for number, result in enumerate(found.results) if isinstance(result, Result))
+    assert found.lives[number].built is not None
+    return found.lives[number].built[0].local.seen.detach()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("sync", PERIODIC)
+def test_whoever_is_lost_each_sample_counts_once_in_each_epoch(sync: str, tmp_path: Path) -> None:
+    found = story(tally(), sync, tmp_path, killed(1.1, 2.3))
+    assert len(found.views) >= 3
+    assert found.weights
+    torch.testing.assert_close(counted(found), torch.full((SAMPLES,), float(EPOCHS)), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("sync", [PERIODIC[0], *OTHERS])
+def test_what_happens_alike_has_the_same_bits(sync: str, tmp_path: Path) -> None:
+    adam = net(torch.optim.AdamW)
+    first, again = (story(adam, sync, tmp_path / name, killed(0.9, 2.1)) for name in "ab")
+    assert len(first.views) >= 3
+    assert first.views == again.views
+    assert first.weights == again.weights
+
+
+@pytest.mark.parametrize("sync", [PERIODIC[0], "DiLoCo(every=6)"])
+def test_who_is_replaced_before_the_round_is_taken_again_changes_no_bit(sync: str, tmp_path: Path) -> None:
+    """Where optimizers remember nothing, else what the lost one remembered is gone."""
+    whole = story(net(), sync, tmp_path / "whole")
+    found = story(net(), sync, tmp_path / "again", killed(1.5), minimum=3)
+    assert [len(view.members) for view in found.views] == [3, 3]
+    assert 0 < found.views[1].start.step < STEPS
+    assert found.weights == whole.weights
+
+
+def test_after_a_checkpoint_replicas_are_alike_to_the_last_number(tmp_path: Path) -> None:
+    """So nothing that a lost one remembered is gone, if the round that it was lost in began with one."""
+    settings = {"checkpoint_every": 8, "minimum": 3}
+    whole = story(net(torch.optim.AdamW), "LocalSGD(every=8)", tmp_path / "whole", **settings)
+    found = story(net(torch.optim.AdamW), "LocalSGD(every=8)", tmp_path / "again", killed(1.9), **settings)
+    assert [len(view.members) for view in found.views] == [3, 3]
+    assert 0 < found.views[1].start.step < STEPS
+    assert found.weights == whole.weights
+
+
+def test_who_leaves_does_so_where_all_meet_and_leaves_its_share(tmp_path: Path) -> None:
+    def leave(run: VirtualRun) -> None:
+        def asked() -> None:
+            run.processes[1].leaving = True
+            run.processes[1].do(run.processes[1].agent.leave())
+
+        run.turns.at(1.0, asked)
+
+    found = story(tally(), "LocalSGD(every=4)", tmp_path, leave)
+    assert found.results[1] is None
+    assert len(found.views) == 2
+    assert set(found.views[1].members) == {"0", "2"}
+    assert found.views[1].start.step % 4 == 0 < found.views[1].start.step
+    assert found.weights
+    torch.testing.assert_close(counted(found), torch.full((SAMPLES,), float(EPOCHS)), rtol=1e-5, atol=0.0)
+
+
+def test_who_is_left_alone_goes_on_with_the_outer_optimizer(tmp_path: Path) -> None:
+    def all_but_one(run: VirtualRun) -> None:
+        for number in range(2):
+            run.turns.at(0.8, lambda number=number: run.kill(number))  # type: ignore[misc]
+        run.turns.at(1.2, lambda: run.begin(3))
+
+    found = story(net(), "DiLoCo(every=3)", tmp_path, all_but_one)
+    assert [len(view.members) for view in found.views] == [3, 1, 2]
+    assert found.views[2].start.step % 3 == 0
+    assert found.weights
+    shared = found.lives[3].reached
+    assert shared is not None
+    assert any(name.startswith("velocity/") for name in shared.shared)
+    assert int(shared.shared["taken"]) == STEPS  # whoever came later is in the same rhythm
+
+
+def test_a_milestone_gives_everything_back_and_takes_no_more_memory_the_next_time() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train() -> None:
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def now() -> tuple[str, Reached | None]:
+        return digest(*describe(model, optimizer, Reached())), milestone.reached
+
+    milestone = Milestone()
+    assert milestone.go_back(model, optimizer) is None
+    milestone.keep(model, optimizer, Reached(3))
+    first = now()
+    train()
+    assert now() != first
+    assert milestone.go_back(model, optimizer) == Reached(3)  # where the optimizer had no state yet
+    assert now() == first
+    train()
+    milestone.keep(model, optimizer, Reached(4))
+    lie, second = {x.data_ptr() for x in milestone._tensors.values()}, now()
+    train()
+    milestone.go_back(model, optimizer)
+    assert now() == second
+    assert not lie & {x.data_ptr() for x in describe(model, optimizer, Reached())[0].values()}
+    train()
+    milestone.keep(model, optimizer, Reached(5))
+    assert {x.data_ptr() for x in milestone._tensors.values()} == lie
+
+
+def test_the_mean_is_of_those_who_have_something() -> None:
+    def body(comm: Any) -> dict[str, Tensor]:
+        mine = {"w": torch.full((2, 2), float(comm.rank)), "n": torch.tensor(10 + comm.rank)}
+        return mean_of(comm, mine if comm.rank in (1, 3) else {}, Held(mine).holding, [1, 3])
+
+    for found in outcomes(4, body):
+        assert not isinstance(found, BaseException)
+        torch.testing.assert_close(found, {"w": torch.full((2, 2), 2.0), "n": torch.tensor(11)}, rtol=0.0, atol=0.0)
+
+
+def test_differing_is_what_one_has_otherwise() -> None:
+    assert differing([{"a": "1", "b": "2"}]) == []
+    assert differing([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}, {"a": "1"}]) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("sync", "may"),
+    [*((sync, True) for sync in PERIODIC + OTHERS), ("Gossip(asynchronous=True)", False), ("ParameterServer()", False)],
+)
+def test_who_may_come_and_go(sync: str, may: bool) -> None:
+    assert recovers(settle(with_data(net()), {"sync": sync, "workers": 2, "global_batch": 8})) is may
