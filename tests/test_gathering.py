@@ -14,8 +14,9 @@ import pytest
 
 from unisono.config import Config
 from unisono.errors import InvalidInput
-from unisono.gathering import called, gathered, policy_of
+from unisono.gathering import Script, called, gathered, policy_of
 from unisono.launch import Coordination
+from unisono.launch.rally import rallied
 from unisono.membership import Contact, Policy
 from unisono.membership.card import contact_in
 from unisono.membership.line import Line, ask
@@ -106,6 +107,18 @@ def test_a_task_that_is_not_here_is_refused_before_anything_starts(tmp_path) -> 
         called(elastic.contact, server(tmp_path))
         file.unlink()
         with pytest.raises(InvalidInput, match="there is no file"):
+            called(elastic.contact, server(tmp_path))
+
+
+def test_a_script_is_run_by_who_joins_if_it_lies_there(tmp_path) -> None:
+    script, told = tmp_path / "loop.py", {"task": "", "run": str(tmp_path), "began": 1.0}
+    script.touch()
+    (tmp_path / "logs").mkdir()
+    words = [str(script), "--lr", "1"]
+    with rallied(Policy(expected=2), {**told, "script": words}, tmp_path, server(tmp_path), print) as elastic:
+        assert called(elastic.contact, server(tmp_path)) == Script(script, words[1:], str(tmp_path), elastic.contact)
+        script.unlink()
+        with pytest.raises(InvalidInput, match="the run is that of a script, which this host does not have"):
             called(elastic.contact, server(tmp_path))
 
 

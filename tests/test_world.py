@@ -18,8 +18,10 @@ from tests import processes
 from unisono import AllReduce, Exact, World
 from unisono.checkpoint import fingerprint
 from unisono.comm import simulate
+from unisono.company import Same
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import Identity
+from unisono.observe import Watched
 from unisono.replica import weights_of
 
 SHARE, STEPS = 6, 4
@@ -46,7 +48,8 @@ def samples(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def world_of(comm) -> World:
-    return World(Identity(comm.rank, comm.size, comm.rank, comm.size), torch.device("cpu"), comm)
+    watch = Watched()
+    return World(Same(Identity(comm.rank, comm.size, comm.rank, comm.size), comm, watch), torch.device("cpu"), watch)
 
 
 def weights(model: nn.Module) -> torch.Tensor:

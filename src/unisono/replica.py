@@ -18,7 +18,7 @@ from unisono.badstep import UNFIT
 from unisono.checkpoint import digest
 from unisono.comm import Communicator, Work
 from unisono.compress import Compressor
-from unisono.errors import InvalidInput
+from unisono.errors import CommunicationError, InvalidInput
 from unisono.layout import Held
 from unisono.optimizer import state_of
 from unisono.statistics import Statistics
@@ -185,6 +185,7 @@ class Replica:
         """A new step; what was computed for one that was not applied is forgotten."""
         self._control = self._said = [0.0] * (2 * self._count)
         self._word: Work[Tensor] | None = None
+        self._failed: CommunicationError | None = None
         self._sync.begin()
         for statistics in self._statistics.values():
             statistics.begin()
@@ -243,8 +244,15 @@ class Replica:
         """What a micro-batch of that weight counts for in the mean."""
         return weight / self._reference
 
+    def fail(self, error: CommunicationError) -> None:
+        """This step cannot be settled: `settle` raises the first of such errors."""
+        self._failed = self._failed or error
+
     def settle(self) -> Step:
-        """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`."""
+        """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`; of what went wrong in a
+        backward pass of the user's own, which is not ours to break off, the first."""
+        if self._failed is not None:
+            raise self._failed
         if not self._local:
             self._take_what_lies_there()
         if self._word is not None:
@@ -311,8 +319,8 @@ class Replica:
             self._asking.came(name)
         if self._listener:
             self._listener(name)
-        if not math.isfinite(self._control[self._micro_batch]):
-            return  # a step with such a loss is not applied
+        if self._failed is not None or not math.isfinite(self._control[self._micro_batch]):
+            return  # such a step is not applied
         weight = 1.0 if self._weighted else self._weight / self._reference
         try:
             self._sync.offer(name, gradient.detach() if gradient.requires_grad else gradient, weight)
@@ -322,6 +330,10 @@ class Replica:
             LOG.warning("micro-batch %d, %s: %s", self._micro_batch, name, error)
             # Control words are sent when all gradients are through.
             self._control[self._micro_batch] = self._said[self._micro_batch] = UNFIT
+        except CommunicationError as error:
+            if self._listener is None:
+                raise
+            self.fail(error)
 
 
 class Step:

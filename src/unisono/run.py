@@ -14,8 +14,19 @@ from typing import Any
 from unisono.config import Config, ranged
 from unisono.directory import claimed, with_earlier
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.gathering import called, gathered
-from unisono.launch import Elastic, Forkserver, Identity, StopRequest, Worker, ask, identify, launch, prepare
+from unisono.gathering import Script, called, gathered
+from unisono.launch import (
+    Elastic,
+    Forkserver,
+    Identity,
+    StopRequest,
+    Worker,
+    ask,
+    identify,
+    launch,
+    launch_script,
+    prepare,
+)
 from unisono.launch.process import age_seconds
 from unisono.membership import Contact
 from unisono.membership.place import Calling
@@ -94,7 +105,8 @@ def start(
 def join(contact: Contact, workers: int, *, logs: Path | None = None, on_message: Messages) -> Mapping[str, Any] | None:
     """Start `workers` processes here that take part in the run whose coordinator `contact` reaches.
 
-    Returns the fields of its `Result` once it is over; None if all of them have left before.
+    Returns the fields of its `Result` once it is over (of a script, only where it lies); None if all of them have left
+    before.
 
     Args:
         logs: directory for what they print; default: one in ``runs``, of this launcher's own name.
@@ -107,13 +119,20 @@ def join(contact: Contact, workers: int, *, logs: Path | None = None, on_message
     name = f"{os.uname().nodename}-{secrets.token_hex(2)}"
     with prepare(PRELOAD) as server:
         order = called(contact, server)
+        logs = logs or Path("runs", name, "logs")
+        if isinstance(order, Script):
+            elastic = Elastic(order.contact, launcher=name, each_to_its_end=True)
+            done = launch_script(
+                order.path, order.arguments, workers, logs=logs, prepared=server, on_message=on_message,
+                elastic=elastic)  # fmt: skip
+            return {"run": order.run} if done else None
         settle(order.source.load(), order.settings)
         assert order.contact is not None
         results = launch(
             "unisono.work:work",
             (order,),
             workers,
-            logs=logs or Path("runs", name, "logs"),
+            logs=logs,
             prepared=server,
             on_message=on_message,
             elastic=Elastic(order.contact, launcher=name),

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono import handover
+from unisono.checkpoint import decode_holding, encode_holding
+from unisono.comm import Communicator
+from unisono.errors import StateDamaged
 from unisono.layout import Part
+from unisono.membership import View
 from unisono.optimizer import load_state, state_of
 from unisono.replica import weights_of
 
@@ -79,6 +86,56 @@ def part_of(parts: Mapping[str, Part], name: str) -> Part | None:
         return None
     inner = {"model": rest, "optimizer": rest.rpartition("/")[0], "sync": rest.partition("/")[2]}[kind]
     return parts.get(inner)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a view starts from.
+
+    Args:
+        reached: how far its state has come.
+        words: what the first of those who had it says of it.
+        beside: what that one has beside it; empty for those who had the state themselves.
+    """
+
+    reached: Reached
+    words: Any
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def take_over(
+    view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, has: Reached | None, words: Any = None,
+    beside: Mapping[str, Tensor] | None = None,
+) -> Taken:  # fmt: skip
+    """The state that `view` starts from, on all its members, which call it alike: this worker's own, where it `has`
+    that, or what those who have it hand over.
+
+    Args:
+        words: of JSON's kinds, about that state.
+        beside: tensors that go with it, whose bits need not be the same on all who have it.
+
+    Raises:
+        StateDamaged: what came is not what its holders have.
+        StateMissing, PeerLost: as `handover.hand_over`.
+    """
+    first = view.members.index(view.sources[0])
+    tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
+    if comm.rank == first:
+        tensors |= {f"{_BESIDE}{name}": tensor for name, tensor in (beside or {}).items()}
+    here = handover.Held(tensors)
+    mine = json.dumps([encode_holding(here.holding), numbers, words]) if comm.rank == first else ""
+    kinds, numbers, words = json.loads(handover.tell(comm, mine)[first])
+    wanted = {} if has else decode_holding(kinds)
+    received = handover.hand_over(comm, [here], wanted, [place.host for place in view.places])
+    if has:
+        return Taken(has, words)
+    state = {name: tensor for name, tensor in received.items() if not name.startswith(_BESIDE)}
+    if handover.digest(state, numbers) != view.start.digest:
+        raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
+    return Taken(adopt(model, optimizer, state, numbers), words, _under(_BESIDE, received))
+
+
+_BESIDE = "beside/"
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from types import MethodType, TracebackType
 from typing import Any
 
@@ -19,15 +22,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.comm import Communicator, connect
+from unisono.company import Company, Same, State, Whoever, words_of
 from unisono.compress import Cast, Compressor
 from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
 from unisono.doing import Phase
-from unisono.errors import InvalidInput, UnisonoError
+from unisono.errors import InvalidInput, PeerLost, UnisonoError
 from unisono.evaluate import samples_in
+from unisono.keep import Stateful
 from unisono.launch import Identity, identify
-from unisono.observe import Watchdog, Watched
-from unisono.persist import check_alike
-from unisono.replica import Replica, check_fit, check_trainable, weights_of
+from unisono.launch.script import takes_part
+from unisono.observe import Watched
+from unisono.replica import Replica, Step, check_fit, check_trainable
 from unisono.sync import AllReduce, Synchronizer
 from unisono.task import Batch, build_dataset
 
@@ -47,7 +52,9 @@ def join(
     who = identify(os.environ)
     where = choose_device(device, who)
     torch.set_num_threads(threads or fair_threads(who))
-    comm = connect(
+    watch, given = Watched(), takes_part()
+    meet = partial(
+        connect,
         who.rank,
         who.size,
         rendezvous=who.rendezvous,
@@ -56,27 +63,37 @@ def join(
         device=where,
         deadline_seconds=deadline_seconds,
     )
-    return World(who, where, comm)
+    if given is not None:
+        return World(Whoever(given, where, watch, communicator, deadline_seconds, meet), where, watch)
+    return World(Same(who, meet(), watch), where, watch)
 
 
 class World:
     """All workers of a run, as one of them sees it.
 
     Attributes:
-        rank: this worker's number, from 0.
-        size: how many workers there are.
         device: where this worker computes.
     """
 
-    def __init__(self, identity: Identity, device: torch.device, comm: Communicator) -> None:
-        self.rank, self.size, self.device = identity.rank, identity.size, device
-        self.comm = comm
-        self._metrics = comm.lane("metrics")
-        self._watch = Watched()
-        self._watch.be(Phase.COMPUTE, comm)
-        # What a loop of the user's own computes may be anything, for as long as it likes.
-        self._watchdog = Watchdog(self._watch, {Phase.DATA, Phase.COMMUNICATION})
+    def __init__(self, company: Company, device: torch.device, watch: Watched) -> None:
+        self.device = device
+        self._company, self._watch = company, watch
         self._bound: _Bound | None = None
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0; where workers come and go, another one at times."""
+        return self._company.rank
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return self._company.size
+
+    @property
+    def comm(self) -> Communicator:
+        """What connects them."""
+        return self._company.comm
 
     def bind(
         self,
@@ -91,8 +108,9 @@ class World:
     ) -> tuple[nn.Module, Optimizer]:
         """Make `optimizer.step` take the step of all workers together; returns both, the same objects.
 
-        Worker 0's weights are copied to all. Between ``backward()`` and ``step()`` the gradients are on their way,
-        and ``parameter.grad`` is None: clipping is therefore an argument here.
+        The step returns True, or False if it was not taken, since a worker was lost: `steps` then gives its data once
+        more. Worker 0's weights are copied to all. Between ``backward()`` and ``step()`` the gradients are on their
+        way, and ``parameter.grad`` is None: clipping is therefore an argument here.
 
         Args:
             sync, compress: as in `Config`.
@@ -105,13 +123,28 @@ class World:
             raise UnisonoError("world.bind was called already: one world trains one model")
         check_fit(model, optimizer)
         check_trainable(model)
-        check_alike(self.comm, model)
-        with torch.no_grad():
-            for _, tensor in sorted(weights_of(model).items()):
-                tensor.copy_(self.comm.broadcast(tensor.detach().clone()).wait())
+        state = State(model, optimizer)
+        self._company.agree(state)
         options = {"sync": sync, "compress": compress, "clip": clip, "overlap": overlap}
-        self._bound = _Bound(self, model, optimizer, backward_passes, options)
+        self._bound = _Bound(self._company, self._watch, state, backward_passes, options)
         return model, optimizer
+
+    def keep(self, name: str, thing: Stateful) -> None:
+        """Have `thing`, a learning-rate scheduler for instance, go along with model and optimizer: a worker that comes
+        later has its state from the others, and it goes back with a step that was not taken. Between `bind` and
+        `steps`, on all workers alike.
+
+        Args:
+            name: of its own.
+            thing: has ``state_dict()``, of numbers, texts, tensors, lists and dictionaries, copied at every step, and
+                ``load_state_dict(state)``.
+
+        Raises:
+            InvalidInput: it has not.
+        """
+        if self._bound is None or self._bound.planned:
+            raise UnisonoError("call world.keep between world.bind and world.steps")
+        self._bound.state.kept.add(name, thing)
 
     def steps(
         self,
@@ -124,7 +157,7 @@ class World:
         seed: int = 0,
         collate: Callable[[list[Any]], Batch] | None = None,
         load: Load | None = None,
-    ) -> Iterator[Iterator[Batch]]:
+    ) -> Iterator[Batches]:
         """The training data, dealt out: for each step, this worker's micro-batches.
 
             for batches in world.steps(dataset, global_batch=64):
@@ -133,25 +166,46 @@ class World:
                 optimizer.step()
 
         The samples of a step, their order, their micro-batches and random streams depend on `seed` and the step
-        alone; the step taken is that of the mean over the global batch, whoever computed what.
+        alone; the step taken is that of the mean over the global batch, whoever computed what. ``batches.step`` is its
+        number, from 0: the same again if it was not taken, and that of the others in a worker that comes later.
 
         Raises:
             InvalidInput: batch sizes that do not fit each other, the dataset or the number of workers.
+            Left: this worker was asked to leave, and the others go on.
         """
         if self._bound is None:
             raise UnisonoError("world.steps needs the model: call world.bind(model, optimizer) first")
         dataset = build_dataset(dataset)
         plan = MicroBatchPlan(len(dataset), global_batch, micro_batch, seed)
-        mine = assign(plan.micro_batches, [1.0] * self.size)[self.rank]
         count = plan.steps_in(epochs) if steps is None else steps
-        loader = Loader(dataset, plan, lambda _: mine, collate, load, seed, 0, count)
-        bound = self._bound
+        make = partial(Loader, dataset, plan, collate=collate, load=load, seed=seed, last_step=count)
+        bound, company = self._bound, self._company
         bound.plan(plan.micro_batches, float(global_batch))
+        while True:
+            yield from self._in_one_view(bound, make, seed, count)
+            try:
+                if not company.ended:
+                    self.meet()
+                    company.finish()
+                    return
+            except PeerLost as error:
+                company.lose(error)
+            bound.let_go()
+            if not company.again():
+                return
+
+    def _in_one_view(self, bound: _Bound, make: Callable[..., Loader], seed: int, count: int) -> Iterator[Batches]:
+        """As many of the steps as those who are there now take together."""
+        first, micro_batches = bound.state.reached.steps, bound.micro_batches
+        mine = assign(micro_batches, [1.0] * self.size)[self.rank]
+        loader = make(mine=lambda _: mine, first_step=first)
+        bound.begin()
         try:
-            for t, share, batches in self._watch.each(Phase.COMMUNICATION, bound.turns(loader, mine, count)):
+            for t, share, batches in self._watch.each(Phase.COMMUNICATION, bound.turns(loader, mine, first, count)):
                 bound.turn()
-                yield self._micro_batches(t, share, batches, seed, bound)
-            self.meet()
+                yield Batches(t, self._micro_batches(t, share, batches, seed, bound))
+                if self._company.ended:
+                    return
         finally:
             loader.close()
 
@@ -166,19 +220,27 @@ class World:
     def mean(self, value: float, weight: float = 1.0) -> float:
         """The weighted mean of everybody's `value`, the same bits on all workers; NaN if all weights are 0.
 
-        All workers call it alike.
+        All workers call it alike. NaN also where a worker was lost, until the next step.
         """
         mine = torch.tensor([value * weight, weight], dtype=torch.float64)
-        sums = self._metrics.gather(mine).wait()
+        if self._company.lost:
+            return math.nan
+        try:
+            sums = self._company.metrics.gather(mine).wait()
+        except PeerLost as error:
+            self._company.lose(error)
+            return math.nan
         total = math.fsum(sums[:, 1].tolist())
         return math.fsum(sums[:, 0].tolist()) / total if total else math.nan
 
     def close(self) -> None:
         """Leave; gives back what the operating system lent."""
+        self._close(sys.exc_info()[0])
+
+    def _close(self, failure: type[BaseException] | None) -> None:
         if self._bound is not None:
             self._bound.release()
-        self._watchdog.close()
-        self.comm.close()
+        self._company.close(finished=failure is None)
 
     def __enter__(self) -> World:
         return self
@@ -186,7 +248,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(kind)
 
     def _micro_batches(
         self, t: int, mine: range, batches: Iterator[tuple[int, Batch]], seed: int, bound: _Bound
@@ -197,20 +259,37 @@ class World:
             yield batch
 
 
+class Batches:
+    """This worker's micro-batches of one step.
+
+    Attributes:
+        step: its number, from 0.
+    """
+
+    def __init__(self, step: int, batches: Iterator[Batch]) -> None:
+        self.step, self._batches = step, batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+
 class _Bound:
     """A user's model and optimizer while they belong to a world."""
 
-    def __init__(
-        self, world: World, model: nn.Module, optimizer: Optimizer, passes: int, options: dict[str, Any]
-    ) -> None:
-        self._world, self._model, self._optimizer = world, model, optimizer
+    def __init__(self, company: Company, watch: Watched, state: State, passes: int, options: dict[str, Any]) -> None:
+        self._company, self._watch, self.state = company, watch, state
+        self._model, self._optimizer = model, optimizer = state.model, state.optimizer
         self._passes, self._options = passes, options
         self._replica: Replica | None = None
-        self._planned = self._under_way = self._last = False
+        self.planned = self._under_way = self._last = False
+        self.micro_batches, self._reference = 0, 0.0
         self._left = True
         # With nobody to agree with and nothing to round, autograd's own gradients are the mean.
         keeps = all(options["compress"].keeps(p.dtype) for p in model.parameters() if p.requires_grad)
-        self._alone = world.size == 1 and keeps
+        self._alone = company.size == 1 and keeps
         self._plain_step, self._own = optimizer.step, optimizer.__dict__.get("step")
 
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -228,14 +307,35 @@ class _Bound:
             raise UnisonoError(
                 "world.steps came too late: call it once, right after bind, with steps= or epochs= for all the training"
             )
-        self._planned = True
-        self._start(micro_batches, reference)
+        self.planned = True
+        self.micro_batches, self._reference = micro_batches, reference
+        self._forget_hooks()
+        if isinstance(self._options["sync"], AllReduce):
+            self._company.begin(self.state)
+        else:
+            self._company.stay()
 
-    def turns(self, loader: Loader, mine: range, count: int) -> Iterator[Turn]:
-        """The work of this worker: what is dealt out to it, else `mine` of each of `count` steps."""
+    def begin(self) -> None:
+        """Those who are there now begin with the step after those that are in the state."""
+        self._start(self.micro_batches, self._reference)
         assert self._replica is not None
-        shares = self._replica.shares(0, count, lambda: False)
-        return ((t, mine, loader.batches(t)) for t in range(count)) if shares is None else loader.turns(shares)
+        if self.state.reached.shared:
+            self._replica.load_state_dict(self.state.reached.shared)
+        self._next_step()
+
+    def let_go(self) -> None:
+        """Leave model and optimizer as the last step that was taken left them."""
+        assert self._replica is not None
+        self.state.reached = replace(self.state.reached, shared=self._replica.state_dict())
+        self._replica.drop()
+        self._replica.unbind()
+
+    def turns(self, loader: Loader, mine: range, first: int, count: int) -> Iterator[Turn]:
+        """The work of this worker: what is dealt out to it, else `mine` of each step from `first` to before `count`."""
+        assert self._replica is not None
+        shares = self._replica.shares(first, count, lambda: False)
+        turns = ((t, mine, loader.batches(t)) for t in range(first, count))
+        return turns if shares is None else loader.turns(shares)
 
     def meet(self) -> None:
         """See `World.meet`."""
@@ -248,6 +348,9 @@ class _Bound:
             raise UnisonoError(
                 "the next step's batches were asked for before optimizer.step(): one step is one global batch"
             )
+        if self._company.recovers:
+            self.state.begin()
+            self._watch.be(Phase.COMPUTE, self._company.comm)
 
     def enter(self, m: int, weight: float, last: bool) -> None:
         """A micro-batch begins; `last` of this worker in this step."""
@@ -257,29 +360,46 @@ class _Bound:
         self._replica.enter(m, weight)
         self._last, self._left, self._under_way = last, False, True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """In place of the optimizer's own: wait for the mean, then step."""
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:
+        """In place of the optimizer's own: wait for the mean, then step. False if it was not taken."""
         if closure is not None:
             raise InvalidInput("closure", closure, "the step of many workers cannot run it again", "call step()")
-        watch = self._world._watch
         if self._replica is None and self._alone:
-            watch.keep(watch.done + 1)
             if self._options["clip"] is not None:
                 nn.utils.clip_grad_norm_(self._model.parameters(), self._options["clip"])
-            return self._plain_step()
+            self._plain_step()
+            self._watch.keep(self._watch.done + 1)
+            return True
         if self._replica is None:  # no forward pass here, but perhaps on other workers
             self._start_unplanned()
+        try:
+            self._take(self._settled())
+        except PeerLost as error:
+            self._company.lose(error)
+        taken = not self._company.lost
+        if self._company.recovers:  # what a loop does between steps is no part of one, and may take longer
+            self._watch.be(Phase.EVALUATION, self._company.comm)
+        self._next_step()
+        return taken
+
+    def _settled(self) -> Step:
         assert self._replica is not None
         if not self._left:
-            self._leave(last=self._last or not self._planned)
-        if not self._last and self._planned:
+            self._leave(last=self._last or not self.planned)
+        if not self._last and self.planned:
             raise UnisonoError("optimizer.step() came before all micro-batches of this worker and step were computed")
-        with watch(Phase.COMMUNICATION):
+        with self._watch(Phase.COMMUNICATION):
             step = self._replica.settle()
-        result = step.apply(self._plain_step)
-        watch.keep(watch.done + 1)
-        self._next_step()
-        return result
+        self._company.check()
+        return step
+
+    def _take(self, step: Step) -> None:
+        step.apply(self._plain_step)
+        if self._company.recovers:
+            self.state.take()
+            self._company.hear(step.extra or [])
+            self._company.done()
+        self._watch.keep(self._watch.done + 1)
 
     def release(self) -> None:
         """Give the optimizer its own step back."""
@@ -292,10 +412,10 @@ class _Bound:
             self._replica.unbind()
 
     def _ready(self) -> None:
-        if not self._planned and not (self._model.training and torch.is_grad_enabled()):
+        if not self.planned and not (self._model.training and torch.is_grad_enabled()):
             return
         self._forget_hooks()
-        if not self._planned and not self._alone:
+        if not self.planned and not self._alone:
             self._start_unplanned()
 
     def _forget_hooks(self) -> None:
@@ -304,42 +424,48 @@ class _Bound:
 
     def _start_unplanned(self) -> None:
         self._forget_hooks()
-        self._start(self._world.size, float(self._world.size))
+        self._company.stay()
+        self._start(self._company.size, float(self._company.size))
         self._next_step()
 
     def _start(self, micro_batches: int, reference: float) -> None:
         self._replica = Replica(
             self._model,
             self._optimizer,
-            self._world.comm,
+            self._company.comm,
             micro_batches=micro_batches,
             reference=reference,
             listener=self._gradient,
+            extra=words_of(self._company),
+            repeats=self._company.recovers,
             **self._options,
         )
 
     def _next_step(self) -> None:
         """Without a plan, all that happens between two steps is this worker's one micro-batch."""
         self._under_way, self._left = False, True
-        if self._planned:
+        if self.planned:
             self._last = False
         else:
-            self.enter(self._world.rank, 1.0, last=self._passes == 1)
+            self.enter(self._company.rank, 1.0, last=self._passes == 1)
             self._pass, self._came = 0, set[str]()
 
     def _gradient(self, name: str) -> None:
         """The first gradient of a backward pass says that the forward pass before it is over."""
-        if not self._planned:
+        if not self.planned:
             if name in self._came:
                 self._pass, self._came = self._pass + 1, set()
                 self._last = self._pass >= self._passes - 1
             self._came.add(name)
-        if not self._left and (self._last or self._planned):
+        if not self._left and (self._last or self.planned):
             self._leave(self._last)
 
     def _leave(self, last: bool) -> None:
         assert self._replica is not None
-        self._replica.leave(last=last)
+        try:
+            self._replica.leave(last=last, extra=self._company.says() if last else None)
+        except PeerLost as error:  # perhaps inside of the user's backward pass
+            self._replica.fail(error)
         self._left, self._last = True, last
 
 

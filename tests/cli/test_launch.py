@@ -25,7 +25,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_follows_the_script_is_the_scripts(script: Path) -> None:
     asked = read(["--workers", "3", "--logs=l", "loop.py", "--workers", "9", "x"])
-    assert asked == Launch(Path("loop.py"), ("--workers", "9", "x"), 3, Path("l"))
+    assert asked == Launch(Path("loop.py"), ("--workers", "9", "x"), 3, Path("l"), Path("l"))
 
 
 def test_logs_have_a_place_of_their_own(script: Path) -> None:
@@ -34,12 +34,22 @@ def test_logs_have_a_place_of_their_own(script: Path) -> None:
     assert logs.parts[1].startswith("loop-")
 
 
+def test_a_run_has_a_place_and_workers_a_range(script: Path) -> None:
+    asked = read(["--workers", "2:4", "--run", "r", "loop.py"])
+    assert asked == Launch(Path("loop.py"), (), 2, Path("r/logs"), Path("r"), fewest=2, most=4)
+    assert asked.largest == 4
+    assert not read(["--no-elastic", "--workers", "2", "loop.py"]).elastic
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         ("", "script = (nothing): no script is given; write unisono launch SCRIPT.py."),
         ("nowhere.py", "script = nowhere.py: there is no such file; check the path."),
         ("--workers 0 loop.py", "--workers = 0: not a whole number from 1; write for instance --workers 2."),
+        ("--workers 4:2 loop.py", "--workers = 4:2: there are never more than 2"),
+        ("--no-elastic --workers 2:4 loop.py", "--no-elastic = (given): then no worker can come or go"),
+        ("--key k loop.py", "--key = k: no coordinator is said"),
         ("--workers two loop.py", "--workers = two: not a whole number from 1"),
         ("--worker 2 loop.py", "--worker = (nothing): there is no such option; did you mean --workers?"),
         ("--workers", "--workers = (nothing): a value is missing"),

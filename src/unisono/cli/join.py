@@ -78,4 +78,6 @@ def _join(where: Contact, workers: int, logs: Path | None, display: Display) -> 
 def _words(result: Mapping[str, Any] | None) -> str:
     if result is None:
         return "all workers of this host have left; the run may go on without them"
+    if "steps" not in result:
+        return f"the script has come to its end; its run lies in {result['run']}"
     return f"the run is over after {result['steps']:,} steps; its result lies in {result['run']}"

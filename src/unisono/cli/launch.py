@@ -5,23 +5,43 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from unisono.cli.calling import OPTIONS as CALLING
+from unisono.cli.calling import calling
+from unisono.cli.words import whole
 from unisono.errors import InvalidInput
+from unisono.launch import PRELOAD as LAUNCHER_PRELOAD
+from unisono.launch import Elastic, Forkserver, launch_script, prepare
+from unisono.launch.process import age_seconds
+from unisono.launch.rally import rallied
+from unisono.membership import Policy
+from unisono.membership.card import refused
+from unisono.membership.place import Calling
 from unisono.notation import nearest
 
+PRELOAD = (*LAUNCHER_PRELOAD, "unisono.world")
+
 USAGE = """\
-usage: unisono launch [--workers N] [--logs DIR] SCRIPT.py [arguments of the script …]
+usage: unisono launch [options] SCRIPT.py [arguments of the script …]
 
 Run SCRIPT.py on N workers of this host. In it, unisono.join() is all that a worker needs to find the others.
-What worker 0 prints is shown; what each prints is kept in DIR/worker-<rank>.log.
+What worker 0 prints is shown; what each prints is kept in DIR/logs/worker-<number>.log. In the loop of world.steps
+workers may come and go: one that dies is replaced.
 
-  --workers N  processes to start [1]
-  --logs DIR   where the logs go [runs/<script>-<date>/logs]
+  --workers N            processes to start; 2:4 goes on with 2 at least, and others may join up to 4 [1]
+  --run DIR              the run's directory [runs/<script>-<date>]
+  --logs DIR             where the logs go [DIR/logs]
+  --no-elastic           a worker that is lost ends the run
+  --listen HOST[:PORT]   have workers of other hosts join (unisono join); this, --coordinator and what belongs to them
+                         are as in unisono train --help
 """
 _STOP_SECONDS = 10.0
+_VALUES = ("--workers", "--run", "--logs", *CALLING)
 
 
 @dataclass(frozen=True)
@@ -33,12 +53,26 @@ class Launch:
         arguments: what follows it, handed on untouched.
         workers: processes.
         logs: directory for the workers' output.
+        run: directory for all else.
+        fewest, most: workers, if some come and go; None: as many as there are processes.
+        elastic: whether they may.
+        calling: where they find their coordinator, if that is said.
     """
 
     script: Path
     arguments: tuple[str, ...]
     workers: int
     logs: Path
+    run: Path
+    fewest: int = 1
+    most: int | None = None
+    elastic: bool = True
+    calling: Calling | None = None
+
+    @property
+    def largest(self) -> int:
+        """Workers that may be there at a time."""
+        return self.workers if self.most is None else self.most
 
 
 def launch(words: list[str]) -> int:
@@ -52,19 +86,60 @@ def launch(words: list[str]) -> int:
         return 0
     asked = read(words)
 
-    from unisono.launch import PRELOAD, launch_script
-
-    launch_script(
-        asked.script,
-        asked.arguments,
-        asked.workers,
-        logs=asked.logs,
-        preload=(*PRELOAD, "unisono.world"),
-        threads=max(1, len(os.sched_getaffinity(0)) // asked.workers),
-        echo=sys.stdout.buffer,
-        stop_seconds=_STOP_SECONDS,
-    )
+    began, told = time.time() - age_seconds(), Notices()
+    with prepare(PRELOAD) as server, _may_come_and_go(asked, server, told.say, began) as elastic:
+        launch_script(
+            asked.script,
+            asked.arguments,
+            asked.workers,
+            logs=asked.logs,
+            threads=max(1, len(os.sched_getaffinity(0)) // asked.workers),
+            echo=sys.stdout.buffer,
+            prepared=server,
+            stop_seconds=_STOP_SECONDS,
+            on_message=told,
+            elastic=elastic,
+        )
     return 0
+
+
+class Notices:
+    """What workers and launcher have to say to people, on the error stream; what all workers say, once."""
+
+    def __init__(self) -> None:
+        self._found: set[str] = set()
+
+    def __call__(self, rank: int, message: Mapping[str, Any]) -> None:
+        text = str(message.get("text", ""))
+        match message.get("kind"):
+            case "notice":
+                self.say(text)
+            case "finding" if text not in self._found:
+                self._found.add(text)
+                self.say(text)
+
+    def say(self, text: str) -> None:
+        """Show `text`."""
+        print(text, file=sys.stderr, flush=True)
+
+
+def _may_come_and_go(
+    asked: Launch, server: Forkserver, told: Callable[[str], None], began: float
+) -> AbstractContextManager[Elastic | None]:
+    """What workers need to do so, if they may."""
+    if not asked.elastic or (asked.largest == 1 and asked.calling is None):
+        return nullcontext()
+    try:
+        asked.run.mkdir(mode=0o700, parents=True, exist_ok=True)
+        asked.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(asked.run, error) from None
+    first = max(asked.workers, asked.fewest)
+    policy = Policy(minimum=asked.fewest, maximum=asked.largest, expected=first)
+    script = [str(asked.script.absolute()), *asked.arguments]
+    order = {"task": "", "script": script, "run": str(asked.run.absolute()), "began": began}
+    calling = asked.calling or Calling()
+    return rallied(policy, order, asked.run, server, told, calling, asked.logs, each_to_its_end=True)
 
 
 def read(words: list[str]) -> Launch:
@@ -79,8 +154,15 @@ def read(words: list[str]) -> Launch:
     script = Path(rest[0])
     if not script.is_file():
         raise InvalidInput("script", rest[0], "there is no such file", "check the path")
-    default = f"runs/{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}/logs"
-    return Launch(script, tuple(rest[1:]), _workers(options), Path(options.get("--logs", default)))
+    logs = options.get("--logs")
+    run = Path(options.get("--run") or logs or f"runs/{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    workers, fewest, most = _workers(options.get("--workers", "1"))
+    elastic, where = "--no-elastic" not in options, calling({n: v for n, v in options.items() if n in CALLING})
+    if not elastic and (most is not None or where is not None):
+        raise InvalidInput("--no-elastic", "(given)", "then no worker can come or go",
+                           "leave it out, or give one number of workers and no coordinator")  # fmt: skip
+    found = Path(logs) if logs else run / "logs"
+    return Launch(script, tuple(rest[1:]), workers, found, run, fewest, most, elastic, where)
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -88,18 +170,23 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     rest = list(words)
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).partition("=")
-        if name not in ("--workers", "--logs"):
-            raise InvalidInput(
-                name, value or "(nothing)", "there is no such option", nearest(name, ["--workers", "--logs"])
-            )
+        if name == "--no-elastic" and not equals:
+            found[name] = ""
+            continue
+        if name not in _VALUES:
+            known = [*_VALUES, "--no-elastic"]
+            raise InvalidInput(name, value or "(nothing)", "there is no such option", nearest(name, known))
         if not equals and not rest:
             raise InvalidInput(name, "(nothing)", "a value is missing", f"write {name} VALUE")
         found[name] = value if equals else rest.pop(0)
     return found, rest
 
 
-def _workers(options: Mapping[str, str]) -> int:
-    text = options.get("--workers", "1")
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise InvalidInput("--workers", text, "not a whole number from 1", "write for instance --workers 2")
-    return int(text)
+def _workers(text: str) -> tuple[int, int, int | None]:
+    """How many are started, how many there are at least, and at most."""
+    if ":" not in text:
+        return whole("--workers", text), 1, None
+    fewest, most = (whole("--workers", part) for part in text.split(":", 1))
+    if fewest > most:
+        raise InvalidInput("--workers", text, f"there are never more than {most}", "write for instance --workers 2:4")
+    return fewest, fewest, most

@@ -197,7 +197,7 @@ class Crew:
         if self._phase is _Phase.RUNNING:
             others = sum(not other.ended for other in self._members)
             if member.returned and status == 0:
-                verdict = self._succession.returned(member.rank, others)
+                verdict = self._succession.returned(member.rank, member.result, others)
             else:
                 verdict = self._succession.lost(what, others, what.at_seconds - member.began_seconds)
             self._carry_out(member, verdict)

@@ -27,7 +27,7 @@ from unisono.launch.crew import Crew, OnMessage, Source
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.seen import Seen
 from unisono.launch.signals import Inbox
-from unisono.launch.succession import Joined, Present, Replaced
+from unisono.launch.succession import EachToItsEnd, Joined, Present, Replaced, Succession
 from unisono.launch.tail import Tail
 from unisono.launch.worker import Order
 from unisono.membership.values import Contact
@@ -45,16 +45,20 @@ class Elastic:
         contact: of the coordinator that is told whose process has ended.
         coordination: its process, where it is this launcher's to look after; else others may go on without it.
         launcher: a name that tells the workers of this launcher from those of others; the first needs none.
+        each_to_its_end: workers go on after what they do together, each to an end of its own; else the first result is
+            the run's.
     """
 
     contact: Contact
     coordination: Coordination | None = None
     launcher: str = ""
+    each_to_its_end: bool = False
 
-    def succession(self, places: int, present: Present) -> Replaced:
+    def succession(self, places: int, present: Present) -> Succession:
         """What becomes of workers that end."""
         kind = Replaced if self.coordination else Joined
-        return kind(places, present, f"{self.launcher}:" if self.launcher else "")
+        found = kind(places, present, f"{self.launcher}:" if self.launcher else "")
+        return EachToItsEnd(found) if self.each_to_its_end else found
 
 
 def prepare(preload: Sequence[str] = PRELOAD, name: str = "unisono") -> Forkserver:
@@ -95,12 +99,13 @@ def launch(
         threads: compute threads of a worker.
         name: first word of the processes' names in ``ps``.
         on_message: called here with the rank and what that worker reported.
-        echo: takes a copy of worker 0's log while it grows.
+        echo: takes a copy of worker 0's log while it grows, and from when another one reports that it ``speaks``, of
+            that one's, from so many bytes on.
         prepared: from `prepare`; is closed.
         stop_seconds: how long workers may take to a step boundary after Ctrl-C, SIGTERM or SIGHUP, before
             they are killed. A second signal kills them at once.
         elastic: each process has a name of its own (``Worker.name``). One that dies is replaced, one that returns None
-            has left, and the first other result is the run's, and comes first.
+            has left, and the first other result is the run's, and comes first (but see `Elastic`).
 
     Raises:
         InvalidInput: the first failing worker raised it; or `logs` cannot be written.
@@ -117,7 +122,11 @@ def launch(
             Order(rank, workers, target, log, threads, name, sys.path, os.getcwd())
             for rank, log in enumerate(_logs(logs, workers))
         ]
-        beside: list[Source] = [stack.enter_context(Tail(Path(orders[0].log), echo))] if echo else []
+        beside: list[Source] = []
+        if echo:
+            tail = stack.enter_context(Tail(Path(orders[0].log), echo))
+            beside.append(tail)
+            on_message = _shown(tail, orders, on_message)
         payload = stack.enter_context(_in_memory(cloudpickle.dumps(arguments)))
         if elastic is None:
             return Crew(server, inbox, beside, on_message, stop_seconds).run(orders, payload)
@@ -138,6 +147,15 @@ def ask(target: str, arguments: tuple[Any, ...], server: Forkserver, *, threads:
     order = Order(0, 1, target, os.devnull, threads, name, sys.path, os.getcwd())
     with Inbox() as inbox, _in_memory(cloudpickle.dumps(arguments)) as payload:
         return Crew(server, inbox, (), _ignore, _ANSWER_SECONDS).run([order], payload)[0]
+
+
+def _shown(tail: Tail, orders: Sequence[Order], on_message: OnMessage) -> OnMessage:
+    def hear(rank: int, message: Mapping[str, Any]) -> None:
+        if message.get("kind") == "speaks":
+            tail.turn_to(Path(orders[rank].log), message["at"])
+        on_message(rank, message)
+
+    return hear
 
 
 @contextlib.contextmanager

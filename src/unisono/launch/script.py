@@ -6,14 +6,22 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from unisono.errors import InvalidInput
+from unisono.launch.crew import OnMessage
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.local import PRELOAD, launch
+from unisono.launch.local import PRELOAD, Elastic, launch
+from unisono.launch.stopping import STOP_ALL
 from unisono.launch.worker import Worker
+from unisono.membership.values import Contact
+
+DONE = True  # what comes of a script that has come to its end
+_TAKES_PART: ContextVar[TakesPart | None] = ContextVar("takes_part", default=None)
 
 
 def launch_script(
@@ -27,8 +35,15 @@ def launch_script(
     echo: BinaryIO | None = None,
     prepared: Forkserver | None = None,
     stop_seconds: float = 30.0,
-) -> None:
+    on_message: OnMessage = lambda rank, message: None,
+    elastic: Elastic | None = None,
+) -> bool:
     """Run the script at `path` in `workers` processes; see `launch`, whose `echo` shows worker 0 live.
+
+    Returns whether any has come to its end; all have, but those that left the others before.
+
+    Args:
+        elastic: workers may come and go while the script is in the loop that it runs with the others.
 
     Raises:
         InvalidInput: there is no such file.
@@ -38,8 +53,9 @@ def launch_script(
     if not path.is_file():
         raise InvalidInput("script", str(path), "there is no such file", "give the path of a Python script")
     target = f"{__name__}:{run_script.__name__}"
-    given = (str(path.absolute()), list(arguments), str(path))
-    launch(
+    contact = elastic.contact if elastic else None
+    given = (str(path.absolute()), list(arguments), str(path), contact)
+    results = launch(
         target,
         given,
         workers,
@@ -49,15 +65,81 @@ def launch_script(
         echo=echo,
         prepared=prepared,
         stop_seconds=stop_seconds,
+        on_message=on_message,
+        elastic=elastic,
     )
+    return any(result is DONE for result in results)
 
 
-def run_script(worker: Worker, path: str, arguments: Sequence[str], shown: str) -> None:
+def run_script(
+    worker: Worker, path: str, arguments: Sequence[str], shown: str, contact: Contact | None = None
+) -> bool | None:
     """The target: run `path` as ``__main__`` with ``sys.argv = [shown, *arguments]``.
 
-    A request to stop reaches a script that does not listen for one as Ctrl-C would.
+    A request to stop reaches a script that does not listen for one as Ctrl-C would. Returns `DONE`, or None from a
+    worker that has left the others before the end.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if contact is not None:
+        signal.signal(STOP_ALL, _stop)
+        _TAKES_PART.set(TakesPart(worker, contact))
     sys.argv = [shown, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
-    runpy.run_path(path, run_name="__main__")
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except Left:
+        return None
+    except SystemExit as leave:
+        if leave.code:
+            raise
+    return DONE
+
+
+class Left(SystemExit):
+    """Ends the script of a worker without which the others go on."""
+
+
+@dataclass(frozen=True)
+class TakesPart:
+    """What a script's process was given if workers may come and go.
+
+    Args:
+        contact: of the coordinator.
+    """
+
+    worker: Worker
+    contact: Contact
+
+    @property
+    def first(self) -> bool:
+        """Whether this is one of the processes with which the run began: those have the names of their places."""
+        return self.worker.name == str(self.worker.identity.rank)
+
+    def leave_when_asked(self) -> None:
+        """From now on, SIGTERM asks this worker to leave the others, unless the script listens for it itself. Only the
+        main thread may call it."""
+        if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+            signal.signal(signal.SIGTERM, self._leave)
+
+    def interrupt_again(self) -> None:
+        """From now on, it is as Ctrl-C again."""
+        if signal.getsignal(signal.SIGTERM) == self._leave:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def _leave(self, number: int, frame: Any) -> None:
+        self.worker.stop.leaving = True
+
+
+def takes_part() -> TakesPart | None:
+    """What this process was given to do so; said once, as a process takes part in one run only."""
+    found = _TAKES_PART.get()
+    _TAKES_PART.set(None)
+    return found
+
+
+def _stop(number: int, frame: Any) -> None:
+    """All are to stop: what the script wants to happen at SIGTERM, else Ctrl-C."""
+    theirs = signal.getsignal(signal.SIGTERM)
+    ours = isinstance(getattr(theirs, "__self__", None), TakesPart)
+    handle: Callable[[int, Any], Any] = theirs if callable(theirs) and not ours else signal.default_int_handler
+    handle(signal.SIGTERM, frame)

@@ -49,8 +49,8 @@ class Succession(Protocol):
     def ended(self, place: int) -> None:
         """The process there is no more, for whatever reason."""
 
-    def returned(self, place: int, others: int) -> Verdict:
-        """It was done; of `others` there are processes yet."""
+    def returned(self, place: int, result: Any, others: int) -> Verdict:
+        """It was done, and came to `result`; of `others` there are processes yet."""
 
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
         """It died while the run went on."""
@@ -80,7 +80,7 @@ class Together:
     def ended(self, place: int) -> None:
         """See `Succession`."""
 
-    def returned(self, place: int, others: int) -> Verdict:
+    def returned(self, place: int, result: Any, others: int) -> Verdict:
         """See `Succession`."""
         return Verdict()
 
@@ -146,7 +146,7 @@ class Replaced:
         """See `Succession`."""
         self._present.ended(self._name(place))
 
-    def returned(self, place: int, others: int) -> Verdict:
+    def returned(self, place: int, result: Any, others: int) -> Verdict:
         """See `Succession`."""
         return Verdict(f"worker {self._name(place)} has left: {_on(others)}")
 
@@ -192,6 +192,57 @@ class Joined(Replaced):
     def lacking(self, results: Sequence[Any]) -> str:
         """See `Succession`."""
         return ""
+
+
+class EachToItsEnd:
+    """As `inner`, of workers that each have an end of their own to come to: a script goes on after its loop. Once the
+    loop is over nobody is replaced any more, as nobody would hand over a state. When all for whom it is over have come
+    to their ends, the others, who are frozen or came too late, are not waited for any longer."""
+
+    def __init__(self, inner: Replaced) -> None:
+        self._inner = inner
+        self._past_loop: set[int] = set()  # places
+        self._ending = False
+        self.stop = inner.stop
+
+    def name(self, place: int) -> str:
+        """See `Succession`."""
+        self._past_loop.discard(place)
+        return self._inner.name(place)
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        """See `Succession`."""
+        if message.get("kind") == "over":
+            self._past_loop.add(message["place"])
+            self._ending = True
+        self._inner.heard(message)
+
+    def began(self, place: int, pid: int) -> None:
+        """See `Succession`."""
+        self._inner.began(place, pid)
+
+    def ended(self, place: int) -> None:
+        """See `Succession`."""
+        self._inner.ended(place)
+
+    def returned(self, place: int, result: Any, others: int) -> Verdict:
+        """See `Succession`."""
+        if result is None:
+            return self._inner.returned(place, result, others)
+        self._ending = True
+        return Verdict()
+
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+        """See `Succession`."""
+        return Verdict(cause=what) if self._ending else self._inner.lost(what, others, lived_seconds)
+
+    def over(self, results: Sequence[Any]) -> bool:
+        """See `Succession`."""
+        return bool(self._past_loop) and all(results[place] is not None for place in self._past_loop)
+
+    def lacking(self, results: Sequence[Any]) -> str:
+        """See `Succession`."""
+        return self._inner.lacking(results)
 
 
 def _was(reason: str) -> str:

@@ -18,6 +18,7 @@ class OrderMessage(BaseModel):
     Args:
         task: by a name that means the same in every directory; empty for one that cannot be told.
         arguments: of the task.
+        script: in place of a task, the path of a script with a loop of its own, and the words that follow it.
         settings: Config fields.
         run: the run's directory, where it is the same on all hosts.
         meets_at: see `Contact`, of who gave the order.
@@ -28,6 +29,7 @@ class OrderMessage(BaseModel):
 
     task: Text
     arguments: dict[str, Any] = {}
+    script: list[Text] = []
     settings: dict[str, Any] = {}
     run: Text = ""
     meets_at: Text = ""

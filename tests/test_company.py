@@ -1,0 +1,256 @@
+"""A loop of one's own goes on when a worker of it is killed, freezes, comes or leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unisono.company import in_order
+from unisono.errors import InvalidInput
+from unisono.keep import Kept, read, written
+from unisono.launch.failure import Failure
+from unisono.launch.succession import EachToItsEnd, Replaced
+
+STEPS, HIT = 400, 4
+SCRIPT = """
+import json, os, pathlib, signal, sys, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+import unisono
+from unisono.checkpoint import fingerprint
+
+here, act, struck = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+place = os.environ.get("UNISONO_RANK", "0")
+comes_back = act in ("SIGKILL", "SIGSTOP")
+again = (here / "hit").exists()
+world = unisono.join(threads=1, device="cpu")
+if again:
+    assert place == struck and world.rank > 0
+torch.manual_seed(0 if not again else 5)  # who comes later takes over the weights of the others
+random = torch.Generator().manual_seed(3)
+data = TensorDataset(torch.randn(96, 5, generator=random), torch.randn(96, 1, generator=random))
+model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+model, optimizer = world.bind(model, optimizer, compress=unisono.Exact(), clip=1.0)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.98)
+world.keep("scheduler", scheduler)
+seen = []
+
+def hit():
+    if place == struck and not (here / "hit").exists():
+        (here / "hit").write_text(str(os.getpid()))
+        os.kill(os.getpid(), getattr(signal, act))
+
+for batches in world.steps(data, global_batch=12, micro_batch=3, steps=STEPS, seed=1):
+    (here / f"back-{place}").touch() if batches.step > HIT else None
+    for x, y in batches:
+        F.mse_loss(model(x), y).backward()
+        if batches.step == HIT and act.startswith("SIG"):
+            hit()
+    taken = optimizer.step()
+    scheduler.step()
+    seen.append([batches.step, taken, world.size])
+    mean = world.mean(1.0)
+    if comes_back and batches.step > HIT and not (here / f"back-{struck}").exists():
+        time.sleep(0.05)  # steps go on until the one that was hit is back
+        if act == "SIGSTOP" and batches.step == HIT + 8 and world.rank == 0:
+            os.kill(int((here / "hit").read_text()), signal.SIGCONT)
+
+told = {"seen": seen, "weights": fingerprint(model.state_dict()), "lr": scheduler.get_last_lr()[0], "mean": mean}
+(here / f"told-{place}.json").write_text(json.dumps(told))
+if world.rank == 0:
+    print("weights", told["weights"])
+world.close()
+""".replace("STEPS", str(STEPS)).replace("HIT", str(HIT))
+
+
+def looped(
+    path: Path, act: str, struck: str, *how: str
+) -> tuple[dict[str, dict[str, Any]], subprocess.CompletedProcess[str]]:
+    """What each worker told, by its place, and what the command printed."""
+    path.mkdir(exist_ok=True)
+    script = path / "loop.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, *how, str(script), str(path), act, struck]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=path, capture_output=True, text=True, timeout=150, stdin=subprocess.DEVNULL, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return {p.stem[5:]: json.loads(p.read_text()) for p in path.glob("told-*.json")}, done
+
+
+LAUNCH = ("-m", "unisono", "launch", "--workers", "3", "--run", "run")
+
+
+@pytest.fixture(scope="module")
+def peace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one worker tells that nothing happens to."""
+    told, _ = looped(tmp_path_factory.mktemp("peace"), "none", "")
+    return told["0"]
+
+
+@pytest.mark.parametrize(("act", "struck"), [("SIGKILL", "0"), ("SIGSTOP", "1")])
+def test_weights_are_those_of_a_run_in_peace(tmp_path: Path, peace, act: str, struck: str) -> None:
+    """One of three is hit in the middle of a step, and is there again, or another in its place, before the end."""
+    told, done = looped(tmp_path, act, struck, *LAUNCH)
+    assert told.keys() == {"0", "1", "2"}
+    for each in told.values():
+        assert (each["weights"], each["lr"], each["mean"]) == (peace["weights"], peace["lr"], 1.0)
+    for place in told.keys() - {struck}:  # has taken every step once, and been given the one in hand again
+        seen = told[place]["seen"]
+        assert [step for step, taken, _ in seen if taken] == list(range(STEPS))
+        assert HIT in [step for step, taken, _ in seen if not taken]
+        assert {2, 3} <= {size for _, _, size in seen}
+    late = [step for step, taken, _ in told[struck]["seen"] if taken and step > HIT]
+    assert late == list(range(late[0], STEPS))
+    assert HIT < late[0] < STEPS - 1
+    assert done.stdout.count("weights") == 1  # whoever is worker 0 at the end is shown
+    assert ("worker 0 was killed by SIGKILL (out of memory?): 2 go on, another one is started" in done.stderr) == (
+        act == "SIGKILL"
+    )
+
+
+def test_a_worker_that_is_asked_to_leave_does(tmp_path: Path, peace) -> None:
+    told, done = looped(tmp_path, "SIGTERM", "2", *LAUNCH)
+    assert told.keys() == {"0", "1"}
+    assert {each["weights"] for each in told.values()} == {peace["weights"]}
+    assert "worker 2 has left: 2 go on" in done.stderr
+
+
+class Thing:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: Any, /) -> None:
+        self.state = state["state"]
+
+
+def scheduled(kind: Any) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1, momentum=0.9)
+    return optimizer, kind(optimizer)
+
+
+SCHEDULERS = [
+    lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3, 3], 0.5),
+    lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+    lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1 / (t + 1)),
+    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1.0, total_steps=20),
+    lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_kept_scheduler_goes_on_elsewhere_as_it_would_have_here(kind: Any) -> None:
+    (here, mine), (there, theirs) = scheduled(kind), scheduled(kind)
+    kept, other = Kept(here), Kept(there)
+    kept.add("scheduler", mine)
+    other.add("scheduler", theirs)
+    for optimizer in (here, there):
+        optimizer.step()
+    for _ in range(2):
+        mine.step()
+    other.give(kept.take())
+    for _ in range(4):
+        assert here.param_groups[0]["lr"] == there.param_groups[0]["lr"]
+        mine.step()
+        theirs.step()
+
+
+def test_what_is_kept_goes_back() -> None:
+    optimizer, scheduler = scheduled(SCHEDULERS[2])
+    kept, thing = Kept(optimizer), Thing([1.5, {"a": (True, None), 7: "x"}, torch.ones(2, dtype=torch.bfloat16)])
+    kept.add("scheduler", scheduler)
+    kept.add("thing", thing)
+    before = kept.take()
+    optimizer.step()
+    scheduler.step()
+    thing.state[0] = 9.0
+    thing.state[2] += 1
+    kept.give(before)
+    assert thing.state[:2] == [1.5, {"a": (True, None), 7: "x"}]
+    assert torch.equal(thing.state[2], torch.ones(2, dtype=torch.bfloat16))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("value", [None, float("inf"), -0.0, 1 << 80, "ü", [], {}, [[]], {"a": [{}]}, ((),)])
+def test_what_is_written_is_read(value: Any) -> None:
+    assert read("x", written("x", value)) == value
+
+
+def test_what_cannot_be_kept_is_named() -> None:
+    optimizer, scheduler = scheduled(SCHEDULERS[2])
+    kept = Kept(optimizer)
+    with pytest.raises(InvalidInput, match=r"thing\['state'\]\[1\] = set: it cannot be sent"):
+        kept.add("thing", Thing([1, {2}]))
+    with pytest.raises(InvalidInput, match="losses = list: it has no state_dict"):
+        kept.add("losses", [])  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="name = a/b: taken, empty or with a slash"):
+        kept.add("a/b", scheduler)
+    kept.add("scheduler", scheduler)
+    with pytest.raises(InvalidInput, match="keep = nothing: the others keep scheduler"):
+        Kept(optimizer).give(kept.take())
+
+
+def test_who_was_there_first_keeps_its_number() -> None:
+    assert in_order(["2", "0", "1"]) == ["0", "1", "2"]
+    assert in_order(["2", "1", "0.2", "host-1:0"]) == ["1", "2", "0.2", "host-1:0"]
+    assert in_order(["2", "host-1:0", "0.2", "10"]) == ["2", "10", "host-1:0", "0.2"]
+
+
+class Nobody:
+    def began(self, worker: str, pid: int) -> None:
+        pass
+
+    def ended(self, worker: str) -> None:
+        pass
+
+
+def succession() -> EachToItsEnd:
+    found = EachToItsEnd(Replaced(3, Nobody()))
+    for place in range(3):
+        found.name(place)
+    return found
+
+
+def test_who_dies_in_the_loop_is_replaced_and_after_it_is_not() -> None:
+    found, what = succession(), Failure(1, 0.0, "killed by SIGKILL")
+    assert found.lost(what, 2, 1.0).another_in_seconds == 0
+    found.heard({"kind": "over", "place": 0})
+    assert found.lost(what, 2, 1.0).cause is what
+
+
+def test_all_whose_loop_is_over_are_waited_for_and_nobody_else() -> None:
+    found = succession()
+    assert not found.over([True, None, None])  # a script without a loop
+    for place in (0, 2):
+        found.heard({"kind": "over", "place": place})
+    assert not found.over([True, None, None])
+    assert found.over([True, None, True])
+    found.heard({"kind": "over", "place": 1})
+    assert not found.over([True, None, True])
+
+
+def test_who_left_is_told_and_who_came_to_the_end_is_not() -> None:
+    found = succession()
+    assert found.returned(1, None, 2).words == "worker 1 has left: 2 go on"
+    assert found.returned(0, True, 1).words == ""
+    assert found.lacking([None, None, None]).startswith("every worker was asked to leave")
