@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.processes import run, start
 from unisono.comm import Abort, Meeting, TorchWorld, at_attempt, in_blocks
+from unisono.comm.torch_world import STUCK
 from unisono.errors import PeerLost
 
 NUMBERS = 1 << 18
@@ -65,6 +66,24 @@ def meet(rank: int, size: int, path: str, view: int, abort: Abort) -> TorchWorld
     where = at_attempt(f"file://{path}", view)
     device = torch.device("cpu")
     return Meeting(rank, ["here"] * size, where, "gloo", device, DEADLINE_SECONDS, abort=abort).open_world()
+
+
+def stay(rank: int, size: int, path: str) -> None:
+    abort = Abort()
+    world = Meeting(rank, ["here"] * size, f"file://{path}", "gloo", torch.device("cpu"), 2.0, abort=abort).open_world()
+    dist.all_reduce(torch.ones(1))
+    abort.set(WHY)
+    if rank:
+        world.close()
+    threading.Event().wait()
+
+
+def test_who_cannot_be_woken_ends(tmp_path) -> None:
+    with start(2, stay, str(tmp_path)) as workers:
+        stuck, other = workers.processes
+        stuck.join(30)
+        assert stuck.exitcode == STUCK
+        assert other.is_alive()
 
 
 def sockets() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import socket
 import sys
@@ -23,6 +24,8 @@ from unisono.comm.sockets import connected, is_open, shut
 from unisono.comm.torch_group import Device, gloo
 from unisono.errors import CommunicationError, PeerLost
 
+LOG = logging.getLogger("unisono")
+STUCK = 70  # how a process ends that could not be woken
 _BACKEND = "unisono"  # gloo on a device that is given: torch's own asks the environment for it
 _BYTES_ACKED = 120  # the offset of tcpi_bytes_acked in Linux' struct tcp_info (since 4.1)
 
@@ -31,7 +34,9 @@ class TorchWorld:
     """All workers of a view in torch's default group, and every group that torch makes of some of them.
 
     A process has one at a time. What waits in its groups listens to nobody: it is woken by shutting their connections
-    down, and whatever torch then raises is said as `PeerLost` by `heard`.
+    down, and whatever torch then raises is said as `PeerLost` by `heard`. gloo does not always wake up, as was seen of
+    processes that had been stopped for a while: one that has not closed this within the deadline, once it was broken
+    off, ends, so that another can take its place.
 
     Args:
         address: this worker's, as the others reach it.
@@ -55,6 +60,7 @@ class TorchWorld:
         self._abort, self._wires, self._lock = abort or Abort(), dict[int, str](), threading.Lock()
         self._stores: list[c10d.Store] = []  # gloo has only what C++ knows of them
         gc.collect()  # modules that talked through the groups of the world before lie in circles
+        self._closed = threading.Event()
         self._unabort = self._abort.then(self._break_off)
         dist.Backend.register_backend(_BACKEND, self._group, devices=["cpu"])
         try:
@@ -105,6 +111,7 @@ class TorchWorld:
         """Leave all groups, so that others may be made; who waits for this worker in one of them is woken."""
         self._unabort()
         shut(self._wires)
+        self._closed.set()
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
@@ -112,8 +119,14 @@ class TorchWorld:
     def _break_off(self) -> None:
         with self._lock:
             shut(self._wires)
+        threading.Thread(target=self._end_if_stuck, name="torch world, broken off", daemon=True).start()
         if dist.is_initialized() and torch.cuda.is_available():
             _abort_nccl()
+
+    def _end_if_stuck(self) -> None:
+        if not self._closed.wait(self._deadline_seconds):
+            LOG.critical("torch's groups did not let go for %g s: this process ends", self._deadline_seconds)
+            os._exit(STUCK)
 
     def _group(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
         """As torch asks a backend for each group; gloo connects all pairs at once."""
