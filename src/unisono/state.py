@@ -105,7 +105,7 @@ class Taken:
 
 def take_over(
     view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, has: Reached | None, words: Any = None,
-    beside: Mapping[str, Tensor] | None = None,
+    beside: Mapping[str, Tensor] | None = None, *, walks: bool = False,
 ) -> Taken:  # fmt: skip
     """The state that `view` starts from, on all its members, which call it alike: this worker's own, where it `has`
     that, or what those who have it hand over.
@@ -113,26 +113,39 @@ def take_over(
     Args:
         words: of JSON's kinds, about that state.
         beside: tensors that go with it, whose bits need not be the same on all who have it.
+        walks: those who have it are replicas that walk by themselves. Of what is not the same on all of them, the mean
+            is taken by all.
 
     Raises:
         StateDamaged: what came is not what its holders have.
         StateMissing, PeerLost: as `handover.hand_over`.
     """
-    first = view.members.index(view.sources[0])
+    sources = [view.members.index(source) for source in view.sources]
     tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
-    if comm.rank == first:
+    digests = {name: handover.digest({name: tensor}, {}) for name, tensor in tensors.items()} if walks else {}
+    if comm.rank == sources[0]:
         tensors |= {f"{_BESIDE}{name}": tensor for name, tensor in (beside or {}).items()}
     here = handover.Held(tensors)
-    mine = json.dumps([encode_holding(here.holding), numbers, words]) if comm.rank == first else ""
-    kinds, numbers, words = json.loads(handover.tell(comm, mine)[first])
-    wanted = {} if has else decode_holding(kinds)
-    received = handover.hand_over(comm, [here], wanted, [place.host for place in view.places])
-    if has:
-        return Taken(has, words)
+    told = handover.tell(comm, json.dumps([encode_holding(here.holding), numbers, words, digests]) if has else "")
+    kinds, numbers, words, _ = json.loads(told[sources[0]])
+    everything = decode_holding(kinds)
+    apart = handover.differing([json.loads(told[source])[-1] for source in sources])
+    alike = {} if has else {name: piece for name, piece in everything.items() if name not in apart}
+    received = handover.hand_over(comm, [here], alike, [place.host for place in view.places])
     state = {name: tensor for name, tensor in received.items() if not name.startswith(_BESIDE)}
-    if handover.digest(state, numbers) != view.start.digest:
+    if not has and digest_of(state, numbers, walks=walks) != view.start.digest:
         raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
-    return Taken(adopt(model, optimizer, state, numbers), words, _under(_BESIDE, received))
+    means = handover.mean_of(comm, tensors, {name: everything[name] for name in apart}, sources)
+    if not has:
+        return Taken(adopt(model, optimizer, state | means, numbers), words, _under(_BESIDE, received))
+    for name, mean in means.items():  # only now: whoever is lost meanwhile takes nothing along
+        tensors[name].copy_(mean)
+    return Taken(has, words)
+
+
+def digest_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, float], *, walks: bool = False) -> str:
+    """Of a described state: of all of it, or of what replicas that walk by themselves have in common."""
+    return handover.digest(*(in_common(tensors, numbers) if walks else (tensors, numbers)))
 
 
 _BESIDE = "beside/"

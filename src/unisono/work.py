@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from unisono import handover
 from unisono.assemble import Feed, bind, build
 from unisono.badstep import Judge
 from unisono.checkpoint import (
@@ -27,8 +26,6 @@ from unisono.checkpoint import (
     Loaded,
     Opened,
     Writer,
-    decode_holding,
-    encode_holding,
     fingerprint,
     fingerprint_of,
     load_newest,
@@ -40,7 +37,7 @@ from unisono.comm import Alone, Communicator
 from unisono.config import Config
 from unisono.directory import claimed
 from unisono.doing import Phase
-from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput, StateDamaged
+from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput
 from unisono.keeping import Keeper
 from unisono.launch import Worker
 from unisono.launch.process import age_seconds
@@ -53,7 +50,7 @@ from unisono.order import Order, Result
 from unisono.persist import Persistence, broadcast_text, history
 from unisono.pieces import Laid
 from unisono.settings import check_same_run, recovers, settle, walks
-from unisono.state import Reached, adopt, describe, in_common
+from unisono.state import Reached, describe, digest_of, take_over
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
 from unisono.views import Attended, MeetingPlace, Only, Views
@@ -181,11 +178,7 @@ class Life:
         if self.reached is None or self.built is None:
             return ""
         held, optimizer = self.built
-        return self._digest(*describe(held.local, optimizer, self.reached))
-
-    def _digest(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
-        state = in_common(tensors, numbers) if walks(self.config) else (tensors, numbers)
-        return handover.digest(*state)
+        return digest_of(*describe(held.local, optimizer, self.reached), walks=walks(self.config))
 
     def _set_up(
         self, views: Views, feed: Feed, wires: Wires, place: _Place, stack: contextlib.ExitStack
@@ -258,26 +251,12 @@ class Life:
         """The state that the view starts from: this worker's own, or what those who have it hand over; where replicas
         walk by themselves, the mean of what they have each its own."""
         has = self.reached if view.members[comm.rank] in view.sources else None
-        tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
-        here = handover.Held(tensors)
-        digests = {name: handover.digest({name: x}, {}) for name, x in tensors.items()} if walks(self.config) else {}
-        mine = json.dumps([encode_holding(here.holding), numbers, judge.state(), has.loss, digests]) if has else ""
-        told = handover.tell(comm, mine)
-        sources = [view.members.index(source) for source in view.sources]
-        kinds, numbers, judged, loss, _ = json.loads(told[sources[0]])
-        everything = decode_holding(kinds)
-        apart = handover.differing([json.loads(told[source])[-1] for source in sources])
-        alike = {} if has else {name: piece for name, piece in everything.items() if name not in apart}
-        received = handover.hand_over(comm, [here], alike, [place.host for place in view.places])
-        if not has and self._digest(received, numbers) != view.start.digest:
-            raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
-        means = handover.mean_of(comm, tensors, {name: everything[name] for name in apart}, sources)
+        words = [judge.state(), has.loss] if has else None
+        taken = take_over(view, comm, model, optimizer, has, words, walks=walks(self.config))
+        judged, loss = taken.words
         if not has:
             judge.replace(judged)
-            return dataclasses.replace(adopt(model, optimizer, received | means, numbers), loss=loss)
-        for name, mean in means.items():  # only now: whoever is lost meanwhile takes nothing along
-            tensors[name].copy_(mean)
-        return dataclasses.replace(has, loss=loss)
+        return dataclasses.replace(taken.reached, loss=loss)
 
     def _train(self, trainer: Trainer, first_step: int) -> Outcome:
         try:

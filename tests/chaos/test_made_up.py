@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from unisono import work
+from unisono import state
 from unisono.chaos.made_up import MadeUp
 from unisono.chaos.outcome import Outcome
 from unisono.chaos.schedule import Kind, Moment
@@ -21,7 +22,7 @@ from unisono.tasks.gpt import GPT
 from unisono.tasks.text import text
 
 ALL = {Kind.KILL: 3, Kind.FREEZE: 1, Kind.PARTITION: 1, Kind.JOIN: 2, Kind.DRAIN: 1, Kind.COORDINATOR: 1}
-SOURCES = str(Path(work.__file__).parent)
+SOURCES = str(Path(state.__file__).parent)
 TASKS = {
     "digits": lambda: digits(hidden=2),
     "text": lambda: text(text=(SOURCES,), model=GPT(layers=1, heads=2, width=16, context=16)),
@@ -68,12 +69,12 @@ def test_the_same_seed_is_the_same_to_the_moment() -> None:
 def test_whoever_comes_with_another_state_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(*arguments: Any) -> Reached:
         reached = adopt(*arguments)
-        with work.torch.no_grad():
+        with torch.no_grad():
             next(arguments[0].parameters()).mul_(1.001)
         return reached
 
-    adopt = work.adopt
-    monkeypatch.setattr(work, "adopt", forgetful)
+    adopt = state.adopt
+    monkeypatch.setattr(state, "adopt", forgetful)
     assert tried("digits", 0).differences
 
 
@@ -82,6 +83,6 @@ def test_a_step_that_is_taken_again_is_found_out(monkeypatch: pytest.MonkeyPatch
         reached = adopt(*arguments)
         return replace(reached, steps=reached.steps - 1) if reached.steps else reached
 
-    adopt = work.adopt
-    monkeypatch.setattr(work, "adopt", backward)
+    adopt = state.adopt
+    monkeypatch.setattr(state, "adopt", backward)
     assert tried("digits", 1, {Kind.KILL: 1}).differences

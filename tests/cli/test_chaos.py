@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unisono import work
+from unisono import state
 from unisono.chaos.schedule import Kind
 from unisono.cli.chaos import read
 from unisono.state import Reached
@@ -107,8 +107,8 @@ def test_runs_that_differ_are_told_with_the_command_that_shows_it_again(
         reached = adopt(*arguments)
         return replace(reached, steps=max(0, reached.steps - 1))
 
-    adopt = work.adopt
-    monkeypatch.setattr(work, "adopt", backward)
+    adopt = state.adopt
+    monkeypatch.setattr(state, "adopt", backward)
     said = unisono("chaos", own, "--virtual", "--seeds", "2", "--seed=4", "--workers", "3")
     assert said.code == 1, said
     assert "seed 4: DIFFERENT after" in said.out
