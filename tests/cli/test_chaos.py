@@ -66,7 +66,7 @@ def test_without_a_word_everything_befalls_a_run(own: str) -> None:
         ("--listen 10.0.0.1", "its coordinator is one of its own; leave out where it is"),
         ("--virtual --resume --run here", "resume = True: each run is one of ours"),
         ("--virtual --no-elastic", "workers of such a run cannot come and go"),
-        ("--virtual --sync LocalSGD(4) --compress Cast()", "workers of such a run cannot come and go"),
+        ("--virtual --sync ParameterServer() --compress Cast()", "workers of such a run cannot come and go"),
         ("--virtual --workers 1", "use two workers or more"),
     ],
 )
