@@ -48,8 +48,8 @@ def samples(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def world_of(comm) -> World:
-    watch = Watched()
-    return World(Same(Identity(comm.rank, comm.size, comm.rank, comm.size), comm, watch), torch.device("cpu"), watch)
+    who, watch = Identity(comm.rank, comm.size, comm.rank, comm.size), Watched()
+    return World(Same(who, comm, watch, alone=False), torch.device("cpu"), watch)
 
 
 def weights(model: nn.Module) -> torch.Tensor:

@@ -134,15 +134,19 @@ class Company(Protocol):
 
 
 class Same:
-    """The same workers from the beginning to the end."""
+    """The same workers from the beginning to the end.
+
+    Args:
+        alone: nobody else sees when this worker is stuck, as in a process of its own; not so in a simulation.
+    """
 
     recovers = ended = lost = False
 
-    def __init__(self, identity: Identity, comm: Communicator, watch: Watched) -> None:
+    def __init__(self, identity: Identity, comm: Communicator, watch: Watched, *, alone: bool = True) -> None:
         self.rank, self.size, self.comm = identity.rank, identity.size, comm
         self.metrics = comm.lane("metrics")
         watch.be(Phase.COMPUTE, comm)
-        self._watchdog = Watchdog(watch, STUCK_IN)
+        self._watchdog = Watchdog(watch, STUCK_IN) if alone else None
 
     def agree(self, state: State) -> None:
         state.agree(self.comm)
@@ -175,7 +179,8 @@ class Same:
         pass
 
     def close(self, *, finished: bool) -> None:
-        self._watchdog.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         self.comm.close()
 
 

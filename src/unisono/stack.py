@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 LOADER = "unisono loader"  # how the names of threads begin in which the data set's code runs
+_LISTING = threading.RLock()  # a signal handler may look, too
 _OURS = str(Path(__file__).resolve().parent) + os.sep
 _TASKS = _OURS + "tasks" + os.sep  # what a user writes, written by us
 _INSTALLED = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -24,12 +26,26 @@ def line_of(thread: int, *, loading: bool = False) -> str:
     Args:
         loading: it waits for data; in a thread that fetches some, is what it waits for.
     """
-    frames = sys._current_frames()
+    frames = _frames()
     if loading:
         for other in threading.enumerate():
             if other.name.startswith(LOADER) and (found := innermost(frames.get(other.ident or 0))):
                 return found
     return innermost(frames.get(thread))
+
+
+def _frames() -> dict[int, FrameType]:
+    """Of all threads. Python up to 3.11.8 collects garbage while it lists them under a lock of the interpreter's; a
+    tensor that is freed then lets other threads run, and the first one that wants that lock waits for ever, with the
+    interpreter's own lock in its hands."""
+    with _LISTING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def innermost(frame: FrameType | None) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -102,3 +104,36 @@ def test_without_a_watch_nothing_is_lost_on_the_way() -> None:
 
 def test_every_phase_has_words() -> None:
     assert all(Doing(phase).words for phase in Phase)
+
+
+_LOOKS_WHILE_TENSORS_ARE_COLLECTED = """
+import gc, threading, time
+import torch
+from unisono.stack import line_of
+
+def drop():
+    while not over.is_set():
+        weight = torch.zeros(3, requires_grad=True)
+        weight.itself = weight
+
+def start():
+    while not over.is_set():
+        threading.Thread(target=int).start()
+
+over = threading.Event()
+gc.set_threshold(5)
+threads = [threading.Thread(target=each) for each in (drop, drop, start)]
+for thread in threads:
+    thread.start()
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    line_of(0)
+    time.sleep(0)
+over.set()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_looking_at_threads_does_not_stop_them_for_ever_while_tensors_are_collected() -> None:
+    subprocess.run([sys.executable, "-c", _LOOKS_WHILE_TENSORS_ARE_COLLECTED], timeout=30, check=True)
