@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import functools
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ def groups(kind: str = "memory") -> Iterator[Path]:
     Raises:
         Unavailable: there is no such controller, or the kernel refuses.
     """
-    group = controller(kind) / f"unisono-{os.getpid()}"
+    group = controller(kind) / f"unisono-{secrets.token_hex(4)}"
     try:
         group.mkdir()
     except OSError as error:

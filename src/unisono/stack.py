@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
+import faulthandler
 import os
 import re
-import sys
 import sysconfig
 import threading
 from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 LOADER = "unisono loader"  # how the names of threads begin in which the data set's code runs
-_LISTING = threading.RLock()  # a signal handler may look, too
+_MOST_BYTES = 1 << 20
 _OURS = str(Path(__file__).resolve().parent) + os.sep
 _TASKS = _OURS + "tasks" + os.sep  # what a user writes, written by us
 _INSTALLED = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -26,35 +25,28 @@ def line_of(thread: int, *, loading: bool = False) -> str:
     Args:
         loading: it waits for data; in a thread that fetches some, is what it waits for.
     """
-    frames = _frames()
+    told = _told()
     if loading:
         for other in threading.enumerate():
-            if other.name.startswith(LOADER) and (found := innermost(frames.get(other.ident or 0))):
+            if other.name.startswith(LOADER) and (found := dumped(told.get(other.ident or 0, ""))):
                 return found
-    return innermost(frames.get(thread))
+    return dumped(told.get(thread, ""))
 
 
-def _frames() -> dict[int, FrameType]:
-    """Of all threads. Python up to 3.11.8 collects garbage while it lists them under a lock of the interpreter's; a
-    tensor that is freed then lets other threads run, and the first one that wants that lock waits for ever, with the
-    interpreter's own lock in its hands."""
-    with _LISTING:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            return sys._current_frames()
-        finally:
-            if collects:
-                gc.enable()
+def _told() -> dict[int, str]:
+    """The lines of each thread, innermost first, as `dumped` reads them.
 
-
-def innermost(frame: FrameType | None) -> str:
-    """The same for a thread whose innermost line of all is in `frame`."""
-    while frame is not None:
-        if is_theirs(frame.f_code.co_filename):
-            return f"{named(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
+    The interpreter writes them down while nothing else runs. `sys._current_frames` will not do: other threads go on
+    while their frames are looked at, which Python 3.11 does not always survive; and up to 3.11.8 it collects garbage
+    under a lock of the interpreter's, where a tensor that is freed lets a thread run that waits for that lock for ever.
+    """
+    file = os.memfd_create("stacks")
+    try:
+        faulthandler.dump_traceback(file)
+        text = os.pread(file, _MOST_BYTES, 0).decode(errors="replace")
+    finally:
+        os.close(file)
+    return {int(thread, 16): lines for thread, lines in _THREAD.findall(text)}
 
 
 def raised_at(trace: TracebackType | None) -> str:
@@ -69,7 +61,7 @@ def raised_at(trace: TracebackType | None) -> str:
 
 
 def dumped(text: str) -> str:
-    """The same for a thread of which another process's `faulthandler` has told the lines, innermost first."""
+    """The same for a thread of which `faulthandler` has told the lines, innermost first; perhaps of another process."""
     for file, line, function in _DUMPED.findall(text):
         if is_theirs(file):
             return f"{named(file)}:{line} {function}"
@@ -77,6 +69,7 @@ def dumped(text: str) -> str:
 
 
 _DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\n((?:  .*\n)*)", re.M)
 
 
 @cache

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +152,16 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def what_is_left() -> Counter[str]:
+    """What this process has open and what runs in it."""
+    gc.collect()  # lanes and their family know each other
+    left = Counter(re.sub(r"\d+", "", each) for each in open_files().values())
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has just ended
+            left[Path(f"/proc/self/task/{task}/comm").read_text().strip()] += 1
+    return left
+
+
 def place_of_all(rank: int, lost: int, through: str, directory: Path) -> str:
     """A directory, or the door of the worker that will be lost."""
     if through == "directory":
@@ -170,7 +183,7 @@ def meet_the_lost(rank: int, size: int, lost: int, kind: str, through: str, mome
     url, hosts = place_of_all(rank, lost, through, at), ["a"] * size
     meet(rank, hosts, at_attempt(url, 1), kind).close()  # libraries start and open what they keep
     gc.collect()
-    before, abort, told, comm = (len(open_files()), threads()), Abort(), list[float](), None
+    before, abort, told, comm = what_is_left(), Abort(), list[float](), None
 
     def break_off() -> None:
         assert within(DEADLINE_SECONDS, (at / "lost").exists)
@@ -193,11 +206,8 @@ def meet_the_lost(rank: int, size: int, lost: int, kind: str, through: str, mome
     said = str(caught.value)
     del caught, comm
 
-    def clean() -> bool:
-        gc.collect()  # lanes and their family know each other
-        return (len(open_files()), threads()) <= before
-
-    return said, seconds, within(20.0, clean)
+    within(20.0, lambda: not what_is_left() - before)
+    return said, seconds, what_is_left() - before
 
 
 MEETINGS = [
@@ -217,10 +227,10 @@ def test_a_meeting_without_one_can_be_broken_off(
     lost = 0 if through == "door" else 2
     with start(3, meet_the_lost, lost, kind, through, moment, signal.Signals[blow], tmp_path) as workers:
         results = workers.results(lost={lost})
-    for text, seconds, clean in [result for result in results if result is not None]:
+    for text, seconds, more in [result for result in results if result is not None]:
         assert WHY in text or "another worker found it lost" in text or blow == "SIGKILL"
         assert seconds < PROMPT_SECONDS
-        assert clean
+        assert not more
 
 
 # Many.

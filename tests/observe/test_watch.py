@@ -135,5 +135,5 @@ for thread in threads:
 """
 
 
-def test_looking_at_threads_does_not_stop_them_for_ever_while_tensors_are_collected() -> None:
+def test_threads_go_on_while_they_are_looked_at_and_tensors_are_collected() -> None:
     subprocess.run([sys.executable, "-c", _LOOKS_WHILE_TENSORS_ARE_COLLECTED], timeout=30, check=True)
