@@ -35,7 +35,8 @@ class Doing:
         since_seconds: how long it has been in `phase`.
         waits_for: the operation that it waits for; empty: it waits for none.
         missing: workers that have not come to it, where that can be told.
-        line: the innermost line of the user's own code that it is on; empty: it is on none.
+        line: the innermost line of the user's own code that it is on; empty: it is on none, or has been in
+            `phase` for a moment only.
     """
 
     phase: Phase = Phase.START

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import subprocess
 import sys
 import threading
@@ -53,7 +54,8 @@ def test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it() -> No
     thread.start()
     there.wait()
     try:
-        watch = Watched()
+        clock = itertools.count(step=1.0)
+        watch = Watched(lambda: next(clock))
         assert watch.doing().line.endswith(" test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it")
         with watch(Phase.DATA):
             assert watch.doing().line.endswith(" fetch")

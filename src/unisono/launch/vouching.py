@@ -8,6 +8,7 @@ that is frozen, or waits for peers that it cannot reach, has none.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from unisono.membership.line import Line
 from unisono.membership.values import Contact
 
-_LOOK_SECONDS = 0.3
+_LOOK_SECONDS = 0.2
 _ANSWER_SECONDS = 2.0
 _MOSTLY = 0.5  # of the time
 
@@ -76,12 +77,12 @@ class Vouching:
         self.close()
 
     def _look(self) -> None:
-        before: dict[str, dict[int, float]] = {}
-        while not self._closed.wait(_LOOK_SECONDS):
+        while not self._closed.is_set():
             with self._changed:
                 pids = dict(self._pids)
-            now = {worker: wanted_seconds(pid) for worker, pid in pids.items()}
-            busy = [w for w in now if computes(before.get(w, {}), now[w], _LOOK_SECONDS)]
-            if busy:  # who does not answer is asked again with the next look
-                self._line.ask("POST", "/v1/running", {"workers": busy})
-            before = now
+            before, began = {worker: wanted_seconds(pid) for worker, pid in pids.items()}, time.monotonic()
+            self._closed.wait(_LOOK_SECONDS)
+            seconds = time.monotonic() - began
+            busy = [worker for worker, pid in pids.items() if computes(before[worker], wanted_seconds(pid), seconds)]
+            # Answered once somebody is late; if nobody answers, it is asked again with the next look.
+            self._line.ask("POST", "/v1/running", {"workers": busy})

@@ -165,6 +165,10 @@ class Coordinator:
         if worker in self._roll.heard:
             self._roll.heard[worker].ran = now
 
+    def doubtful(self, now: float) -> bool:
+        """Whether a member is late, so that `running` is of use. Takes time with the number of workers."""
+        return any(worker in self._roll.heard and self._roll.quiet(worker, now) for worker in self.view.members)
+
     def hung_up(self, worker: str, now: float) -> list[Happened]:
         """The connection on which `worker` listened has closed, and it has made no other since.
 

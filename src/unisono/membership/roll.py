@@ -78,6 +78,12 @@ class Roll:
         known = self.heard[worker]
         return known.hung_up or (known.pulse.overdue(now) and now - known.ran > self._least_seconds)
 
+    def quiet(self, worker: str, now: float) -> bool:
+        """Whether it is late, though not yet `silent`, and might be again as far as is known."""
+        known = self.heard[worker]
+        last = max(known.pulse.last or now, known.ran)
+        return worker not in self.gone and now - last > _QUIET * known.pulse.deadline_seconds
+
     def ready(self, now: float) -> dict[str, Standing]:
         """How those stand that can be heard and are free, in the order in which they were heard of. Takes time with
         the number of workers."""
@@ -108,4 +114,5 @@ class Roll:
         return Pulse(self.beat_seconds, self._least_seconds, last=now)
 
 
+_QUIET = 0.4  # of the silence that says that it is lost; more than a beat, and who is asked still has time to answer
 _BEATS = 3  # that may fail to come before a worker is taken for silent

@@ -31,6 +31,7 @@ from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
 MOST_MISSED = 1 << 13
 BEAT = "/v1/beat"
+_DOUBT_SECONDS = 1.0  # after which who vouches for workers looks again, though none be late
 _MOST_WORKERS = 4096  # that one message names
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -240,6 +241,7 @@ class Service:
         self.reports = Reports(int(1000 * today()))
         self._unwritten: list[Happened] = []
         self._waiting: set[asyncio.Future[bool]] = set()
+        self._vouching: set[asyncio.Future[bool]] = set()
         self._listening: Counter[str] = Counter()  # requests of a worker that wait
         self._answers = Answers()
 
@@ -293,6 +295,9 @@ class Service:
         while True:
             self.decide(self.coordinator.tick(self.now()))
             self.look()
+            if self._vouching and self.coordinator.doubtful(self.now()):
+                for waiting in self._vouching:
+                    _settle(waiting, False)
             pause, began = self.coordinator.beat_seconds / 2, self._clock()
             await asyncio.sleep(pause)
             late = self._clock() - began - pause
@@ -329,6 +334,18 @@ class Service:
         if hung_up and worker not in self._listening:
             self.decide(self.coordinator.hung_up(worker, self.now()))
         return not hung_up
+
+    async def doubt(self) -> None:
+        """Waits until a worker is late, or for a while."""
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[bool] = loop.create_future()
+        due = loop.call_later(_DOUBT_SECONDS, _settle, waiting, False)
+        self._vouching.add(waiting)
+        try:
+            await waiting
+        finally:
+            due.cancel()
+            self._vouching.discard(waiting)
 
     def _due(self, now: float) -> float:
         """When the next beat is: at its time, or, where news made all begin anew at once, up to twice as late, one
@@ -387,9 +404,11 @@ def application(service: Service, token: str) -> App:
 
     @app.post("/v1/running", status_code=204)
     async def running(message: RunningMessage) -> None:
-        """Who started workers sees that their processes compute, or wait for a processor."""
+        """Who started workers sees that their processes compute, or wait for a processor; answered when it is time to
+        look again."""
         for worker in message.workers:
             service.coordinator.running(worker, service.now())
+        await service.doubt()
 
     @app.get("/v1/status")
     async def status() -> StatusMessage:

@@ -13,6 +13,7 @@ from unisono.observe.ledger import Ledger
 from unisono.stack import dumped, line_of
 
 T = TypeVar("T")
+_LINE_SECONDS = 0.1  # in a phase, from when it is of use to know its line
 _ASK_SECONDS = 0.5  # of waiting for data, from when processes that fetch some are interrupted for a moment
 
 
@@ -133,7 +134,7 @@ class Watched:
         phase, since = self.ledger.current
         wire = self._wire
         waits_for, missing = wire.waits_for if wire else ("", ())
-        line = line_of(self._thread, loading=phase is Phase.DATA)
+        line = line_of(self._thread, loading=phase is Phase.DATA) if since > _LINE_SECONDS else ""
         if phase is Phase.DATA and since > _ASK_SECONDS and self._loader:
             line = next((found for text in self._loader.stacks() if (found := dumped(text))), line)
         return Doing(phase, self._step, self._micro_batch, since, waits_for[:LONGEST_WORDS], missing[:MOST_MISSING],
