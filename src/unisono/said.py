@@ -4,14 +4,13 @@ message, and all hear it between the same two steps."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(NamedTuple):
     """One worker's numbers.
 
-    Args:
+    Attributes:
         stop: it was asked to stop the run: all do, after this step.
         written: what became of its share of a checkpoint, see `Persistence.outcome`.
         parting: the workers present change after this step.
@@ -28,13 +27,13 @@ class Said:
     digest: float = 0.0
 
 
-NUMBERS = len(fields(Said))  # per worker in the control word
+NUMBERS = len(Said._fields)  # per worker in the control word
 
 
 def numbers(said: Said, rank: int, size: int) -> list[float]:
     """Those of worker `rank` of `size` in their slots, and 0 in everybody else's."""
     found = [0.0] * (NUMBERS * size)
-    found[NUMBERS * rank : NUMBERS * (rank + 1)] = [float(number) for number in astuple(said)]
+    found[NUMBERS * rank : NUMBERS * (rank + 1)] = [float(number) for number in said]
     return found
 
 

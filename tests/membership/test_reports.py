@@ -64,6 +64,7 @@ def played() -> Played:
     play.live(0.3)
     assert play.coordinator.view.number == 1
     play.train(20)
+    play.live(0.1)  # the last one is heard of
     assert play.said == []
     return play
 

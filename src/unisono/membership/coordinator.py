@@ -82,12 +82,13 @@ class Coordinator:
     _staying: set[str] = field(init=False)  # members not known to have ended it
     _waited_for: str = field(default="", init=False)  # one of these, who can be heard
     _steps: Pulse = field(init=False)
+    _begun: bool = field(default=False, init=False)  # a step was done in the view
     _furthest: tuple[int, int] = field(default=(0, 0), init=False)
     _ended_at: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._roll, self._quarrels = Roll(self.policy), Quarrels(self.policy.estranged_seconds)
-        self._steps, self._ended_at = Pulse(1.0, last=self.began), self.began
+        self._steps, self._ended_at = Pulse(1.0, last=self.began, guessed=True), self.began
         self._seat(self.view)
         for member in self.view.members:
             self._roll.expect(member, self.began)
@@ -306,6 +307,7 @@ class Coordinator:
         self._roll.formed(view.number)
         self._furthest = (view.number, view.start.step)
         self._steps.restart(now)
+        self._begun = False
 
     def _seat(self, view: View) -> None:
         self._members = frozenset(view.members)
@@ -314,7 +316,11 @@ class Coordinator:
     def _note_progress(self, standing: Standing, now: float) -> None:
         if (standing.view, standing.step) > self._furthest:
             self._furthest = (standing.view, standing.step)
-            self._steps.beat(now)
+            if self._begun:
+                self._steps.beat(now)
+            else:  # workers have met, and perhaps handed over a state: no step takes as long
+                self._steps.restart(now)
+            self._begun = True
 
     def _forget(self, now: float) -> None:
         """Workers that have ended, and are in no view any more."""

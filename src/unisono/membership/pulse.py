@@ -17,6 +17,7 @@ class Pulse:
         usual_seconds: the gap expected before any was seen.
         least_seconds: the shortest deadline.
         forgiven_seconds: the shortest deadline while a false alarm is remembered, see `forgive`.
+        guessed: the first gap that is seen takes the place of `usual_seconds` (section 2.2).
     """
 
     usual_seconds: float
@@ -24,6 +25,7 @@ class Pulse:
     deviation_seconds: float = 0.0
     last: float | None = None
     forgiven_seconds: float = 0.0
+    guessed: bool = False
 
     def __post_init__(self) -> None:
         self.deviation_seconds = self.usual_seconds / 2
@@ -34,6 +36,8 @@ class Pulse:
             gap = max(0.0, now - self.last)
             if self.forgiven_seconds:
                 self._remember(gap)
+            if self.guessed:
+                self.usual_seconds, self.deviation_seconds, self.guessed = gap, gap / 2, False
             self.deviation_seconds += (abs(gap - self.usual_seconds) - self.deviation_seconds) / 4
             self.usual_seconds += (gap - self.usual_seconds) / 8
         self.last = now

@@ -76,7 +76,7 @@ class Roll:
         if worker in self.gone:
             return True
         known = self.heard[worker]
-        return known.hung_up or (known.pulse.overdue(now) and now - known.ran > self._least_seconds)
+        return known.hung_up or (known.pulse.overdue(now) and now - known.ran > _RAN_BEATS * self.beat_seconds)
 
     def quiet(self, worker: str, now: float) -> bool:
         """Whether it is late, though not yet `silent`, and might be again as far as is known."""
@@ -115,4 +115,5 @@ class Roll:
 
 
 _QUIET = 0.4  # of the silence that says that it is lost; more than a beat, and who is asked still has time to answer
+_RAN_BEATS = 2  # for which it counts that its process was seen to want a processor
 _BEATS = 3  # that may fail to come before a worker is taken for silent

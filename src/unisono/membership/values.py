@@ -140,9 +140,9 @@ class Policy:
     unit: int = 1
     shares: int = 0
     patience_seconds: float = 30.0
-    beat_seconds: float = 0.3
+    beat_seconds: float = 0.25
     beats_per_second: float = 1000.0
-    silence_seconds: float = 0.9
+    silence_seconds: float = 0.75
     estranged_seconds: float = 5.0
 
     def __post_init__(self) -> None:
