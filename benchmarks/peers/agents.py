@@ -20,7 +20,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
@@ -176,7 +175,7 @@ class Worker:
 
     def beat(self, *, waits: bool) -> bytes:
         if self.agent.working:  # all do their steps together
-            self.agent.standing = replace(self.agent.standing, step=self.crowd.step)
+            self.agent.done(self.agent.view.number, steps=self.crowd.step - self.agent.standing.step)
         beat, knows = self.agent.beat(), self.knows
         standing = beat.standing
         return (
