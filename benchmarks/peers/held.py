@@ -118,6 +118,7 @@ def train(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
         micro_batch=1,
         threads=1,
         run=f"{folder}/run",
+        copies=False,  # of other workers' parts, which are no part of the layout
     )
     try:
         result = unisono.train(task, config)
