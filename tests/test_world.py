@@ -49,7 +49,7 @@ def samples(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def world_of(comm) -> World:
     who, watch = Identity(comm.rank, comm.size, comm.rank, comm.size), Watched()
-    return World(Same(who, comm, watch, alone=False), torch.device("cpu"), watch)
+    return World(Same(who, comm, watch), torch.device("cpu"), watch)
 
 
 def weights(model: nn.Module) -> torch.Tensor:

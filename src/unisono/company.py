@@ -137,16 +137,18 @@ class Same:
     """The same workers from the beginning to the end.
 
     Args:
-        alone: nobody else sees when this worker is stuck, as in a process of its own; not so in a simulation.
+        watchdog: sees when this worker is stuck, where nobody else does; closed with this.
     """
 
     recovers = ended = lost = False
 
-    def __init__(self, identity: Identity, comm: Communicator, watch: Watched, *, alone: bool = True) -> None:
+    def __init__(
+        self, identity: Identity, comm: Communicator, watch: Watched, watchdog: Watchdog | None = None
+    ) -> None:
         self.rank, self.size, self.comm = identity.rank, identity.size, comm
         self.metrics = comm.lane("metrics")
         watch.be(Phase.COMPUTE, comm)
-        self._watchdog = Watchdog(watch, STUCK_IN) if alone else None
+        self._watchdog = watchdog
 
     def agree(self, state: State) -> None:
         state.agree(self.comm)

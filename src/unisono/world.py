@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.comm import Communicator, connect
-from unisono.company import Company, Same, State, Whoever, words_of
+from unisono.company import STUCK_IN, Company, Same, State, Whoever, words_of
 from unisono.compress import Cast, Compressor
 from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
 from unisono.doing import Phase
@@ -31,7 +31,7 @@ from unisono.evaluate import samples_in
 from unisono.keep import Stateful
 from unisono.launch import Identity, identify
 from unisono.launch.script import takes_part
-from unisono.observe import Watched
+from unisono.observe import Watchdog, Watched
 from unisono.replica import Replica, Step, check_fit, check_trainable
 from unisono.sync import AllReduce, Synchronizer
 from unisono.task import Batch, build_dataset
@@ -65,7 +65,7 @@ def join(
     )
     if given is not None:
         return World(Whoever(given, where, watch, communicator, deadline_seconds, meet), where, watch)
-    return World(Same(who, meet(), watch), where, watch)
+    return World(Same(who, meet(), watch, Watchdog(watch, STUCK_IN)), where, watch)
 
 
 class World:

@@ -1,5 +1,7 @@
 """Single decisions of the coordinator."""
 
+import pytest
+
 from unisono.membership import Beat, Coordinator, Ended, Over, Policy, Standing
 from unisono.membership.quarrels import Quarrels
 
@@ -57,3 +59,40 @@ def test_who_is_seen_to_compute_is_not_lost_though_it_be_silent() -> None:
         assert not found.tick(seconds)
     found.hear(Beat("a", 1000, 1), 30.9)
     assert [each.over for each in found.tick(31.0) if isinstance(each, Ended)] == [Over.NOW]
+
+
+def at_work(first_step_seconds: float) -> Coordinator:
+    """Two that have done ten steps a second for a second, after the first, which took longer."""
+    found = Coordinator(Policy(expected=2, maximum=2))
+    for count, works_in in ((1, 0), (2, 1)):
+        for worker in "ab":
+            found.hear(Beat(worker, count, works_in), 0.0)
+    for tenth in range(round(10 * first_step_seconds) + 10):
+        step = max(0, tenth + 1 - round(10 * first_step_seconds))
+        for worker in "ab":
+            found.hear(Beat(worker, 3 + tenth, 1, standing=Standing(1, step)), 0.1 * tenth)
+    return found
+
+
+@pytest.mark.parametrize("first_step_seconds", [0.1, 5.0])
+def test_how_long_the_first_step_took_is_no_reason_to_wait_for_who_freezes(first_step_seconds: float) -> None:
+    found, frozen = at_work(first_step_seconds), first_step_seconds + 0.9
+    for tenth in range(1, 10):
+        found.hear(Beat("a", 1000 + tenth, 1, standing=Standing(1, 10)), frozen + 0.1 * tenth)
+        ended = [each.over for each in found.tick(frozen + 0.1 * tenth) if isinstance(each, Ended)]
+        if ended:
+            break
+    assert ended == [Over.NOW]
+    assert tenth >= 7  # of Policy.silence_seconds, 0.75
+
+
+def test_to_vouch_for_a_worker_is_of_use_once_it_is_late() -> None:
+    found = at_work(0.1)
+    assert not found.doubtful(1.0 + 0.2)
+    assert found.doubtful(1.0 + 0.4)
+    for worker in "ab":
+        found.running(worker, 1.4)
+    assert not found.doubtful(1.5)
+    for worker in "ab":
+        found.gone(worker, 1.6)
+    assert not found.doubtful(9.0)

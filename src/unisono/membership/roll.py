@@ -79,7 +79,7 @@ class Roll:
         return known.hung_up or (known.pulse.overdue(now) and now - known.ran > _RAN_BEATS * self.beat_seconds)
 
     def quiet(self, worker: str, now: float) -> bool:
-        """Whether it is late, though not yet `silent`, and might be again as far as is known."""
+        """Whether it is late, if not so late as to be `silent`, and has not ended."""
         known = self.heard[worker]
         last = max(known.pulse.last or now, known.ran)
         return worker not in self.gone and now - last > _QUIET * known.pulse.deadline_seconds

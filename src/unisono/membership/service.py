@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated
 
 from fastapi import FastAPI, Request, Response
@@ -241,7 +241,7 @@ class Service:
         self.reports = Reports(int(1000 * today()))
         self._unwritten: list[Happened] = []
         self._waiting: set[asyncio.Future[bool]] = set()
-        self._vouching: set[asyncio.Future[bool]] = set()
+        self._late = asyncio.Event()  # set for a moment
         self._listening: Counter[str] = Counter()  # requests of a worker that wait
         self._answers = Answers()
 
@@ -295,9 +295,9 @@ class Service:
         while True:
             self.decide(self.coordinator.tick(self.now()))
             self.look()
-            if self._vouching and self.coordinator.doubtful(self.now()):
-                for waiting in self._vouching:
-                    _settle(waiting, False)
+            if self.coordinator.doubtful(self.now()):
+                self._late.set()
+                self._late.clear()
             pause, began = self.coordinator.beat_seconds / 2, self._clock()
             await asyncio.sleep(pause)
             late = self._clock() - began - pause
@@ -337,15 +337,9 @@ class Service:
 
     async def doubt(self) -> None:
         """Waits until a worker is late, or for a while."""
-        loop = asyncio.get_running_loop()
-        waiting: asyncio.Future[bool] = loop.create_future()
-        due = loop.call_later(_DOUBT_SECONDS, _settle, waiting, False)
-        self._vouching.add(waiting)
-        try:
-            await waiting
-        finally:
-            due.cancel()
-            self._vouching.discard(waiting)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DOUBT_SECONDS):
+                await self._late.wait()
 
     def _due(self, now: float) -> float:
         """When the next beat is: at its time, or, where news made all begin anew at once, up to twice as late, one
