@@ -26,8 +26,9 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from unisono.membership import Abort, Agent, Exit, Meet, Over, Place, Standing, View, Word
+from unisono.membership import Abort, Agent, Contact, Exit, Meet, Over, Place, Standing, View, Word
 from unisono.membership.attendance import changed_by
+from unisono.membership.line import ask
 
 SAID_PER_SECOND = 200  # beats that are to be answered at once, of all workers together
 STEP_SECONDS = 0.5
@@ -132,7 +133,9 @@ class Worker:
             self.crowd.waited(took, seconds)
         self.take(word, listening=True)
         if self.alive:
-            self.listen()  # which says too that it has left a view
+            self.listen()  # which says too that it has left a view, or met one
+            if self.agent.working:
+                self.crowd.met(self.agent)
 
     def say(self, asked_at: float | None = None) -> None:
         """At once, or once the answer to what was said before has come."""
@@ -146,8 +149,6 @@ class Worker:
         took = time.perf_counter() - at
         self.crowd.answered(took, probe is not None)
         word, _ = self.crowd.reader.read(body, knew.view.number)
-        if self.agent.working and not self.unsaid:
-            self.crowd.met(self.agent)
         self.take(word)
         if self.unsaid:
             self.unsaid = False
@@ -191,7 +192,7 @@ class Crowd:
 
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
-        self.address = (parts.hostname, parts.port)
+        self.address, self.contact = (parts.hostname, parts.port), Contact(url, token)
         self.head = (
             f"host: coordinator\r\nauthorization: Bearer {token}\r\ncontent-type: application/json\r\n"
             "accept-encoding: gzip\r\n"
@@ -274,7 +275,17 @@ class Crowd:
         asking = await self.connect()
         asking.ask(b"/v1/gone", json.dumps({"worker": worker.agent.worker}).encode(), lambda body: None)
         await asyncio.wait_for(self.all_met.wait(), 120.0)
+        await self.known()
         return time.perf_counter() - began, time.process_time() - own
+
+    async def known(self) -> None:
+        """Until the coordinator has heard of each that it works in its view."""
+        while True:
+            status = await asyncio.to_thread(ask, self.contact, "/v1/status")
+            number = status["view"]["number"]
+            works = sum(worker["works_in"] == number for worker in status["workers"])
+            if works == len(status["view"]["members"]) == self.wanted:
+                return
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:

@@ -72,6 +72,41 @@ def test_news_reach_who_waits_at_once_and_else_the_answer_comes_when_the_next_be
     asyncio.run(play())
 
 
+def test_a_few_workers_are_answered_at_the_same_moment(tmp_path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path / "store", Policy(expected=2, maximum=3, beat_seconds=1.0))
+        loop, answered = asyncio.get_running_loop(), {}
+
+        async def beat(worker: str) -> None:
+            await desk.beat(worker, 2, works_in=1, knows=1, knows_over="no")
+            answered[worker] = loop.time()
+
+        for worker in ("w0", "w1"):
+            await desk.beat(worker, 1)
+        await asyncio.sleep(1.0 - loop.time() % 0.5)  # just after one of the moments
+        first = asyncio.create_task(beat("w0"))
+        await asyncio.sleep(0.2)
+        await asyncio.gather(first, beat("w1"))
+        assert abs(answered["w0"] - answered["w1"]) < 0.1
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("asked", [("/v1/running", {"workers": []}), ("/v1/beat", {"worker": "w0", "count": 1,
+                                   "knows_over": "now"})])  # fmt: skip
+def test_whoever_waits_is_answered_when_the_coordinator_ends(asked, tmp_path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path / "store", Policy(expected=2, maximum=3, beat_seconds=20.0))
+        path, message = asked
+        waiting = asyncio.create_task(desk.client.post(path, json=message))
+        while not waiting.done():
+            await asyncio.sleep(0.01)
+            desk.service.release()
+        assert waiting.result().status_code == 200
+
+    asyncio.run(asyncio.wait_for(play(), 10.0))
+
+
 @pytest.mark.parametrize(("stalled", "over"), [(True, "no"), (False, "now")])
 def test_while_the_coordinator_itself_stands_still_nobody_else_is_late(stalled, over, tmp_path) -> None:
     async def play() -> None:

@@ -17,7 +17,7 @@ from unisono.membership.line import Line
 from unisono.membership.values import Contact
 
 _LOOK_SECONDS = 0.2
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 10.0  # longer than the coordinator waits for somebody to be late
 _MOSTLY = 0.5  # of the time
 
 
@@ -77,12 +77,18 @@ class Vouching:
         self.close()
 
     def _look(self) -> None:
+        busy: list[str] = []
         while not self._closed.is_set():
-            with self._changed:
-                pids = dict(self._pids)
-            before, began = {worker: wanted_seconds(pid) for worker, pid in pids.items()}, time.monotonic()
-            self._closed.wait(_LOOK_SECONDS)
-            seconds = time.monotonic() - began
-            busy = [worker for worker, pid in pids.items() if computes(before[worker], wanted_seconds(pid), seconds)]
-            # Answered once somebody is late; if nobody answers, it is asked again with the next look.
-            self._line.ask("POST", "/v1/running", {"workers": busy})
+            answer = self._line.ask("POST", "/v1/running", {"workers": busy})
+            late = answer.body["late"] if answer and answer.status == 200 else None
+            busy = self._busy() if late else []
+            if late is None:  # nobody answers: it is asked again
+                self._closed.wait(_LOOK_SECONDS)
+
+    def _busy(self) -> list[str]:
+        with self._changed:
+            pids = dict(self._pids)
+        before, began = {worker: wanted_seconds(pid) for worker, pid in pids.items()}, time.monotonic()
+        self._closed.wait(_LOOK_SECONDS)
+        seconds = time.monotonic() - began
+        return [worker for worker, pid in pids.items() if computes(before[worker], wanted_seconds(pid), seconds)]

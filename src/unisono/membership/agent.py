@@ -74,9 +74,10 @@ class Agent:
         return over and self.view.number == self._word.view.number
 
     @property
-    def torn(self) -> bool:
-        """Whether it is to stop at once, and has not said that it did: until then there is no news for it."""
-        return self._aborted
+    def turning(self) -> bool:
+        """Whether it is to stop at once, or to meet a group, and has not said that it did: there is hardly any news
+        for it until then."""
+        return self._aborted or (self.view.number > 0 and not self.working)
 
     @property
     def leaving(self) -> bool:

@@ -102,7 +102,7 @@ class Attendance:
 
     def met(self, number: int, step: int, digest: str) -> None:
         """See `Agent.met`."""
-        self._tell(lambda: self._agent.met(number, step, digest))
+        self._turn(lambda: self._agent.met(number, step, digest))
 
     @property
     def works(self) -> bool:
@@ -120,12 +120,7 @@ class Attendance:
 
     def broken(self, number: int, digest: str, missed: tuple[str, ...] = ()) -> None:
         """See `Agent.broken`; `digest` of the state as it now is."""
-        with self._news:
-            self._do(self._agent.broken(number, missed, digest))
-            if self._resting:  # then the thread that listens says it, and hears the next view in answer
-                self._resting = False
-                return
-        self._tell(list)
+        self._turn(lambda: self._agent.broken(number, missed, digest))
 
     def finish(self) -> None:
         """See `Agent.finish`."""
@@ -151,6 +146,14 @@ class Attendance:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def _turn(self, change: Callable[[], list[Action] | None]) -> None:
+        with self._news:
+            self._do(change() or [])
+            if self._resting:  # then the thread that listens says it, and hears the next view in answer
+                self._resting = False
+                return
+        self._tell(list)
+
     def _tell(self, change: Callable[[], list[Action] | None]) -> None:
         with self._news:
             self._do(change() or [])
@@ -161,7 +164,7 @@ class Attendance:
         last = time.monotonic()  # when somebody listened there, or has been heard ever
         while not self._closed:
             with self._news:
-                self._resting = self._agent.torn
+                self._resting = self._agent.turning
                 self._news.wait_for(lambda: self._closed or not self._resting, _REST_SECONDS)
                 self._resting = False
             if not self._exchange(self._listening, waits=True):

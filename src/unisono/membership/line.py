@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import ssl
@@ -12,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import httptools
+
 from unisono.errors import InvalidInput
 from unisono.membership.values import Contact
 
 _LONGEST_ANSWER_BYTES = 16 << 20
+_READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Answer:
 class Line:
     """A connection that is made again when it is needed.
 
+    A training step waits for whoever interrupts its worker, so a request is one packet, for which the other end wakes
+    up once, and its answer is read by the same parser in C as there.
+
     Args:
         contact: of the coordinator.
         answer_seconds: how long one is waited for.
@@ -37,21 +42,20 @@ class Line:
         refused: when last asked, nobody listened there.
 
     Raises:
-        InvalidInput: the contact's URL is none, or its authority cannot be read.
+        InvalidInput: the contact's URL is none, its token cannot be said, or its authority cannot be read.
     """
 
     def __init__(self, contact: Contact, answer_seconds: float = 10.0) -> None:
-        self.refused = False
-        host, port, secure = _address(contact.url)
-        self._headers = {"authorization": f"Bearer {contact.token}", "content-type": "application/json",
-                         "accept-encoding": "gzip"}  # fmt: skip
-        self._made: http.client.HTTPConnection
-        if secure:
-            self._made = http.client.HTTPSConnection(
-                host, port, timeout=answer_seconds, context=_trust(contact.authority)
-            )
-        else:
-            self._made = http.client.HTTPConnection(host, port, timeout=answer_seconds)
+        self.refused = self._cut = False
+        self._host, self._port, secure = _address(contact.url)
+        self._seconds = answer_seconds
+        self._trust = _trust(contact.authority) if secure else None
+        self._head = (
+            f"host: {urlsplit(contact.url).netloc.rpartition('@')[2]}\r\n"
+            f"authorization: Bearer {_sayable(contact.token)}\r\n"
+            "content-type: application/json\r\naccept-encoding: gzip\r\n"
+        )
+        self._wire: socket.socket | None = None
 
     def post(self, path: str, message: object) -> object | None:
         """The answer's body; None if there is none, or it is an error."""
@@ -61,38 +65,120 @@ class Line:
 
     def ask(self, method: str, path: str, message: object = None) -> Answer | None:
         """The answer; None if the coordinator is away."""
+        said = "" if message is None else json.dumps(message)  # which is ASCII
+        request = f"{method} {path} HTTP/1.1\r\n{self._head}content-length: {len(said)}\r\n\r\n{said}".encode()
         try:
-            answer = self._asked(method, path, None if message is None else json.dumps(message))
-            body = _unpacked(answer)
+            answer = self._asked(request)
             self.refused = False
-            return Answer(answer.status, json.loads(body) if body and answer.status < 400 else None)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            return Answer(answer.status, json.loads(answer.body) if answer.body and answer.status < 400 else None)
+        except (OSError, ValueError, httptools.HttpParserError) as error:
             self.refused = isinstance(error, ConnectionRefusedError)
-            self._made.close()
+            self.close()
             return None
 
-    def _asked(self, method: str, path: str, body: str | None) -> http.client.HTTPResponse:
-        used = self._made.sock is not None
-        try:
-            self._made.request(method, path, body, self._headers)
-            return self._made.getresponse()
-        except (ConnectionError, http.client.BadStatusLine):
-            if not used:
-                raise
-        self._made.close()  # the other end has closed it while nothing was said; what is said twice does no harm
-        self._made.request(method, path, body, self._headers)
-        return self._made.getresponse()
-
     def cut(self) -> None:
-        """Whoever waits for an answer gets none."""
-        wire = self._made.sock
+        """Whoever waits for an answer gets none, now or later."""
+        self._cut, wire = True, self._wire
         if wire is not None:
             with suppress(OSError):  # it was not connected any more
                 wire.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Nobody asks any more."""
-        self._made.close()
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+
+    def _asked(self, request: bytes) -> _Reading:
+        used = self._wire is not None
+        try:
+            return self._exchange(request)
+        except ConnectionError:
+            if not used or self._cut:
+                raise
+        self.close()  # the other end has closed it while nothing was said; what is said twice does no harm
+        return self._exchange(request)
+
+    def _exchange(self, request: bytes) -> _Reading:
+        if self._wire is None:
+            self._wire = self._connect()
+        self._wire.sendall(request)
+        reading = _Reading()
+        while not reading.whole:
+            data = self._wire.recv(_READ_BYTES)
+            if not data:
+                raise ConnectionResetError("closed before all of the answer was there")
+            reading.feed(data)
+        if not reading.goes_on:
+            self.close()
+        return reading
+
+    def _connect(self) -> socket.socket:
+        wire = socket.create_connection((self._host, self._port), self._seconds)
+        try:
+            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return self._trust.wrap_socket(wire, server_hostname=self._host) if self._trust else wire
+        except BaseException:
+            wire.close()
+            raise
+
+
+class _Reading:
+    """An answer as it comes.
+
+    Attributes:
+        whole: all of it is there.
+        goes_on: the connection can be used again.
+
+    Raises:
+        ValueError: there is more of it than is read, or it cannot be unpacked.
+        httptools.HttpParserError: it is no HTTP.
+    """
+
+    def __init__(self) -> None:
+        self.whole = self.goes_on = self._packed = False
+        self._parts: list[bytes] = []
+        self._count = 0
+        self._parser = httptools.HttpResponseParser(self)
+
+    def feed(self, data: bytes) -> None:
+        """What came next."""
+        self._count += len(data)
+        if self._count > _LONGEST_ANSWER_BYTES:
+            raise ValueError("an answer that is too long")
+        self._parser.feed_data(data)
+
+    @property
+    def status(self) -> int:
+        """HTTP's."""
+        return int(self._parser.get_status_code())
+
+    @property
+    def body(self) -> bytes:
+        """Unpacked."""
+        whole = b"".join(self._parts)
+        if not self._packed:
+            return whole
+        try:
+            return zlib.decompressobj(_GZIP).decompress(whole, _LONGEST_ANSWER_BYTES)
+        except zlib.error as error:
+            raise ValueError("an answer that cannot be unpacked") from error
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser."""
+        if name.lower() == b"content-encoding":
+            self._packed = value == b"gzip"
+
+    def on_body(self, part: bytes) -> None:
+        """Called by the parser."""
+        self._parts.append(part)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser, which knows only now whether the connection can be used again."""
+        self.whole, self.goes_on = True, bool(self._parser.should_keep_alive())
+
+
+_GZIP = 16 + zlib.MAX_WBITS
 
 
 def ask(contact: Contact, path: str) -> Any:
@@ -121,19 +207,6 @@ def heard(contact: Contact, answer: Answer | None) -> Answer:
     return answer
 
 
-def _unpacked(answer: http.client.HTTPResponse) -> bytes:
-    body = answer.read(_LONGEST_ANSWER_BYTES)
-    if answer.headers.get("content-encoding") != "gzip":
-        return body
-    try:
-        return zlib.decompressobj(_GZIP).decompress(body, _LONGEST_ANSWER_BYTES)
-    except zlib.error as error:
-        raise ValueError("an answer that cannot be unpacked") from error
-
-
-_GZIP = 16 + zlib.MAX_WBITS
-
-
 def _address(url: str) -> tuple[str, int, bool]:
     wrong = InvalidInput("coordinator", url, "no address of one", "write http://host:port")
     try:
@@ -144,6 +217,14 @@ def _address(url: str) -> tuple[str, int, bool]:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port:
         raise wrong
     return parts.hostname, port, parts.scheme == "https"
+
+
+def _sayable(token: str) -> str:
+    if not (token.isascii() and token.isprintable()):
+        raise InvalidInput(
+            "token", "(not shown)", "it has characters that are not printable ASCII", "choose another one"
+        )
+    return token
 
 
 def _trust(authority: str) -> ssl.SSLContext:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -50,7 +53,7 @@ class Serving:
             server_header=False, proxy_headers=False, date_header=False, backlog=BACKLOG,
             timeout_keep_alive=KEPT_SECONDS, timeout_graceful_shutdown=1,
             ssl_certfile=place.certificate, ssl_keyfile=place.key)  # fmt: skip
-        self._server, self._store = uvicorn.Server(config), store
+        self._server, self._store = _Server(config, service.release), store
 
     def run(self) -> None:
         """Answers until this process is asked to stop, or `stop` is called."""
@@ -66,4 +69,35 @@ class Serving:
 
     def stop(self) -> None:
         """From any thread."""
-        self._server.should_exit = True
+        self._server.end()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which by itself wakes up ten times a second to see whether it is to end: a step waits for whoever
+    takes the processor of one of its workers."""
+
+    def __init__(self, config: uvicorn.Config, release: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._release = release
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def main_loop(self) -> None:
+        """Until it is told to end."""
+        self._asked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        await self.on_tick(0)
+        if not self.should_exit:
+            await self._asked.wait()
+        self._release()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal asks for it."""
+        super().handle_exit(sig, frame)
+        self.end()
+
+    def end(self) -> None:
+        """From any thread."""
+        self.should_exit = True
+        if self._loop:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._asked.set)

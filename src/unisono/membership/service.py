@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import FastAPI, Request, Response
@@ -31,7 +31,7 @@ from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
 MOST_MISSED = 1 << 13
 BEAT = "/v1/beat"
-_DOUBT_SECONDS = 1.0  # after which who vouches for workers looks again, though none be late
+_DOUBT_SECONDS = 2.0  # after which who vouches for workers is answered, though none be late
 _MOST_WORKERS = 4096  # that one message names
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -182,6 +182,12 @@ class RunningMessage(_Message):
     workers: Annotated[list[Name], Field(max_length=_MOST_WORKERS)]
 
 
+class LateMessage(_Message):
+    """Whether it is time to look which processes want processors, as a worker is late."""
+
+    late: bool
+
+
 class WorkerMessage(_Message):
     """A worker, as last heard."""
 
@@ -286,22 +292,29 @@ class Service:
         if found:
             self._wake()
 
+    def release(self) -> None:
+        """Whoever waits is answered: this process ends."""
+        self._late.set()
+        self._wake()
+
     def _wake(self) -> None:
         for waiting in self._waiting:
             _settle(waiting, False)
 
     async def tick(self) -> None:
         """For ever."""
+        loop = asyncio.get_running_loop()
         while True:
             self.decide(self.coordinator.tick(self.now()))
             self.look()
             if self.coordinator.doubtful(self.now()):
                 self._late.set()
                 self._late.clear()
-            pause, began = self.coordinator.beat_seconds / 2, self._clock()
+            between, began, at = self._tick_seconds, self._clock(), loop.time()
+            pause = between * (at // between + 1) - at
             await asyncio.sleep(pause)
             late = self._clock() - began - pause
-            if late > pause:
+            if late > between:
                 self.stalled_seconds += late
 
     def hear(self, message: BeatMessage) -> bool:
@@ -335,17 +348,30 @@ class Service:
             self.decide(self.coordinator.hung_up(worker, self.now()))
         return not hung_up
 
-    async def doubt(self) -> None:
-        """Waits until a worker is late, or for a while."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DOUBT_SECONDS):
-                await self._late.wait()
+    async def doubt(self, receive: Receive) -> bool:
+        """Waits until a worker is late, for a while, or until who asks has hung up; whether one is late."""
+        late, closed = (asyncio.ensure_future(each) for each in (self._late.wait(), receive()))
+        await asyncio.wait((late, closed), timeout=_DOUBT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        found = late.done()
+        late.cancel()
+        closed.cancel()
+        return found
+
+    @property
+    def _tick_seconds(self) -> float:
+        return self.coordinator.beat_seconds / 2
 
     def _due(self, now: float) -> float:
         """When the next beat is: at its time, or, where news made all begin anew at once, up to twice as late, one
-        after the other: the last of all after half as much again."""
-        seconds, apart = self.coordinator.beat_seconds, 0.5 / self.coordinator.policy.beats_per_second
-        self._last_due = min(now + 2 * seconds, max(now + seconds, self._last_due + apart))
+        after the other: the last of all after half as much again.
+
+        Where they are few, all are answered together with a tick: workers who wait for each other in each step are
+        interrupted at the same time, and this process wakes up once.
+        """
+        seconds, policy = self.coordinator.beat_seconds, self.coordinator.policy
+        if seconds <= policy.beat_seconds:
+            return (now + seconds) // self._tick_seconds * self._tick_seconds
+        self._last_due = min(now + 2 * seconds, max(now + seconds, self._last_due + 0.5 / policy.beats_per_second))
         return self._last_due
 
     def answer(self, message: BeatMessage, packed: bool) -> Messages:
@@ -396,18 +422,19 @@ def application(service: Service, token: str) -> App:
         service.decide(service.coordinator.gone(message.worker, service.now()))
         service.look()
 
-    @app.post("/v1/running", status_code=204)
-    async def running(message: RunningMessage) -> None:
+    @app.post("/v1/running")
+    async def running(message: RunningMessage, request: Request) -> LateMessage:
         """Who started workers sees that their processes compute, or wait for a processor; answered when it is time to
-        look again."""
+        look again, or after a while."""
         for worker in message.workers:
             service.coordinator.running(worker, service.now())
-        await service.doubt()
+        return LateMessage(late=await service.doubt(request.receive))
 
-    @app.get("/v1/status")
-    async def status() -> StatusMessage:
+    @app.get("/v1/status", response_model=StatusMessage)
+    async def status() -> Response:
         """Who is here, and what happened."""
-        return _status(service)
+        # What is made of checked values need not be checked again: with thousands of workers others would wait for it.
+        return Response(_status(service).model_dump_json(), media_type="application/json")
 
     offer(app, service.store)
     return Guard(_shortcut(_ear(service), app), token)
