@@ -16,7 +16,7 @@ from pathlib import Path
 from unisono.membership.line import Line
 from unisono.membership.values import Contact
 
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.15
 _ANSWER_SECONDS = 10.0  # longer than the coordinator waits for somebody to be late
 _MOSTLY = 0.5  # of the time
 

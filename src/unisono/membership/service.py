@@ -31,7 +31,8 @@ from unisono.membership.values import Beat, Over, Place, Standing, View, Word
 
 MOST_MISSED = 1 << 13
 BEAT = "/v1/beat"
-_DOUBT_SECONDS = 2.0  # after which who vouches for workers is answered, though none be late
+_DOUBT_BEATS = 8  # after which who vouches for workers is answered, though none be late
+_DOUBT_SECONDS = 2.0  # the same, at the latest
 _MOST_WORKERS = 4096  # that one message names
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -307,10 +308,12 @@ class Service:
         while True:
             self.decide(self.coordinator.tick(self.now()))
             self.look()
+            between = self.coordinator.beat_seconds
             if self.coordinator.doubtful(self.now()):
                 self._late.set()
                 self._late.clear()
-            between, began, at = self._tick_seconds, self._clock(), loop.time()
+                between /= 2
+            began, at = self._clock(), loop.time()
             pause = between * (at // between + 1) - at
             await asyncio.sleep(pause)
             late = self._clock() - began - pause
@@ -351,15 +354,12 @@ class Service:
     async def doubt(self, receive: Receive) -> bool:
         """Waits until a worker is late, for a while, or until who asks has hung up; whether one is late."""
         late, closed = (asyncio.ensure_future(each) for each in (self._late.wait(), receive()))
-        await asyncio.wait((late, closed), timeout=_DOUBT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        seconds = min(_DOUBT_SECONDS, _DOUBT_BEATS * self.coordinator.beat_seconds)
+        await asyncio.wait((late, closed), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         found = late.done()
         late.cancel()
         closed.cancel()
         return found
-
-    @property
-    def _tick_seconds(self) -> float:
-        return self.coordinator.beat_seconds / 2
 
     def _due(self, now: float) -> float:
         """When the next beat is: at its time, or, where news made all begin anew at once, up to twice as late, one
@@ -370,7 +370,7 @@ class Service:
         """
         seconds, policy = self.coordinator.beat_seconds, self.coordinator.policy
         if seconds <= policy.beat_seconds:
-            return (now + seconds) // self._tick_seconds * self._tick_seconds
+            return (now + seconds) // seconds * seconds
         self._last_due = min(now + 2 * seconds, max(now + seconds, self._last_due + 0.5 / policy.beats_per_second))
         return self._last_due
 
