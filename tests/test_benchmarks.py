@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import gpu, harness, layout_memory, layout_speed, unequal
+from benchmarks import coordinator, gpu, harness, layout_memory, layout_speed, unequal
 from benchmarks.harness import Claim, Spread, Verdict
 from benchmarks.netlab.errors import Unavailable
 
@@ -57,6 +57,14 @@ def test_a_command_that_fails_ends_the_benchmark_with_what_it_said() -> None:
 def test_a_command_that_hangs_is_ended() -> None:
     with pytest.raises(SystemExit, match="still running after"):
         harness.run([sys.executable, "-c", "import signal; signal.pause()"], timeout_seconds=0.3)
+
+
+def test_a_few_workers_go_through_the_benchmark_of_the_coordinator() -> None:
+    ran = harness.run([*coordinator.command(24), "--seconds", "1", "--deaths", "2"])
+    assert ran.report["workers"] == 24
+    assert len(ran.report["changes"]) == 2
+    assert ran.report["steady"]["beats_per_second"] > 24
+    assert all(ours > 0 for verdict in coordinator.verdicts([ran]) for ours in verdict.ours)
 
 
 @pytest.mark.parametrize("way", ["unisono", "plain"])

@@ -19,7 +19,7 @@ from unisono.keep import Kept, read, written
 from unisono.launch.failure import Failure
 from unisono.launch.succession import EachToItsEnd, Replaced
 
-STEPS, HIT = 400, 4
+STEPS, HIT = 400, 7
 SCRIPT = """
 import json, os, pathlib, signal, sys, time
 import torch
@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from unisono.checkpoint import fingerprint
 
-here, act, struck = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+here, act, struck, sync = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3], eval(f"unisono.{sys.argv[4]}")
 place = os.environ.get("UNISONO_RANK", "0")
 comes_back = act in ("SIGKILL", "SIGSTOP")
 again = (here / "hit").exists()
@@ -41,7 +41,7 @@ random = torch.Generator().manual_seed(3)
 data = TensorDataset(torch.randn(96, 5, generator=random), torch.randn(96, 1, generator=random))
 model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-model, optimizer = world.bind(model, optimizer, compress=unisono.Exact(), clip=1.0)
+model, optimizer = world.bind(model, optimizer, sync=sync, compress=unisono.Exact(), clip=1.0)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.98)
 world.keep("scheduler", scheduler)
 seen = []
@@ -75,13 +75,13 @@ world.close()
 
 
 def looped(
-    path: Path, act: str, struck: str, *how: str
+    path: Path, act: str, struck: str, *how: str, sync: str = "AllReduce()"
 ) -> tuple[dict[str, dict[str, Any]], subprocess.CompletedProcess[str]]:
     """What each worker told, by its place, and what the command printed."""
     path.mkdir(exist_ok=True)
     script = path / "loop.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, *how, str(script), str(path), act, struck]
+    command = [sys.executable, *how, str(script), str(path), act, struck, sync]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=path, capture_output=True, text=True, timeout=150, stdin=subprocess.DEVNULL, env=environment
@@ -125,6 +125,32 @@ def test_a_worker_that_is_asked_to_leave_does(tmp_path: Path, peace) -> None:
     told, done = looped(tmp_path, "SIGTERM", "2", *LAUNCH)
     assert told.keys() == {"0", "1"}
     assert {each["weights"] for each in told.values()} == {peace["weights"]}
+    assert "worker 2 has left: 2 go on" in done.stderr
+
+
+@pytest.mark.parametrize("sync", ["LocalSGD(every=5)", "DiLoCo(every=5)", "Gossip(meet_every=5)"])
+def test_replicas_that_walk_take_the_round_again(tmp_path: Path, peace, sync: str) -> None:
+    """One of three is killed on its way from one meeting to the next: its steps are gone, so all others go back."""
+    told, done = looped(tmp_path, "SIGKILL", "1", *LAUNCH, sync=sync)
+    assert told.keys() == {"0", "1", "2"}
+    assert len({each["weights"] for each in told.values()}) == 1
+    assert {each["lr"] for each in told.values()} == {peace["lr"]}
+    for place in ("0", "2"):
+        steps = [step for step, _, _ in told[place]["seen"]]
+        back = [at for at in range(1, len(steps)) if steps[at] != steps[at - 1] + 1]
+        assert [steps[at] for at in back] == [5], steps
+        assert HIT <= steps[back[0] - 1] < 10
+        assert steps[-1] == STEPS - 1
+    assert "worker 1 was killed by SIGKILL (out of memory?): 2 go on, another one is started" in done.stderr
+
+
+def test_a_walker_that_is_asked_to_leave_leaves_its_share(tmp_path: Path, peace) -> None:
+    told, done = looped(tmp_path, "SIGTERM", "2", *LAUNCH, sync="LocalSGD(every=5)")
+    assert told.keys() == {"0", "1"}
+    for each in told.values():
+        assert (each["weights"], each["lr"]) == (told["0"]["weights"], peace["lr"])
+        assert [step for step, taken, _ in each["seen"] if taken] == list(range(STEPS))
+        assert {size for step, _, size in each["seen"] if step < 10} == {3}  # until the meeting
     assert "worker 2 has left: 2 go on" in done.stderr
 
 

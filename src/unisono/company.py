@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from unisono import handover
 from unisono.comm import Communicator
 from unisono.config import Config
 from unisono.doing import Phase
@@ -22,12 +22,13 @@ from unisono.errors import PeerLost, UnisonoError
 from unisono.keep import Kept
 from unisono.launch import Identity
 from unisono.launch.script import Left, TakesPart
+from unisono.milestone import Milestone
 from unisono.observe import Watchdog, Watched
 from unisono.observe.pace import Pace
 from unisono.persist import check_alike
 from unisono.replica import weights_of
 from unisono.said import NUMBERS, Said, heard, numbers
-from unisono.state import Reached, describe, take_over
+from unisono.state import Reached, describe, digest_of, take_over
 from unisono.views import Attended
 
 # What a loop of the user's own computes may be anything, for as long as it likes.
@@ -36,11 +37,16 @@ _TELL_SECONDS = 0.1
 
 
 class State:
-    """A model, its optimizer and what is kept beside them, and how far they have come."""
+    """A model, its optimizer and what is kept beside them, and how far they have come.
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer, self.kept = model, optimizer, Kept(optimizer)
+    Args:
+        walks: replicas take steps of their own; only those count after which all have met.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, walks: bool = False) -> None:
+        self.model, self.optimizer, self.kept, self.walks = model, optimizer, Kept(optimizer), walks
         self.reached = Reached()
+        self._milestone = Milestone() if walks else None
         self._before: dict[str, torch.Tensor] | None = None
 
     def agree(self, comm: Communicator) -> None:
@@ -56,18 +62,30 @@ class State:
 
     def digest(self) -> str:
         """Of all that workers have in common; what is kept is not in it, as it need not be alike."""
-        return handover.digest(*describe(self.model, self.optimizer, self.reached))
+        return digest_of(*describe(self.model, self.optimizer, self.reached), walks=self.walks)
 
     def begin(self) -> None:
-        """A step begins: what is kept goes back to this moment if it is not taken."""
-        self._before = self.kept.take()
+        """A step begins: what is kept goes back to this moment, or to the first such since `hold`, if it does not
+        come to count."""
+        if self._before is None:
+            self._before = self.kept.take()
 
     def take(self) -> None:
         """It is taken."""
-        self._before, self.reached = None, Reached(self.reached.steps + 1, 0, self.reached.shared)
+        self.reached = Reached(self.reached.steps + 1, 0, self.reached.shared)
+
+    def hold(self, shared: Mapping[str, torch.Tensor] | None = None) -> None:
+        """All that is taken counts. `shared`: what the synchronizer has now beside it, if that is new."""
+        self._before = None
+        if shared is not None:
+            self.reached = replace(self.reached, shared=shared)
+        if self._milestone is not None:
+            self._milestone.keep(self.model, self.optimizer, self.reached)
 
     def go_back(self) -> None:
-        """If a step has begun, it is not taken."""
+        """What does not count is not taken."""
+        if self._milestone is not None:
+            self.reached = self._milestone.go_back(self.model, self.optimizer) or self.reached
         if self._before is not None:
             self.kept.give(self._before)
             self._before = None
@@ -120,8 +138,8 @@ class Company(Protocol):
     def check(self) -> None:
         """Right before a step is taken. Raises `PeerLost` if the others go on without this worker."""
 
-    def done(self) -> None:
-        """One more step is in the state."""
+    def done(self, steps: int) -> None:
+        """So many more steps count."""
 
     def lose(self, error: PeerLost) -> None:
         """What was done together cannot be done. Raises `error` where nothing can be done about it."""
@@ -171,7 +189,7 @@ class Same:
     def check(self) -> None:
         pass
 
-    def done(self) -> None:
+    def done(self, steps: int) -> None:
         pass
 
     def lose(self, error: PeerLost) -> None:
@@ -276,7 +294,8 @@ class Whoever:
         assert self._views is not None
         if self._all_leave:
             raise Left
-        self._state.go_back()
+        if self.lost:
+            self._state.go_back()
         self._watch.be(Phase.RECOVERY)
         self._end(self._views, self._error)
         if self._meet(self._views):
@@ -306,11 +325,11 @@ class Whoever:
         if self._views is not None:
             self._views.check()
 
-    def done(self) -> None:
+    def done(self, steps: int) -> None:
         """See `Company`."""
         assert self._state is not None
         assert self._views is not None
-        self._views.done()
+        self._views.done(steps)
         if self.rank == 0 and self._pace.due():
             self._given.worker.report({"kind": "progress", "step": self._state.reached.steps})
 
@@ -390,10 +409,11 @@ class Whoever:
             me = view.members[views.rank]
             has = state.reached if me in view.sources else None
             beside = state.kept.take() if me == view.sources[0] else {}
-            taken = take_over(view, comm, state.model, state.optimizer, has, beside=beside)
+            taken = take_over(view, comm, state.model, state.optimizer, has, beside=beside, walks=state.walks)
             state.reached = taken.reached
             if has is None:
                 state.kept.give(taken.beside)
+        state.hold()
         self._met(views)
 
     def _met(self, views: Attended) -> None:

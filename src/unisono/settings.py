@@ -12,7 +12,7 @@ from unisono.data import default_micro_batch
 from unisono.errors import InvalidInput
 from unisono.layout import Places
 from unisono.notation import show
-from unisono.sync import AllReduce, Gossip, Periodic
+from unisono.sync import AllReduce, Gossip, Periodic, Synchronizer
 from unisono.task import Task
 
 # What makes a run this run: with other values it would compute something else.
@@ -22,7 +22,12 @@ LIBRARY_GLOBAL_BATCH = 64
 
 def walks(config: Config) -> bool:
     """Whether each replica of such a run takes steps of its own, and all meet after the same ones."""
-    return isinstance(config.sync, Periodic) or (isinstance(config.sync, Gossip) and not config.sync.asynchronous)
+    return walk(config.sync)
+
+
+def walk(sync: Synchronizer) -> bool:
+    """Whether replicas under `sync` take steps of their own, and all meet after the same ones."""
+    return isinstance(sync, Periodic) or (isinstance(sync, Gossip) and not sync.asynchronous)
 
 
 def recovers(config: Config) -> bool:

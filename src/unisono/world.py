@@ -33,6 +33,7 @@ from unisono.launch import Identity, identify
 from unisono.launch.script import takes_part
 from unisono.observe import Watchdog, Watched
 from unisono.replica import Replica, Step, check_fit, check_trainable
+from unisono.settings import walk
 from unisono.sync import AllReduce, Synchronizer
 from unisono.task import Batch, build_dataset
 
@@ -123,7 +124,7 @@ class World:
             raise UnisonoError("world.bind was called already: one world trains one model")
         check_fit(model, optimizer)
         check_trainable(model)
-        state = State(model, optimizer)
+        state = State(model, optimizer, walks=walk(sync))
         self._company.agree(state)
         options = {"sync": sync, "compress": compress, "clip": clip, "overlap": overlap}
         self._bound = _Bound(self._company, self._watch, state, backward_passes, options)
@@ -167,7 +168,9 @@ class World:
 
         The samples of a step, their order, their micro-batches and random streams depend on `seed` and the step
         alone; the step taken is that of the mean over the global batch, whoever computed what. ``batches.step`` is its
-        number, from 0: the same again if it was not taken, and that of the others in a worker that comes later.
+        number, from 0: the same again if it was not taken, and that of the others in a worker that comes later. Under
+        `LocalSGD` and its like a worker that is lost takes the steps along that it took since all last met: they are
+        given once more.
 
         Raises:
             InvalidInput: batch sizes that do not fit each other, the dataset or the number of workers.
@@ -185,7 +188,7 @@ class World:
             yield from self._in_one_view(bound, make, seed, count)
             try:
                 if not company.ended:
-                    self.meet()
+                    bound.meet()
                     company.finish()
                     return
             except PeerLost as error:
@@ -212,10 +215,15 @@ class World:
     def meet(self) -> None:
         """All workers call it alike, between two steps: afterwards all have the same weights and optimizer state.
 
-        Under ``AllReduce()`` they always have; `steps` does it at its end.
+        Under ``AllReduce()`` they always have; `steps` does it at its end. Where a worker was lost, only once the next
+        step is asked for.
         """
-        if self._bound is not None:
+        if self._bound is None or self._company.lost:
+            return
+        try:
             self._bound.meet()
+        except PeerLost as error:
+            self._company.lose(error)
 
     def mean(self, value: float, weight: float = 1.0) -> float:
         """The weighted mean of everybody's `value`, the same bits on all workers; NaN if all weights are 0.
@@ -286,6 +294,7 @@ class _Bound:
         self._replica: Replica | None = None
         self.planned = self._under_way = self._last = False
         self.micro_batches, self._reference = 0, 0.0
+        self._held = 0  # steps that count
         self._left = True
         # With nobody to agree with and nothing to round, autograd's own gradients are the mean.
         keeps = all(options["compress"].keeps(p.dtype) for p in model.parameters() if p.requires_grad)
@@ -310,7 +319,7 @@ class _Bound:
         self.planned = True
         self.micro_batches, self._reference = micro_batches, reference
         self._forget_hooks()
-        if isinstance(self._options["sync"], AllReduce):
+        if self.state.walks or isinstance(self._options["sync"], AllReduce):
             self._company.begin(self.state)
         else:
             self._company.stay()
@@ -319,6 +328,7 @@ class _Bound:
         """Those who are there now begin with the step after those that are in the state."""
         self._start(self.micro_batches, self._reference)
         assert self._replica is not None
+        self._held = self.state.reached.steps
         if self.state.reached.shared:
             self._replica.load_state_dict(self.state.reached.shared)
         self._next_step()
@@ -339,8 +349,11 @@ class _Bound:
 
     def meet(self) -> None:
         """See `World.meet`."""
-        if self._replica is not None:
-            self._replica.meet()
+        if self._replica is None:
+            return
+        self._replica.meet()
+        if self._company.recovers and self.state.walks:
+            self._hold()
 
     def turn(self) -> None:
         """The next step's data is asked for."""
@@ -395,11 +408,25 @@ class _Bound:
 
     def _take(self, step: Step) -> None:
         step.apply(self._plain_step)
-        if self._company.recovers:
-            self.state.take()
-            self._company.hear(step.extra or [])
-            self._company.done()
-        self._watch.keep(self._watch.done + 1)
+        if not self._company.recovers:
+            self._watch.keep(self._watch.done + 1)
+            return
+        self.state.take()
+        if step.extra is not None:  # all have met
+            assert self._replica is not None
+            self._company.hear(step.extra)
+            if self._company.ended:  # who leaves leaves its share of what all have come to
+                self._replica.meet()
+            self._hold()
+
+    def _hold(self) -> None:
+        """All have met: what they have now counts."""
+        assert self._replica is not None
+        self.state.hold(self._replica.state_dict() if self.state.walks else None)
+        if new := self.state.reached.steps - self._held:
+            self._held += new
+            self._company.done(new)
+            self._watch.keep(self._watch.done + new)
 
     def release(self) -> None:
         """Give the optimizer its own step back."""
@@ -438,6 +465,7 @@ class _Bound:
             listener=self._gradient,
             extra=words_of(self._company),
             repeats=self._company.recovers,
+            awaits=self._company.recovers and self.state.walks,
             **self._options,
         )
 
