@@ -6,6 +6,8 @@ import gzip
 from collections.abc import Callable
 from typing import Any
 
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
 _WORTH_PACKING_BYTES = 4096
 _MOST_KEPT = 256
 
@@ -31,6 +33,13 @@ class Answers:
                 self.forget()
             found = self._made[about, packed] = answer(200, make(), packed)
         return found
+
+
+def written(messages: Messages) -> bytes:
+    """The same as HTTP/1.1 writes it."""
+    start, end = messages
+    lines = [b"%b: %b\r\n" % header for header in start["headers"]]
+    return b"".join([STATUS_LINE[start["status"]], *lines, b"\r\n", end["body"]])
 
 
 def answer(status: int, body: bytes, packed: bool = False) -> Messages:

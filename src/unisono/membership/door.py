@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 LONGEST_BODY_BYTES = 1 << 20
 
+Headers = Iterable[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -23,8 +24,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        status = self._refused(scope["method"], headers)
+        status = self.refuses(scope["method"], scope["headers"])
         if not status:
             return await self._app(scope, receive, send)
         said = [(b"content-length", b"0")]
@@ -34,8 +34,9 @@ class Guard:
         await send({"type": "http.response.start", "status": status, "headers": said})
         await send({"type": "http.response.body", "body": b""})
 
-    def _refused(self, method: str, headers: dict[bytes, bytes]) -> int:
+    def refuses(self, method: str, said: Headers) -> int:
         """HTTP's status; 0: come in."""
+        headers = dict(said)
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             return 401
         length = headers.get(b"content-length", b"" if method in ("POST", "PUT", "PATCH") else b"0")
@@ -54,3 +55,8 @@ async def body(receive: Receive) -> bytes | None:
         parts.append(message.get("body", b""))
         if not message.get("more_body"):
             return b"".join(parts)
+
+
+def unpacks(headers: Headers) -> bool:
+    """Whether who asks can unpack gzip."""
+    return any(name == b"accept-encoding" and b"gzip" in value for name, value in headers)

@@ -10,15 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.hurry import Hurried, allow_connections
+from unisono.membership.hurry import allow_connections
 from unisono.membership.place import Place as Place
-from unisono.membership.service import Service, application
+from unisono.membership.quick import Quick
+from unisono.membership.service import Ear, Service, application
 from unisono.membership.store import Store
 from unisono.membership.values import Policy
 
@@ -47,8 +50,9 @@ class Serving:
         self.url = place.url(self._door.getsockname()[1])
         store = Store(state)
         service = Service(Coordinator(policy, store.load(), began=time.monotonic()), store, told=told)
+        guard = application(service, token)
         config = uvicorn.Config(
-            application(service, token), http=Hurried, loop="uvloop",
+            guard, http=cast(Any, partial(Quick, guard=guard, ear=Ear(service))), loop="uvloop",
             log_level="warning", access_log=False, lifespan="on", ws="none",
             server_header=False, proxy_headers=False, date_header=False, backlog=BACKLOG,
             timeout_keep_alive=KEPT_SECONDS, timeout_graceful_shutdown=1,

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import FastAPI, Request, Response
@@ -23,7 +24,7 @@ from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
 from unisono.membership.answers import Answers, Messages, answer
 from unisono.membership.changes import Change, change
 from unisono.membership.coordinator import Coordinator, Formed, Happened
-from unisono.membership.door import App, Guard, Receive, Scope, Send, body
+from unisono.membership.door import App, Guard, Receive, Scope, Send, body, unpacks
 from unisono.membership.ordered import offer
 from unisono.membership.reports import Reports
 from unisono.membership.store import Store, words
@@ -220,6 +221,15 @@ class StatusMessage(_Message):
     spent: dict[str, dict[str, float]]
 
 
+@dataclass(eq=False)
+class Waiting:
+    """A worker's request that is answered once, unless it hangs up before."""
+
+    worker: str
+    answer: Callable[[], None]
+    due: asyncio.TimerHandle | None = None
+
+
 class Service:
     """A `Coordinator` with a clock and a disk.
 
@@ -247,7 +257,7 @@ class Service:
         self._last_due = 0.0
         self.reports = Reports(int(1000 * today()))
         self._unwritten: list[Happened] = []
-        self._waiting: set[asyncio.Future[bool]] = set()
+        self._waiting: set[Waiting] = set()
         self._late = asyncio.Event()  # set for a moment
         self._listening: Counter[str] = Counter()  # requests of a worker that wait
         self._answers = Answers()
@@ -299,8 +309,8 @@ class Service:
         self._wake()
 
     def _wake(self) -> None:
-        for waiting in self._waiting:
-            _settle(waiting, False)
+        for waiting in self._waiting:  # not now: who decides is not done yet
+            asyncio.get_running_loop().call_soon(self._settle, waiting)
 
     async def tick(self) -> None:
         """For ever."""
@@ -329,27 +339,33 @@ class Service:
         told = not message.heard or message.heard >= self.reports.latest
         return not told or (message.knows, message.knows_over) != (self.word.view.number, self.word.over.value)
 
-    async def news(self, worker: str, receive: Receive) -> bool:
-        """Waits for it, or until the next beat is due; False if the worker has hung up."""
-        loop = asyncio.get_running_loop()
-        waiting: asyncio.Future[bool] = loop.create_future()
-        due = loop.call_at(self._due(loop.time()), _settle, waiting, False)
-        closed = asyncio.ensure_future(receive())  # of what comes after a request there is only its end
-        closed.add_done_callback(lambda _: _settle(waiting, True))
+    def wait(self, worker: str, answer: Callable[[], None]) -> Waiting:
+        """Has `answer` called once there is news for `worker`, or its next beat is due."""
+        loop, waiting = asyncio.get_running_loop(), Waiting(worker, answer)
+        waiting.due = loop.call_at(self._due(loop.time()), self._settle, waiting)
         self._waiting.add(waiting)
         self._listening[worker] += 1
-        try:
-            hung_up = await waiting
-        finally:
-            due.cancel()
-            closed.cancel()
-            self._waiting.discard(waiting)
-            self._listening[worker] -= 1
-            if not self._listening[worker]:
-                del self._listening[worker]
-        if hung_up and worker not in self._listening:
-            self.decide(self.coordinator.hung_up(worker, self.now()))
-        return not hung_up
+        return waiting
+
+    def hung_up(self, waiting: Waiting) -> None:
+        """That worker has closed the connection on which it waited."""
+        if self._ends(waiting) and waiting.worker not in self._listening:
+            self.decide(self.coordinator.hung_up(waiting.worker, self.now()))
+
+    def _settle(self, waiting: Waiting) -> None:
+        if self._ends(waiting):
+            waiting.answer()
+
+    def _ends(self, waiting: Waiting) -> bool:
+        if waiting not in self._waiting:
+            return False
+        assert waiting.due is not None
+        waiting.due.cancel()
+        self._waiting.remove(waiting)
+        self._listening[waiting.worker] -= 1
+        if not self._listening[waiting.worker]:
+            del self._listening[waiting.worker]
+        return True
 
     async def doubt(self, receive: Receive) -> bool:
         """Waits until a worker is late, for a while, or until who asks has hung up; whether one is late."""
@@ -394,12 +410,50 @@ class Service:
         return {"view": None, "change": _change(found)} if found else {}
 
 
-def _settle(waiting: asyncio.Future[bool], hung_up: bool) -> None:
-    if not waiting.done():
-        waiting.set_result(hung_up)
+class Ear:
+    """Hears beats, which thousands of workers send all the time: past all that FastAPI does with a request."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def hear(self, said: bytes, packed: bool, reply: Callable[[Messages], None]) -> Waiting | None:
+        """`reply` gets the answer to what a worker `said`, now, or later: then what waits is returned. `packed`: for
+        who can unpack it."""
+        try:
+            message = BeatMessage.model_validate_json(said)
+        except ValidationError as error:
+            wrong = error.json(include_url=False, include_context=False, include_input=False)
+            reply(answer(422, f'{{"detail":{wrong}}}'.encode()))
+            return None
+        if not self._service.hear(message) and message.waits:
+            return self._service.wait(message.worker, lambda: reply(self._service.answer(message, packed)))
+        reply(self._service.answer(message, packed))
+        return None
+
+    def hung_up(self, waiting: Waiting) -> None:
+        """Nobody is there any more to be answered."""
+        self._service.hung_up(waiting)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The same as ASGI."""
+        said = await body(receive)
+        if said is None:
+            return
+        answered: asyncio.Future[Messages] = asyncio.get_running_loop().create_future()
+        waiting = self.hear(said, unpacks(scope["headers"]), answered.set_result)
+        if waiting is not None:
+            closed = asyncio.ensure_future(receive())  # of what comes after a request there is only its end
+            try:
+                await asyncio.wait((answered, closed), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                closed.cancel()
+            if not answered.done():
+                return self.hung_up(waiting)
+        for each in answered.result():
+            await send(each)
 
 
-def application(service: Service, token: str) -> App:
+def application(service: Service, token: str) -> Guard:
     """The service for whoever has `token`, which every call has to bear."""
 
     @asynccontextmanager
@@ -414,7 +468,7 @@ def application(service: Service, token: str) -> App:
     @app.post(BEAT)
     async def beat(message: BeatMessage) -> WordMessage:
         """A worker says how it stands, and hears which view there is."""
-        raise NotImplementedError("_shortcut answers before")
+        raise NotImplementedError("an Ear answers before")
 
     @app.post("/v1/gone", status_code=204)
     async def gone(message: GoneMessage) -> None:
@@ -437,7 +491,7 @@ def application(service: Service, token: str) -> App:
         return Response(_status(service).model_dump_json(), media_type="application/json")
 
     offer(app, service.store)
-    return Guard(_shortcut(_ear(service), app), token)
+    return Guard(_shortcut(Ear(service), app), token)
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
@@ -448,40 +502,11 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 
 def _shortcut(ear: App, app: App) -> App:
-    """Beats, which thousands of workers send all the time, go past all that `app` does with a request."""
-
     async def shortcut(scope: Scope, receive: Receive, send: Send) -> None:
         beat = scope["type"] == "http" and scope["path"] == BEAT and scope["method"] == "POST"
         await (ear if beat else app)(scope, receive, send)
 
     return shortcut
-
-
-def _ear(service: Service) -> App:
-    """Hears beats."""
-
-    async def ear(scope: Scope, receive: Receive, send: Send) -> None:
-        said = await body(receive)
-        if said is None:
-            return
-        try:
-            message = BeatMessage.model_validate_json(said)
-        except ValidationError as error:
-            wrong = error.json(include_url=False, include_context=False, include_input=False)
-            messages = answer(422, f'{{"detail":{wrong}}}'.encode())
-        else:
-            news = service.hear(message)
-            if not news and message.waits and not await service.news(message.worker, receive):
-                return
-            messages = service.answer(message, packed=_unpacks(scope))
-        for each in messages:
-            await send(each)
-
-    return ear
-
-
-def _unpacks(scope: Scope) -> bool:
-    return any(name == b"accept-encoding" and b"gzip" in value for name, value in scope["headers"])
 
 
 def _status(service: Service) -> StatusMessage:
