@@ -141,3 +141,13 @@ def test_who_comes_when_all_is_over_does_not_wait_for_ever(monkeypatch) -> None:
             pytest.raises(InvalidInput, match="nobody listens there any more"),
         ):
             late.next_view()
+
+
+def test_who_was_heard_once_does_not_wait_for_ever_for_a_coordinator_that_is_gone(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(attendance, "_GONE_SECONDS", 0.1)
+    with serving(tmp_path / "state") as served:
+        late, _ = attend(served.url, "late")
+        while late._knows is None:
+            threading.Event().wait(0.01)
+    with late, pytest.raises(InvalidInput, match="nobody listens there any more"):
+        late.next_view()

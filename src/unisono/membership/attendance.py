@@ -20,6 +20,7 @@ LOG = logging.getLogger("unisono")
 _REST_SECONDS = 0.1  # less than a beat's time
 _RETRY_SECONDS = 0.2  # while the coordinator is away
 _REFUSED_SECONDS = 30.0  # after which who never had an answer gives up, as the run is over that it was to join
+_GONE_SECONDS = 300.0  # the same, of who had one: a coordinator may be started again
 _LEDGER_SECONDS = 1.0  # between two tellings where the time went
 
 
@@ -57,7 +58,8 @@ class Attendance:
         told: Callable[[str], None] = LOG.warning,
     ) -> None:
         self._saying, self._listening = (Line(contact) for _ in "12")
-        self._url, self._refused = contact.url, False
+        self._url = contact.url
+        self._refused_at: float | None = None  # since when nobody has listened there
         self._agent, self._abort, self._leaving, self._stopping = agent, abort, leaving, stopping
         self._doing, self._spent, self._told = doing, spent, told
         self._heard, self._spent_at = 0, float("-inf")
@@ -74,13 +76,14 @@ class Attendance:
         training is over.
 
         Raises:
-            InvalidInput: there has never been an answer, and nobody has listened for a while.
+            InvalidInput: nobody has listened there for a while.
         """
+        began = time.monotonic()
         with self._news:
             self._news.wait_for(
-                lambda: self._view is not None or self._dismissed or self._closed or self._refused or self._stopping()
+                lambda: self._view or self._dismissed or self._closed or self._nobody(began) or self._stopping()
             )
-            if self._refused and self._view is None:
+            if self._view is None and not (self._dismissed or self._closed) and self._nobody(began):
                 raise InvalidInput(
                     "coordinator",
                     self._url,
@@ -89,6 +92,14 @@ class Attendance:
                 )
             view, self._view = self._view, None
             return view
+
+    def _nobody(self, began: float) -> bool:
+        """Whether nobody has listened there for too long; for who had an answer before, since it `began` to wait."""
+        if self._refused_at is None:
+            return False
+        if self._knows is None:
+            return time.monotonic() - self._refused_at > _REFUSED_SECONDS
+        return time.monotonic() - max(began, self._refused_at) > _GONE_SECONDS
 
     @property
     def votes(self) -> bool:
@@ -160,16 +171,18 @@ class Attendance:
             self._exchange(self._saying, waits=False)
 
     def _listen(self) -> None:
-        last = time.monotonic()  # when somebody listened there, or has been heard ever
         while not self._closed:
             with self._news:
                 self._resting = self._agent.turning
                 self._news.wait_for(lambda: self._closed or not self._resting, _REST_SECONDS)
                 self._resting = False
-            if not self._exchange(self._listening, waits=True):
-                last = last if self._listening.refused and self._knows is None else time.monotonic()
-                with self._news:
-                    self._refused = time.monotonic() - last > _REFUSED_SECONDS
+            answered = self._exchange(self._listening, waits=True)
+            with self._news:
+                if answered or not self._listening.refused:
+                    self._refused_at = None
+                elif self._refused_at is None:
+                    self._refused_at = time.monotonic()
+                if not answered:
                     self._news.notify_all()
                     self._news.wait_for(lambda: self._closed, _RETRY_SECONDS)
 
