@@ -132,6 +132,33 @@ def weights(run: Path) -> str:
     return digest
 
 
+# Coming from another host, and going.
+
+
+@pytest.mark.parametrize("sync", ["AllReduce()", "DiLoCo(every=5)"])
+def test_a_host_that_is_asked_to_end_has_its_workers_leave_and_the_others_go_on(sync: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(TASK)
+    run = tmp_path / "run"
+
+    def members() -> int:
+        return len(([{"members": ["0", "1"]}, *events(run, "view")])[-1]["members"])
+
+    line = ("--workers", "2:4", "--sync", sync, "--steps", "1000000", "--checkpoint-every", "0")
+    with under_way(tmp_path, "run", *line) as process:
+        words = command("join", "--run", "run", "--workers", "2")
+        with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True) as host:
+            assert within(60, lambda: members() == 4)
+            host.terminate()
+            out, _ = host.communicate(timeout=30)
+        assert (host.returncode, out) == (0, "all workers of this host have left; the run may go on without them\n")
+        assert within(30, lambda: members() == 2)
+        done = last_step(run)
+        assert within(30, lambda: last_step(run) >= done + 10)
+        os.kill(process.pid, signal.SIGINT)
+        said(process)
+    assert process.returncode == 130
+
+
 # Being asked to end, and being killed.
 
 

@@ -21,7 +21,8 @@ usage: unisono join URL [--workers N] [options]
        unisono join --run DIR [--workers N]
 
 Have workers of this host take part in a run that is under way: it may come to its end without them, and they without
-it. URL is that of its coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both itself.
+it. URL is that of its coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both itself. At Ctrl-C or
+SIGTERM they hand over what they have and leave; the others go on.
 
   --workers N        processes to start here [1]
   --token-file FILE  holds the token, in place of {VARIABLE}
@@ -49,8 +50,10 @@ def join(words: list[str]) -> int:
             result = _join(where, workers, logs, display)
         except Interrupted as stopped:
             display.close()
-            print(stopped, file=sys.stderr)
-            return stopped.exit_code
+            if not stopped.results or any(result is not None for result in stopped.results):
+                print(stopped, file=sys.stderr)
+                return stopped.exit_code
+            result = None
     print(_words(result))
     return 0
 

@@ -180,8 +180,10 @@ class Replaced:
 
 
 class Joined(Replaced):
-    """As `Replaced`, of one launcher among several: the others may go on without its workers, and nobody here may hear
-    of steps, so whoever lived for long is taken to have done some."""
+    """As `Replaced`, of one launcher among several: the others may go on without its workers, which leave when it is
+    asked to end; and nobody here may hear of steps, so whoever lived for long is taken to have done some."""
+
+    stop = STOP
 
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
         """See `Succession`."""
