@@ -243,6 +243,8 @@ def test_who_was_there_first_keeps_its_number() -> None:
 
 
 class Nobody:
+    furthest = 0
+
     def began(self, worker: str, pid: int) -> None:
         pass
 

@@ -222,6 +222,8 @@ def test_nothing_stays_when_the_launcher_ends(number: signal.Signals, tmp_path) 
 class Nobody:
     """Does not care which processes there are."""
 
+    furthest = 0
+
     def began(self, worker: str, pid: int) -> None:
         pass
 
@@ -250,12 +252,18 @@ def test_many_dead_all_over_the_place_end_a_run_too() -> None:
     assert causes == [None] * 7 + [fallen(0, 0)]
 
 
-def test_whoever_joined_and_lived_for_long_has_done_some_steps() -> None:
-    succession = Joined(4, Nobody())
-    assert [succession.lost(fallen(1, at), 3, 99.0).cause for at in range(9)] == [None] * 9
-    succession = Joined(4, Nobody())
-    assert [succession.lost(fallen(1, at), 3, 1.0).cause for at in range(3)] == [None, None, fallen(1, 0)]
-    assert succession.lacking([None]) == ""
+@pytest.mark.parametrize("kind", [Replaced, Joined])
+def test_steps_of_a_run_whose_worker_0_is_another_launchers_count(kind: type[Replaced]) -> None:
+    elsewhere = Nobody()
+    succession = kind(4, elsewhere)
+    for step in range(9):
+        elsewhere.furthest = step + 1
+        assert succession.lost(fallen(1, step), 3, 1.0).cause is None
+    assert [succession.lost(fallen(1, at), 3, 1.0).cause for at in (10, 11)] == [None, fallen(1, 8)]
+
+
+def test_a_launcher_that_joined_lacks_nothing() -> None:
+    assert Joined(4, Nobody()).lacking([None]) == ""
 
 
 def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:

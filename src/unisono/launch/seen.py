@@ -21,6 +21,11 @@ class Seen:
         self._gone = self._stack.enter_context(Gone(contact))
         self._vouching = self._stack.enter_context(Vouching(contact))
 
+    @property
+    def furthest(self) -> int:
+        """See `Present`."""
+        return self._vouching.furthest
+
     def began(self, worker: str, pid: int) -> None:
         """See `Present`."""
         self._vouching.began(worker, pid)

@@ -98,8 +98,14 @@ class Together:
 
 
 class Present(Protocol):
-    """Is told of processes, by the names of their workers."""
+    """Is told of processes, by the names of their workers.
 
+    Attributes:
+        furthest: steps that any worker of the run has done, of this launcher or another one, as far as is known.
+    """
+
+    @property
+    def furthest(self) -> int: ...
     def began(self, worker: str, pid: int) -> None: ...
     def ended(self, worker: str) -> None: ...
 
@@ -134,9 +140,8 @@ class Replaced:
 
     def heard(self, message: Mapping[str, Any]) -> None:
         """See `Succession`."""
-        if message.get("kind") == "progress" and message["step"] > self._furthest:
-            self._furthest = message["step"]
-            self._fruitless.clear()
+        if message.get("kind") == "progress":
+            self._reach(message["step"])
 
     def began(self, place: int, pid: int) -> None:
         """See `Succession`."""
@@ -152,6 +157,7 @@ class Replaced:
 
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
         """See `Succession`."""
+        self._reach(self._present.furthest)  # steps are told to the launcher of worker 0, which may be another one
         self._fruitless.append(what)
         self._short[what.rank] = self._short[what.rank] + 1 if lived_seconds < _SETTLED_SECONDS else 0
         here = sum(each.rank == what.rank for each in self._fruitless)
@@ -169,6 +175,11 @@ class Replaced:
         """See `Succession`."""
         return "" if self.over(results) else "every worker was asked to leave before the run was over"
 
+    def _reach(self, step: int) -> None:
+        if step > self._furthest:
+            self._furthest = step
+            self._fruitless.clear()
+
     def _name(self, place: int) -> str:
         life = self._lives[place]
         return f"{self._prefix}{place}" + (f".{life}" if life > 1 else "")
@@ -181,15 +192,9 @@ class Replaced:
 
 class Joined(Replaced):
     """As `Replaced`, of one launcher among several: the others may go on without its workers, which leave when it is
-    asked to end; and nobody here may hear of steps, so whoever lived for long is taken to have done some."""
+    asked to end."""
 
     stop = STOP
-
-    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
-        """See `Succession`."""
-        if lived_seconds >= _SETTLED_SECONDS:
-            self._fruitless.clear()
-        return super().lost(what, others, lived_seconds)
 
     def lacking(self, results: Sequence[Any]) -> str:
         """See `Succession`."""

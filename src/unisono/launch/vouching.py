@@ -41,11 +41,15 @@ def computes(before: Mapping[int, float], after: Mapping[int, float], seconds: f
 class Vouching:
     """Looks at the processes that it is told of, from a thread of its own. A context.
 
+    Attributes:
+        furthest: steps that somebody has done, as the coordinator last said.
+
     Raises:
         InvalidInput: as `Line`.
     """
 
     def __init__(self, contact: Contact) -> None:
+        self.furthest = 0
         self._line = Line(contact, _ANSWER_SECONDS)
         self._pids: dict[str, int] = {}
         self._changed = threading.Lock()
@@ -80,10 +84,11 @@ class Vouching:
         busy: list[str] = []
         while not self._closed.is_set():
             answer = self._line.ask("POST", "/v1/running", {"workers": busy})
-            late = answer.body["late"] if answer and answer.status == 200 else None
-            busy = self._busy() if late else []
-            if late is None:  # nobody answers: it is asked again
+            if answer is None or answer.status != 200:  # nobody is there: it is asked again
                 self._closed.wait(_LOOK_SECONDS)
+                continue
+            self.furthest = answer.body["furthest"]
+            busy = self._busy() if answer.body["late"] else []
 
     def _busy(self) -> list[str]:
         with self._changed:

@@ -184,10 +184,12 @@ class RunningMessage(_Message):
     workers: Annotated[list[Name], Field(max_length=_MOST_WORKERS)]
 
 
-class LateMessage(_Message):
-    """Whether it is time to look which processes want processors, as a worker is late."""
+class LookMessage(_Message):
+    """Whether it is time to look which processes want processors, as a worker is `late`; and how many steps somebody
+    has done, so that who replaces workers knows that it is of use."""
 
     late: bool
+    furthest: Count
 
 
 class WorkerMessage(_Message):
@@ -477,12 +479,13 @@ def application(service: Service, token: str) -> Guard:
         service.look()
 
     @app.post("/v1/running")
-    async def running(message: RunningMessage, request: Request) -> LateMessage:
+    async def running(message: RunningMessage, request: Request) -> LookMessage:
         """Who started workers sees that their processes compute, or wait for a processor; answered when it is time to
         look again, or after a while."""
         for worker in message.workers:
             service.coordinator.running(worker, service.now())
-        return LateMessage(late=await service.doubt(request.receive))
+        late = await service.doubt(request.receive)
+        return LookMessage(late=late, furthest=service.coordinator.furthest)
 
     @app.get("/v1/status", response_model=StatusMessage)
     async def status() -> Response:
