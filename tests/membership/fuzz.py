@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -161,7 +161,8 @@ def exchange(url: str, sent: bytes, seconds: float = 5.0) -> bytes:
     with socket.create_connection((parts.hostname, parts.port), seconds) as wire:
         try:
             wire.sendall(sent)
-            wire.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # the other end has closed already
+                wire.shutdown(socket.SHUT_WR)
             return wire.recv(1 << 16)
         except ConnectionError:
             return b""
