@@ -237,7 +237,7 @@ def test_a_meeting_without_one_can_be_broken_off(
 
 
 def many_views(rank: int, size: int, kind: str, url: str, views: int) -> Any:
-    """How long it took to close a view; what this process has open after the third is what it has after the last."""
+    """How long it took to close a view; after the last this process has no more open than after the third."""
     left, seconds = (0, 0, 0), list[float]()
 
     def here() -> tuple[int, int, int]:
@@ -262,9 +262,9 @@ def many_views(rank: int, size: int, kind: str, url: str, views: int) -> Any:
         seconds.append(time.monotonic() - began)
         del comm, lane, x, work, good
         gc.collect()
-        if number == 3:  # libraries start and open what they keep
+        if number == 3:  # libraries start and open what they keep; a thread that was joined may not have ended yet
             left = here()
-    assert within(10.0, lambda: here() == left)
+    assert within(10.0, lambda: all(now <= then for now, then in zip(here(), left, strict=True))), (here(), left)
     return sorted(seconds)[views // 2]
 
 

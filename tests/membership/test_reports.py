@@ -148,6 +148,39 @@ def test_a_process_that_has_ended_is_said_at_once(played) -> None:
     assert played.said == []
 
 
+@pytest.mark.parametrize(("ends", "said"), [
+    (1, "worker b is gone, its process has ended; when last heard of, it computes at b.py:7 work"),
+    (9, "worker b is frozen or cut off, nothing was heard of it for 1.1 s; when last heard of, it computes"),
+])  # fmt: skip
+def test_who_is_left_behind_before_anybody_said_how_it_ended_is_named_all_the_same(ends, said, played) -> None:
+    """The others see its connections close, and the next view is there at once."""
+    coordinator, before = played.coordinator, played.coordinator.view
+    coordinator.hung_up("b", played.now)
+    coordinator.hear(Beat("a", played.counts["a"] + 1, 0, 1, Standing(1, played.step)), played.now)
+    played.counts["a"] += 1
+    assert coordinator.view.members == ("a",)
+    played.reports.formed(before, coordinator, played.now)
+    played.mute.add("b")
+    played.train(ends)
+    coordinator.gone("b", played.now)
+    played.train(4)
+    ((_, words),) = played.said
+    assert said in words
+
+
+def test_who_leaves_or_is_one_too_many_is_not_called_lost(played) -> None:
+    coordinator, before = played.coordinator, played.coordinator.view
+    coordinator.hear(Beat("b", played.counts["b"] + 1, 0, 1, Standing(1, played.step), leaving=True), played.now)
+    coordinator.hear(Beat("a", played.counts["a"] + 1, 0, 1, Standing(1, played.step)), played.now)
+    assert coordinator.view.members == ("a",)
+    coordinator.hung_up("b", played.now)
+    played.reports.formed(before, coordinator, played.now)
+    coordinator.gone("b", played.now)
+    played.counts = {"a": played.counts["a"] + 1}
+    played.train(4)
+    assert played.said == []
+
+
 def test_who_comes_anew_is_not_told_old_news(played) -> None:
     before = played.reports.latest
     played.be("a", Phase.COMMUNICATION)

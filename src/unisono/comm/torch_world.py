@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from unisono.errors import CommunicationError, PeerLost
 LOG = logging.getLogger("unisono")
 STUCK = 70  # how a process ends that could not be woken
 _BACKEND = "unisono"  # gloo on a device that is given: torch's own asks the environment for it
-_BYTES_ACKED = 120  # the offset of tcpi_bytes_acked in Linux' struct tcp_info (since 4.1)
+_BYTES_SENT = 200  # the offset of tcpi_bytes_sent in Linux' struct tcp_info (since 4.19); tcpi_bytes_retrans follows
 
 
 class TorchWorld:
@@ -80,9 +81,9 @@ class TorchWorld:
 
     @property
     def bytes_sent(self) -> int:
-        """What has left this worker through gloo's connections and arrived, as the kernel counts it, with gloo's own
-        headers; NCCL's is not known."""
-        return sum(_arrived(*wire) for wire in self._wires.items())
+        """What has left this worker through gloo's connections, each byte once, as the kernel counts it, with gloo's
+        own headers; NCCL's is not known."""
+        return sum(_sent(*wire) for wire in self._wires.items())
 
     @property
     def torn(self) -> str:
@@ -176,13 +177,17 @@ def _abort_nccl() -> None:
             group._get_backend(torch.device("cuda")).abort()
 
 
-def _arrived(descriptor: int, name: str) -> int:
-    """Bytes that the peer has acknowledged; 0 for what is not, or no longer, a connection over TCP."""
+def _sent(descriptor: int, name: str) -> int:
+    """Bytes that went to the peer, without those that went again; 0 for what is not, or no longer, a connection over
+    TCP. What was acknowledged would be less: an acknowledgement may come long after the peer has read."""
     try:
         if not is_open(descriptor, name):
             return 0
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 16)
     except OSError:
         return 0
-    return int.from_bytes(told[_BYTES_ACKED:], sys.byteorder) if len(told) == _BYTES_ACKED + 8 else 0
+    if len(told) < _BYTES_SENT + 16:
+        return 0
+    sent, again = struct.unpack_from("=QQ", told, _BYTES_SENT)
+    return int(sent) - int(again)

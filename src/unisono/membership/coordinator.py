@@ -127,8 +127,12 @@ class Coordinator:
         """Whether the process of a member has ended."""
         return not self._roll.gone.isdisjoint(self._members)
 
+    def leaves(self, worker: str) -> bool:
+        """Whether it has said so."""
+        return worker in self._roll.leaving
+
     def presence(self, worker: str, now: float) -> Presence:
-        """Whether that member of the view is there."""
+        """Whether that member of this view, or of the one before, is there."""
         if worker in self._roll.gone:
             return Presence.GONE
         return Presence.SILENT if self._roll.silent(worker, now) else Presence.HEARD

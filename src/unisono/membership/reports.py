@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from unisono.doing import Doing, Phase
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.diagnosis import Presence, Seen, Stuck, diagnose
-from unisono.membership.values import Over
+from unisono.membership.values import Over, View
 
 HELD_UP_SECONDS = 1.0  # beyond a step's deadline, from when it is said that workers wait for others
 TOGETHER_SECONDS = 1.5  # the same, where all take longer alike
@@ -36,6 +36,7 @@ class Reports:
     _said: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _number: int = field(init=False)
     _lost: set[tuple[int, str]] = field(default_factory=set)
+    _left_behind: dict[tuple[int, str], tuple[Seen, float]] = field(default_factory=dict)  # and when
     _about: tuple[int, int] = (0, 0)  # the view and the step that was last spoken about
     _again_at: float = 0.0
     _back_at: float = float("-inf")  # when somebody last came back from what is no part of a step
@@ -69,15 +70,37 @@ class Reports:
         if spent is not None:
             self.spent[worker] = spent
 
+    def formed(self, before: View, coordinator: Coordinator, now: float) -> None:
+        """The view after `before` is there. Who is missing in it unasked may be lost: others may notice that, and go
+        on, before anybody has said here that its process has ended."""
+        for worker in set(before.members).difference(coordinator.view.members):
+            seen = self._seen(worker, coordinator, now)
+            if seen.presence is not Presence.HEARD and not coordinator.leaves(worker):
+                self._left_behind[before.number, worker] = seen, now
+
     def look(self, coordinator: Coordinator, now: float) -> list[str]:
         """What is to be said now. Takes time with the number of workers, if something is wrong."""
-        found = self._losses(coordinator, now)
+        found = self._past_losses(coordinator, now) + self._losses(coordinator, now)
         if coordinator.saved.over in (Over.NO, Over.AT_A_BOUNDARY):
             found += self._delays(coordinator, now)
         for words in found:
             self._number += 1
             self._said.append((self._number, words))
         return found
+
+    def _past_losses(self, coordinator: Coordinator, now: float) -> list[str]:
+        """Those who were left behind, once it is known how they ended, or nobody has said so for a while."""
+        told = []
+        for (view, worker), (seen, since) in list(self._left_behind.items()):
+            presence = coordinator.presence(worker, now)
+            if presence is not Presence.GONE and now - since < HELD_UP_SECONDS:
+                continue
+            del self._left_behind[view, worker]
+            if (view, worker) not in self._lost:
+                self._lost.add((view, worker))
+                back = presence is Presence.HEARD
+                told.append(seen if back else self._seen(worker, coordinator, now))
+        return [finding.words for finding in diagnose(self._stuck(coordinator, now), told)] if told else []
 
     def _losses(self, coordinator: Coordinator, now: float) -> list[str]:
         """Members that are not there any more, each once."""
@@ -116,11 +139,11 @@ class Reports:
 
     def members(self, coordinator: Coordinator, now: float) -> list[Seen]:
         """All of the latest view, as last heard."""
-        found = []
-        for worker in coordinator.view.members:
-            doing, at = self.doings.get(worker, (Doing(), coordinator.began))
-            found.append(Seen(worker, coordinator.presence(worker, now), max(0.0, now - at), doing))
-        return found
+        return [self._seen(worker, coordinator, now) for worker in coordinator.view.members]
+
+    def _seen(self, worker: str, coordinator: Coordinator, now: float) -> Seen:
+        doing, at = self.doings.get(worker, (Doing(), coordinator.began))
+        return Seen(worker, coordinator.presence(worker, now), max(0.0, now - at), doing)
 
     def _stuck(self, coordinator: Coordinator, now: float) -> Stuck:
         steps = coordinator.steps

@@ -272,6 +272,8 @@ class Service:
         """Nobody hears of a view, or of the end of all, that is not on disk; what cannot be written now is tried again
         with the next tick. That a view ends is heard at once: who ended it says so again and again, so it would be
         concluded anew."""
+        if any(isinstance(each, Formed) for each in happened):
+            self.reports.formed(self.word.view, self.coordinator, self.now())
         self._unwritten += happened
         binding = any(isinstance(each, Formed) or each.over is Over.FOR_EVER for each in self._unwritten)
         if self._unwritten and (binding or not happened) and not self._write():
