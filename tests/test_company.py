@@ -55,12 +55,12 @@ for batches in world.steps(data, global_batch=12, micro_batch=3, steps=STEPS, se
     (here / f"back-{place}").touch() if batches.step > HIT else None
     for x, y in batches:
         F.mse_loss(model(x), y).backward()
-        if batches.step == HIT and act.startswith("SIG"):
+        if batches.step >= HIT and act.startswith("SIG"):
             hit()
     taken = optimizer.step()
     scheduler.step()
     seen.append([batches.step, taken, world.size])
-    mean = world.mean(1.0)
+    mean = world.mean(1.0) if "asynchronous" not in sys.argv[4] else 1.0  # there each takes as many steps as it can
     if comes_back and batches.step > HIT and not (here / f"back-{struck}").exists():
         time.sleep(0.05)  # steps go on until the one that was hit is back
         if act == "SIGSTOP" and batches.step == HIT + 8 and world.rank == 0:
@@ -142,6 +142,18 @@ def test_replicas_that_walk_take_the_round_again(tmp_path: Path, peace, sync: st
         assert HIT <= steps[back[0] - 1] < 10
         assert steps[-1] == STEPS - 1
     assert "worker 1 was killed by SIGKILL (out of memory?): 2 go on, another one is started" in done.stderr
+
+
+def test_who_is_dealt_its_work_takes_again_what_was_dealt_out_since_all_met(tmp_path: Path, peace) -> None:
+    """Nobody waits for anybody, but for a meeting every fifth step."""
+    told, _ = looped(tmp_path, "SIGKILL", "1", *LAUNCH, sync="Gossip(asynchronous=True,meet_every=5)")
+    assert told.keys() == {"0", "1", "2"}
+    assert len({each["weights"] for each in told.values()}) == 1
+    assert max(step for each in told.values() for step, _, _ in each["seen"]) == STEPS - 1
+    for place in ("0", "2"):
+        steps = [step for step, _, _ in told[place]["seen"]]
+        (back,) = (at for at in range(1, len(steps)) if steps[at] < steps[at - 1])
+        assert 0 < 5 * (steps[back - 1] // 5) <= steps[back] <= steps[back - 1], steps
 
 
 def test_a_walker_that_is_asked_to_leave_leaves_its_share(tmp_path: Path, peace) -> None:

@@ -37,6 +37,7 @@ PERIODIC = ["LocalSGD(every=4)", "LocalSGD(every=5,start=7)", "DiLoCo(every=6,ou
             "BlockMomentum(every=3,momentum=0)"]  # fmt: skip
 OTHERS = ["DiLoCo(every=6)", "DiLoCo(every=4,fragments=2,delay=1)", "Gossip(meet_every=4)",
           "Gossip(OnePeerExponential(),meet_every=4)"]  # fmt: skip
+DEALT = ["Gossip(asynchronous=True,meet_every=4)", "Gossip(Complete(),asynchronous=True,meet_every=6)"]
 
 
 class Tally(nn.Module):
@@ -151,7 +152,7 @@ def test_whoever_is_lost_each_sample_counts_once_in_each_epoch(sync: str, tmp_pa
     torch.testing.assert_close(counted(found), torch.full((SAMPLES,), float(EPOCHS)), rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("sync", [PERIODIC[0], *OTHERS])
+@pytest.mark.parametrize("sync", [PERIODIC[0], *OTHERS, *DEALT])
 def test_what_happens_alike_has_the_same_bits(sync: str, tmp_path: Path) -> None:
     adam = net(torch.optim.AdamW)
     first, again = (story(adam, sync, tmp_path / name, killed(0.9, 2.1)) for name in "ab")
@@ -180,7 +181,8 @@ def test_after_a_checkpoint_replicas_are_alike_to_the_last_number(tmp_path: Path
     assert found.weights == whole.weights
 
 
-def test_who_leaves_does_so_where_all_meet_and_leaves_its_share(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", ["LocalSGD(every=4)", "Gossip(meet_every=4)", DEALT[0]])
+def test_who_leaves_does_so_where_all_meet_and_leaves_its_share(sync: str, tmp_path: Path) -> None:
     def leave(run: VirtualRun) -> None:
         def asked() -> None:
             run.processes[1].leaving = True
@@ -188,7 +190,7 @@ def test_who_leaves_does_so_where_all_meet_and_leaves_its_share(tmp_path: Path) 
 
         run.turns.at(1.0, asked)
 
-    found = story(tally(), "LocalSGD(every=4)", tmp_path, leave)
+    found = story(tally(), sync, tmp_path, leave)
     assert found.results[1] is None
     assert len(found.views) == 2
     assert set(found.views[1].members) == {"0", "2"}
@@ -292,7 +294,7 @@ def test_differing_is_what_one_has_otherwise() -> None:
 
 @pytest.mark.parametrize(
     ("sync", "may"),
-    [*((sync, True) for sync in PERIODIC + OTHERS), ("Gossip(asynchronous=True)", False), ("ParameterServer()", False)],
+    [*((sync, True) for sync in PERIODIC + OTHERS + DEALT), ("ParameterServer()", False)],
 )
 def test_who_may_come_and_go(sync: str, may: bool) -> None:
     assert recovers(settle(with_data(net()), {"sync": sync, "workers": 2, "global_batch": 8})) is may

@@ -28,6 +28,7 @@ class _View:
 
     Args:
         at: what the state was at first.
+        walker: see `Pieces`.
         copies: where this worker and another one keep it too.
         due: the step after which they are to be given the next.
         told_at, since: the steps, and the time, of the one before.
@@ -35,6 +36,7 @@ class _View:
 
     number: int
     at: At
+    walker: int | None
     laid: Laid
     judge: Judge
     comm: Communicator
@@ -46,7 +48,7 @@ class _View:
     def pieces(self, reached: Reached) -> Pieces:
         """The state that lies here, of which the model is made."""
         at = (self.number, reached.steps) if reached.steps > self.at[1] else self.at
-        return self.laid.pieces(at, reached, self.judge.state())
+        return self.laid.pieces(at, reached, self.judge.state(), self.walker)
 
 
 class Keeper:
@@ -72,23 +74,26 @@ class Keeper:
 
     def begin(
         self, number: int, steps: int, laid: Laid, judge: Judge, comm: Communicator, lane: Communicator | None,
-        hosts: Sequence[str],
+        hosts: Sequence[str], walker: int | None = None,
     ) -> Copies | None:  # fmt: skip
         """The view of that number begins with `steps` in the state, of which `laid` is this worker's part.
 
         Args:
+            walker: the number of its replica, where replicas walk by themselves.
             comm: of all workers, for this alone.
             lane: where copies travel; None keeps none. They are handed over after the first step, so that a worker
                 that has just come is soon not the only one, and then as often as they may cost.
         """
         at, self._found = self._found or (number, steps), None
+        if walker is not None:  # what was found is what each had; all have the mean now
+            at = (number, steps)
         copies = Copies(lane, hosts) if lane is not None else None
-        self._view = _View(number, at, laid, judge, comm, copies, steps + 1, steps, comm.now())
+        self._view = _View(number, at, walker, laid, judge, comm, copies, steps + 1, steps, comm.now())
         return copies
 
     def after_step(self, reached: Reached, *, parting: bool = False) -> None:
-        """All have taken a step, after which they may be `parting`: then nothing of it is lost with who leaves. Raises
-        `PeerLost`."""
+        """All have taken a step, or have met, after which they may be `parting`: then nothing of it is lost with who
+        leaves. Raises `PeerLost`."""
         view = self._view
         assert view is not None
         if view.copies is None or (view.copies.ready and view.copies.steps()):

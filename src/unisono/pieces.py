@@ -3,13 +3,15 @@
 parts here, at their last step ─┐
 copies of one's own part        ├──► the newest step of which all of it is there ──► everybody's new part
 copies of another worker's      ┘
+
+Replicas that walk by themselves have each a state of its own; of what differs all take the mean.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.optim import Optimizer
 from unisono.checkpoint import Box, Piece, decode_holding, encode_holding
 from unisono.comm import Communicator
 from unisono.errors import StateMissing
-from unisono.handover import Held, Kept, hand_over, tell
+from unisono.handover import Held, Kept, digest, hand_over, mean, tell
 from unisono.layout import Part
 from unisono.replica import weights_of
 from unisono.state import Reached, adopt, committed_in, describe, part_of
@@ -38,27 +40,31 @@ class Pieces:
         held: tensors by a checkpoint's names.
         numbers: what is no tensor of it.
         judged: what is remembered of bad steps.
+        walker: the replica whose it is, by its number in that view, where each has its own; all have the same: None.
     """
 
     at: At
     held: Held
     numbers: Mapping[str, float]
     judged: Mapping[str, Any]
+    walker: int | None = None
 
     def said(self) -> list[Any]:
         """All but the tensors' numbers, as JSON carries it."""
-        return [list(self.at), encode_holding(self.held.holding), dict(self.numbers), dict(self.judged)]
+        digests = {} if self.walker is None else {n: digest({n: x}, {}) for n, x in self.held.tensors.items()}
+        return [self.meta, encode_holding(self.held.holding), digests]
 
     @property
     def meta(self) -> dict[str, Any]:
         """What has to be beside the tensors where they are kept."""
-        return {"at": list(self.at), "numbers": dict(self.numbers), "judged": dict(self.judged)}
+        numbers, judged = dict(self.numbers), dict(self.judged)
+        return {"at": list(self.at), "walker": self.walker, "numbers": numbers, "judged": judged}
 
     @staticmethod
     def kept(copy: Kept) -> Pieces:
         """What another worker, or this one, was given to keep."""
         first, steps = copy.meta["at"]
-        return Pieces((first, steps), copy.held, copy.meta["numbers"], copy.meta["judged"])
+        return Pieces((first, steps), copy.held, copy.meta["numbers"], copy.meta["judged"], copy.meta["walker"])
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,11 @@ class Laid:
     parts: Mapping[str, Part]
     optimizer: Optimizer
 
-    def pieces(self, at: At, reached: Reached, judged: Mapping[str, Any]) -> Pieces:
+    def pieces(self, at: At, reached: Reached, judged: Mapping[str, Any], walker: int | None = None) -> Pieces:
         """The state that lies here; tensors are the model's own."""
         tensors, numbers = describe(self.model, self.optimizer, reached)
         boxes = {name: box for name, x in tensors.items() if (box := self._box(name, tuple(x.shape), local=True))}
-        return Pieces(at, Held(tensors, boxes), numbers, judged)
+        return Pieces(at, Held(tensors, boxes), numbers, judged, walker)
 
     def wants(self, holdings: Sequence[Mapping[str, Piece]]) -> dict[str, Piece]:
         """This worker's part of what `holdings` are parts of. A worker has all that belongs to a parameter, or nothing
@@ -118,10 +124,9 @@ def assemble(
     told = [_Said.of(each) for text in tell(comm, json.dumps([p.said() for p in here])) for each in json.loads(text)]
     on_disk = max((committed_in(each.numbers) for each in told), default=0)
     for at in sorted({each.at for each in told if each.at[1] >= on_disk}, reverse=True):
-        theirs = [each for each in told if each.at == at]
-        mine, wanted = [p.held for p in here if p.at == at], laid.wants([each.holding for each in theirs])
+        theirs, mine = [each for each in told if each.at == at], [piece for piece in here if piece.at == at]
         try:
-            tensors = hand_over(comm, mine, wanted, hosts)
+            tensors = _whole(comm, mine, laid, theirs, hosts)
         except StateMissing as missing:
             LOG.info("of the state after step %d not all is there: %s", at[1], str(missing).splitlines()[0])
             continue
@@ -130,16 +135,55 @@ def assemble(
     return None
 
 
+def _whole(
+    comm: Communicator, here: Sequence[Pieces], laid: Laid, told: Sequence[_Said], hosts: Sequence[str]
+) -> dict[str, Tensor]:
+    """This worker's part of one state: what all who have it have alike from all of them, and of the rest the mean over
+    the replicas of which all is there. Raises `StateMissing` on all workers."""
+    wants, apart = laid.wants([each.holding for each in told]), _apart(told)
+    alike, own = ({n: piece for n, piece in wants.items() if (n in apart) is there} for there in (False, True))
+    tensors = hand_over(comm, [piece.held for piece in here], alike, hosts)
+    lacking = list[StateMissing]()
+
+    def walks() -> Iterator[dict[str, Tensor]]:
+        for walker in sorted({each.walker for each in told if each.walker is not None}):
+            try:
+                yield hand_over(comm, [piece.held for piece in here if piece.walker == walker], own, hosts)
+            except StateMissing as missing:
+                lacking.append(missing)
+
+    means = mean(walks()) if apart else {}
+    if lacking and not means:
+        raise lacking[0]
+    return tensors | means
+
+
+def _apart(told: Sequence[_Said]) -> set[str]:
+    """The names under which not all who have the same box of a tensor have the same in it."""
+    first: dict[tuple[str, Box], str | None] = {}
+    apart = set()
+    for each in told:
+        for name, piece in each.holding.items():
+            said = each.digests.get(name)
+            if first.setdefault((name, piece.box), said) != said:
+                apart.add(name)
+    return apart
+
+
 @dataclass(frozen=True)
 class _Said:
     at: At
-    holding: Mapping[str, Piece]
+    walker: int | None
     numbers: Mapping[str, float]
     judged: Mapping[str, Any]
+    holding: Mapping[str, Piece]
+    digests: Mapping[str, str]
 
     @staticmethod
     def of(told: Any) -> _Said:
         match told:
-            case [[int(view), int(steps)], str(held), dict(numbers), dict(judged)]:
-                return _Said((view, steps), decode_holding(held), numbers, judged)
+            case [dict(meta), str(held), dict(digests)]:
+                first, steps = meta["at"]
+                at = (int(first), int(steps))
+                return _Said(at, meta["walker"], meta["numbers"], meta["judged"], decode_holding(held), digests)
         raise ValueError("not what a worker says of its part of the state")

@@ -88,7 +88,7 @@ class Replica:
         if comm.size == 1 and not awaits and all(compress.keeps(p.dtype) for p in parameters.values()):
             self._sync = LocalGradients(parameters)  # with nobody to agree with and nothing to round
         else:
-            loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, sparse_parameters(model))
+            loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, sparse_parameters(model), awaits)
             self._sync = sync.bind(parameters, comm.lane("gradients"), compress, loop)
         # Weighted losses make autograd's own sum the mean, where it is this worker's or this replica's alone.
         self._local = self._sync.local and listener is None and not self._wires.spread
@@ -160,6 +160,10 @@ class Replica:
             average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm)
             for statistics in self._statistics.values():
                 statistics.begin()  # the next step starts from these buffers
+
+    def rest(self) -> None:
+        """See `BoundSynchronizer.rest`."""
+        self._sync.rest()
 
     def shared(self) -> AbstractContextManager[None]:
         """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on."""

@@ -27,13 +27,13 @@ def walks(config: Config) -> bool:
 
 def walk(sync: Synchronizer) -> bool:
     """Whether replicas under `sync` take steps of their own, and all meet after the same ones."""
-    return isinstance(sync, Periodic) or (isinstance(sync, Gossip) and not sync.asynchronous)
+    return isinstance(sync, Periodic | Gossip)
 
 
 def recovers(config: Config) -> bool:
     """Whether workers of such a run may come and go. With batch statistics that span workers, what is saved of a step
     for its gradients belongs to those who computed it together."""
-    together = isinstance(config.sync, AllReduce) or (walks(config) and config.layout.workers == 1)
+    together = isinstance(config.sync, AllReduce) or walks(config)
     return config.elastic and together and not config.sync_batchnorm
 
 

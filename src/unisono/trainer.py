@@ -53,7 +53,7 @@ class Trainer:
         factor: the learning rate's factor at a step.
         presence: who is there; all workers stop, or end what they do together, after the same step.
         watch: is told what this worker does.
-        keep: called after each step that all took, when the weights are those: with the steps done, and whether the
+        keep: called after each step that all took, when the weights are those, or where all have met: with whether the
             workers present may change now.
         milestone: where replicas that walk by themselves go back to when one is lost; then only those steps count after
             which all have met.
@@ -81,7 +81,7 @@ class Trainer:
     evaluate_every: int
     presence: Presence
     watch: Watch = field(default_factory=Unwatched)
-    keep: Callable[[int, bool], None] = lambda done, parting: None
+    keep: Callable[[bool], None] = lambda parting: None
     milestone: Milestone | None = None
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
@@ -184,6 +184,7 @@ class Trainer:
         with self.watch(Phase.COMMUNICATION):
             words = self.comm.gather(mine).wait().sum(0).tolist()
         self.meet(words)
+        self.hold()
         self.evaluate_if_due()
 
     def says(self) -> list[float]:
@@ -202,7 +203,8 @@ class Trainer:
             if self.persistence.due(self.done):
                 self.replica.meet()
             self.persistence.after_step(self.done, [each.written for each in said], take=not parting)
-            self.keep(self.done, parting)
+            if self.milestone is None:
+                self.keep(parting)
         self.stopping = any(each.stop for each in said) or all(each.leaving for each in said)
         # What is being written would be lost: its workers finish it first.
         self.parting = parting and not (self.stopping or self.persistence.pending or self.done >= self.steps)
@@ -218,8 +220,10 @@ class Trainer:
         if self.milestone is None:
             return
         replica = self.replica
+        replica.rest()
         reached = Reached(self.done, self.persistence.committed, replica.state_dict(), self.last_loss)
         self.milestone.keep(replica.model, replica.optimizer, reached)
+        self.keep(self.parting)
         self.presence.done(self.done - self.held)
         self.watch.keep(self.done)
         self.held = self.done

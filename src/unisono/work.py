@@ -220,7 +220,8 @@ class Life:
         self.reached, first_step = reached, reached.steps
         if wires.spread:
             copies = self.keeper.begin(
-                view.number, first_step, laid, judge, comm.lane("keeping"), wires.copies, hosts)  # fmt: skip
+                view.number, first_step, laid, judge, comm.lane("keeping"), wires.copies, hosts,
+                feed.places.of(comm.rank).replica if self.milestone else None)  # fmt: skip
             stack.callback(copies.close if copies else lambda: None)
         # What the coordinator counts does not go back where training does.
         views.met(view.start.step if view.start.view else first_step, view.start.digest)
@@ -231,17 +232,20 @@ class Life:
             milestone=self.milestone)  # fmt: skip
         trainer.last_loss = self.reached.loss
         if wires.spread:
-            trainer.keep = lambda done, parting: self.keeper.after_step(self._now(trainer), parting=parting)
+            trainer.keep = lambda parting: self.keeper.after_step(self._now(trainer), parting=parting)
         return trainer, first_step
 
     def _put_down(self) -> None:
         """Keep what this worker has of the state, and drop the model: its groups are those of this view."""
+        self.go_back()
         if self.reached is not None:
             self.keeper.leave(self.reached)
-        self.built = None
+        self.built = self.milestone = None
 
-    @staticmethod
-    def _now(trainer: Trainer) -> Reached:
+    def _now(self, trainer: Trainer) -> Reached:
+        """What counts of what is done."""
+        if self.milestone and self.milestone.reached:
+            return self.milestone.reached
         shared = trainer.replica.state_dict() if trainer.replica.lockstep else {}
         return Reached(trainer.done, trainer.persistence.committed, shared, trainer.last_loss)
 
@@ -264,7 +268,7 @@ class Life:
         finally:
             now = self._now(trainer)
             trainer.let_go()
-            self.reached = (self.milestone.reached if self.milestone else None) or now
+            self.reached = now
             self.trained += trainer.done - first_step
             self.step_seconds += trainer.step_seconds
 

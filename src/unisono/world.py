@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MethodType, TracebackType
@@ -185,8 +185,8 @@ class World:
         bound, company = self._bound, self._company
         bound.plan(plan.micro_batches, float(global_batch))
         while True:
-            yield from self._in_one_view(bound, make, seed, count)
             try:
+                yield from self._in_one_view(bound, make, seed, count)
                 if not company.ended:
                     bound.meet()
                     company.finish()
@@ -341,11 +341,33 @@ class _Bound:
         self._replica.unbind()
 
     def turns(self, loader: Loader, mine: range, first: int, count: int) -> Iterator[Turn]:
-        """The work of this worker: what is dealt out to it, else `mine` of each step from `first` to before `count`."""
+        """The work of this worker: what is dealt out to it, else `mine` of each step from `first` to before `count`.
+        Raises `PeerLost`."""
+        replica = self._replica
+        assert replica is not None
+        while first < count and not self._company.ended:
+            shares = replica.shares(first, count, lambda: False)
+            if shares is None:
+                yield from ((t, mine, loader.batches(t)) for t in range(first, count))
+                return
+            yield from loader.turns(shares)
+            first = replica.dealt
+            if self._company.recovers and not self._company.lost:
+                self._meet_after(first)
+
+    def _meet_after(self, dealt: int) -> None:
+        """All that was dealt out, to before step `dealt`, is computed, here; wait for the others."""
+        words = self._company.comm.gather(torch.tensor(self._company.says(), dtype=torch.float64)).wait()
+        self.state.reached = replace(self.state.reached, steps=dealt)
+        self._met(words.sum(0).tolist())
+
+    def _met(self, words: Sequence[float]) -> None:
+        """All have met, and said `words`."""
         assert self._replica is not None
-        shares = self._replica.shares(first, count, lambda: False)
-        turns = ((t, mine, loader.batches(t)) for t in range(first, count))
-        return turns if shares is None else loader.turns(shares)
+        self._company.hear(words)
+        if self._company.ended:  # who leaves leaves its share of what all have come to
+            self._replica.meet()
+        self._hold()
 
     def meet(self) -> None:
         """See `World.meet`."""
@@ -412,16 +434,13 @@ class _Bound:
             self._watch.keep(self._watch.done + 1)
             return
         self.state.take()
-        if step.extra is not None:  # all have met
-            assert self._replica is not None
-            self._company.hear(step.extra)
-            if self._company.ended:  # who leaves leaves its share of what all have come to
-                self._replica.meet()
-            self._hold()
+        if step.extra is not None:
+            self._met(step.extra)
 
     def _hold(self) -> None:
         """All have met: what they have now counts."""
         assert self._replica is not None
+        self._replica.rest()
         self.state.hold(self._replica.state_dict() if self.state.walks else None)
         if new := self.state.reached.steps - self._held:
             self._held += new

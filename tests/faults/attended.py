@@ -91,7 +91,8 @@ def under_way(
     Args:
         hosts: one for each worker; the coordinator is on the first. None: all are here.
     """
-    policy = Policy(minimum=1, expected=workers, maximum=workers)
+    # However long the others take to start: a view of one has nobody to lose.
+    policy = Policy(minimum=1, expected=workers, maximum=workers, patience_seconds=LONGEST_SECONDS)
     with tempfile.TemporaryDirectory() as meeting, _coordinator(path / "state", policy, hosts) as url:
         contact = Contact(url, TOKEN, "" if hosts else f"file://{meeting}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:

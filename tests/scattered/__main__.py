@@ -1,7 +1,8 @@
 """A worker of the only replica is killed, and another one comes: what comes of it is the same to the bit, under each of
-these layouts.
+these layouts. So it is where two replicas walk by themselves, and their optimizers remember nothing.
 
     python -m tests.scattered --seed 1
+    python -m tests.scattered --seed 1 --sync 'DiLoCo(every=4)'
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ def main() -> int:
     """1 if anything differed."""
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("--seed", type=int, default=0)
+    given.add_argument("--sync", default="AllReduce()", help="other than this: of two replicas that walk")
     given.add_argument("layouts", nargs="*", default=LAYOUTS)
     options = given.parse_args()
     chance, wrong = random.Random(options.seed), 0
     for layout in options.layouts:
         with tempfile.TemporaryDirectory() as directory:
-            words = lose_one(layout, Path(directory), chance)
+            words = lose_one(layout, Path(directory), chance, options.sync)
         print(layout, words or "the same", flush=True)
         wrong += bool(words)
     return int(wrong > 0)
 
 
-def lose_one(layout: str, path: Path, chance: random.Random) -> str:
+def lose_one(layout: str, path: Path, chance: random.Random, sync: str) -> str:
     """What differs; empty if nothing does."""
-    workers = 4 if layout.count("=2") > 1 else 2
-    with under_way("gpt", path / "calm", workers, layout=layout, steps=STEPS) as run:
+    workers = (4 if layout.count("=2") > 1 else 2) * (1 if sync == "AllReduce()" else 2)
+    settings = {"layout": layout, "sync": sync, "steps": STEPS, "fewest": workers}
+    with under_way("gpt", path / "calm", workers, **settings) as run:
         calm = run.result()["weights_sha256"], run.losses[STEPS]
-    with under_way("gpt", path / "rough", workers, layout=layout, steps=STEPS) as run:
+    with under_way("gpt", path / "rough", workers, **settings) as run:
         run.until(chance.randrange(2, STEPS - 6))
         lost = run.members[chance.randrange(workers)]
         run.kill(lost)

@@ -139,10 +139,10 @@ class Ear:
 
 
 @contextlib.contextmanager
-def under_way(task: str, path: Path, workers: int, **settings: Any) -> Iterator[UnderWay]:
+def under_way(task: str, path: Path, workers: int, optimizer: str = "sgd", **settings: Any) -> Iterator[UnderWay]:
     """A task of `tests.layouts.tasks`, by workers 0, 1, ..."""
     path.mkdir(parents=True, exist_ok=True)
-    source = Source(f"tests.layouts.tasks:{task}", {}, ROOT)
+    source = Source(f"tests.layouts.tasks:{task}", {"optimizer": optimizer}, ROOT)
     settings = {"threads": 1, "workers": workers, "deadline_seconds": 30.0, **settings}
     policy = policy_of(settle(source.load(), settings))
     with contextlib.ExitStack() as stack:

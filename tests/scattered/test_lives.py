@@ -70,6 +70,27 @@ def test_a_lost_worker_takes_its_replica_out_and_survivors_make_others(calm, tmp
     assert differ(run, calm[1]) < CLOSE
 
 
+@pytest.mark.parametrize(
+    ("sync", "optimizer"), [("LocalSGD(every=4)", "sgd"), ("DiLoCo(every=4)", "sgd"), ("Gossip(meet_every=4)", "adamw")]
+)
+def test_replicas_that_walk_take_the_round_again(sync, optimizer, tmp_path) -> None:
+    """Two of two workers each; another comes in place of the lost one before they go on."""
+    settings = {"layout": LAYOUT, "sync": sync, "steps": STEPS, "fewest": 4}
+    with under_way("gpt", tmp_path / "calm", 4, optimizer, **settings) as run:
+        whole = run.result()["weights_sha256"], run.losses[STEPS]
+    with under_way("gpt", tmp_path / "rough", 4, optimizer, **settings) as run:
+        run.until(LOST_AT)
+        lost = run.members[1]
+        run.kill(lost)
+        run.start([f"{lost}.2"])
+        found = run.result()["weights_sha256"], run.losses[STEPS]
+        (event,) = run.events("view")
+    assert len(event["members"]) == 4
+    assert event["step"] % 4 == 0 < event["step"]
+    assert found[1] == pytest.approx(whole[1], abs=0.05)
+    assert found == whole or optimizer == "adamw"  # of which the lost replica's memory is gone, if nobody has a copy
+
+
 def test_who_leaves_hands_its_part_over(tmp_path) -> None:
     with without_end(tmp_path, 2, most=3) as run:
         run.until(4)

@@ -316,7 +316,7 @@ class _Seats:
 
     def __init__(self, turns: Turns, numbers: Sequence[int]) -> None:
         self._turns, self._numbers = turns, numbers
-        self.at = turns.at
+        self.at, self.own_random, self.drawing_from = turns.at, turns.own_random, turns.drawing_from
 
     @property
     def now(self) -> float:

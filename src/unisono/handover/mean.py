@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,10 +33,28 @@ def mean_of(
             for name in sorted(wanted)}  # fmt: skip
 
 
+def mean(found: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of what each of `found` has under a name, all of them under the same ones; of whole numbers, what the
+    first has. One is held at a time; empty where there is none."""
+    total, dtypes, count = dict[str, Tensor](), dict[str, torch.dtype](), 0
+    for count, each in enumerate(found, 1):
+        for name, tensor in each.items():
+            if count == 1:
+                dtypes[name], total[name] = tensor.dtype, tensor.to(_wide(tensor.dtype), copy=True)
+            elif tensor.is_floating_point():
+                total[name].add_(tensor)
+    return {n: (x / count).to(dtypes[n]) if x.is_floating_point() else x for n, x in total.items()}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Where sums of such numbers are taken."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
 def _mean(
     comm: Communicator, here: Tensor | None, dtype: torch.dtype, size: Sequence[int], sources: Sequence[int]
 ) -> Tensor:
-    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    wide = _wide(dtype)
     mine = torch.zeros(size, dtype=wide) if here is None else here.detach().to("cpu", wide, copy=True)
     flat = mine.view(-1)
     if dtype.is_floating_point:

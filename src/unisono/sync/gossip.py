@@ -45,7 +45,8 @@ class Gossip:
             so that a faster worker computes more.
         push_sum: mix a weight with the weights; None: where the topology is directed.
         meet_every: steps from one exchange of control words to the next. Only there workers learn of each other's
-            losses and wish to stop, and checkpoints are taken. Without meaning where asynchronous.
+            losses and wish to stop, and checkpoints are taken. Asynchronously, the steps from one meeting of all to the
+            next where workers may come and go, and without meaning elsewhere.
         seed: of the draw of neighbours.
 
     With a compressor that keeps no bits a worker holds two more copies of the weights per neighbour, asynchronously
@@ -74,7 +75,8 @@ class Gossip:
     ) -> BoundSynchronizer:
         """See `Synchronizer.bind`."""
         if self.asynchronous:
-            return BoundPartners(parameters, comm, compress, self.topology, loop.micro_batches, self.seed)
+            every = self.meet_every if loop.awaits else 0
+            return BoundPartners(parameters, comm, compress, self.topology, loop.micro_batches, self.seed, every)
         return BoundGossip(parameters, comm, compress, self, loop.control)
 
 

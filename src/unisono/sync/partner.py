@@ -140,7 +140,11 @@ class Pair:
 
 
 class BoundPartners(AllHere, OwesNothing):
-    """Asynchronous gossip in its world; see `BoundSynchronizer` for the order of calls."""
+    """Asynchronous gossip in its world; see `BoundSynchronizer` for the order of calls.
+
+    Args:
+        meet_every: steps that are dealt out before all meet; 0: as many as are asked for.
+    """
 
     lockstep = False
     local = True
@@ -154,9 +158,10 @@ class BoundPartners(AllHere, OwesNothing):
         topology: Topology,
         micro_batches: int,
         seed: int,
+        meet_every: int = 0,
     ) -> None:
         self._gradients, self._parameters, self._comm = LocalGradients(parameters), parameters, comm
-        self._topology, self._seed = topology, seed
+        self._topology, self._seed, self._meet_every = topology, seed, meet_every
         self._weights = Weights(parameters, compress)
         at_once = max(len(topology.sends(rank, comm.size, 0)) for rank in range(min(2, comm.size)))
         neighbours = topology.turns(comm.size) * at_once
@@ -184,7 +189,8 @@ class BoundPartners(AllHere, OwesNothing):
         return PartnersStep(self, self._parameters, self._gradients.settle().control)
 
     def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
-        return self._dealing.shares(first, until, stop)
+        every = self._meet_every
+        return self._dealing.shares(first, min(until, every * (first // every + 1)) if every else until, stop)
 
     @property
     def dealt(self) -> int:
@@ -195,6 +201,10 @@ class BoundPartners(AllHere, OwesNothing):
         self._weights.write(together)
         self._partner.reset(together)
         self._together()  # nobody asks one who has not been reset
+
+    def rest(self) -> None:
+        self._quiet()
+        self._weights.write(self._partner.weights())
 
     def shared(self) -> AbstractContextManager[None]:
         return self._weights.replaced(self._mean())

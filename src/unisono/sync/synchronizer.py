@@ -95,6 +95,10 @@ class BoundSynchronizer(Protocol):
         """All workers call it alike, between two steps: afterwards all have the same parameters (and optimizer
         state, if `keeps_optimizer`), and walk on from there. Nothing to do in lockstep."""
 
+    def rest(self) -> None:
+        """All workers call it alike, between two steps: afterwards nothing is under way, and the parameters are all
+        that this replica has come to. Nothing to do where that is so after each step that all have met in."""
+
     def shared(self) -> AbstractContextManager[None]:
         """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on, for
         evaluation; outside they are as before."""
@@ -122,6 +126,8 @@ class Loop:
         control: length of the control word in numbers.
         overlap: exchange while backward, and where weights may come late the forward pass, still runs.
         sparse: names of parameters whose optimizer wants sparse gradients.
+        awaits: whether workers may come and go while it runs: then all have to meet now and then, where work is dealt
+            out too.
     """
 
     optimizer: Optimizer
@@ -129,6 +135,7 @@ class Loop:
     control: int = 0
     overlap: bool = True
     sparse: frozenset[str] = frozenset()
+    awaits: bool = False
 
 
 class Synchronizer(Protocol):
@@ -150,6 +157,9 @@ class AllHere:
     defers = False
 
     def need(self, names: Collection[str] | None = None) -> None:
+        pass
+
+    def rest(self) -> None:
         pass
 
 

@@ -106,6 +106,9 @@ class BoundServer:
             out.ask(version)
         self._coming, self._listening = list(self.outgoing), False
 
+    def rest(self) -> None:
+        pass
+
     def need(self, names: Collection[str] | None = None) -> None:
         if self._coming:
             self._receive(names)
