@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Abort, Meeting, TorchWorld, at_attempt, in_blocks
 from unisono.comm.torch_world import STUCK
@@ -137,6 +138,7 @@ def lose(rank: int, size: int, path: str, verb: str, how: signal.Signals) -> tup
         print(1 / 0)
     again.close()
     del group, world, again
+    within(10.0, lambda: sockets() - before <= 1)
     return str(caught.value), seconds, sockets() - before
 
 

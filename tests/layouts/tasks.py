@@ -23,6 +23,7 @@ VOCABULARY, LENGTH, SAMPLES = 64, 16, 320
 IGNORED = -100
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.2),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.1),
 }
 SIZES: dict[str, Any] = {

@@ -71,7 +71,8 @@ def test_a_lost_worker_takes_its_replica_out_and_survivors_make_others(calm, tmp
 
 
 @pytest.mark.parametrize(
-    ("sync", "optimizer"), [("LocalSGD(every=4)", "sgd"), ("DiLoCo(every=4)", "sgd"), ("Gossip(meet_every=4)", "adamw")]
+    ("sync", "optimizer"),
+    [("LocalSGD(every=4)", "plain"), ("DiLoCo(every=4)", "plain"), ("Gossip(meet_every=4)", "adamw")],
 )
 def test_replicas_that_walk_take_the_round_again(sync, optimizer, tmp_path) -> None:
     """Two of two workers each; another comes in place of the lost one before they go on."""

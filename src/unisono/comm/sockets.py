@@ -6,9 +6,10 @@ known by their ends: other threads open sockets of their own at the same time, w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 _OLDER_FAMILY = "::ffff:"
 End = tuple[str, int]
@@ -47,15 +48,34 @@ def is_open(fd: int, name: str) -> bool:
 def shut(wires: Mapping[int, str]) -> None:
     """Shut these connections down, which wakes whoever waits for them, where they are still what they were called: a
     number may belong to another by now."""
+    for wire in _still(wires):
+        with wire, contextlib.suppress(OSError):  # its other end is gone: it carries nothing any more
+            wire.shutdown(socket.SHUT_RDWR)
+
+
+def deafen(wires: Mapping[int, str]) -> list[socket.socket]:
+    """Have whoever reads from these connections come to their end, behind what has arrived, where they are still what
+    they were called. Until what is returned is closed the far ends notice nothing of it, nor of what is done to the
+    connections here, and may be written to."""
+    kept = list(_still(wires))
+    for wire in kept:
+        with contextlib.suppress(OSError):
+            wire.shutdown(socket.SHUT_RD)
+    return kept
+
+
+def _still(wires: Mapping[int, str]) -> Iterator[socket.socket]:
+    """Those that are there and connected, each once more."""
     for fd, name in wires.items():
         try:
-            with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as wire:
-                if os.readlink(f"/proc/self/fd/{wire.fileno()}") == name:
-                    # Raises for a socket that listens: shutting that down would abort the process.
-                    wire.getpeername()
-                    wire.shutdown(socket.SHUT_RDWR)
+            wire = socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM)
         except OSError:
-            continue  # closed already, or its other end is gone: it carries nothing any more
+            continue  # closed already
+        # One that listens is none of those: shutting that down would abort the process.
+        if is_open(wire.fileno(), name) and _peer(wire.fileno()):
+            yield wire
+        else:
+            wire.close()
 
 
 def _sockets() -> dict[int, str]:

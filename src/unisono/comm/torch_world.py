@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -21,12 +22,15 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
 from unisono.comm.notices import Breakable, Notices
-from unisono.comm.sockets import connected, is_open, shut
+from unisono.comm.sockets import connected, deafen, is_open, shut
 from unisono.comm.torch_group import Device, gloo
 from unisono.errors import CommunicationError, PeerLost
 
 LOG = logging.getLogger("unisono")
 STUCK = 70  # how a process ends that could not be woken
+_LINGER_SECONDS = 2.0  # far longer than it takes until all have heard that a view is over
+_LET_GO_SECONDS = 5.0  # for one call, which fails within milliseconds
+_LOOK_SECONDS = 0.5
 _BACKEND = "unisono"  # gloo on a device that is given: torch's own asks the environment for it
 _BYTES_SENT = 200  # the offset of tcpi_bytes_sent in Linux' struct tcp_info (since 4.19); tcpi_bytes_retrans follows
 
@@ -34,10 +38,13 @@ _BYTES_SENT = 200  # the offset of tcpi_bytes_sent in Linux' struct tcp_info (si
 class TorchWorld:
     """All workers of a view in torch's default group, and every group that torch makes of some of them.
 
-    A process has one at a time. What waits in its groups listens to nobody: it is woken by shutting their connections
-    down, and whatever torch then raises is said as `PeerLost` by `heard`. gloo does not always wake up, as was seen of
-    processes that had been stopped for a while: one that has not closed this within the deadline, once it was broken
-    off, ends, so that another can take its place.
+    A process has one at a time. What waits in its groups listens to nobody: it is woken by the end of what can be read
+    from their connections, and whatever torch then raises is said as `PeerLost` by `heard`.
+
+    Where a write fails in gloo's own thread, which answers a message that says that the far end is ready, gloo forgets
+    whoever waits for that. So nobody's connections close before all have had time to hear that it is over. They do
+    where a process dies: one that stays in a call of torch's thereafter ends, so that another can take its place; so
+    does one that has not closed this within the deadline, once it was broken off.
 
     Args:
         address: this worker's, as the others reach it.
@@ -61,7 +68,7 @@ class TorchWorld:
         self._abort, self._wires, self._lock = abort or Abort(), dict[int, str](), threading.Lock()
         self._stores: list[c10d.Store] = []  # gloo has only what C++ knows of them
         gc.collect()  # modules that talked through the groups of the world before lie in circles
-        self._closed = threading.Event()
+        self._closed, self._thread = threading.Event(), threading.get_ident()
         self._unabort = self._abort.then(self._break_off)
         dist.Backend.register_backend(_BACKEND, self._group, devices=["cpu"])
         try:
@@ -111,23 +118,34 @@ class TorchWorld:
     def close(self) -> None:
         """Leave all groups, so that others may be made; who waits for this worker in one of them is woken."""
         self._unabort()
-        shut(self._wires)
+        self._deafen()
         self._closed.set()
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
 
-    def _break_off(self) -> None:
+    def _deafen(self) -> None:
         with self._lock:
-            shut(self._wires)
+            kept = deafen(self._wires)
+        if kept:
+            later = threading.Timer(_LINGER_SECONDS, lambda: [wire.close() for wire in kept])
+            later.daemon = True
+            later.start()
+
+    def _break_off(self) -> None:
+        self._deafen()
         threading.Thread(target=self._end_if_stuck, name="torch world, broken off", daemon=True).start()
         if dist.is_initialized() and torch.cuda.is_available():
             _abort_nccl()
 
     def _end_if_stuck(self) -> None:
-        if not self._closed.wait(self._deadline_seconds):
-            LOG.critical("torch's groups did not let go for %g s: this process ends", self._deadline_seconds)
-            os._exit(STUCK)
+        began, call, since = time.monotonic(), None, 0.0
+        while not self._closed.wait(_LOOK_SECONDS):
+            now, before, call = time.monotonic(), call, _call_of(self._thread)
+            since = since if call is not None and call == before else now
+            if now - since > _LET_GO_SECONDS or now - began > self._deadline_seconds:
+                LOG.critical("torch's groups did not let go for %.3g s: this process ends", now - began)
+                os._exit(STUCK)
 
     def _group(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
         """As torch asks a backend for each group; gloo connects all pairs at once."""
@@ -150,6 +168,16 @@ class TorchWorld:
         self._abort.check("connect")
         self._stores.append(waiting)
         return group
+
+
+def _call_of(thread: int) -> tuple[int, int] | None:
+    """The call of `torch.distributed` that a thread is in; None where it is elsewhere."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename.endswith("torch/_ops.py"):
+        frame = frame.f_back  # on the way to what is not Python
+    if frame is None or "/torch/distributed/" not in frame.f_code.co_filename:
+        return None
+    return id(frame), frame.f_lasti
 
 
 def _meant(error: BaseException | None) -> CommunicationError | None:
