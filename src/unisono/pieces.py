@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class Pieces:
         held: tensors by a checkpoint's names.
         numbers: what is no tensor of it.
         judged: what is remembered of bad steps.
+        loss: of the last step in it.
         walker: the replica whose it is, by its number in that view, where each has its own; all have the same: None.
     """
 
@@ -47,6 +48,7 @@ class Pieces:
     held: Held
     numbers: Mapping[str, float]
     judged: Mapping[str, Any]
+    loss: float
     walker: int | None = None
 
     def said(self) -> list[Any]:
@@ -58,13 +60,14 @@ class Pieces:
     def meta(self) -> dict[str, Any]:
         """What has to be beside the tensors where they are kept."""
         numbers, judged = dict(self.numbers), dict(self.judged)
-        return {"at": list(self.at), "walker": self.walker, "numbers": numbers, "judged": judged}
+        return {"at": list(self.at), "walker": self.walker, "numbers": numbers, "judged": judged, "loss": self.loss}
 
     @staticmethod
     def kept(copy: Kept) -> Pieces:
         """What another worker, or this one, was given to keep."""
-        first, steps = copy.meta["at"]
-        return Pieces((first, steps), copy.held, copy.meta["numbers"], copy.meta["judged"], copy.meta["walker"])
+        meta = copy.meta
+        first, steps = meta["at"]
+        return Pieces((first, steps), copy.held, meta["numbers"], meta["judged"], meta["loss"], meta["walker"])
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Laid:
         """The state that lies here; tensors are the model's own."""
         tensors, numbers = describe(self.model, self.optimizer, reached)
         boxes = {name: box for name, x in tensors.items() if (box := self._box(name, tuple(x.shape), local=True))}
-        return Pieces(at, Held(tensors, boxes), numbers, judged, walker)
+        return Pieces(at, Held(tensors, boxes), numbers, judged, reached.loss, walker)
 
     def wants(self, holdings: Sequence[Mapping[str, Piece]]) -> dict[str, Piece]:
         """This worker's part of what `holdings` are parts of. A worker has all that belongs to a parameter, or nothing
@@ -131,7 +134,7 @@ def assemble(
             LOG.info("of the state after step %d not all is there: %s", at[1], str(missing).splitlines()[0])
             continue
         numbers = {name: number for each in theirs for name, number in each.numbers.items()}
-        return at, laid.take(tensors, numbers), theirs[0].judged
+        return at, replace(laid.take(tensors, numbers), loss=theirs[0].loss), theirs[0].judged
     return None
 
 
@@ -176,6 +179,7 @@ class _Said:
     walker: int | None
     numbers: Mapping[str, float]
     judged: Mapping[str, Any]
+    loss: float
     holding: Mapping[str, Piece]
     digests: Mapping[str, str]
 
@@ -185,5 +189,6 @@ class _Said:
             case [dict(meta), str(held), dict(digests)]:
                 first, steps = meta["at"]
                 at = (int(first), int(steps))
-                return _Said(at, meta["walker"], meta["numbers"], meta["judged"], decode_holding(held), digests)
+                numbers, judged, loss = meta["numbers"], meta["judged"], meta["loss"]
+                return _Said(at, meta["walker"], numbers, judged, loss, decode_holding(held), digests)
         raise ValueError("not what a worker says of its part of the state")

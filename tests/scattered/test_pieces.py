@@ -43,7 +43,8 @@ def laid(place: int, value: float) -> Laid:
 
 def pieces(place: int, at: At, committed: int) -> Pieces:
     """Of the state `at`, in which every number says which one it is."""
-    return laid(place, number(at)).pieces(at, Reached(at[1], committed), {"losses": [number(at)]})
+    reached = Reached(at[1], committed, loss=number(at))
+    return laid(place, number(at)).pieces(at, reached, {"losses": [number(at)]})
 
 
 def meet(comm: Simulated, has: list[list[tuple[int, At]]], committed: int) -> tuple[At, Reached, Laid] | None:
@@ -75,11 +76,54 @@ def test_the_newest_that_is_whole_is_found(has, committed) -> None:
             at, reached, mine = found
             expected = laid(rank % PLACES, number(at))
             assert at == max(whole)
-            assert reached == Reached(at[1], committed)
+            assert reached == Reached(at[1], committed, loss=number(at))
             assert torch.equal(mine.model.weight, expected.model.weight)
             assert mine.model.seen == number(at)
             momentum = mine.optimizer.state[mine.model.weight]["momentum_buffer"]
             assert torch.equal(momentum, -expected.model.weight)
+
+
+WALKERS = 3
+WALKS = st.lists(st.tuples(st.integers(0, PLACES - 1), st.integers(0, WALKERS - 1)), max_size=6, unique=True)
+
+
+def own_number(walker: int) -> float:
+    """What one that walks by itself has where others have others."""
+    return 8.0 * 2**walker
+
+
+def walks(place: int, walker: int) -> Pieces:
+    """Of what one replica has: its weights are everybody's, what its optimizer remembers is its own."""
+    mine = laid(place, number(AT[0]))
+    mine.optimizer.state[mine.model.weight]["momentum_buffer"].fill_(own_number(walker))
+    return mine.pieces(AT[0], Reached(AT[0][1]), {}, walker)
+
+
+def meet_walking(comm: Simulated, has: list[list[tuple[int, int]]]) -> Laid | None:
+    mine = laid(comm.rank % PLACES, 0.0)
+    found = assemble(comm, [walks(*each) for each in has[comm.rank]], mine, [])
+    return mine if found else None
+
+
+@settings(max_examples=60, deadline=None)
+@given(has=st.lists(WALKS, min_size=PLACES, max_size=2 * PLACES))
+def test_of_what_walkers_have_each_its_own_all_take_the_mean(has) -> None:
+    """Of those walks of which all is there; what all have alike may come from any."""
+    there = {piece for each in has for piece in each}
+    several = len({walker for _, walker in there}) > 1
+    apart = {place for place in range(PLACES) if len([True for one, _ in there if one == place]) > 1}
+    whole = [w for w in range(WALKERS) if all((place, w) in there for place in range(PLACES))]
+    enough = {place for place, _ in there} == set(range(PLACES)) and (bool(whole) or not apart)
+    for rank, mine in enumerate(outcomes(len(has), meet_walking, has)):
+        if isinstance(mine, BaseException):
+            raise mine
+        assert (mine is not None) == enough
+        if mine is not None:
+            assert torch.equal(mine.model.weight, laid(rank % PLACES, number(AT[0])).model.weight)
+            momentum = mine.optimizer.state[mine.model.weight]["momentum_buffer"]
+            if several and apart:
+                expected = sum(map(own_number, whole)) / len(whole)
+                torch.testing.assert_close(momentum, torch.full_like(momentum, expected))
 
 
 @given(cost=st.floats(0, 1e3), step=st.one_of(st.just(0.0), st.floats(1e-6, 1e3)))

@@ -125,10 +125,10 @@ class TorchWorld:
         _forget_meshes()
 
     def _deafen(self) -> None:
-        with self._lock:
-            kept = deafen(self._wires)
-        if kept:
-            later = threading.Timer(_LINGER_SECONDS, lambda: [wire.close() for wire in kept])
+        with self._lock, contextlib.ExitStack() as kept:
+            for wire in deafen(self._wires):
+                kept.enter_context(wire)
+            later = threading.Timer(_LINGER_SECONDS, kept.pop_all().close)
             later.daemon = True
             later.start()
 
