@@ -4,6 +4,7 @@ a lost worker hears of it."""
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -85,6 +86,33 @@ def test_who_cannot_be_woken_ends(tmp_path) -> None:
         stuck.join(30)
         assert stuck.exitcode == STUCK
         assert other.is_alive()
+
+
+def gather_all_the_time(rank: int, size: int, path: str, views: int) -> float:
+    """The longest that it took to let go of the groups of `views` views, each broken off somewhere in a gather."""
+    chance, longest = random.Random(rank), 0.0
+    for view in range(1, views + 1):
+        abort, told = Abort(), list[float]()
+        world = meet(rank, size, path, view, abort)
+
+        def tell(abort: Abort = abort, told: list[float] = told) -> None:
+            told.append(time.monotonic())
+            abort.set(WHY)
+
+        mine, all_of_them = torch.ones(2000), torch.empty(size * 2000)
+        threading.Timer(chance.uniform(0.002, 0.02), tell).start()
+        with pytest.raises(PeerLost), world.heard():
+            while True:
+                for work in [dist.all_gather_single(all_of_them, mine, async_op=True) for _ in range(2)]:
+                    work.wait()
+        longest = max(longest, time.monotonic() - told[0]) if told else longest
+        world.close()
+    return longest
+
+
+def test_nobody_is_forgotten_in_a_gather_that_all_leave(tmp_path) -> None:
+    """As happens where a write fails while gloo answers somebody in its own thread."""
+    assert max(run(2, gather_all_the_time, str(tmp_path), 60)) < PROMPT_SECONDS
 
 
 def sockets() -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 _OLDER_FAMILY = "::ffff:"
 End = tuple[str, int]
@@ -18,9 +19,7 @@ End = tuple[str, int]
 
 def listening(address: str) -> frozenset[End]:
     """Where this process listens on `address`."""
-    return frozenset(
-        here for fd in _sockets() if (here := _end(fd, "getsockname")) and here[0] == address and not _peer(fd)
-    )
+    return frozenset(here for fd in _sockets() if (here := _end(fd, _listens_at)) and here[0] == address)
 
 
 def connected(ends: Collection[End]) -> dict[int, str]:
@@ -28,7 +27,7 @@ def connected(ends: Collection[End]) -> dict[int, str]:
     return {
         fd: name
         for fd, name in _sockets().items()
-        if (there := _peer(fd)) and (there in ends or _end(fd, "getsockname") in ends)
+        if (there := _peer(fd)) and (there in ends or _end(fd, socket.socket.getsockname) in ends)
     }
 
 
@@ -96,10 +95,17 @@ def _sockets() -> dict[int, str]:
 
 
 def _peer(fd: int) -> End | None:
-    return _end(fd, "getpeername")
+    return _end(fd, socket.socket.getpeername)
 
 
-def _end(fd: int, which: str) -> End | None:
+def _listens_at(wire: socket.socket) -> Any:
+    """Raises `OSError` where it does not: a connection that has ended has no far end either, and does not listen."""
+    if not wire.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        raise OSError("it is a connection, or was one")
+    return wire.getsockname()
+
+
+def _end(fd: int, which: Callable[[socket.socket], Any]) -> End | None:
     """One end of the socket `fd`; None where it has none, or none on a network."""
     try:
         copy = os.dup(fd)
@@ -111,7 +117,7 @@ def _end(fd: int, which: str) -> End | None:
         os.close(copy)
         return None
     try:
-        found = getattr(wire, which)()
+        found = which(wire)
     except OSError:
         return None
     finally:
