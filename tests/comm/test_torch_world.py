@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Abort, Meeting, TorchWorld, at_attempt, in_blocks
+from unisono.comm.sockets import listening
 from unisono.comm.torch_world import STUCK
 from unisono.errors import PeerLost
 
@@ -88,7 +90,15 @@ def test_who_cannot_be_woken_ends(tmp_path) -> None:
         assert other.is_alive()
 
 
-def gather_all_the_time(rank: int, size: int, path: str, views: int) -> float:
+def gather_on_and_on() -> None:
+    """Two at a time, as FSDP does."""
+    mine, all_of_them = torch.ones(2000), torch.empty(dist.get_world_size() * 2000)
+    while True:
+        for work in [dist.all_gather_single(all_of_them, mine, async_op=True) for _ in range(2)]:
+            work.wait()
+
+
+def gather_until_told(rank: int, size: int, path: str, views: int) -> float:
     """The longest that it took to let go of the groups of `views` views, each broken off somewhere in a gather."""
     chance, longest = random.Random(rank), 0.0
     for view in range(1, views + 1):
@@ -99,12 +109,9 @@ def gather_all_the_time(rank: int, size: int, path: str, views: int) -> float:
             told.append(time.monotonic())
             abort.set(WHY)
 
-        mine, all_of_them = torch.ones(2000), torch.empty(size * 2000)
         threading.Timer(chance.uniform(0.002, 0.02), tell).start()
         with pytest.raises(PeerLost), world.heard():
-            while True:
-                for work in [dist.all_gather_single(all_of_them, mine, async_op=True) for _ in range(2)]:
-                    work.wait()
+            gather_on_and_on()
         longest = max(longest, time.monotonic() - told[0]) if told else longest
         world.close()
     return longest
@@ -112,7 +119,20 @@ def gather_all_the_time(rank: int, size: int, path: str, views: int) -> float:
 
 def test_nobody_is_forgotten_in_a_gather_that_all_leave(tmp_path) -> None:
     """As happens where a write fails while gloo answers somebody in its own thread."""
-    assert max(run(2, gather_all_the_time, str(tmp_path), 60)) < PROMPT_SECONDS
+    assert max(run(2, gather_until_told, str(tmp_path), 60)) < PROMPT_SECONDS
+
+
+def test_what_has_ended_does_not_listen() -> None:
+    """Though it has no far end any more, as what listens has none."""
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as here:
+        there, _ = door.accept()
+        here.sendall(b"unread")
+        there.close()  # so its end is not orderly
+        with pytest.raises(ConnectionResetError):
+            here.recv(1)
+        with pytest.raises(OSError, match="not connected"):
+            here.getpeername()
+        assert listening("127.0.0.1") & {here.getsockname(), door.getsockname()} == {door.getsockname()}
 
 
 def sockets() -> int:

@@ -46,7 +46,7 @@ def lose_one(layout: str, path: Path, chance: random.Random, sync: str) -> str:
     with under_way("gpt", path / "calm", workers, **settings) as run:
         calm = run.result()["weights_sha256"], run.losses[STEPS]
     with under_way("gpt", path / "rough", workers, **settings) as run:
-        run.until(chance.randrange(2, STEPS - 6))
+        run.until(chance.randrange(6, STEPS - 6))  # there are copies, and replicas that walk have met
         lost = run.members[chance.randrange(workers)]
         run.kill(lost)
         run.start([f"{lost}.2"])

@@ -116,7 +116,7 @@ class TorchWorld:
             raise
 
     def close(self) -> None:
-        """Leave all groups, so that others may be made; who waits for this worker in one of them is woken a bit later."""
+        """Leave all groups, so that others may be made; who waits for it in one of them is woken soon after."""
         self._unabort()
         self._deafen()
         self._closed.set()
