@@ -348,7 +348,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(line: str, home: Path) -> 
     assert WRONG[line] in done.stderr
     assert "Traceback" not in done.stderr
     *notes, sentence = done.stderr.splitlines()
-    assert all(note.startswith("note ") for note in notes)
+    assert all(note.startswith(("note ", "stuck ")) for note in notes), done.stderr  # a machine may be slow
     assert re.match(r"\S+ = .*: .*; .*[.?]$", sentence), done.stderr
     assert done.stdout == ""
     assert sorted(os.listdir(home)) == entries
