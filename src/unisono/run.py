@@ -33,7 +33,7 @@ from unisono.membership.place import Calling
 from unisono.observe import write_summary
 from unisono.observe.written import SUMMARY
 from unisono.order import Carried, Order, Result, TaskSource
-from unisono.settings import recovers, settle
+from unisono.settings import RECOVERING, recovers, settle
 from unisono.task import Task
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "unisono.work")
@@ -156,7 +156,7 @@ def _may_come_and_go(
     if config.fewest > 1 or config.most not in (None, config.workers) or calling is not None:
         raise InvalidInput(
             "workers", f"{config.fewest}:{config.most or config.workers}", "in this run none can come or go",
-            "give one number; or leave elastic on, with AllReduce(), without sync_batchnorm")  # fmt: skip
+            f"give one number; or leave elastic on, with {RECOVERING}")  # fmt: skip
     return contextlib.nullcontext()
 
 

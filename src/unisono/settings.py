@@ -30,6 +30,10 @@ def walk(sync: Synchronizer) -> bool:
     return isinstance(sync, Periodic | Gossip)
 
 
+RECOVERING = "AllReduce(), or a sync whose replicas walk, as LocalSGD(), DiLoCo() or Gossip(), without sync_batchnorm"
+"""What of a run makes it such that workers may come and go, beside `elastic`; in words for who wants that."""
+
+
 def recovers(config: Config) -> bool:
     """Whether workers of such a run may come and go. With batch statistics that span workers, what is saved of a step
     for its gradients belongs to those who computed it together."""

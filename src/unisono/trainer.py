@@ -53,8 +53,7 @@ class Trainer:
         factor: the learning rate's factor at a step.
         presence: who is there; all workers stop, or end what they do together, after the same step.
         watch: is told what this worker does.
-        keep: called after each step that all took, when the weights are those, or where all have met: with whether the
-            workers present may change now.
+        keep: called where all have met, when the weights are those: with whether the workers present change now.
         milestone: where replicas that walk by themselves go back to when one is lost; then only those steps count after
             which all have met.
     """
@@ -203,8 +202,6 @@ class Trainer:
             if self.persistence.due(self.done):
                 self.replica.meet()
             self.persistence.after_step(self.done, [each.written for each in said], take=not parting)
-            if self.milestone is None:
-                self.keep(parting)
         self.stopping = any(each.stop for each in said) or all(each.leaving for each in said)
         # What is being written would be lost: its workers finish it first.
         self.parting = parting and not (self.stopping or self.persistence.pending or self.done >= self.steps)
@@ -217,16 +214,16 @@ class Trainer:
 
     def hold(self) -> None:
         """All have met: where they walk by themselves, what they have now counts."""
-        if self.milestone is None:
-            return
-        replica = self.replica
-        replica.rest()
-        reached = Reached(self.done, self.persistence.committed, replica.state_dict(), self.last_loss)
-        self.milestone.keep(replica.model, replica.optimizer, reached)
-        self.keep(self.parting)
-        self.presence.done(self.done - self.held)
-        self.watch.keep(self.done)
-        self.held = self.done
+        if self.milestone is not None:
+            replica = self.replica
+            replica.rest()
+            reached = Reached(self.done, self.persistence.committed, replica.state_dict(), self.last_loss)
+            self.milestone.keep(replica.model, replica.optimizer, reached)
+            self.presence.done(self.done - self.held)
+            self.watch.keep(self.done)
+            self.held = self.done
+        with self.watch(Phase.CHECKPOINT):
+            self.keep(self.parting)
 
     def evaluate_if_due(self) -> None:
         """Evaluate if it was due since the last time; what is due after the last step comes at the end."""

@@ -12,7 +12,9 @@ import pytest
 
 from unisono import state
 from unisono.chaos.schedule import Kind
+from unisono.chaos.trial import depends
 from unisono.cli.chaos import read
+from unisono.source import Source
 from unisono.state import Reached
 
 TASK = """
@@ -78,6 +80,17 @@ def test_what_cannot_work_is_refused_in_a_sentence(
     )
     assert said.code == 2, said
     assert words in said.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({}, ""), ({"compress": "Cast()"}, "sums are rounded otherwise"), ({"sync": "DiLoCo()"}, "replicas that walk")],
+)
+def test_why_bits_depend_on_who_takes_part(settings: dict[str, Any], why: str) -> None:
+    task = Source("unisono.tasks.digits:digits").load()
+    found = depends(task, {"workers": 3, "compress": "Exact()", **settings})
+    assert why in found
+    assert bool(why) == bool(found)
 
 
 def test_help_needs_no_task_and_tells_the_options_of_one(unisono: Any, own: str) -> None:

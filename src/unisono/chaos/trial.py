@@ -12,7 +12,7 @@ from unisono.chaos.schedule import Kind, Schedule, draw
 from unisono.compress import Exact
 from unisono.config import Config
 from unisono.errors import InvalidInput
-from unisono.settings import recovers, settle
+from unisono.settings import RECOVERING, recovers, settle, walks
 from unisono.task import Task
 
 QUIET = Schedule(0, ())
@@ -77,14 +77,24 @@ def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[Kind, int]
     config = settle(task, settings)
     if config.workers < 2 or not recovers(config):
         raise InvalidInput(
-            "task", task.name, "workers of such a run cannot come and go", "use two workers or more, AllReduce(), "
-            "without layout and sync_batchnorm")  # fmt: skip
+            "task", task.name, "workers of such a run cannot come and go",
+            f"use two workers or more, elastic, with {RECOVERING}")  # fmt: skip
     return settings if config.most is not None else {**settings, "most": _most(config, wanted)}
 
 
-def exact(task: Task, settings: Mapping[str, Any]) -> bool:
-    """Whether such a run has the same bits whoever takes part."""
-    return isinstance(settle(task, settings).compress, Exact)
+def depends(task: Task, settings: Mapping[str, Any]) -> str:
+    """Why the bits of such a run depend on who takes part; empty: they do not."""
+    config = settle(task, settings)
+    if walks(config):
+        return (
+            "replicas that walk by themselves come to something else when others take part: losses and weights differ"
+        )
+    if not isinstance(config.compress, Exact):
+        return (
+            "without --compress 'Exact()' sums are rounded otherwise when other workers take part: the last digits "
+            "will differ"
+        )
+    return ""
 
 
 def _most(config: Config, wanted: Mapping[Kind, int]) -> int:

@@ -59,9 +59,6 @@ for instance:
   unisono chaos digits --virtual --steps 40 --micro-batch 8 --seeds 20
   unisono chaos digits --steps 1500 --micro-batch 8 --kill 2 --freeze 1 --join 1 --seed 7
 """
-_ROUNDED = (
-    "without --compress 'Exact()' sums are rounded otherwise when other workers take part: the last digits will differ"
-)
 _FAULTS = {Kind.KILL: 3, Kind.FREEZE: 1, Kind.PARTITION: 1, Kind.JOIN: 2, Kind.DRAIN: 1, Kind.COORDINATOR: 1}
 _NUMBERS = {f"--{kind.value}": count for kind, count in _FAULTS.items()} | {"--seed": 0, "--seeds": 1}
 
@@ -153,7 +150,7 @@ def _own(words: Sequence[str], ours: set[str]) -> tuple[list[str], dict[str, str
 
 
 def _tried(asked: Asked, directory: Path, console: Console) -> Iterator[Trial]:
-    from unisono.chaos.trial import QUIET, exact, settings_of, trials  # imports torch
+    from unisono.chaos.trial import QUIET, depends, settings_of, trials  # imports torch
 
     wanted = {**asked.wanted, Kind.PARTITION: _cuts(asked, console)}
     task = asked.request.source.load()
@@ -163,8 +160,8 @@ def _tried(asked: Asked, directory: Path, console: Console) -> Iterator[Trial]:
     with console.status("training in peace"):
         undisturbed = ground.run("undisturbed", QUIET, None, [])
     console.print(_heading(asked, settings, undisturbed), style="bold", markup=False)
-    if not exact(task, settings):
-        console.print(_ROUNDED, style="yellow", markup=False)
+    if why := depends(task, settings):
+        console.print(why, style="yellow", markup=False)
     for seed in asked.seeds:
         with console.status(f"training under the faults of seed {seed}"):
             (trial,) = trials(ground, undisturbed, [seed], wanted)

@@ -41,9 +41,9 @@ class TorchWorld:
     A process has one at a time. What waits in its groups listens to nobody: it is woken by the end of what can be read
     from their connections, and whatever torch then raises is said as `PeerLost` by `heard`.
 
-    Where a write fails in gloo's own thread, which answers a message that says that the far end is ready, gloo forgets
-    whoever waits for that. So nobody's connections close before all have had time to hear that it is over. They do
-    where a process dies: one that stays in a call of torch's thereafter ends, so that another can take its place; so
+    Where a write fails in gloo's own thread, which answers a message that says that the far end is ready, gloo seems to
+    forget whoever waits for that. So nobody's connections close before all have had time to hear that it is over. They
+    do where a process dies: one that stays in a call of torch's thereafter ends, so that another can take its place; so
     does one that has not closed this within the deadline, once it was broken off.
 
     Args:
