@@ -25,6 +25,9 @@ from typing import Any
 
 import torch
 
+from unisono.errors import CommunicationError
+from unisono.launch.failure import Failure, describe, first_cause
+
 # Whatever a worker imports for itself takes its time in every worker. torch._dynamo comes with the first optimizer, the
 # others with training, with the built-in digits, with worker 0's scalars and with the modules that hold the tests.
 PRELOAD = [
@@ -33,8 +36,12 @@ PRELOAD = [
 ]  # fmt: skip
 
 
+CAUSE_SECONDS = 5.0
+"""How long the cause is awaited after one of its consequences: a rank that lost a peer may report before that peer."""
+
+
 class ChildFailed(AssertionError):
-    """A worker of a test failed; its traceback is the message."""
+    """A worker of a test failed; the traceback of the first cause is the message."""
 
 
 @cache
@@ -58,29 +65,38 @@ class Workers:
         """What each rank returned; None for ranks in `lost`, which are not waited for.
 
         Raises:
-            ChildFailed: the first rank that raised, died or outlasted the timeout.
+            ChildFailed: a rank raised, died or outlasted the timeout; of several failures, names the first cause.
         """
         end = time.monotonic() + self.timeout_seconds
         awaited = {connection: rank for rank, connection in enumerate(self.outcomes) if rank not in lost}
-        while awaited:
+        failures: list[Failure] = []
+        while awaited and all(failure.consequence for failure in failures):
             ready = wait(list(awaited), max(0.0, end - time.monotonic()))
             if not ready:
-                raise ChildFailed(f"{sorted(awaited.values())} still run after {self.timeout_seconds} s")
+                break
             for connection in ready:
                 assert isinstance(connection, Connection)
-                rank = awaited.pop(connection)
-                self._results[rank] = self._receive(rank, connection)
+                failures += self._receive(awaited.pop(connection), connection)
+            if failures:
+                end = min(end, time.monotonic() + CAUSE_SECONDS)
+        if failures:
+            first = first_cause(failures)
+            raise ChildFailed(f"rank {first.rank} failed: {first.reason}\n{first.traceback}")
+        if awaited:
+            raise ChildFailed(f"{sorted(awaited.values())} still run after {self.timeout_seconds} s")
         return [self._results.get(rank) for rank in range(len(self.processes))]
 
-    def _receive(self, rank: int, connection: Connection) -> Any:
+    def _receive(self, rank: int, connection: Connection) -> list[Failure]:
+        """Keep the result of `rank`, or return its failure."""
         try:
-            good, value = pickle.loads(connection.recv_bytes())  # noqa: S301 (our own child wrote it)
+            result, failure = pickle.loads(connection.recv_bytes())  # noqa: S301 (our own child wrote it)
         except EOFError:
             self.processes[rank].join(5)
-            raise ChildFailed(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
-        if not good:
-            raise ChildFailed(f"rank {rank} failed:\n{value}")
-        return value
+            return [Failure(rank, time.monotonic(), describe(self.processes[rank].exitcode))]
+        if failure is not None:
+            return [failure]
+        self._results[rank] = result
+        return []
 
     def end(self) -> None:
         """No process outlives its test."""
@@ -124,7 +140,9 @@ def _main(message: bytes, rank: int, size: int, outcome: Connection) -> None:
         gc.freeze()  # else the first collection touches, and so copies, all that the forkserver has imported
         torch.set_num_threads(1)
         function, args = pickle.loads(message)  # noqa: S301 (our own parent wrote it)
-        answer = pickle.dumps((True, function(rank, size, *args)))
-    except BaseException:
-        answer = pickle.dumps((False, traceback.format_exc()))
+        answer = pickle.dumps((function(rank, size, *args), None))
+    except BaseException as error:
+        consequence = isinstance(error, CommunicationError)
+        failure = Failure(rank, time.monotonic(), repr(error), traceback.format_exc(), consequence)
+        answer = pickle.dumps((None, failure))
     outcome.send_bytes(answer)
