@@ -1,5 +1,6 @@
 """A config is the same value in Python, TOML, text and back."""
 
+import copy
 import dataclasses
 import json
 import tomllib
@@ -36,7 +37,7 @@ FIELD_VALUES = VALUES | {name: st.sampled_from(choices) for name, choices in CHO
 
 
 def test_every_field_has_its_values() -> None:
-    assert FIELD_VALUES.keys() == FIELDS.keys() == {f.name for f in dataclasses.fields(Config)}
+    assert FIELD_VALUES.keys() == FIELDS.keys() == {f.name for f in dataclasses.fields(Config)} - {"given"}
 
 
 @given(st.fixed_dictionaries({}, optional={n: v for n, v in FIELD_VALUES.items() if n != "epochs"}))
@@ -53,6 +54,18 @@ def test_every_field_is_read_from_text(name, data) -> None:
     plain = config.mapping().get(name)
     if plain is not None:
         assert Config.of({name: str(plain)}) == config
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_that_is_written_is_known_to_be_so_whatever_its_value(name) -> None:
+    default = getattr(Config(), name)
+    assert Config().given == frozenset()
+    written = Config(**{name: default})
+    assert written == Config()
+    for config in (written, Config().but({name: default}), copy.deepcopy(written)):
+        assert config.given == {name}
+    assert dataclasses.replace(written, seed=7).given == {name, "seed"}
+    assert Config(7, 2).given == {"workers", "fewest"}
 
 
 def test_a_range_of_workers_says_three_things() -> None:

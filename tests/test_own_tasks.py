@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -87,6 +88,43 @@ def test_dict_batches_tuple_inputs_and_token_weights_from_a_script_without_a_mai
     *workers, plain = json.loads(ran.stdout.splitlines()[-1])
     for found in workers:
         assert found == pytest.approx(plain, abs=1e-5)
+
+
+WRITTEN = """
+import sys
+import torch
+import unisono
+
+data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 1))
+task = unisono.Task(
+    model=lambda: torch.nn.Linear(3, 1), data=data, evaluate=data, name="line",
+    loss=lambda output, batch: torch.nn.functional.mse_loss(output, batch[1]),
+    defaults={"clip": 1.0, "evaluate_every": 4, "workers": 2, "steps": 8},
+)
+for quiet in (False, True):
+    run = f"{sys.argv[1]}/{quiet}"
+    unisono.train(task, unisono.Config(clip=None, evaluate_every=0, workers=1, run=run), quiet=quiet)
+    print("end of", run, file=sys.stderr)
+"""
+
+
+def test_train_counts_what_is_written_and_shows_progress_unless_it_is_to_be_quiet(tmp_path) -> None:
+    """Each written field equals the library's default and differs from the task's."""
+    script = tmp_path / "script.py"
+    script.write_text(WRITTEN)
+    ran = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+    )
+    assert ran.returncode == 0, ran.stderr
+    for quiet in (False, True):
+        written = tomllib.loads((tmp_path / str(quiet) / "config.toml").read_text())
+        expected = {"clip": "none", "evaluate_every": 0, "workers": 1, "steps": 8}
+        assert {name: written[name] for name in expected} == expected
+    shown, _, rest = ran.stderr.partition(f"end of {tmp_path}/False\n")
+    assert f"run {tmp_path}/False\n" in shown
+    assert "step 8/8  loss " in shown
+    assert rest == f"end of {tmp_path}/True\n"
+    assert ran.stdout == ""
 
 
 def test_a_compiled_model_computes_the_same_on_any_number_of_workers(tmp_path) -> None:

@@ -72,6 +72,7 @@ def test_in_exact_mode_the_number_of_threads_belongs_to_the_run() -> None:
     [
         ({"workers": 4, "most": 3}, "workers = 4: above most = 3"),
         ({"workers": 2, "fewest": 3}, "fewest = 3: there are never more than 2 workers"),
+        ({"workers": 9}, "workers = 9: a step has only 4 micro-batches, each worker needs one; use at most 4 workers"),
         ({"workers": "2:8", "global_batch": 64, "micro_batch": 16}, "most = 8: a step has 4 micro-batches"),
     ],
 )

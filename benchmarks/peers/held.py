@@ -121,7 +121,7 @@ def train(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
         copies=False,  # of other workers' parts, which are no part of the layout
     )
     try:
-        result = unisono.train(task, config)
+        result = unisono.train(task, config, quiet=True)
     except WorkerFailed as failed:
         return {"failed": failed.reason}
     assert result is not None  # this process is nobody's worker

@@ -111,7 +111,7 @@ def ours(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
         threads=1,
         run=f"{folder}/run",
     )
-    result = unisono.train(task, config)
+    result = unisono.train(task, config, quiet=True)
     assert result is not None  # this process is nobody's worker
     events = [json.loads(line) for line in Path(folder, "run", "events.jsonl").read_text().splitlines()]
     shares = [{"step": e["step"], "micro_batches": e["micro_batches"]} for e in events if e["event"] == "shares"]

@@ -67,7 +67,7 @@ def ours(asked: argparse.Namespace) -> dict[str, float]:
     sizes = {"global_batch": asked.workers * asked.batch, "micro_batch": asked.batch}
     elastic = asked.elastic == "on"
     config = unisono.Config(workers=asked.workers, elastic=elastic, steps=asked.steps, threads=1, run="run", **sizes)
-    result = unisono.train(task, config)
+    result = unisono.train(task, config, quiet=True)
     assert result is not None  # this process is nobody's worker
     steps_per_second = result.samples_per_second / sizes["global_batch"]
     return {"step_seconds_median": result.step_seconds_median, "steps_per_second": steps_per_second}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,23 @@ from unisono.sync import PARTS, SYNCHRONIZERS, AllReduce, Synchronizer
 
 
 @dataclass(frozen=True)
-class Config:
-    """How a task is trained. ``None`` leaves the choice to the task's defaults, then to the library's (`resolve`).
+class _Given:
+    """Knows which fields its caller wrote.
+
+    Args:
+        given: their names, recorded by the constructor, not for callers to pass. To write a field's default into a
+            copy, use `Config.but`: ``dataclasses.replace`` does not say which fields it was given.
+    """
+
+    given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Config(_Given):
+    """How a task is trained.
+
+    A field that is written counts, also where it equals the default below. A field that is not written is left to the
+    task's defaults, then to the library's.
 
     Args:
         workers: processes to start, one device each; 2:8 also says `fewest` and `most`.
@@ -130,15 +146,38 @@ class Config:
         for name in mapping:
             if name not in FIELDS:
                 raise InvalidInput(name, mapping[name], "there is no such field", notation.nearest(name, list(FIELDS)))
-        return dataclasses.replace(self, **{name: read(name, value) for name, value in ranged(mapping).items()})
+        written = {name: read(name, value) for name, value in ranged(mapping).items()}
+        return dataclasses.replace(self, **written, given=self.given | written.keys())
 
     def mapping(self) -> dict[str, Any]:
         """All field names and plain values, as TOML can hold them; None is written ``none``."""
         return {name: _plain(name, value) for name, value in _values(self)}
 
 
+def _recording(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor `init`, which then also records in ``given`` the names of the fields that its caller wrote.
+
+    ``dataclasses.replace`` passes all fields and what was recorded before. Of those, a field counts as written where
+    it was recorded, or differs from its default.
+    """
+
+    @functools.wraps(init)
+    def record(self: Config, *values: Any, given: frozenset[str] | None = None, **fields: Any) -> None:
+        init(self, *values, **fields)
+        written = {*list(FIELDS)[: len(values)], *fields}
+        if given is not None:
+            written = {*given, *(name for name in written if getattr(self, name) != _DEFAULTS[name])}
+        object.__setattr__(self, "given", frozenset(written))
+
+    return record
+
+
+Config.__init__ = _recording(Config.__init__)  # type: ignore[method-assign]
+
 NONE = "none"  # how text says that there is none: TOML has no word for it
-FIELDS: dict[str, str] = {f.name: str(f.type) for f in dataclasses.fields(Config)}
+_WRITABLE = dataclasses.fields(Config)[len(dataclasses.fields(_Given)) :]
+_DEFAULTS = {f.name: f.default for f in _WRITABLE}
+FIELDS: dict[str, str] = {f.name: str(f.type) for f in _WRITABLE}
 NOTED: dict[str, dict[str, type]] = {
     "sync": SYNCHRONIZERS,
     "compress": COMPRESSORS,

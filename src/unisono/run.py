@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,6 +32,7 @@ from unisono.launch.process import age_seconds
 from unisono.membership import Contact
 from unisono.membership.place import Calling
 from unisono.observe import write_summary
+from unisono.observe.display import Display
 from unisono.observe.written import SUMMARY
 from unisono.order import Carried, Order, Result, TaskSource
 from unisono.settings import RECOVERING, recovers, settle
@@ -41,20 +43,30 @@ LAID = (*PRELOAD, "unisono.layout.lay", "unisono.plan.possible")  # what workers
 Messages = Callable[[int, Mapping[str, Any]], None]
 
 
-def train(task: Task, config: Config | None = None, *, json: Path | None = None) -> Result | None:
+def train(task: Task, config: Config | None = None, *, json: Path | None = None, quiet: bool = False) -> Result | None:
     """Train `task` as `config` says; returns the result when all workers are done.
+
+    Progress, notices and the run's directory are printed to standard error, as ``unisono train`` prints them.
 
     Started once per worker by ``unisono launch``, torchrun, Slurm or Open MPI, this process is one of the workers;
     otherwise it starts ``config.workers`` processes of its own. Such a worker other than 0 returns None.
+
+    Args:
+        json: path of a file that receives the result as JSON.
+        quiet: print nothing. Errors are raised all the same, and the run's directory keeps its records.
 
     Raises:
         InvalidInput: what is asked for cannot work.
         WorkerFailed: a worker ended badly; carries its traceback.
         Diverged: the loss is not finite.
     """
-    given = config or Config()
-    settings = {f: v for f, v in given.mapping().items() if v != Config().mapping().get(f)}
-    return start(Carried.of(task), settings, json=json, on_message=lambda rank, message: None)
+    config = config or Config()
+    settings = {name: value for name, value in config.mapping().items() if name in config.given}
+    source = Carried.of(task)
+    if quiet or identify(os.environ).rank > 0:  # under another launcher, worker 0 prints for all
+        return start(source, settings, json=json, on_message=lambda rank, message: None)
+    with Display(task.name, sys.stderr) as display:
+        return start(source, settings, json=json, on_message=display.handle)
 
 
 def start(
