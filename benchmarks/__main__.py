@@ -13,7 +13,7 @@ from pathlib import Path
 
 import benchmarks
 
-NOT_ONE = {"__main__", "disturbed", "harness", "links", "netlab", "peers"}
+NOT_ONE = {"__main__", "disturbed", "harness", "links", "netlab", "peers", "settings"}
 CAMPAIGNS = {
     "failures", "layout_memory", "netlab_compressors", "netlab_loss", "netlab_slowed", "recovery", "simulate",
     "unequal",

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
+from unisono.compress import COMPRESSORS
+from unisono.notation import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
 import loop
@@ -66,7 +68,9 @@ def ours(asked: argparse.Namespace) -> dict[str, float]:
     )
     sizes = {"global_batch": asked.workers * asked.batch, "micro_batch": asked.batch}
     elastic = asked.elastic == "on"
-    config = unisono.Config(workers=asked.workers, elastic=elastic, steps=asked.steps, threads=1, run="run", **sizes)
+    config = unisono.Config(
+        workers=asked.workers, elastic=elastic, steps=asked.steps, threads=1, run="run",
+        compress=parse("compress", asked.compress, COMPRESSORS), **sizes)  # fmt: skip
     result = unisono.train(task, config, quiet=True)
     assert result is not None  # this process is nobody's worker
     steps_per_second = result.samples_per_second / sizes["global_batch"]
@@ -81,6 +85,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--workers", type=int, default=1, help="of unisono")
     parser.add_argument("--elastic", choices=("on", "off"), default="on", help="whether they may come and go")
+    parser.add_argument("--compress", default="Cast()", help="of unisono")
     parser.add_argument("--report", type=Path, required=True)
     asked = parser.parse_args()
     found = {"step_seconds_median": plain(asked)} if asked.way == "plain" else ours(asked)

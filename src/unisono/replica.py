@@ -37,7 +37,7 @@ class Replica:
 
     Attributes:
         remembers: whether its messages may leave out what it then owes, see `owed`: the same on all workers.
-        finite: whether its sums are whole numbers, so that what is not finite never gets into a mean.
+        finite: whether the compressor refuses what is not finite, so that it never gets into a mean.
         waited_seconds: for weights that were on their way when a forward pass came to them, in all.
 
     Args:
@@ -84,6 +84,7 @@ class Replica:
         self.held, self._wires = held or Held.whole(model), wires or Wires.whole(comm)
         self._count, self._reference, self._clip, self._drops = micro_batches, reference, clip, drops
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        compress = compress.for_sums_of(micro_batches)
         self._sync: BoundSynchronizer
         if comm.size == 1 and not awaits and all(compress.keeps(p.dtype) for p in parameters.values()):
             self._sync = LocalGradients(parameters)  # with nobody to agree with and nothing to round
@@ -96,8 +97,7 @@ class Replica:
         self._comm = comm.lane("meeting")
         chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
         self.remembers = comm.size > 1 and not all(each.adds_up and not each.owes for each in chosen)
-        kinds = {each.total_dtype(p.dtype) for each in chosen for p in parameters.values()}
-        self.finite = not any(kind.is_floating_point for kind in kinds) and not self._local
+        self.finite = all(each.finite for each in chosen) and not self._local
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
         self._asking: Asking | None = None

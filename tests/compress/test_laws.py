@@ -9,7 +9,19 @@ import torch
 from tests.compress.table import TABLE, Row
 from unisono import notation
 from unisono.comm import simulate
-from unisono.compress import COMPRESSORS, Auto, Cast, Compressor, Exact, Memory, Span, bits
+from unisono.compress import (
+    COMPRESSORS,
+    Auto,
+    ByName,
+    BySize,
+    Cast,
+    Compressor,
+    Exact,
+    Memory,
+    Span,
+    WithErrorFeedback,
+    bits,
+)
 from unisono.sync.flow import Flow
 
 CPU = torch.device("cpu")
@@ -265,21 +277,45 @@ def test_a_cast_keeps_its_neighbours_from_what_is_not_finite(to) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_exact_sums_have_the_same_bits_in_any_order_and_number(size) -> None:
-    parts = [gradient(500, seed) * 10.0 ** (seed % 7 - 3) for seed in range(28)]
+    """The expected sum is one of integers, which no order can change. Numbers are as large as may be, and as small."""
+    numel, exact = 40_000, Exact().for_sums_of(28)  # several chunks
+    parts = [gradient(numel, seed) * 10.0 ** (seed % 13 - 9) for seed in range(28)]
+    parts = [torch.cat([part, torch.tensor([28 * exact.bound, -28 * exact.bound])]) for part in parts]
 
     def summed(comm) -> torch.Tensor:
-        total = torch.zeros(500, dtype=torch.int64)
+        total = torch.full((numel + 2,), 7.0, dtype=torch.float64)
         for i, part in enumerate(parts[comm.rank :: comm.size]):
-            Exact().add(total, part, 1 / 28, i == 0)
-        return Flow(Exact().mean(total, (), comm, Memory(), torch.float32)).wait().clone()
+            exact.add(total, part, 1 / 28, i == 0)
+        return Flow(exact.mean(total, (), comm, Memory(), torch.float32)).wait().clone()
 
-    expected = sum((p.double() / 28 * 2**40).round().long() for p in parts).double() * 2.0**-40
+    expected = sum((p.double() * (1 / 28) * 2**40).round().long() for p in parts).double() * 2.0**-40
     for got in simulate(size, summed):
         assert torch.equal(got, expected.float())
 
 
-def test_exact_refuses_what_it_cannot_hold_and_names_it() -> None:
-    total = torch.zeros(2, dtype=torch.int64)
-    Exact().add(total, torch.tensor([4096.0, -4096.0]), 1.0, True)
-    with pytest.raises(ValueError, match="4097 is outside the fixed-point range ±4096"):
-        Exact().add(total, torch.tensor([0.0, 4097.0]), 1.0, True)
+def test_exact_sums_are_the_same_however_gradients_lie_in_memory() -> None:
+    x, weight = gradient(48_000).view(300, 160), 0.3
+    plain, turned = (torch.zeros(300, 160, dtype=torch.float64) for _ in "12")
+    for i in range(2):
+        Exact().add(plain, x, weight, i == 0)
+        Exact().add(turned, x.t().contiguous().t(), weight, i == 0)
+    assert torch.equal(plain, turned)
+
+
+@pytest.mark.parametrize(("addends", "bound"), [(1, 2048), (4, 2048), (8, 1024), (1024, 8)])
+def test_exact_refuses_what_it_cannot_hold_and_names_it(addends, bound) -> None:
+    exact, total = Exact().for_sums_of(addends), torch.zeros(2, dtype=torch.float64)
+    exact.add(total, torch.tensor([4.0 * bound, -4.0 * bound]), 0.25, True)
+    assert total.tolist() == [bound, -bound]
+    for bad in (4.004 * bound, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"magnitude {bad:g} that counts 0.25 is outside the range ±{bound} of"):
+            exact.add(total, torch.tensor([0.0, bad]), 0.25, True)
+
+
+@pytest.mark.parametrize(
+    "compress", [Exact(), BySize(100, small=Exact()), ByName((("a", Exact()),)), WithErrorFeedback(Exact())], ids=str
+)
+def test_a_compressor_made_of_others_tells_them_how_many_gradients_add_up(compress) -> None:
+    chosen = compress.for_sums_of(64).choose("a", torch.Size((9,)))
+    inner = chosen.compress if isinstance(chosen, WithErrorFeedback) else chosen
+    assert inner.bound == 2.0**13 / 64

@@ -46,6 +46,9 @@ class BySize(Delegate):
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         return (self.small if shape.numel() < self.below else self.large).choose(name, shape)
 
+    def for_sums_of(self, addends: int) -> Compressor:
+        return BySize(self.below, self.small.for_sums_of(addends), self.large.for_sums_of(addends))
+
 
 @dataclass(frozen=True)
 class ByName(Delegate):
@@ -79,3 +82,7 @@ class ByName(Delegate):
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         found = (compress for pattern, compress in self.rules if fnmatchcase(name, pattern))
         return next(found, self.otherwise).choose(name, shape)
+
+    def for_sums_of(self, addends: int) -> Compressor:
+        rules = tuple((pattern, compress.for_sums_of(addends)) for pattern, compress in self.rules)
+        return ByName(rules, self.otherwise.for_sums_of(addends))

@@ -53,8 +53,16 @@ class Compressor(Protocol):
     def owes(self) -> bool:
         """True where `owe` adds what earlier messages left out."""
 
+    @property
+    def finite(self) -> bool:
+        """True where `add` refuses numbers that are not finite."""
+
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         """The compressor for parameter `name`; itself, unless it treats parameters differently."""
+
+    def for_sums_of(self, addends: int) -> Compressor:
+        """The compressor for totals that add up at most `addends` gradients, over all workers; itself, unless the
+        range of its numbers depends on that."""
 
     def is_one_sum(self, memory: Memory) -> bool:
         """Whether the next `mean` with `memory` is one `sum`: always where `adds_up` is true, and perhaps for a while
@@ -118,7 +126,14 @@ class Codec:
     def owes(self) -> bool:
         return True
 
+    @property
+    def finite(self) -> bool:
+        return False
+
     def choose(self, name: str, shape: torch.Size) -> Compressor:
+        return self
+
+    def for_sums_of(self, addends: int) -> Compressor:
         return self
 
     def is_one_sum(self, memory: Memory) -> bool:

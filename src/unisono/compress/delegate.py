@@ -28,6 +28,10 @@ class Delegate(Codec):
     def owes(self) -> bool:
         return self.stands_for.owes
 
+    @property
+    def finite(self) -> bool:
+        return self.stands_for.finite
+
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.stands_for.total_dtype(dtype)
 

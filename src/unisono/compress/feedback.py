@@ -47,6 +47,9 @@ class WithErrorFeedback(Delegate):
         chosen = self.compress.choose(name, shape)
         return chosen if chosen.owes else WithErrorFeedback(chosen)
 
+    def for_sums_of(self, addends: int) -> Compressor:
+        return WithErrorFeedback(self.compress.for_sums_of(addends))
+
     def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
         if self.compress.owes:
             return self.compress.owe(total, spans, memory)
