@@ -1,4 +1,4 @@
-"""What the same bits on any number of workers cost: steps per second with ``Exact()`` and with ``Cast()``, two workers."""
+"""What equal bits on any number of workers cost: steps per second with ``Exact()`` against ``Cast()``, two workers."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks import settings
+from benchmarks.settings import SIZES
 
 KEPT = 0.99
 
@@ -16,7 +17,8 @@ KEPT = 0.99
 def main(arguments: Sequence[str] | None = None) -> int:
     return settings.compare(
         "membership", __doc__, 9, "steps/s that may come and go against those that may not",
-        ("elastic on", "--elastic=on"), ("elastic off", "--elastic=off"), {"mlp": KEPT, "gpt": KEPT}, arguments)  # fmt: skip
+        ("elastic on", "--elastic=on"), ("elastic off", "--elastic=off"), dict.fromkeys(SIZES, KEPT),
+        arguments)  # fmt: skip
 
 
 if __name__ == "__main__":
