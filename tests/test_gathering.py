@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import stat
 import subprocess
 from pathlib import Path
@@ -156,6 +158,17 @@ def test_what_no_order_is_is_refused(tmp_path) -> None:
             assert answer.status == 422
         answer = line.ask("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}})
         assert answer is None or answer.status == 413
+
+
+def test_a_coordinator_that_was_killed_a_thousand_times_is_started_again(tmp_path) -> None:
+    notices: list[str] = []
+    with Coordination(Place(), Policy(), tmp_path / "state", TOKEN, tmp_path / "log", notices.append) as coordination:
+        first, coordination._short = coordination.pid, 5000
+        os.kill(first, signal.SIGKILL)
+        coordination.attend()
+        assert coordination.pid != first
+    assert len(notices) == 1
+    assert "was killed by SIGKILL" in notices[0]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is missing")

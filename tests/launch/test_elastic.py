@@ -273,6 +273,9 @@ def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
         pauses.append(succession.lost(fallen(1), 3, 0.0).another_in_seconds)
         succession.heard({"kind": "progress", "step": step + 1})
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    for step in range(9, 1200):  # as often as it may be in a run of days
+        assert succession.lost(fallen(1), 3, 0.0).another_in_seconds == 60
+        succession.heard({"kind": "progress", "step": step + 1})
     assert succession.lost(fallen(1), 3, 99.0).another_in_seconds == 0
 
 

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from torch._C import _distributed_c10d as c10d
 
+from unisono.backoff import Backoff
 from unisono.comm.abort import Abort
 from unisono.errors import PeerLost
 
 T = TypeVar("T")
 _GRACE_SECONDS = 1.0
-_SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 100e-6, 5e-3
+_BACKOFF = Backoff(first_seconds=100e-6, factor=1.5, longest_seconds=5e-3)
 
 
 class Breakable(c10d.Store):
@@ -50,14 +51,14 @@ def await_keys(store: c10d.Store, keys: Sequence[tuple[int, str]], deadline_seco
     Raises:
         PeerLost: it was broken off, or the deadline has passed; then it names those who did not come.
     """
-    end, sleep_seconds, missing = time.monotonic() + deadline_seconds, _SHORTEST_SLEEP_SECONDS, keys
+    end, attempt, missing = time.monotonic() + deadline_seconds, 0, keys
     while missing := [(rank, key) for rank, key in missing if not store.check([key])]:
         abort.check("connect")
         if time.monotonic() > end:
             detail = f"did not come within the deadline of {deadline_seconds:g} s"
             raise PeerLost([rank for rank, _ in missing if rank >= 0], "connect", detail)
-        time.sleep(sleep_seconds)
-        sleep_seconds = min(1.5 * sleep_seconds, _LONGEST_SLEEP_SECONDS)
+        time.sleep(_BACKOFF.seconds(attempt))
+        attempt += 1
 
 
 class Notices:

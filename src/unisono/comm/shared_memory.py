@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from unisono.backoff import Backoff
 from unisono.comm import record
 from unisono.comm.board import HALF_BYTES, RING, Board, Slice
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
@@ -45,7 +46,7 @@ LOG = logging.getLogger("unisono")
 _HEAD = struct.Struct(f"={record.AGREED}q")
 _CHECK_SECONDS = 0.002
 _YIELDS = 40
-_SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 200e-6
+_BACKOFF = Backoff(first_seconds=20e-6, factor=1.15, longest_seconds=200e-6)
 _UNKNOWN_RANKS = 1 << 62
 
 
@@ -421,8 +422,7 @@ class SharedMemory(Conversation):
         if attempt < _YIELDS:
             os.sched_yield()
         else:
-            growth = 1.15 ** min(attempt - _YIELDS, 20)
-            time.sleep(min(_SHORTEST_SLEEP_SECONDS * growth, _LONGEST_SLEEP_SECONDS))
+            time.sleep(_BACKOFF.seconds(attempt - _YIELDS))
 
     def _behind(self, operation: Operation[Any]) -> set[int]:
         assert operation.blocked is not None

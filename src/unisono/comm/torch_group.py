@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from unisono.backoff import Backoff
 from unisono.comm import record
 from unisono.comm.abort import Abort
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
@@ -44,6 +45,7 @@ _LOOK_SECONDS = 0.1  # between two looks at the sockets while nothing arrives
 _SLICE_SECONDS = 0.05  # for as long, nobody listens to anybody but the backend
 _LONGEST_TORN_SECONDS = 5.0
 _UNWIND_SECONDS = 1.0
+_BACKOFF = Backoff(first_seconds=20e-6, factor=1.1, longest_seconds=500e-6)
 
 
 class TorchGroup(Conversation):
@@ -334,7 +336,7 @@ class TorchGroup(Conversation):
         assert operation.blocked is not None
         handle = operation.blocked.on
         if siblings or handle.is_completed() or self._backend != "gloo":
-            time.sleep(min(20e-6 * 1.1**attempt, 500e-6))
+            time.sleep(_BACKOFF.seconds(attempt))
             return
         with suppress(RuntimeError):  # the next poll sees it, be it a timeout or an error
             handle.wait(timedelta(seconds=min(_SLICE_SECONDS, self._deadline_seconds)))

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from unisono.backoff import Backoff
 from unisono.errors import UnisonoError
 from unisono.launch import failure, process
 from unisono.membership.place import Place
@@ -30,7 +31,7 @@ _START = (
 )
 _END_SECONDS = 3.0  # between SIGTERM and SIGKILL
 _SETTLED_SECONDS = 10.0  # whoever lived as long did not die of its start
-_LONGEST_PAUSE_SECONDS = 5.0
+_BACKOFF = Backoff(first_seconds=0.1, factor=2.0, longest_seconds=5.0)
 _REFUSALS = 3  # ends by itself in a row, after which there will be no coordinator
 _SHOWN_BYTES = 2000  # of its log
 
@@ -89,7 +90,7 @@ class Coordination:
         self._refusals = self._refusals + 1 if status > 0 else 0
         if self._refusals >= _REFUSALS:
             raise UnisonoError(f"no coordinator comes up: {self._last_words()}")
-        pause = min(0.1 * 2 ** (self._short - 1), _LONGEST_PAUSE_SECONDS) if self._short > 1 else 0.0
+        pause = _BACKOFF.seconds(self._short - 1) if self._short > 1 else 0.0
         self._told(f"the coordinator {_ended(status)}: another one is started, and training goes on meanwhile")
         self._watch.unregister(self._pidfd)
         os.close(self._pidfd)

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from unisono.backoff import Backoff
 from unisono.launch.failure import Failure
 from unisono.launch.stopping import STOP, STOP_ALL
 
 _IN_ONE_PLACE = 3  # processes that may die there in a row, without a new step
-_LONGEST_APART_SECONDS = 60.0
+_APART = Backoff(first_seconds=1.0, factor=2.0, longest_seconds=60.0)
 _SETTLED_SECONDS = 30.0  # whoever lived as long did not die of its start
 
 
@@ -187,7 +188,7 @@ class Replaced:
     def _apart_seconds(self, place: int) -> float:
         """Between the start of the process that has ended there, and that of the next."""
         short = self._short[place]
-        return min(2.0 ** (short - 2), _LONGEST_APART_SECONDS) if short > 1 else 0.0
+        return _APART.seconds(short - 2) if short > 1 else 0.0
 
 
 class Joined(Replaced):
