@@ -7,18 +7,22 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
+from transformers import BatchEncoding
 
 from tests.processes import ChildFailed
 from tests.training import regression, source, start, train
-from unisono import Evaluation
+from unisono import Evaluation, Task
+from unisono.batch import to_device
 from unisono.comm import Alone
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator
@@ -178,6 +182,37 @@ def test_a_task_that_cannot_be_trained_is_named_with_its_cure(name, tmp_path) ->
 def test_synchronized_batchnorm_wants_as_many_micro_batches_on_every_worker(tmp_path) -> None:
     with pytest.raises(ChildFailed, match="sync_batchnorm = True: 2 workers cannot compute the 3 micro-batches"):
         start(2, source("regression"), tmp_path, {"sync_batchnorm": True, "global_batch": 24, "micro_batch": 8})
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+BATCHES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "dict": lambda x, y: {"x": x, "y": y},
+    "user": lambda x, y: UserDict(x=x, y=y),
+    "encoding": lambda x, y: BatchEncoding({"x": x, "y": y}),
+    "named": Point,
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_an_evaluation_counts_samples_whatever_its_batches_are(kind: str) -> None:
+    """The last batch has fewer samples than the others."""
+    data = [(torch.tensor([float(i)]), torch.tensor([0.0])) for i in range(7)]
+
+    def part(batch: Any, name: str) -> torch.Tensor:
+        return getattr(batch, name) if isinstance(batch, Point) else batch[name]
+
+    task = Task(
+        model=nn.Identity, data=data, inputs=lambda batch: part(batch, "x"),
+        collate=lambda samples: BATCHES[kind](*map(torch.stack, zip(*samples))),
+        loss=lambda output, batch: (output - part(batch, "y")).mean(), evaluate=Evaluation(data, batch=4),
+    )  # fmt: skip
+    move = partial(to_device, device=torch.device("cpu"))
+    measured = Evaluator(task, Alone(), lambda model, batch: model(task.inputs(batch)), move, 0, 1)(nn.Identity())
+    assert measured == {"loss": 3.0}
 
 
 def test_evaluation_leaves_every_layer_in_the_mode_it_was_in() -> None:

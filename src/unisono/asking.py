@@ -15,13 +15,14 @@ and uses a weight that nobody has asked for is refused when the gradient comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, jit, nn
 from torch.overrides import TorchFunctionMode
 
+from unisono.batch import tensors
 from unisono.errors import UnisonoError
 
 Need = Callable[[Collection[str] | None], None]
@@ -127,19 +128,9 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") != "__get__" or isinstance(result, Tensor):  # .shape, .dtype, .device ...
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors((args, kwargs)):
                 self._see(tensor)
         return result
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _remove(hooks: Iterable[Any]) -> None:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from unisono.badstep import RollBack, Stop
 from unisono.balance import Balance, Follow
+from unisono.batch import Batch, samples_in, to_device
 from unisono.batchnorm import synchronize_batchnorm
 from unisono.comm import Communicator
 from unisono.compress import Exact
 from unisono.config import Config
 from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
 from unisono.errors import InvalidInput
-from unisono.evaluate import Evaluator, forward, samples_in, within
+from unisono.evaluate import Evaluator, forward, within
 from unisono.guard import Guard
 from unisono.layout import AXES, Compute, Held, Places, Sample, as_it_is, blocks
 from unisono.milestone import Milestone
@@ -35,7 +36,7 @@ from unisono.said import NUMBERS
 from unisono.schedule import Constant
 from unisono.settings import recovers
 from unisono.sync import AllReduce
-from unisono.task import Batch, Task, build_dataset
+from unisono.task import Task, build_dataset
 from unisono.trainer import Trainer
 from unisono.wires import Wires
 
@@ -308,17 +309,5 @@ def autocast_of(config: Config, device: torch.device) -> Callable[[], Any]:
 
 
 def _mover(device: torch.device) -> Callable[[Batch], Batch]:
-    """Brings a batch (tensors in lists, tuples and mappings) to `device`."""
-    if device.type == "cpu":
-        return lambda batch: batch
-
-    def move(batch: Batch) -> Batch:
-        if isinstance(batch, Tensor):
-            return batch.to(device, non_blocking=True)
-        if isinstance(batch, Mapping):
-            return {key: move(value) for key, value in batch.items()}
-        if isinstance(batch, list | tuple):
-            return type(batch)(move(value) for value in batch)
-        return batch
-
-    return move
+    """Brings a batch to `device`; what is on the CPU stays there without a copy."""
+    return (lambda batch: batch) if device.type == "cpu" else partial(to_device, device=device)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from unisono.batch import Batch, samples_in
 from unisono.comm import Communicator
 from unisono.errors import InvalidInput
-from unisono.task import Batch, Evaluation, Task, build_dataset, call
+from unisono.task import Evaluation, Task, build_dataset, call
 
 
 class Evaluator:
@@ -93,14 +94,3 @@ def within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable
             return function(*arguments)
 
     return run
-
-
-def samples_in(batch: Batch) -> int:
-    """The number of samples in a batch: the length of its first tensor."""
-    if isinstance(batch, Tensor):
-        return len(batch)
-    if isinstance(batch, dict):
-        return samples_in(next(iter(batch.values())))
-    if isinstance(batch, list | tuple):
-        return samples_in(batch[0])
-    return len(batch)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.batch import Batch
 from unisono.data import seed_compute, stream
 from unisono.doing import Phase
 from unisono.layout.pipeline import Pipeline
-from unisono.task import Batch
 from unisono.trainer import Trainer, check_loss, checked_weight
 
 

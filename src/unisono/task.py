@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from unisono.batch import Batch
 from unisono.errors import InvalidInput
 from unisono.schedule import Schedule
 
-Batch = Any
 Data = Any  # a map-style torch dataset, or a function without arguments that returns one
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from unisono.balance import Balance
+from unisono.batch import Batch
 from unisono.comm import Communicator
 from unisono.data import Loader, Turn, seed_compute, stream
 from unisono.doing import Phase
@@ -35,7 +36,6 @@ from unisono.presence import Presence
 from unisono.replica import Replica
 from unisono.said import Said, heard, numbers
 from unisono.state import Reached
-from unisono.task import Batch
 
 
 @dataclass

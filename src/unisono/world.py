@@ -21,13 +21,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.batch import Batch, samples_in
 from unisono.comm import Communicator, connect
 from unisono.company import STUCK_IN, Company, Same, State, Whoever, words_of
 from unisono.compress import Cast, Compressor
 from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
 from unisono.doing import Phase
 from unisono.errors import InvalidInput, PeerLost, UnisonoError
-from unisono.evaluate import samples_in
 from unisono.keep import Stateful
 from unisono.launch import Identity, identify
 from unisono.launch.script import takes_part
@@ -35,7 +35,7 @@ from unisono.observe import Watchdog, Watched
 from unisono.replica import Replica, Step, check_fit, check_trainable
 from unisono.settings import walk
 from unisono.sync import AllReduce, Synchronizer
-from unisono.task import Batch, build_dataset
+from unisono.task import build_dataset
 
 
 def join(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers import BatchEncoding
 
 from tests.processes import run
 from unisono.errors import InvalidInput
@@ -104,9 +105,20 @@ def test_take_cuts_what_has_the_sequence() -> None:
     assert part["other"] is other
     assert part["name"] == "a"
     assert "padding" not in part
+    assert "padding" in batch
     assert length(batch) == 8
     with pytest.raises(InvalidInput, match="context=1 for data without sequences"):
         length({"x": labels})
+
+
+def test_take_keeps_the_kind_of_mapping() -> None:
+    tokens = torch.arange(24).view(3, 8)
+    batch = BatchEncoding({"input_ids": tokens, "attention_mask": tokens})
+    part = take(batch, Split(8, 2), 1, without={"attention_mask"})
+    assert torch.equal(part.input_ids, tokens[:, [2, 3, 4, 5]])
+    assert list(part) == ["input_ids"]
+    assert list(batch) == ["input_ids", "attention_mask"]
+    assert batch.input_ids is tokens
 
 
 def test_positions_are_given_where_asked_for() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from unisono.batch import Batch, tensors
 from unisono.data.plan import MicroBatchPlan
 from unisono.data.streams import seed_load, stream
-
-Batch = Any
 
 
 class Fetch:
@@ -65,7 +64,7 @@ class Fetch:
         """The samples of the batch with a number that is not finite, where tensors have a row for each sample."""
         indices = self._plan.indices(step, micro_batch).tolist()
         rows: set[int] = set()
-        for tensor in _all_tensors(self.seeded(step, micro_batch)):
+        for tensor in tensors(self.seeded(step, micro_batch)):
             if tensor.is_floating_point() and tensor.dim() and len(tensor) == len(indices):
                 rows |= set((~torch.isfinite(tensor)).view(len(indices), -1).any(1).nonzero().view(-1).tolist())
         return [indices[row] for row in sorted(rows)]
@@ -92,16 +91,6 @@ class Fetch:
     def _sample(self, index: int) -> Any:
         with _noted(f"sample {index}"):
             return self._dataset[index]
-
-
-def _all_tensors(batch: Batch) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        yield from _all_tensors(list(batch.values()))
-    elif isinstance(batch, list | tuple):
-        for each in batch:
-            yield from _all_tensors(each)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ import torch
 from setproctitle import getproctitle, setproctitle
 from torch.utils.data import DataLoader
 
-from unisono.data.fetch import Batch, Fetch
+from unisono.batch import Batch
+from unisono.data.fetch import Fetch
 from unisono.data.load import Inline, Load, Processes, Threads
 from unisono.data.plan import MicroBatchPlan
 from unisono.data.stacks import Stacks

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
+from unisono.batch import mapped
 from unisono.layout.blocks import Compute
 from unisono.layout.held import Held
 from unisono.layout.lay import mesh_of, outline
@@ -70,14 +71,12 @@ def imagined(
         mode = None if memory else FakeTensorMode(allow_non_fake_inputs=True)
         shapes = (lambda: mode) if mode else nullcontext
         held = outline(build, places.layout, mesh, sample, compute, shapes)
-        yield Imagined(held, shapes, lambda batch: tree_map(lambda x: _like(x, mode, device), batch), device)
+        yield Imagined(held, shapes, partial(mapped, lambda x: _like(x, mode, device)), device)
     finally:
         dist.destroy_process_group()
 
 
-def _like(value: Any, mode: FakeTensorMode | None, device: torch.device) -> Any:
-    if not isinstance(value, Tensor):
-        return value
+def _like(value: Tensor, mode: FakeTensorMode | None, device: torch.device) -> Tensor:
     if mode is None:
         return value.to(device)
     if value.device.type == device.type:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from unisono.batch import to_device
 from unisono.errors import InvalidInput
 from unisono.layout.context import Split, attending, length, take, verify
 from unisono.layout.context.peers import Coming
@@ -126,7 +126,7 @@ def _fails_on_parts(model: nn.Module, parts: Split, sample: Sample) -> str:
     """Why the model, which runs on the whole sample, does not run on a part of it; empty where it does or where shapes
     alone do not tell."""
     device = next(model.parameters()).device
-    batch = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, sample.batch)
+    batch = to_device(sample.batch, device)
     with torch.no_grad():
         try:
             sample.forward(model, batch)

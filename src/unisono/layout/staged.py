@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 
+from unisono.batch import to_device
 from unisono.layout.blocks import Compute
 from unisono.layout.layout import Layout
 from unisono.layout.pipeline import Joints, Pipeline, by_name, joints, measure, split, stages_of, worker_of
@@ -56,7 +56,7 @@ def staged(
 
 
 def _measured(found: Joints, device: torch.device, sample: Sample) -> list[float]:
-    inputs, batch = (_moved(each, device) for each in (sample.arguments, sample.batch))
+    inputs, batch = (to_device(each, device) for each in (sample.arguments, sample.batch))
     named = by_name(inspect.signature(found.model.forward), inputs)
     return measure(found, named, device, lambda output: sample.loss(output, batch))
 
@@ -64,8 +64,4 @@ def _measured(found: Joints, device: torch.device, sample: Sample) -> list[float
 def given_to(model: nn.Module, inputs: Any) -> Any:
     """`inputs` where the model is; for one without numbers, where they are."""
     device = next(model.parameters()).device
-    return inputs if device.type == "meta" else _moved(inputs, device)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)
+    return inputs if device.type == "meta" else to_device(inputs, device)

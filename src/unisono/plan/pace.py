@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from unisono.batch import Batch
 from unisono.comm import Simulated
-from unisono.task import Batch
 from unisono.trainer import Trainer
 
 FORWARD = 1 / 3  # backward computes two products where forward computes one

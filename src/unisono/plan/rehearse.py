@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.batch import Batch
 from unisono.evaluate import forward
 from unisono.layout.counting import Kept, Message, Messages
 from unisono.layout.imagined import Imagined
 from unisono.layout.pipeline.orders import sum_at, turns
 from unisono.layout.pipeline.stage import Stage, by_name
-from unisono.task import Batch, Task
+from unisono.task import Task
 
 Outline = tuple[Tensor, ...]  # on the meta device
 

@@ -15,16 +15,16 @@ a number of samples will do: each part has as many of those, and every share is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import copy
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from unisono.batch import Batch, mapped, tensors
 from unisono.errors import InvalidInput
 from unisono.layout.context.split import Split
-
-Batch = Any
 
 
 def length(batch: Batch, dim: int = 1) -> int:
@@ -57,9 +57,7 @@ def take(batch: Batch, split: Split, rank: int, dim: int = 1, without: Collectio
             return split.part(x, -2, rank)
         return x
 
-    if without and isinstance(batch, Mapping):
-        batch = {key: value for key, value in batch.items() if key not in without}
-    return walk(cut, batch)
+    return mapped(cut, _less(batch, without) if isinstance(batch, Mapping) else batch)
 
 
 def share(weight: Callable[[Batch], float] | None, batch: Batch, split: Split, rank: int, dim: int = 1) -> float:
@@ -96,34 +94,9 @@ def with_positions(inputs: Batch, split: Split, rank: int, name: str = "position
     return {**inputs, name: split.positions(rank, device)[None]}
 
 
-def tensors(batch: Batch) -> list[Tensor]:
-    """All tensors of a batch, from the first to the last."""
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    walk(note, batch)
-    return found
-
-
-def walk(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """`batch` with `function` of every tensor in its place; named tuples and kinds of mapping are kept."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        changed = {key: walk(function, value) for key, value in batch.items()}
-        return changed if type(batch) is dict else _like(batch, changed)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(walk(function, x) for x in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(walk(function, x) for x in batch)
-    return batch
-
-
-def _like(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    try:
-        return type(mapping)(changed)  # type: ignore[call-arg]
-    except TypeError:  # a kind of mapping that is built otherwise: what reads it by keys cannot tell
-        return changed
+def _less(batch: Mapping[str, Any], keys: Collection[str]) -> Mapping[str, Any]:
+    """`batch` without `keys`, of the same kind where it can be copied and written to."""
+    kept = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    for key in [key for key in keys if key in kept]:
+        del kept[key]
+    return kept

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from unisono.batch import tensors
 from unisono.errors import InvalidInput
 from unisono.layout.context.attending import attending
-from unisono.layout.context.batch import length, part_loss, share, take, tensors
+from unisono.layout.context.batch import length, part_loss, share, take
 from unisono.layout.context.split import Split
 from unisono.layout.context.together import Together, together
 
@@ -92,7 +93,7 @@ def _difference(
     if any(got is not None and not _close(got, want) for got, want in zip(joined, tensors(output))):
         return f"the output differs{differs}"
     if loss is None:
-        goal, goals = _score(tensors(output)), _score([x for x in joined if x is not None])
+        goal, goals = _score(list(tensors(output))), _score([x for x in joined if x is not None])
     else:
         shares = [share(weight, sample, split, r, dim) for r in range(split.size)]
         goal = loss(output, sample)

@@ -1,0 +1,134 @@
+"""The tensors of a batch, in whatever lists, tuples, mappings and dataclasses they are."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from unisono.errors import InvalidInput
+
+Batch = Any
+
+
+def tensors(batch: Batch) -> Iterator[Tensor]:
+    """All tensors of a batch, from the first to the last."""
+    if isinstance(batch, Tensor):
+        yield batch
+    for part in _parts(batch):
+        yield from tensors(part)
+
+
+def mapped(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """A copy of `batch` with ``function(tensor)`` for every tensor.
+
+    Containers keep their type. A mapping that can be neither copied nor written to becomes a dict.
+    """
+    return _rebuilt(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A copy of `batch` whose tensors are on `device`; what else has a method ``to(device)`` moves itself."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+
+    return _rebuilt(move, batch)
+
+
+def samples_in(batch: Batch) -> int:
+    """The number of samples in a batch: the length of its first tensor or array that has one.
+
+    Of packed sequences it is their number. In a batch without tensors it is the length of the first list, or the
+    batch's own.
+
+    Raises:
+        InvalidInput: nothing in the batch has a length.
+    """
+    for leaf in _leaves(batch):
+        if isinstance(leaf, PackedSequence):
+            return int(leaf.batch_sizes[0])
+        if len(getattr(leaf, "shape", ())):
+            return len(leaf)
+    try:
+        return _length(batch)
+    except TypeError:
+        raise InvalidInput(
+            "batch", type(batch).__name__, "the number of its samples is not known, as it holds no tensor with a row "
+            "for each", "have collate put such a tensor first, or give Task(weight=...)") from None  # fmt: skip
+
+
+def _length(batch: Batch) -> int:
+    parts = _parts(batch)
+    if parts and (not _is_sequence(batch) or _parts(parts[0])):
+        return _length(parts[0])
+    if isinstance(batch, str | Mapping):
+        raise TypeError("its length is no number of samples")
+    return len(batch)
+
+
+def _leaves(batch: Batch) -> Iterator[Any]:
+    parts = [] if isinstance(batch, PackedSequence) else _parts(batch)
+    if not parts:
+        yield batch
+    for part in parts:
+        yield from _leaves(part)
+
+
+def _parts(batch: Batch) -> list[Any]:
+    """What a container holds; nothing for what is none."""
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, list | tuple):
+        return list(batch)
+    return [getattr(batch, name) for name in _fields(batch)]
+
+
+def _is_sequence(batch: Batch) -> bool:
+    """Whether all that it holds is of one kind: a named tuple is a record."""
+    return isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
+
+
+def _fields(batch: Batch) -> list[str]:
+    """The names of a dataclass's fields; none for what is no instance of one."""
+    if isinstance(batch, type) or not dataclasses.is_dataclass(batch):
+        return []
+    return [field.name for field in dataclasses.fields(batch)]
+
+
+def _rebuilt(change: Callable[[Any], Any], batch: Batch) -> Batch:
+    """`batch` with ``change(leaf)`` in the place of every leaf; packed sequences are leaves."""
+    if isinstance(batch, PackedSequence):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return _with_items(batch, {key: _rebuilt(change, value) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        parts = (_rebuilt(change, part) for part in batch)
+        return type(batch)(parts) if _is_sequence(batch) else type(batch)(*parts)
+    if names := _fields(batch):
+        return _with_fields(batch, {name: _rebuilt(change, getattr(batch, name)) for name in names})
+    return change(batch)
+
+
+def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A copy of `mapping` with other values, and whatever else the mapping has."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return items
+    made = copy.copy(mapping)
+    for key, value in items.items():
+        made[key] = value
+    return made
+
+
+def _with_fields(record: Any, fields: dict[str, Any]) -> Any:
+    made = copy.copy(record)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)  # it may be frozen
+    return made
