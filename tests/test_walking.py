@@ -145,8 +145,9 @@ def counted(found: Story) -> Tensor:
 
 
 @pytest.mark.parametrize("sync", PERIODIC)
-def test_whoever_is_lost_each_sample_counts_once_in_each_epoch(sync: str, tmp_path: Path) -> None:
-    found = story(tally(), sync, tmp_path, killed(1.1, 2.3))
+@pytest.mark.parametrize("micro_batch", [4, 6])  # of the latter 3 workers compute 2, 1 and 1
+def test_whoever_is_lost_each_sample_counts_once_in_each_epoch(sync: str, micro_batch: int, tmp_path: Path) -> None:
+    found = story(tally(), sync, tmp_path, killed(1.1, 2.3), micro_batch=micro_batch)
     assert len(found.views) >= 3
     assert found.weights
     torch.testing.assert_close(counted(found), torch.full((SAMPLES,), float(EPOCHS)), rtol=1e-5, atol=0.0)

@@ -23,6 +23,7 @@ from unisono.layout import Held
 from unisono.optimizer import state_of
 from unisono.statistics import Statistics
 from unisono.sync import BoundSynchronizer, Change, LocalGradients, Loop, Share, Synchronizer
+from unisono.sync.weights import relative
 from unisono.wires import Wires
 
 LOG = logging.getLogger("unisono")
@@ -89,7 +90,8 @@ class Replica:
         if comm.size == 1 and not awaits and all(compress.keeps(p.dtype) for p in parameters.values()):
             self._sync = LocalGradients(parameters)  # with nobody to agree with and nothing to round
         else:
-            loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, sparse_parameters(model), awaits)
+            loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, sparse_parameters(model), awaits,
+                        reference)  # fmt: skip
             self._sync = sync.bind(parameters, comm.lane("gradients"), compress, loop)
         # Weighted losses make autograd's own sum the mean, where it is this worker's or this replica's alone.
         self._local = self._sync.local and listener is None and not self._wires.spread
@@ -153,11 +155,12 @@ class Replica:
     def meet(self) -> None:
         """All workers call it alike, between two steps: afterwards all replicas and optimizers are equal, and go on
         from there."""
+        weight = self._sync.local_weight
         self._sync.meet()
         if not self.lockstep:
             state, _ = state_of(self.optimizer, self.model)
             kept = {} if self._sync.keeps_optimizer else state
-            average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm)
+            average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm, weight)
             for statistics in self._statistics.values():
                 statistics.begin()  # the next step starts from these buffers
 
@@ -219,14 +222,17 @@ class Replica:
                 control[n : 2 * n] = control[n : 2 * n] if self._wires.weighs else silent
                 self._word = self._wires.inside.sum(torch.tensor(control, dtype=torch.float64))
                 if not isinstance(self._sync, LocalGradients):
-                    self._close()  # it travels on with the gradients
+                    self._close_spread()  # it travels on with the gradients
             else:
-                self._sync.close(control)
+                self._close(control)
 
-    def _close(self) -> None:
+    def _close(self, control: list[float]) -> None:
+        self._sync.close(control, math.fsum(control[self._count : 2 * self._count]))
+
+    def _close_spread(self) -> None:
         """Once all of this replica's workers have said their part of the control word."""
         assert self._word is not None
-        self._sync.close(self._word.wait().tolist())
+        self._close(self._word.wait().tolist())
         self._word = None
 
     def before(self, stage: int = 0) -> None:
@@ -260,7 +266,7 @@ class Replica:
         if not self._local:
             self._take_what_lies_there()
         if self._word is not None:
-            self._close()
+            self._close_spread()
         return Step(self, self._sync.settle())
 
     def norm(self, change: Change) -> float:
@@ -408,21 +414,22 @@ class Step:
         return scale
 
 
-def average(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """Every real tensor of `tensors` becomes the mean over all workers; the others, worker 0's. All workers call it
-    alike."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+def average(tensors: Sequence[Tensor], comm: Communicator, weight: float | None = None) -> None:
+    """Collective: every real tensor of `tensors` becomes the mean over all workers, of which this one counts `weight`
+    (None: all count alike). The others become worker 0's."""
+    factor, total = relative(weight, comm)
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        kinds.setdefault((tensor.dtype, tensor.device, tensor.dim() == 0), []).append(tensor)
     with torch.no_grad():
-        for (dtype, _), group in kinds.items():
+        for (dtype, _, scalars), group in kinds.items():
+            # Scalars count steps, alike on all workers: a weighted mean would be off by a rounding error.
+            times, over = (1.0, float(comm.size)) if scalars else (factor, total)
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            work = comm.sum(flat) if dtype.is_floating_point else comm.broadcast(flat)
-            parts = work.wait().split([tensor.numel() for tensor in group])
-            for tensor, part in zip(group, parts):
-                tensor.copy_(
-                    part.view(tensor.shape) / comm.size if dtype.is_floating_point else part.view(tensor.shape)
-                )
+            real = dtype.is_floating_point
+            parts = (comm.sum(flat.mul_(times)) if real else comm.broadcast(flat)).wait()
+            for tensor, part in zip(group, parts.split([tensor.numel() for tensor in group])):
+                tensor.copy_(part.view(tensor.shape) / over if real else part.view(tensor.shape))
 
 
 def check_fit(model: nn.Module, optimizer: Optimizer) -> None:

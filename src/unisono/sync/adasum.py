@@ -23,7 +23,11 @@ def adasum(
     compress: Compressor, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype
 ) -> Mean:
     """In place of `Compressor.mean`: everybody gathers everybody's message and folds the same tree, so it costs
-    ``n - 1`` messages per worker. Every worker's total counts as ``1 / n`` of the global batch."""
+    ``n - 1`` messages per worker.
+
+    The operator is symmetric and knows no weights. Each worker's total is taken for the gradient of ``1 / n`` of the
+    global batch, so that a worker with half as many samples as another hands in a gradient half as long.
+    """
     rows = yield comm.gather(compress.owe(total, spans, memory))
     totals = [compress.decode(row, spans, total.numel(), dtype) for row in rows]
     gradients = [compress.value(each, dtype) * comm.size for each in totals]

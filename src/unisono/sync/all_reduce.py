@@ -68,7 +68,7 @@ class BoundAllReduce(Lockstep):
     def begin(self) -> None:
         self._reduction.begin()
 
-    def close(self, control: list[float]) -> None:
+    def close(self, control: list[float], weight: float = 1.0) -> None:
         self._reduction.close(control)
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:

@@ -16,7 +16,7 @@ from unisono.sync.rhythm import Rhythm
 @dataclass(frozen=True)
 class BlockMomentum(Periodic):
     """Blockwise model-update filtering (BMUF). Replicas start block t from the global model ``Wg(t-1)`` and end it,
-    `every` local steps later, at weights whose mean is ``W̄(t)``:
+    `every` local steps later, at weights whose mean, by the replicas' samples in the block, is ``W̄(t)``:
 
         G(t)  = W̄(t) - Wg(t-1)                             what the block would change
         Δ(t)  = η Δ(t-1) + G(t)                            filtered; block momentum η, block learning rate 1

@@ -19,7 +19,7 @@ class DiLoCo(Periodic):
     et al. 2023, algorithm 1). For replica m, with inner optimizer AdamW in the paper:
 
         theta_m(t) = inner(theta_m(t-1))                                    in every step
-        Δ          = mean over m of (anchor - theta_m(t))                   in every H-th step
+        Δ          = mean over m of (anchor - theta_m(t))                   in every H-th step, by samples
         anchor     = outer(anchor, Δ)
         theta_m(t) = anchor
 

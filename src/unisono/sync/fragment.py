@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
@@ -25,10 +26,13 @@ class Fragment:
         take in     anchor <- outer(anchor, mean of g_i)
                     theta_i <- mix theta_i + (1 - mix) anchor
 
-    Replicas count alike in the mean, whatever number of micro-batches each has walked on.
+    In the mean a replica counts n_i / n, as in federated averaging (McMahan et al. 2017, algorithm 1): n_i is what its
+    samples since the last exchange weigh, n what all replicas' do. The n_i travel with the g_i, which are divided by
+    what n usually is before they are added up.
 
     Args:
         comm: a lane of its own.
+        reference: what the weights of one step usually add up to over all replicas.
         mix: how much of a replica's own weights stays.
         delayed: whether training goes on between `send` and `take_in`.
         control: length of the control word that travels along.
@@ -47,12 +51,14 @@ class Fragment:
         mix: float,
         delayed: bool,
         control: int,
+        reference: float,
     ) -> None:
         self._parameters, self._outer, self._mix = parameters, outer, mix
-        self._share = 1.0 / comm.size
+        self._rank, self._size, self._reference = comm.rank, comm.size, reference
+        self._steps, self._weight, self._usual = 0, 0.0, reference
         bucket_bytes = _WHOLE if delayed else _BUCKET_BYTES
         self._reduction = Reduction(parameters, comm, compress, bucket_bytes=bucket_bytes, first_bytes=bucket_bytes,
-                                    control=control, overlap=False)  # fmt: skip
+                                    control=comm.size + control, overlap=False)  # fmt: skip
         cuts = self._reduction.cuts
         self._anchor = Flat(cuts)
         self._velocity = Flat(cuts if outer.remembers else [])
@@ -75,14 +81,25 @@ class Fragment:
         for name, parameter in self._parameters.items():
             self._anchor.named[name].copy_(parameter)
 
+    def count(self, weight: float) -> None:
+        """This replica has taken one more local step, with samples of that weight."""
+        self._steps, self._weight = self._steps + 1, self._weight + weight
+
+    def forget(self) -> None:
+        """All replicas have the same parameters: what is counted begins anew."""
+        self._steps, self._weight = 0, 0.0
+
     @torch.no_grad()
     def send(self, control: list[float]) -> None:
         """Start the exchange of the walks; returns at once."""
+        self._usual = self._reference * self._steps
+        weights = [self._weight if rank == self._rank else 0.0 for rank in range(self._size)]
         self._reduction.begin()
-        self._reduction.close(control)
+        self._reduction.close(weights + control)
         for name, parameter in self._parameters.items():
-            self._reduction.add(name, self._anchor.named[name] - parameter, self._share)
+            self._reduction.add(name, self._anchor.named[name] - parameter, self._weight / self._usual)
         self.sent = True
+        self.forget()
         self._reduction.launch()
 
     def owed(self) -> dict[str, Tensor]:
@@ -106,7 +123,10 @@ class Fragment:
             PeerLost, MessageMismatch: nothing has moved.
         """
         mean = self._reduction.wait()
-        for anchor, gradient, velocity in zip_longest(self._anchor.flats, mean.flats(), self._velocity.flats):
+        weights, control = mean.control[: self._size], mean.control[self._size :]
+        total = math.fsum(weights)
+        flats = mean.flats(self._usual / total if total else 1.0)
+        for anchor, gradient, velocity in zip_longest(self._anchor.flats, flats, self._velocity.flats):
             self._outer.move(anchor, gradient, velocity)
         self._reduction.commit()
         self.sent = False
@@ -115,7 +135,7 @@ class Fragment:
                 parameter.lerp_(self._anchor.named[name], 1.0 - self._mix)
             else:
                 parameter.copy_(self._anchor.named[name])
-        return mean.control
+        return control
 
 
 class Flat:

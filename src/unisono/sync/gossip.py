@@ -39,6 +39,11 @@ from unisono.sync.weights import Weights, mean
 class Gossip:
     """Mix weights with neighbours in each step.
 
+    All replicas count alike: the mixing matrix leaves their mean as it is only if it is doubly stochastic (or, with
+    push-sum, column-stochastic), and so has no place for weights. Of N replicas, each takes steps of the mean gradient
+    over its own samples. A sample of a replica with n_i of the n samples of a step therefore counts ``n / (N n_i)``
+    times: once, where shares are equal. Choose a number of micro-batches that the number of workers divides.
+
     Args:
         topology: who mixes with whom.
         asynchronous: ask one neighbour, drawn anew each step, and wait for nobody (see `partner`); work is dealt out,
@@ -115,8 +120,8 @@ class BoundGossip(AllHere, OwesNothing):
         self._gradients.begin()
         self._start()
 
-    def close(self, control: list[float]) -> None:
-        self._gradients.close(control)
+    def close(self, control: list[float], weight: float = 1.0) -> None:
+        self._gradients.close(control, weight)
         self._start()
         self._poll()
 

@@ -34,7 +34,7 @@ class LocalGradients(AllHere, OwesNothing):
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def close(self, control: list[float]) -> None:
+    def close(self, control: list[float], weight: float = 1.0) -> None:
         self._control = control
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:

@@ -18,7 +18,10 @@ class LocalSGD(Periodic):
     algorithm 1):
 
         theta_i <- theta_i - lr g_i(theta_i)                                in every step
-        theta_i <- mean over j of theta_j                                   and then, in every `every`-th one
+        theta_i <- sum over j of n_j / n theta_j                            and then, in every `every`-th one
+
+    n_j is the number of samples of replica j since the last mean, n that of all (McMahan et al. 2017, algorithm 1). So
+    ``LocalSGD(every=1)`` with plain SGD is `AllReduce`, whatever the replicas' shares of the samples are.
 
     With `start` it is post-local SGD (Lin et al. 2020, section 3): the first `start` steps, in which weights move the
     most, are those of synchronous all-reduce.

@@ -177,8 +177,8 @@ class BoundPartners(AllHere, OwesNothing):
         if self._asked is None:
             self._ask()
 
-    def close(self, control: list[float]) -> None:
-        self._gradients.close(control)
+    def close(self, control: list[float], weight: float = 1.0) -> None:
+        self._gradients.close(control, weight)
         self._hear()
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:

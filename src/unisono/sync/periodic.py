@@ -1,12 +1,16 @@
 """One periodic algorithm: walk, average the walks, move the anchor.
 
     every replica i:  theta_i <- inner optimizer(theta_i)                     each step
-    together:         g       <- mean over i of (anchor - theta_i)            each `every` steps
+    together:         g       <- sum over i of n_i / n (anchor - theta_i)     each `every` steps
                       anchor  <- outer optimizer(anchor, g)
                       theta_i <- anchor
 
-`LocalSGD`, `BlockMomentum` and `DiLoCo` are forms of it. In the streaming form the parameters are synchronized in
-fragments, in turn, and a mean walk is taken in some steps after the walks were sent (see `Rhythm`).
+`LocalSGD`, `BlockMomentum` and `DiLoCo` are forms of it. The papers take the plain mean of replicas with equal shares
+of the data. Here replica i counts by its samples n_i, of n in all (McMahan et al. 2017, "Communication-Efficient
+Learning of Deep Networks from Decentralized Data", algorithm 1), so that each sample counts alike whoever computes it.
+
+In the streaming form the parameters are synchronized in fragments, in turn, and a mean walk is taken in some steps
+after the walks were sent (see `Rhythm`).
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ class Periodic:
         together = None
         if rhythm.start:
             together = AllReduce().bind(parameters, comm.lane("synchronous"), compress, loop)
-        return BoundPeriodic(rhythm, parameters, comm, compress, loop.control, together)
+        return BoundPeriodic(rhythm, parameters, comm, compress, loop, together)
 
 
 class Standing(Enum):
@@ -75,27 +79,32 @@ class BoundPeriodic(AllHere):
         parameters: Mapping[str, nn.Parameter],
         comm: Communicator,
         compress: Compressor,
-        control: int,
+        loop: Loop,
         together: BoundAllReduce | None,
     ) -> None:
         self._rhythm, self._parameters = rhythm, parameters
         self._meeting = comm.lane("meeting")
         parts = divide(parameters, rhythm.fragments)
+        reference = float(comm.size) if loop.reference is None else loop.reference
         self._fragments = [
-            Fragment(part, comm.lane(f"fragment {f}"), compress, rhythm.outer, mix=rhythm.mix,
-                     delayed=rhythm.delay > 0, control=control if part is parts[-1] else 0)
+            Fragment(part, comm.lane(f"fragment {f}"), compress, rhythm.outer, mix=rhythm.mix, reference=reference,
+                     delayed=rhythm.delay > 0, control=loop.control if part is parts[-1] else 0)
             for f, part in enumerate(parts)
         ]  # fmt: skip
         self.local = together is None
         self._gradients: BoundAllReduce | LocalGradients = together or LocalGradients(parameters)
         self._taken = 0
         self._standing = Standing.ON_ANCHOR
+        self._weight = 0.0  # of the step under way
+        self._apart = 0.0  # of the local steps since all had the same parameters
+        self.local_weight: float = 0.0
 
     def begin(self) -> None:
         self._gradients.begin()
 
-    def close(self, control: list[float]) -> None:
-        self._gradients.close(control)
+    def close(self, control: list[float], weight: float = 1.0) -> None:
+        self._gradients.close(control, weight)
+        self._weight = weight
         self._go_on()
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
@@ -115,7 +124,7 @@ class BoundPeriodic(AllHere):
         if synchronous:
             self._leave_lockstep_if_due()
             return None
-        self._standing = Standing.APART
+        self._count()
         last = len(self._fragments) - 1  # with which control words travel
         leaving, coming = rhythm.due(self._taken), rhythm.due(self._taken - rhythm.delay)
         if leaving is not None:
@@ -124,7 +133,7 @@ class BoundPeriodic(AllHere):
             return None
         heard = self._fragments[coming].take_in()
         if rhythm.whole:
-            self._standing = Standing.ON_ANCHOR
+            self._standing, self._apart = Standing.ON_ANCHOR, 0.0
         return heard if coming == last else None
 
     def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
@@ -138,8 +147,12 @@ class BoundPeriodic(AllHere):
                 fragment.take_in()
         if self._standing is Standing.APART:
             weights = Weights(self._parameters, Cast())
-            weights.write(mean(weights.read(), self._meeting))
+            weights.write(mean(weights.read(), self._meeting, self._apart))
             self._standing = Standing.TOGETHER
+        # As in a run that is resumed here, which does not know what was counted.
+        self._apart = self.local_weight = 0.0
+        for fragment in self._fragments:
+            fragment.forget()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -185,6 +198,13 @@ class BoundPeriodic(AllHere):
         self._gradients.owe(under("together", owed))
         for f, fragment in enumerate(self._fragments):
             fragment.owe(under(f"fragment {f}", owed))
+
+    def _count(self) -> None:
+        """A local step was taken."""
+        self._standing = Standing.APART
+        self._apart, self.local_weight = self._apart + self._weight, self.local_weight + self._weight
+        for fragment in self._fragments:
+            fragment.count(self._weight)
 
     def _leave_lockstep_if_due(self) -> None:
         if isinstance(self._gradients, BoundAllReduce) and not self._rhythm.lockstep(self._taken):

@@ -210,9 +210,11 @@ class Agreed:
         """The 2-norm of each bucket."""
         return [float(flat.norm()) for flat in self.flats()]
 
-    def flats(self) -> list[Tensor]:
-        """The mean of each bucket, laid out as in `Reduction.cuts`, to be read only and until the next round."""
-        return [mean[: bucket.cut.numel] for bucket, mean in zip(self._buckets, self.means) if bucket.cut.spans]
+    def flats(self, scale: float = 1.0) -> list[Tensor]:
+        """``scale * mean`` of each bucket, laid out as in `Reduction.cuts`, to be read only and until the next
+        round."""
+        means = zip(self._buckets, self.means)
+        return [bucket.scaled(mean, scale)[: bucket.cut.numel] for bucket, mean in means if bucket.cut.spans]
 
     def results(self, scale: float = 1.0) -> dict[str, Tensor | None]:
         """``scale * mean`` by name, to be read only and until the next round; None for what no worker added to."""
@@ -282,12 +284,17 @@ class Bucket:
         assert self._flow is not None
         return self._flow.wait()
 
+    def scaled(self, mean: Tensor, scale: float) -> Tensor:
+        """``scale * mean``. The mean may be memory that peers read too, so scaling goes to memory of our own."""
+        if scale == 1.0:
+            return mean
+        if self._scaled is None:
+            self._scaled = torch.empty_like(mean)
+        return torch.mul(mean, scale, out=self._scaled)
+
     def results(self, mean: Tensor, scale: float) -> list[Tensor]:
-        """One view per span. The mean may be memory that peers read too, so scaling goes to memory of our own."""
-        if scale != 1.0:
-            if self._scaled is None:
-                self._scaled = torch.empty_like(mean)
-            mean = torch.mul(mean, scale, out=self._scaled)
+        """One view of ``scale * mean`` per span."""
+        mean = self.scaled(mean, scale)
         pointer = mean.data_ptr()
         if pointer not in self._views:
             self._views = {pointer: views(mean, self.cut.spans)}

@@ -53,18 +53,22 @@ class BoundSynchronizer(Protocol):
             weights the losses need not `offer`.
         keeps_optimizer: whether the optimizer's state lives elsewhere, and comes here in `meet`.
         defers: whether weights may still be on their way after `apply`; who reads or uses them calls `need` before.
+        local_weight: what this replica counts for where replicas average what each has of its own (optimizer state,
+            buffers): the weight of its local steps since the last `meet`. None: all replicas count alike.
     """
 
     lockstep: bool
     local: bool
     keeps_optimizer: bool
     defers: bool
+    local_weight: float | None
 
     def begin(self) -> None:
         """A new step; what was offered before and not applied is forgotten."""
 
-    def close(self, control: list[float]) -> None:
-        """The micro-batch whose gradients are offered next is this worker's last of the step.
+    def close(self, control: list[float], weight: float = 1.0) -> None:
+        """The micro-batch whose gradients are offered next is this worker's last of the step. All of its
+        micro-batches together weigh `weight`, on the scale of `Loop.reference`.
 
         `control` travels with what is exchanged next: every worker's is as long (fixed at `bind`), and they are added
         up. Each number arrives exactly where all other workers say 0.
@@ -124,6 +128,7 @@ class Loop:
         optimizer: of the parameters; its groups' numbers (learning rate) may change before every step.
         micro_batches: of one step, over all workers.
         control: length of the control word in numbers.
+        reference: what the weights of a step usually add up to over all workers; None: to their number.
         overlap: exchange while backward, and where weights may come late the forward pass, still runs.
         sparse: names of parameters whose optimizer wants sparse gradients.
         awaits: whether workers may come and go while it runs: then all have to meet now and then, where work is dealt
@@ -136,6 +141,7 @@ class Loop:
     overlap: bool = True
     sparse: frozenset[str] = frozenset()
     awaits: bool = False
+    reference: float | None = None
 
 
 class Synchronizer(Protocol):
@@ -155,6 +161,7 @@ class AllHere:
     """What all say of themselves who have put the new weights where they belong when `apply` returns."""
 
     defers = False
+    local_weight: float | None = None
 
     def need(self, names: Collection[str] | None = None) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -60,8 +61,22 @@ class Weights:
             self.write(kept)
 
 
-def mean(flats: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
-    """The mean over all workers, uncompressed, the same bits on all. Raises `PeerLost`."""
-    wide = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in flats]
+def mean(flats: Sequence[Tensor], comm: Communicator, weight: float | None = None) -> list[Tensor]:
+    """Collective: the mean over all workers, of which this one counts `weight` (None: all count alike), uncompressed,
+    the same bits on all. Raises `PeerLost`."""
+    factor, total = relative(weight, comm)
+    wide = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True).mul_(factor) for x in flats]
     works = [comm.sum(x) for x in wide]
-    return [(work.wait() / comm.size).to(x.dtype) for work, x in zip(works, flats)]
+    return [(work.wait() / total).to(x.dtype) for work, x in zip(works, flats)]
+
+
+def relative(weight: float | None, comm: Communicator) -> tuple[float, float]:
+    """Collective: this worker's weight, and the sum of all workers' weights, as multiples of the largest one.
+
+    Equal weights (all of them None or 0, too) are exactly 1 and add up to the number of workers. Raises `PeerLost`.
+    """
+    if weight is None:
+        return 1.0, float(comm.size)
+    weights = comm.gather(torch.tensor([weight], dtype=torch.float64)).wait().view(-1).tolist()
+    largest = max(weights)
+    return (weight / largest, math.fsum(w / largest for w in weights)) if largest else (1.0, float(comm.size))

@@ -33,6 +33,7 @@ class BoundServer:
     local = False
     keeps_optimizer = True
     dealt = 0
+    local_weight: float | None = None
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class BoundServer:
         for out in self.outgoing:
             out.begin()
 
-    def close(self, control: list[float]) -> None:
+    def close(self, control: list[float], weight: float = 1.0) -> None:
         self.control, self._closing = control, True
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:

@@ -108,8 +108,8 @@ class WalkingServer(BoundServer):
         self.need()
         yield from self._dealing.shares(first, until, stop)
 
-    def close(self, control: list[float]) -> None:
-        super().close(control)
+    def close(self, control: list[float], weight: float = 1.0) -> None:
+        super().close(control, weight)
         self._dealing.prepare()
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
