@@ -4,13 +4,14 @@ twice or left out, and training goes on."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.membership.world import Network, World
-from unisono.membership import Ended, Policy
+from unisono.membership import Ended, Over, Policy
 
 CALM = Policy(minimum=1, expected=4, maximum=6, patience_seconds=5.0)
 
@@ -161,15 +162,86 @@ def test_a_frozen_worker_that_thaws_comes_back_and_brings_nothing_along() -> Non
     settled(world)
 
 
-def test_who_is_held_up_again_and_again_is_not_taken_for_lost_again_and_again() -> None:
-    world = World(CALM, 4, seed=9)
+def noticed_seconds(world: World, name: str, seconds: float) -> float | None:
+    """Freezes that worker for so long; after how long its view ended at once for that, if it did."""
+    before, began, found = len(world.happened), world.now, None
+    world.freeze(name)
+    while world.now < began + seconds:
+        world.run(0.01)
+        over = any(isinstance(each, Ended) and each.over is Over.NOW for each in world.happened[before:])
+        found = world.now - began if over and found is None else found
+    world.thaw(name)
+    return found
+
+
+PATIENT = Policy(minimum=1, expected=1, maximum=16)
+
+
+@pytest.mark.parametrize(("workers", "step_seconds", "frozen_seconds"), [
+    (3, 0.05, 1.2), (3, 0.05, 4.0), (3, 0.05, 20.0), (8, 0.5, 6.0), (16, 1.0, 6.0),
+])  # fmt: skip
+def test_the_tenth_freeze_is_noticed_as_soon_as_the_first(workers, step_seconds, frozen_seconds) -> None:
+    world = World(replace(PATIENT, expected=workers), workers, seed=9, step_seconds=step_seconds)
+    world.run(20 * step_seconds)
+    for _ in range(10):
+        while "w1" not in world.views[max(world.views)].members:  # it pauses
+            world.run(0.1)
+        world.run(2.0 + 2 * step_seconds)
+        found = noticed_seconds(world, "w1", frozen_seconds)
+        assert found is not None
+        assert found <= 3 * 1.5 * step_seconds + 1.0  # three of the longest steps
+    settled(world)
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+def test_a_worker_that_freezes_again_and_again_costs_the_others_less_than_a_tenth(workers) -> None:
+    steps = []
+    for frozen_seconds in (0.0, 4.0):
+        world = World(replace(PATIENT, expected=workers), workers, seed=9)
+        world.run(5.0)
+        for _ in range(10):
+            noticed_seconds(world, "w1", frozen_seconds)
+            world.run(12.0 - frozen_seconds)
+        steps.append(world.steps)
+    assert steps[1] >= 0.9 * steps[0]
+    settled(world)
+
+
+def test_a_worker_that_freezes_again_and_again_pauses_for_longer_each_time() -> None:
+    world = World(replace(PATIENT, expected=8), 8, seed=9)
     world.run(5.0)
-    for _ in range(30):
-        world.stall("w1", 3.0)
-        world.run(15.0)
-    lost = [each for each in world.happened if isinstance(each, Ended) and "nothing is heard" in each.why]
-    assert 1 <= len(lost) <= 2
-    assert set(world.views[max(world.views)].members) == {"w0", "w1", "w2", "w3"}
+    away = []
+    for _ in range(6):
+        noticed_seconds(world, "w1", 2.0)
+        began = world.now
+        while "w1" not in world.views[max(world.views)].members:
+            world.run(0.1)
+        away.append(world.now - began)
+        world.run(1.0)
+    assert [round(seconds) for seconds in away] == [0, 1, 2, 4, 8, 16]
+    settled(world)
+
+
+def test_workers_that_freeze_together_pause_together() -> None:
+    world = World(replace(PATIENT, expected=4), 4, seed=9)
+    world.run(5.0)
+    for _ in range(2):
+        world.freeze("w2")
+        noticed_seconds(world, "w1", 2.0)
+        world.thaw("w2")
+        world.run(0.5)
+    assert set(world.views[max(world.views)].members) == {"w0", "w3"}
+    settled(world)
+
+
+def test_a_worker_without_which_there_are_too_few_does_not_pause() -> None:
+    world = World(Policy(minimum=3, expected=3, maximum=3), 3, seed=9)
+    world.run(5.0)
+    for _ in range(5):
+        assert noticed_seconds(world, "w1", 2.0)
+        before = world.steps
+        world.run(1.0)
+        assert world.steps > before
     settled(world)
 
 

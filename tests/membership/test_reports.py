@@ -10,7 +10,7 @@ import pytest
 
 from tests.membership.test_attendance import TOKEN, serving
 from unisono.doing import Doing, Phase
-from unisono.membership import Agent, Beat, Contact, Coordinator, Policy, Standing
+from unisono.membership import Agent, Beat, Contact, Coordinator, Over, Policy, Standing
 from unisono.membership.attendance import Attendance
 from unisono.membership.line import Line
 from unisono.membership.reports import HELD_UP_SECONDS, TOGETHER_SECONDS, Reports
@@ -118,6 +118,23 @@ def test_an_evaluation_is_no_late_step_unless_it_takes_longer_than_it_ever_did(p
     played.live(1.0)
     ((_, words),) = played.said
     assert "worker b has not arrived, it evaluates since 8 s" in words
+
+
+def test_how_long_a_worker_was_frozen_says_nothing_about_what_it_did(played) -> None:
+    coordinator, before = played.coordinator, played.coordinator.view
+    played.be("b", Phase.EVALUATION)
+    played.live(1.0)
+    played.mute.add("b")
+    played.live(10.0)
+    assert coordinator.saved.over is Over.NOW
+    coordinator.hear(Beat("a", 10_000, 0, 1, Standing(1, played.step)), played.now)
+    assert coordinator.view.members == ("a",)
+    played.reports.formed(before, coordinator, played.now)
+    played.mute.clear()
+    played.live(1.0)
+    played.be("b", Phase.COMPUTE)
+    played.live(0.1)
+    assert played.reports._longest.get(Phase.EVALUATION, 0.0) < 1.0
 
 
 def test_what_is_done_once_in_the_first_step_may_take_longer() -> None:

@@ -213,8 +213,9 @@ class Coordinator:
                 return f"{member} has lost the others"
             # Steps are all members' together: as long as they come, nobody is missing, whoever cannot be heard here.
             if stuck and self._roll.silent(member, now):
-                known.missed = not known.hung_up
-                return f"nothing is heard of {member}, and no step is done"
+                pause = self._roll.evict(member, len(self._members), now)
+                why = f"nothing is heard of {member}, and no step is done"
+                return f"{why}; once it is back, it pauses for {pause:g} s" if pause else why
         return ""
 
     def _wish(self, now: float) -> str:
@@ -225,7 +226,8 @@ class Coordinator:
         if leaving:  # where all do, the group stops by itself, as one
             who = named(member for member in self.view.members if member in leaving)
             return f"{who} leaves" if len(leaving) < len(self._members) else ""
-        coming = [w for w in self._roll.ready(now) if w not in self._members and w not in self._roll.leaving]
+        ready = [w for w in self._roll.ready(now) if w not in self._members and w not in self._roll.leaving]
+        coming = self._unpaused(ready, now)
         seats = self._seats([*self.view.members, *coming], now)
         more = [worker for worker in seats if worker not in self._members]
         return f"{named(more)} may join" if len(seats) > len(self.view.members) else ""
@@ -241,7 +243,10 @@ class Coordinator:
             return
         ready = self._roll.ready(now)
         staying = [worker for worker in ready if worker not in self._roll.leaving]
-        formed = self._formed(self._seats(staying, now), ready, wanted, late)
+        unpaused = self._unpaused(staying, now)
+        formed = self._formed(self._seats(unpaused, now), ready, wanted, late)
+        if (formed is None or formed.given_up) and len(unpaused) < len(staying):  # the others are needed
+            formed = self._formed(self._seats(staying, now), ready, wanted, late) or formed
         if formed is None or formed.given_up:
             lacking = bool(self._unproven(staying, ready))
             if lacking or not staying:
@@ -286,6 +291,9 @@ class Coordinator:
         asked = [*self._seats(staying, now), *replica]
         return self._seats(asked, now, len(asked))
 
+    def _unpaused(self, workers: Iterable[str], now: float) -> list[str]:
+        return [worker for worker in workers if not self._roll.pauses(worker, now)]
+
     def _unproven(self, workers: Sequence[str], ready: Mapping[str, Standing]) -> list[View]:
         start = best({worker: ready[worker] for worker in workers})[0] if workers else Standing()
         return unproven(self.saved.lineage, start, ready)
@@ -307,11 +315,20 @@ class Coordinator:
     def _take(self, view: View, now: float) -> None:
         lineage = [old for old in self.saved.lineage if old.number <= view.start.view]
         self.saved = Saved((*lineage, view)[-_LINEAGE:], Over.NO)
+        self._note_changes(self._members, view, now)
         self._seat(view)
         self._roll.formed(view.number)
         self._furthest = (view.number, view.start.step)
         self._steps.restart(now)
         self._begun = False
+
+    def _note_changes(self, before: frozenset[str], view: View, now: float) -> None:
+        after = frozenset(view.members)
+        for worker in after - before:
+            self._roll.join(worker, now)
+        for worker in before - after - self._roll.gone:
+            if self._roll.silent(worker, now):
+                self._roll.evict(worker, len(before), now)
 
     def _seat(self, view: View) -> None:
         self._members = frozenset(view.members)

@@ -36,6 +36,7 @@ class Reports:
     _said: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _number: int = field(init=False)
     _lost: set[tuple[int, str]] = field(default_factory=set)
+    _held: set[str] = field(default_factory=set)  # workers that were silent in the phase that they are in
     _left_behind: dict[tuple[int, str], tuple[Seen, float]] = field(default_factory=dict)  # and when
     _about: tuple[int, int] = (0, 0)  # the view and the step that was last spoken about
     _again_at: float = 0.0
@@ -63,7 +64,9 @@ class Reports:
         if doing is not None:
             before, _ = self.doings.get(worker, (doing, now))
             if before.phase is not doing.phase:
-                self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), before.since_seconds)
+                if worker not in self._held:  # how long a worker was frozen says nothing about the phase
+                    self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), before.since_seconds)
+                self._held.discard(worker)
                 if before.phase in _BY_CHANCE:
                     self._back_at = now
             self.doings[worker] = doing, now
@@ -76,6 +79,7 @@ class Reports:
         for worker in set(before.members).difference(coordinator.view.members):
             seen = self._seen(worker, coordinator, now)
             if seen.presence is not Presence.HEARD and not coordinator.leaves(worker):
+                self._held.add(worker)
                 self._left_behind[before.number, worker] = seen, now
 
     def look(self, coordinator: Coordinator, now: float) -> list[str]:

@@ -1,0 +1,35 @@
+"""How long an evicted worker pauses before it may join again."""
+
+from unisono.membership.backoff import Backoff
+
+MEMBERS = 3
+
+
+def pauses(stays_seconds: list[float], members: int = MEMBERS) -> list[float]:
+    """After evictions that follow such stays in the view."""
+    backoff, now, found = Backoff(0.0), 0.0, []
+    for stay in stays_seconds:
+        backoff.join(now)
+        now += stay
+        backoff.evict(members, now)
+        found.append(backoff.pause_seconds)
+    return found
+
+
+def test_pauses_double_up_to_four_seconds_per_member() -> None:
+    assert pauses([5.0] * 8) == [0, 1, 2, 4, 8, 12, 12, 12]
+    assert pauses([5.0] * 20, members=4096)[-1] == 600
+
+
+def test_who_stays_for_long_begins_anew() -> None:
+    assert pauses([5.0, 5.0, 5.0, 12.0, 5.0]) == [0, 1, 2, 0, 1]
+
+
+def test_a_pause_begins_when_the_worker_is_back() -> None:
+    backoff = Backoff(0.0)
+    for now in (1.0, 2.0):
+        backoff.evict(MEMBERS, now)
+    assert not backoff.pauses(2.0)
+    backoff.come_back(50.0)
+    assert backoff.pauses(50.9)
+    assert not backoff.pauses(51.0)
