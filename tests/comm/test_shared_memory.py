@@ -10,15 +10,20 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
 from tests.comm.laws import STARTS, start_sum
+from tests.launch.observation import within
 from tests.processes import run, start
-from unisono.comm import SharedMemory, TorchGroup, connect
+from unisono.comm import SharedMemory, TorchGroup, connect, shared_memory
+from unisono.comm.abort import Abort
 from unisono.comm.board import Board, Slice
+from unisono.comm.connect import Meeting
+from unisono.comm.memory import open_of
 from unisono.comm.peers import Peers
 from unisono.errors import PeerLost
 
@@ -214,6 +219,34 @@ def one_notices(rank: int, size: int, directory: str) -> float:
 def test_who_notices_a_loss_tells_the_others(tmp_path: Path) -> None:
     with start(3, one_notices, str(tmp_path)) as workers:
         assert max(workers.results(lost={2})[:2]) < 5.0
+
+
+def open_late(rank: int, size: int, directory: str) -> None:
+    """Worker 0 breaks off, and closes the file, before worker 1 has opened it."""
+    abort, opens, closed = Abort(), Path(directory, "opens"), Path(directory, "closed")
+    hosts, device = ["here"] * size, torch.device("cpu")
+    comm = Meeting(rank, hosts, f"file://{directory}/meeting", "auto", device, 20.0, abort=abort).among(range(size))
+
+    def late(pid: int, number: int, nbytes: int) -> torch.Tensor:
+        opens.touch()
+        assert within(20, closed.exists)
+        return open_of(pid, number, nbytes)
+
+    def break_off() -> None:
+        assert within(20, opens.exists)
+        abort.set("the view is over")
+
+    if rank == 0:
+        Thread(target=break_off).start()
+    else:
+        shared_memory.open_of = late
+    with pytest.raises(PeerLost):
+        comm.lane("late")
+    closed.touch()
+
+
+def test_memory_that_worker_0_has_closed_is_not_missing_it_is_worker_0_that_is_lost(tmp_path: Path) -> None:
+    run(2, open_late, str(tmp_path))
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])

@@ -99,7 +99,7 @@ class SharedMemory(Conversation):
         nbytes = numel * dtype.itemsize
         stride = pages(nbytes)
         head = self._head("allocate", numel, dtype)
-        memory, reason = self._begin("allocate", self._map(head, stride * (self.size + 1))).wait()
+        memory, reason = self._begin("allocate", self._map("allocate", head, stride * (self.size + 1))).wait()
         if memory is None:
             if self.rank == 0:
                 LOG.warning("no shared memory for a tensor of %d bytes (%s): its sums are copied", nbytes, reason)
@@ -138,7 +138,7 @@ class SharedMemory(Conversation):
     def lane(self, name: str) -> SharedMemory:
         """Raises `MemoryUnavailable`, on all workers, where there is no memory for its mailboxes."""
         head = self._head("lane", place=zlib.crc32(name.encode()))
-        memory, reason = self._begin("lane", self._map(head, self._board.nbytes)).wait()
+        memory, reason = self._begin("lane", self._map("lane", head, self._board.nbytes)).wait()
         if memory is None:
             raise MemoryUnavailable(f"no shared memory for lane {name!r}: {reason}")
         lane = SharedMemory(self.rank, self.size, memory, self._host, self._deadline_seconds, self._family)
@@ -353,8 +353,12 @@ class SharedMemory(Conversation):
             arrived[me].copy_(xs[me].detach())
         return arrived
 
-    def _map(self, head: bytes, nbytes: int) -> Steps[tuple[Tensor | None, str]]:
-        """Memory that all peers map, or None and why; two rounds, so that all know whether all have it."""
+    def _map(self, verb: str, head: bytes, nbytes: int) -> Steps[tuple[Tensor | None, str]]:
+        """Memory that all peers map, or None and why; two rounds, so that all know whether all have it.
+
+        Raises:
+            PeerLost: worker 0 has given up, and closed the file: its number may be another file's by now.
+        """
         number, memory, failure = 0, None, 0
         if self.rank == 0:
             try:
@@ -369,9 +373,11 @@ class SharedMemory(Conversation):
             self._check(first, head)
             number_there = self._record(0, first)[record.AGREED]
             if number_there:
+                self._check_open(verb)
                 try:
                     memory = open_of(self._host.first_pid, number_there - 1, nbytes)
                 except OSError as error:
+                    self._check_open(verb)
                     failure = error.errno or -1
             self._finish(first)
             self._post(second, b"", [failure])
@@ -436,9 +442,8 @@ class SharedMemory(Conversation):
         if now - self._host.checked_at < _CHECK_SECONDS:
             return None
         self._host.checked_at = now
-        if broken := self._host.words[Board.broken]:
-            ranks = [rank for rank in range(self.size) if broken >> rank & 1]
-            return PeerLost(ranks, operation.verb, "another worker found it lost")
+        if broken := self._broken(operation.verb):
+            return broken
         # A peer that ended after it had done its part is not missed.
         behind = self._behind(operation)
         if gone := self._host.peers.lost() & behind:
@@ -447,9 +452,26 @@ class SharedMemory(Conversation):
             return PeerLost(closed, operation.verb, "it has closed its end")
         return None
 
+    def _broken(self, verb: str) -> PeerLost | None:
+        """What another worker has found."""
+        broken = self._host.words[Board.broken]
+        ranks = [rank for rank in range(self.size) if broken >> rank & 1]
+        return PeerLost(ranks, verb, "another worker found it lost") if broken else None
+
+    def _check_open(self, verb: str) -> None:
+        """Raises `PeerLost` if worker 0 has given up, or closed its end, and with it the files that peers open."""
+        if broken := self._broken(verb):
+            raise broken
+        if self._words[self._board.closed[0]]:
+            raise PeerLost([0], verb, "it has closed its end")
+
     def _overdue(self, operation: Operation[Any]) -> PeerLost:
         detail = f"silent beyond the deadline of {self._deadline_seconds:g} s"
         return PeerLost(self._behind(operation), operation.verb, detail)
+
+    def _fail(self, error: CommunicationError) -> None:
+        self._abandon(error)  # before a file is closed: a peer that does not find it any more can see why
+        super()._fail(error)
 
     def _abandon(self, error: CommunicationError) -> None:
         if isinstance(error, PeerLost):
