@@ -69,13 +69,23 @@ class UnderWay:
         """Where that worker's time went, as the coordinator has it, once it has recovered."""
         end = time.monotonic() + LONGEST_SECONDS
         while True:
-            answer = self.line.ask("GET", "/v1/status")
-            assert answer is not None
-            found: Mapping[str, float] = answer.body["spent"].get(str(rank), {})
+            found: Mapping[str, float] = self.status()["spent"].get(str(rank), {})
             if "recovery" in found:
                 return found
             assert time.monotonic() < end, found
             time.sleep(0.05)
+
+    def status(self) -> Mapping[str, Any]:
+        """All that the coordinator knows."""
+        answer = self.line.ask("GET", "/v1/status")
+        assert answer is not None
+        found: Mapping[str, Any] = answer.body
+        return found
+
+    def until(self, *members: str) -> None:
+        """Waits until the view has just these members, while steps are reported."""
+        while set(self.status()["view"]["members"]) != set(members):
+            self.wait("progress")
 
     def gone(self, rank: int) -> None:
         """What a launcher says when it sees a process end."""

@@ -66,6 +66,21 @@ def test_who_is_frozen_or_killed_is_named_with_what_it_did_last_and_the_other_go
         assert how is signal.SIGKILL or spent["lost work"] > 0.1  # it waited for it in the middle of a step
 
 
+def test_a_worker_that_freezes_again_and_again_is_noticed_each_time_and_pauses_longer_and_longer(tmp_path) -> None:
+    with under_way("", tmp_path, steps=1_000_000) as run:
+        while run.wait("progress")[1]["step"] < 50:
+            pass
+        for _ in range(3):
+            run.until("0", "1")
+            os.kill(run.workers.processes[1].pid, signal.SIGSTOP)
+            run.until("0")
+            os.kill(run.workers.processes[1].pid, signal.SIGCONT)
+        run.until("0", "1")
+        ends = [each["words"] for each in run.status()["happened"] if "nothing is heard of 1" in each["words"]]
+    said = [words.partition("; once it is back, it pauses for ")[2] for words in ends]
+    assert said[:3] == ["", "1 s", "2 s"]  # on a busy machine more may follow
+
+
 @pytest.mark.root
 def test_who_is_cut_off_is_named_and_the_other_goes_on(tmp_path) -> None:
     """Two hosts, and a cable that is pulled out."""

@@ -86,6 +86,32 @@ def test_how_long_the_first_step_took_is_no_reason_to_wait_for_who_freezes(first
     assert tenth >= 7  # of Policy.silence_seconds, 0.75
 
 
+def test_a_worker_that_was_frozen_while_a_group_met_is_not_kept_apart_from_those_who_went_on() -> None:
+    found = Coordinator(Policy(expected=2, maximum=2))
+    for worker in "ab":
+        found.hear(Beat(worker, 1), 0.0)
+    found.hear(Beat("a", 2, 0, 1, broke=1), 1.0)  # it did not meet "b"
+    found.tick(1.5)
+    assert found.view.members == ("a",)
+    found.hear(Beat("a", 3, 2, 1), 1.6)
+    happened = found.hear(Beat("b", 2, 0, 2, missed=("a",), broke=1), 2.0)
+    assert [(each.over, each.why) for each in happened if isinstance(each, Ended)] == [
+        (Over.AT_A_BOUNDARY, "b may join")
+    ]
+
+
+def test_a_step_that_a_frozen_worker_held_up_is_not_learned() -> None:
+    found, deadline = at_work(0.1), at_work(0.1).steps.deadline_seconds
+    for tenth in range(1, 10):  # "b" freezes for a moment
+        found.hear(Beat("a", 1000 + tenth, 1, standing=Standing(1, 10)), 1.0 + 0.1 * tenth)
+    for worker in "ab":
+        found.hear(Beat(worker, 2000, 1, standing=Standing(1, 11)), 1.9)
+    assert found.view.number == 1
+    assert found.word.over is Over.NO
+    assert found.steps.last == 1.9
+    assert found.steps.deadline_seconds == deadline
+
+
 def test_to_vouch_for_a_worker_is_of_use_once_it_is_late() -> None:
     found = at_work(0.1)
     assert not found.doubtful(1.0 + 0.2)

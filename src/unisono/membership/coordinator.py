@@ -83,6 +83,7 @@ class Coordinator:
     _waited_for: str = field(default="", init=False)  # one of these, who can be heard
     _steps: Pulse = field(init=False)
     _begun: bool = field(default=False, init=False)  # a step was done in the view
+    _held_up: bool = field(default=False, init=False)  # the step in hand, by a member of which nothing was heard
     _furthest: tuple[int, int] = field(default=(0, 0), init=False)
     _ended_at: float = field(init=False)
 
@@ -145,10 +146,12 @@ class Coordinator:
             return [self._end(Over.FOR_EVER, f"{beat.worker} has the result", now)]
         if beat.worker in self._roll.gone:
             return []
+        self._held_up = self._held_up or self._overdue(beat.worker, now)
         before = self._roll.hear(replace(beat, missed=()) if beat.missed else beat, self.view.number, now)
         if before is None:
             return []
-        if beat.missed and beat.ended > before.ended:
+        # Of a view that is past, a worker that was frozen missed the others because they had gone on.
+        if beat.missed and beat.ended > before.ended and beat.broke >= self.view.number:
             self._quarrels.note(beat.worker, beat.missed, now)
         if beat.works_in == self.view.number:
             self._arriving.discard(beat.worker)
@@ -337,11 +340,16 @@ class Coordinator:
     def _note_progress(self, standing: Standing, now: float) -> None:
         if (standing.view, standing.step) > self._furthest:
             self._furthest = (standing.view, standing.step)
-            if self._begun:
+            held_up = self._held_up or (self._steps.overdue(now) and any(self._overdue(m, now) for m in self._members))
+            if self._begun and not held_up:
                 self._steps.beat(now)
-            else:  # workers have met, and perhaps handed over a state: no step takes as long
+            else:  # workers have met, and perhaps received a state, or one was frozen: no step takes as long
                 self._steps.restart(now)
-            self._begun = True
+            self._begun, self._held_up = True, False
+
+    def _overdue(self, worker: str, now: float) -> bool:
+        """Whether that worker is a member whose next beat should have come by now."""
+        return worker in self._members and self._roll.heard[worker].pulse.overdue(now)
 
     def _forget(self, now: float) -> None:
         """Workers that have ended, and are in no view any more."""
