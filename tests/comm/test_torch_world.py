@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Abort, Meeting, TorchWorld, at_attempt, in_blocks
+from unisono.comm.notices import Notices
 from unisono.comm.sockets import listening
 from unisono.comm.torch_world import STUCK
 from unisono.errors import PeerLost
@@ -89,6 +91,30 @@ def test_who_cannot_be_woken_ends(tmp_path) -> None:
         stuck.join(30)
         assert stuck.exitcode == STUCK
         assert other.is_alive()
+
+
+def meet_again(rank: int, size: int, path: str) -> float:
+    """Worker 0 was told that a view is over while torch made its group; worker 1 is new."""
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            abort, exchange = Abort(), Notices.exchange
+
+            def break_off(self: Notices, name: str, *rest: Any) -> list[Any]:
+                abort.set(WHY)
+                return exchange(self, name, *rest)
+
+            patch.setattr(Notices, "exchange", break_off)
+            with pytest.raises(PeerLost, match=WHY):
+                TorchWorld(HashStore(), 0, size, "127.0.0.1", torch.device("cpu"), DEADLINE_SECONDS, abort)
+    world, one = meet(rank, size, path, 2, Abort()), torch.ones(1)
+    dist.all_reduce(one, group=dist.new_group([0, 1]))
+    world.close()
+    return float(one)
+
+
+def test_a_group_that_was_not_made_leaves_nothing_behind(tmp_path) -> None:
+    """torch counts its groups and names them by their number: all workers have to come to the same."""
+    assert run(2, meet_again, str(tmp_path)) == [2.0, 2.0]
 
 
 def gather_on_and_on() -> None:

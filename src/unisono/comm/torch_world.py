@@ -68,6 +68,9 @@ class TorchWorld:
         self._abort, self._wires, self._lock = abort or Abort(), dict[int, str](), threading.Lock()
         self._stores: list[c10d.Store] = []  # gloo has only what C++ knows of them
         gc.collect()  # modules that talked through the groups of the world before lie in circles
+        # torch names a group by the number of groups begun before it. A group that could not be made still counts, in
+        # this process alone: the names, and with them the keys in the store, would differ from those of new workers.
+        dist.distributed_c10d._world.group_count = 0
         self._closed, self._thread = threading.Event(), threading.get_ident()
         self._unabort = self._abort.then(self._break_off)
         dist.Backend.register_backend(_BACKEND, self._group, devices=["cpu"])
