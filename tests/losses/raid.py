@@ -1,6 +1,6 @@
 """``unisono`` with some words, whose launcher kills workers of its own: ``python -m tests.losses.raid PLAN WORDS…``.
 
-A launcher knows the moment at which a replacement begins, and its process id. PLAN is JSON, see `Plan`.
+A launcher knows the moment at which a replacement begins, and its process id.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from unisono.cli import main
 from unisono.launch import local
 from unisono.launch.seen import Seen
 
+MOST_SECONDS = 1.5  # between the beginning of a replacement and its end
+
 
 @dataclass(frozen=True)
 class Strike:
     """One kill.
 
     Args:
-        delay_seconds: after the replacement for the last victim began; of a strike without `heir`, after the last kill.
+        seconds: after the last victim's replacement has begun; without `heir`, after the kill before.
         heir: the victim is that replacement; else any worker that is there.
-        whom: 0 to 1; picks among these.
+        whom: 0 to 1; picks among those.
     """
 
-    delay_seconds: float
+    seconds: float
     heir: bool
-    whom: float = 0.0
+    whom: float
 
 
 @dataclass(frozen=True)
@@ -42,25 +44,25 @@ class Plan:
     """What befalls a run.
 
     Args:
-        run: the run's directory, or a file to which each line adds a step.
-        first_step: done before the first kill, which hits any worker.
-        whom: 0 to 1; picks it.
-        strikes: the kills after it.
+        run: its directory.
+        over: a file that is made after the last kill.
+        first_step: after which the first worker is killed.
+        strikes: that one, and all others.
     """
 
     run: str
+    over: str
     first_step: int
-    whom: float
     strikes: tuple[Strike, ...]
 
     @staticmethod
-    def draw(seed: int, run: Path, kills: int, first_step: int, heirs: float) -> Plan:
-        """`kills` of them; `heirs` is the share of those that hit the replacement of the last victim."""
+    def draw(seed: int, run: Path, over: Path, kills: int, heirs: float) -> Plan:
+        """Of `kills`, of which a share of `heirs` hit the replacement for the last victim."""
         chance = random.Random(f"losses {seed}")
-        strikes = tuple(
-            Strike(chance.uniform(0, 1.5), chance.random() < heirs, chance.random()) for _ in range(kills - 1)
-        )
-        return Plan(str(run), first_step + chance.randrange(8), chance.random(), strikes)
+        strikes = [Strike(0.0, False, chance.random())]
+        for _ in range(kills - 1):
+            strikes.append(Strike(chance.uniform(0, MOST_SECONDS), chance.random() < heirs, chance.random()))
+        return Plan(str(run), str(over), chance.randrange(6, 18), tuple(strikes))
 
     @staticmethod
     def read(text: str) -> Plan:
@@ -74,11 +76,10 @@ class Plan:
 
 
 def last_step(run: Path) -> int:
-    """The furthest that is on record."""
+    """That is on record."""
     with suppress(OSError):
-        lines = (run / "events.jsonl").read_bytes().splitlines()[-40:]
-        for line in reversed(lines):
-            with suppress(ValueError):
+        for line in reversed((run / "events.jsonl").read_bytes().splitlines()[-20:]):
+            with suppress(ValueError):  # a part of a line
                 event = json.loads(line)
                 if event["event"] == "step":
                     return int(event["step"])
@@ -86,22 +87,22 @@ def last_step(run: Path) -> int:
 
 
 class Raiding(Seen):
-    """Kills as the plan says, and writes down whom in ``strikes.jsonl`` beside the run."""
+    """Kills as `plan` says, and writes down whom in ``strikes.jsonl`` beside the run."""
 
     plan: Plan
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._there: dict[str, int] = {}
-        self._latest = ""
-        self._news = threading.Condition()
+        self._news, self._begun = threading.Condition(), 0
         threading.Thread(target=self._raid, daemon=True).start()
 
     def began(self, worker: str, pid: int) -> None:
         """See `Seen`."""
         super().began(worker, pid)
         with self._news:
-            self._there[worker], self._latest = pid, worker
+            self._there[worker] = pid
+            self._begun += 1
             self._news.notify_all()
 
     def ended(self, worker: str) -> None:
@@ -113,30 +114,24 @@ class Raiding(Seen):
     def _raid(self) -> None:
         run = Path(self.plan.run)
         while last_step(run) < self.plan.first_step:
-            time.sleep(0.02)
-        self._kill(self._any(self.plan.whom))
+            time.sleep(0.01)
         for strike in self.plan.strikes:
             with self._news:
-                before = self._latest
+                begun = self._begun
                 if strike.heir:
-                    self._news.wait_for(lambda before=before: self._latest != before)  # type: ignore[misc]
-            time.sleep(strike.delay_seconds)
-            self._kill(self._latest if strike.heir else self._any(strike.whom))
+                    self._news.wait_for(lambda begun=begun: self._begun > begun)  # type: ignore[misc]
+            time.sleep(strike.seconds)
+            self._strike(strike, run)
+        Path(self.plan.over).touch()
 
-    def _any(self, whom: float) -> str:
+    def _strike(self, strike: Strike, run: Path) -> None:
         with self._news:
-            there = sorted(self._there)
-            return there[int(whom * len(there))] if there else ""
-
-    def _kill(self, worker: str) -> None:
-        pid = self._there.get(worker)
-        if pid is None:
-            return
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        run = Path(self.plan.run)
-        with run.with_name(f"{run.name}-strikes.jsonl").open("a") as file:
-            file.write(json.dumps({"at": time.time(), "worker": worker, "step": last_step(run)}) + "\n")
+            there = list(self._there)
+            victim = there[-1] if strike.heir else there[int(strike.whom * len(there))]
+            os.kill(self._there.pop(victim), signal.SIGKILL)
+        with Path(self.plan.over).with_name("strikes.jsonl").open("a") as file:
+            struck = {"worker": victim, "heir": strike.heir, "at": time.time(), "step": last_step(run)}
+            file.write(json.dumps(struck) + "\n")
 
 
 if __name__ == "__main__":
