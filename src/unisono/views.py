@@ -142,6 +142,7 @@ class Attended:
         self._door = open_door(contact.meets_at, contact.url)
         self._name = worker.name
         self.view, self.rank = View(), 0
+        self._meeting: Meeting | None = None
         self._sent_away = False
         self._abort, self._broken_off, self._lock = Abort(), 0, threading.Lock()
         agent = Agent(self._name, Standing(), Place(host_name(), self._door.url))
@@ -175,7 +176,7 @@ class Attended:
             return False
         with self._lock:
             self.view, self.rank = view, view.members.index(self._name)
-            self._abort = Abort()
+            self._abort, self._meeting = Abort(), None
             if self._broken_off >= view.number:
                 self._abort.set(_CHANGED)
         log.info("view %d: %s; this is worker %d of %d", view.number, " ".join(view.members), self.rank,
@@ -185,8 +186,9 @@ class Attended:
     def meeting(self, device: torch.device) -> Meeting:
         hosts = [place.host for place in self.view.places]
         where = at_attempt(self.view.places[0].meets_at, self.view.number)
-        return Meeting(self.rank, hosts, where, self._config.communicator, device, self._config.deadline_seconds,
-                       abort=self._abort)  # fmt: skip
+        self._meeting = Meeting(self.rank, hosts, where, self._config.communicator, device,
+                                self._config.deadline_seconds, abort=self._abort)  # fmt: skip
+        return self._meeting
 
     def met(self, step: int, digest: str) -> None:
         self._attendance.met(self.view.number, step, digest)
@@ -210,7 +212,9 @@ class Attended:
         if not isinstance(error, PeerLost):  # nobody is lost, and it would happen again
             raise error
         log.warning("view %d is over: %s", self.view.number, error)
-        missed = [] if self._attendance.works else [self.view.members[rank] for rank in error.ranks]
+        # Once all were connected, whoever is lost was within reach; and the ranks may be those of a part of the view.
+        reached = self._meeting is not None and self._meeting.complete
+        missed = [] if reached else [self.view.members[rank] for rank in error.ranks]
         self._attendance.broken(self.view.number, digest, tuple(missed))
 
     def finish(self) -> None:

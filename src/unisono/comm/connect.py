@@ -26,7 +26,7 @@ from unisono.comm.notices import Notices
 from unisono.comm.peers import Peers
 from unisono.comm.rendezvous import open_store, own_address, parse_rendezvous, tidy
 from unisono.comm.shared_memory import Host, SharedMemory
-from unisono.comm.tiers import Part, Tiers
+from unisono.comm.tiers import Part, Tiers, among_all
 from unisono.comm.torch_group import TorchGroup
 from unisono.comm.torch_world import TorchWorld
 from unisono.errors import InvalidInput
@@ -100,7 +100,8 @@ class Meeting:
         self._rank, self._hosts, self._abort = rank, tuple(hosts), abort or Abort()
         self._kind, self._device, self._deadline_seconds = kind, device, deadline_seconds
         _choose(kind, self._hosts, rank, device)
-        if len(hosts) == 1:
+        self.complete = len(hosts) == 1
+        if self.complete:
             return
         self._place = parse_rendezvous(rendezvous)
         self._address = own_address(self._place)
@@ -124,8 +125,10 @@ class Meeting:
             return Alone(self._device)
         store = c10d.PrefixStore("-".join([name, *map(str, ranks)]), self._store)
         comm = self._connect(store, chosen, rank, hosts)
-        if rank == 0 and size == len(self._hosts):
-            tidy(self._place)
+        if size == len(self._hosts):
+            self.complete = True
+            if rank == 0:
+                tidy(self._place)
         return comm
 
     def _connect(self, store: c10d.Store, chosen: str, rank: int, hosts: Sequence[str]) -> Communicator:
@@ -184,7 +187,8 @@ def divide(
     mine, leaders = sharing[number], [ranks[0] for ranks in sharing]
     within, reason = None, ""
     try:
-        within = share(c10d.PrefixStore(f"host/{number}", store), mine.index(group.rank), len(mine))
+        with among_all(mine):
+            within = share(c10d.PrefixStore(f"host/{number}", store), mine.index(group.rank), len(mine))
     except MemoryUnavailable as error:
         reason = str(error)
     if not group.gather(torch.tensor([within is not None])).wait().all():
@@ -196,7 +200,8 @@ def divide(
     assert within is not None
     between = None
     if group.rank in leaders:
-        between = Part(reach(c10d.PrefixStore("between", store), number, len(leaders)), leaders)
+        with among_all(leaders):
+            between = Part(reach(c10d.PrefixStore("between", store), number, len(leaders)), leaders)
     group.divide(Tiers(Part(within, mine), between))
 
 

@@ -6,7 +6,8 @@ once per host, and not once per worker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -112,7 +113,14 @@ class _Named(Generic[T]):
         return self._work.poll()
 
     def wait(self) -> T:
-        try:
+        with among_all(self._ranks):
             return self._work.wait()
-        except PeerLost as lost:
-            raise PeerLost([self._ranks[r] for r in lost.ranks], lost.during, lost.detail) from lost
+
+
+@contextmanager
+def among_all(ranks: Sequence[int]) -> Iterator[None]:
+    """Inside, only the workers `ranks` take part; a `PeerLost` names them by their ranks among all."""
+    try:
+        yield
+    except PeerLost as lost:
+        raise PeerLost([ranks[r] for r in lost.ranks], lost.during, lost.detail) from lost

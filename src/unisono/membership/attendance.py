@@ -115,11 +115,6 @@ class Attendance:
         """See `Agent.met`."""
         self._turn(lambda: self._agent.met(number, step, digest))
 
-    @property
-    def works(self) -> bool:
-        """Whether the group of the view at hand has been met."""
-        return self._agent.working
-
     def done(self, number: int, steps: int = 1) -> None:
         """So many more steps are in the state; told with the next beat."""
         self._agent.done(number, steps=steps)  # without a lock: only who trains changes how far it is
