@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,14 @@ import pytest
 import torch
 
 from tests.comm.laws import start_sum
-from tests.processes import run
-from unisono.comm import Alone, SharedMemory, TorchGroup, connect
-from unisono.comm.rendezvous import Rendezvous, own_address, parse_rendezvous
+from tests.launch.observation import within
+from tests.processes import run, start
+from unisono.comm import Abort, Alone, SharedMemory, TorchGroup, connect
+from unisono.comm.notices import Notices
+from unisono.comm.rendezvous import Rendezvous, open_store, own_address, parse_rendezvous
 from unisono.errors import InvalidInput, PeerLost
+
+PROMPT_SECONDS = 20.0
 
 
 @pytest.mark.parametrize(
@@ -155,3 +162,35 @@ def test_who_does_not_come_is_lost_within_the_deadline(kind: str, tmp_path: Path
         connect(0, 2, rendezvous=f"file://{tmp_path}", local_size=2, kind=kind, deadline_seconds=0.5)
     assert time.monotonic() - began < 5
     assert caught.value.ranks == (1,)
+
+
+WRITERS = 4  # each of which is about to write whenever another one is done
+
+
+def write_until_struck(rank: int, size: int, path: Path, blow: signal.Signals) -> list[str]:
+    """Writers say one thing after the other until they are stopped or die; what the others tell each other then."""
+    store = open_store(parse_rendezvous(f"file://{path}/place"), rank, PROMPT_SECONDS, Abort())
+    notices = Notices(store, PROMPT_SECONDS, Abort())
+    if rank < WRITERS:
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), blow)).start()
+        for number in itertools.count():
+            store.set(f"number {number} of {rank}", "x" * 1000)
+    assert within(PROMPT_SECONDS, lambda: (path / "struck").exists())
+    return notices.exchange("who", rank - WRITERS, size - WRITERS, rank)
+
+
+@pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL])
+def test_who_stops_or_dies_while_it_writes_holds_up_nobody(tmp_path: Path, blow: signal.Signals) -> None:
+    with start(WRITERS + 2, write_until_struck, tmp_path, blow) as workers:
+        writers = workers.processes[:WRITERS]
+        assert within(30.0, lambda: all(state_of(writer.pid) in "TZ" for writer in writers))
+        (tmp_path / "struck").touch()
+        assert workers.results(lost=range(WRITERS))[WRITERS:] == [[WRITERS, WRITERS + 1]] * 2
+
+
+def state_of(pid: int) -> str:
+    """Of a process, by the system's letter; Z if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"

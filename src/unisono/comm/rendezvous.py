@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from urllib.parse import parse_qsl, quote, urlsplit
 from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
+from unisono.comm.directory_store import DirectoryStore
 from unisono.comm.sockets import shut, towards
 from unisono.errors import InvalidInput, PeerLost
 
-_FILE = "store-"
+_STORE = "store-"
 _SHORTEST_PATIENCE_SECONDS, _LONGEST_PATIENCE_SECONDS = 0.1, 1.0
 _CURE = "write file:///private/directory or tcp://host:port"
 
@@ -71,7 +73,9 @@ def open_store(place: Rendezvous, rank: int, deadline_seconds: float, abort: Abo
         PeerLost: nobody serves there within the deadline, or it was broken off.
     """
     timeout = timedelta(seconds=deadline_seconds)
-    store = _file_store(place) if place.directory else _tcp_store(place, rank, timeout, abort)
+    store = (
+        _directory_store(place, deadline_seconds, abort) if place.directory else _tcp_store(place, rank, timeout, abort)
+    )
     store.set_timeout(timeout)
     return c10d.PrefixStore(f"attempt/{place.attempt}", store)
 
@@ -87,24 +91,23 @@ def own_address(place: Rendezvous) -> str:
         return str(probe.getsockname()[0])
 
 
-def _file_store(place: Rendezvous) -> c10d.Store:
+def _directory_store(place: Rendezvous, deadline_seconds: float, abort: Abort) -> c10d.Store:
     directory = Path(place.directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return DirectoryStore(directory / (_STORE + quote(place.attempt, safe="")), deadline_seconds, abort)
     except OSError as error:
         raise InvalidInput("rendezvous", place.directory, str(error), "write a directory that is yours") from error
-    # A file of its own for each attempt: to look something up, all that was ever written into it is read.
-    return c10d.FileStore(str(directory / (_FILE + quote(place.attempt, safe=""))), -1)
 
 
 def tidy(place: Rendezvous) -> None:
     """All have come to `place`: what numbered attempts before this one left there is not needed any more."""
     if not place.directory or not place.attempt.isdecimal():
         return
-    for path in Path(place.directory).glob(f"{_FILE}*"):
-        number = path.name.removeprefix(_FILE)
+    for path in Path(place.directory).glob(f"{_STORE}*"):
+        number = path.name.removeprefix(_STORE)
         if number.isdecimal() and int(number) < int(place.attempt):
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _tcp_store(place: Rendezvous, rank: int, timeout: timedelta, abort: Abort) -> c10d.Store:
