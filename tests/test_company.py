@@ -18,6 +18,7 @@ from unisono.errors import InvalidInput
 from unisono.keep import Kept, read, written
 from unisono.launch.failure import Failure
 from unisono.launch.succession import EachToItsEnd, Replaced
+from unisono.membership.values import StepCount
 
 STEPS, HIT = 400, 7
 SCRIPT = """
@@ -255,7 +256,10 @@ def test_who_was_there_first_keeps_its_number() -> None:
 
 
 class Nobody:
-    furthest = 0
+    count = StepCount()
+
+    def latest(self) -> StepCount:
+        return self.count
 
     def began(self, worker: str, pid: int) -> None:
         pass

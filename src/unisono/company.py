@@ -24,7 +24,6 @@ from unisono.launch import Identity
 from unisono.launch.script import Left, TakesPart
 from unisono.milestone import Milestone
 from unisono.observe import Watchdog, Watched
-from unisono.observe.pace import Pace
 from unisono.persist import check_alike
 from unisono.replica import weights_of
 from unisono.said import NUMBERS, Said, heard, numbers
@@ -33,7 +32,6 @@ from unisono.views import Attended
 
 # What a loop of the user's own computes may be anything, for as long as it likes.
 STUCK_IN = frozenset({Phase.DATA, Phase.COMMUNICATION})
-_TELL_SECONDS = 0.1
 
 
 class State:
@@ -138,6 +136,9 @@ class Company(Protocol):
     def check(self) -> None:
         """Right before a step is taken. Raises `PeerLost` if the others go on without this worker."""
 
+    def stepped(self) -> None:
+        """This worker has taken a step; whether it counts may be said later, by `done`."""
+
     def done(self, steps: int) -> None:
         """So many more steps count."""
 
@@ -189,6 +190,9 @@ class Same:
     def check(self) -> None:
         pass
 
+    def stepped(self) -> None:
+        pass
+
     def done(self, steps: int) -> None:
         pass
 
@@ -224,7 +228,6 @@ class Whoever:
         self._comm: Communicator | None = None
         self._error: PeerLost | None = None
         self._parting = self._all_leave = self._finished = self._closed = False
-        self._pace = Pace(_TELL_SECONDS)
         self._knows = False  # whether the state has anything to do with the others'
         who = given.worker.identity
         # Whoever comes later is not worker 0, which may begin with what is done only once.
@@ -325,13 +328,15 @@ class Whoever:
         if self._views is not None:
             self._views.check()
 
+    def stepped(self) -> None:
+        """See `Company`."""
+        if self._views is not None:
+            self._views.stepped()
+
     def done(self, steps: int) -> None:
         """See `Company`."""
-        assert self._state is not None
         assert self._views is not None
         self._views.done(steps)
-        if self.rank == 0 and self._pace.due():
-            self._given.worker.report({"kind": "progress", "step": self._state.reached.steps})
 
     def lose(self, error: PeerLost) -> None:
         """See `Company`."""

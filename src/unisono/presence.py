@@ -37,6 +37,9 @@ class Presence(Protocol):
         """Right before a micro-batch is computed, and before a step is taken. Raises `PeerLost` if the others go on
         without this worker."""
 
+    def stepped(self) -> None:
+        """This worker has taken a step; whether it counts may be said later, by `done`."""
+
     def done(self, steps: int = 1) -> None:
         """So many more steps are in the state."""
 
@@ -64,6 +67,9 @@ class Unchanging:
         pass
 
     def check(self) -> None:
+        pass
+
+    def stepped(self) -> None:
         pass
 
     def done(self, steps: int = 1) -> None:

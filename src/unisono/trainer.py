@@ -128,6 +128,7 @@ class Trainer:
                 self.done = max(self.done, done)
                 if self.milestone is None:
                     self.watch.keep(self.done)
+                self.presence.stepped()
                 self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
                 words = step.extra
                 if words is not None:

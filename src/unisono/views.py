@@ -21,6 +21,7 @@ from unisono.launch import Worker
 from unisono.membership import Agent, Contact, Place, Standing, View
 from unisono.membership.attendance import Attendance
 from unisono.observe import Watchdog, Watched
+from unisono.observe.pace import Pace
 from unisono.presence import Presence
 
 log = logging.getLogger("unisono")
@@ -108,6 +109,9 @@ class Only:
     def check(self) -> None:
         pass
 
+    def stepped(self) -> None:
+        pass
+
     def done(self, steps: int = 1) -> None:
         pass
 
@@ -143,6 +147,7 @@ class Attended:
         self._name = worker.name
         self.view, self.rank = View(), 0
         self._meeting: Meeting | None = None
+        self._pace = Pace(_TELL_SECONDS)
         self._sent_away = False
         self._abort, self._broken_off, self._lock = Abort(), 0, threading.Lock()
         agent = Agent(self._name, Standing(), Place(host_name(), self._door.url))
@@ -177,6 +182,7 @@ class Attended:
         with self._lock:
             self.view, self.rank = view, view.members.index(self._name)
             self._abort, self._meeting = Abort(), None
+            self._pace = Pace(_TELL_SECONDS)  # a view's first step is told: the launcher counts losses without any
             if self._broken_off >= view.number:
                 self._abort.set(_CHANGED)
         log.info("view %d: %s; this is worker %d of %d", view.number, " ".join(view.members), self.rank,
@@ -201,6 +207,10 @@ class Attended:
 
     def check(self) -> None:
         self._abort.check("step")
+
+    def stepped(self) -> None:
+        if self._pace.due():
+            self._worker.report({"kind": "step"})
 
     def done(self, steps: int = 1) -> None:
         self._attendance.done(self.view.number, steps)
@@ -239,4 +249,5 @@ class Attended:
                 self._abort.set(_CHANGED)
 
 
+_TELL_SECONDS = 0.5
 _CHANGED = "the coordinator counts on other workers"

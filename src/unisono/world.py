@@ -434,6 +434,7 @@ class _Bound:
             self._watch.keep(self._watch.done + 1)
             return
         self.state.take()
+        self._company.stepped()
         if step.extra is not None:
             self._met(step.extra)
 

@@ -40,8 +40,7 @@ def _take_steps(worker: Worker, attendance: Attendance, view: View, ended: set[i
         if worker.stop.leaving:
             attendance.leave()
         attendance.done(view.number)
-        if view.members[0] == worker.name:
-            worker.report({"kind": "progress", "step": attendance.standing.step})
+        worker.report({"kind": "step"})
         threading.Event().wait(STEP_SECONDS)
     return False
 

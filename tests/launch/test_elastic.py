@@ -21,6 +21,7 @@ from unisono.launch.failure import Failure
 from unisono.launch.succession import Joined, Replaced
 from unisono.membership import Contact, Policy
 from unisono.membership.place import Place
+from unisono.membership.values import StepCount
 
 PRELOAD = ("unisono.membership.attendance", "tests.launch.members")
 Act = tuple[Callable[["Drill"], bool], Callable[["Drill"], object]]
@@ -222,7 +223,10 @@ def test_nothing_stays_when_the_launcher_ends(number: signal.Signals, tmp_path) 
 class Nobody:
     """Does not care which processes there are."""
 
-    furthest = 0
+    count = StepCount()
+
+    def latest(self) -> StepCount:
+        return self.count
 
     def began(self, worker: str, pid: int) -> None:
         pass
@@ -235,21 +239,34 @@ def fallen(place: int, at_seconds: float = 0.0) -> Failure:
     return Failure(place, at_seconds, "killed by SIGKILL")
 
 
-def test_new_steps_are_what_counts() -> None:
+STEP = {"kind": "step"}
+
+
+def causes(succession: Replaced, places: Sequence[int]) -> list[str]:
+    """Why the run is given up after each of these deaths; empty where it goes on."""
+    found = [succession.lost(fallen(place), 3, 99.0).cause for place in places]
+    return ["" if cause is None else cause.error().args[0] for cause in found]
+
+
+def test_losses_without_a_step_between_them_are_what_counts() -> None:
     succession = Replaced(4, Nobody())
-    for step in range(20):
-        for _ in range(2):
-            assert succession.lost(fallen(1), 3, 99.0).cause is None
-        succession.heard({"kind": "progress", "step": step + 1})
-    succession.heard({"kind": "progress", "step": 3})  # again
-    causes = [succession.lost(fallen(1, at), 3, 99.0).cause for at in range(3)]
-    assert causes == [None, None, fallen(1, 0)]
+    for _ in range(3):
+        assert causes(succession, [1, 1]) == [""] * 2
+        succession.heard(STEP)
+    assert causes(succession, [1, 2, 1]) == [""] * 3
+    assert causes(succession, [1]) == [
+        "worker 1 failed: killed by SIGKILL; 3 processes of worker 1 were lost in a row without a step in between "
+        "(the limit is 3)"
+    ]
 
 
 def test_many_dead_all_over_the_place_end_a_run_too() -> None:
-    succession = Replaced(4, Nobody())
-    causes = [succession.lost(fallen(at % 4, at), 3, 99.0).cause for at in range(8)]
-    assert causes == [None] * 7 + [fallen(0, 0)]
+    found = causes(Replaced(4, Nobody()), [0, 1, 2, 3] * 2)
+    assert found[:-1] == [""] * 7
+    assert found[-1] == (
+        "worker 0 failed: killed by SIGKILL; 8 processes of 4 workers were lost in a row without a step in between "
+        "(the limit is 8)"
+    )
 
 
 @pytest.mark.parametrize("kind", [Replaced, Joined])
@@ -257,9 +274,37 @@ def test_steps_of_a_run_whose_worker_0_is_another_launchers_count(kind: type[Rep
     elsewhere = Nobody()
     succession = kind(4, elsewhere)
     for step in range(9):
-        elsewhere.furthest = step + 1
-        assert succession.lost(fallen(1, step), 3, 1.0).cause is None
-    assert [succession.lost(fallen(1, at), 3, 1.0).cause for at in (10, 11)] == [None, fallen(1, 8)]
+        elsewhere.count = StepCount(step + 1, step + 1)
+        assert causes(succession, [1]) == [""]
+    assert [bool(each) for each in causes(succession, [1, 1])] == [False, True]
+
+
+def test_before_a_run_is_given_up_the_coordinator_is_asked() -> None:
+    """What it said of itself may be some seconds old."""
+
+    class Late(Nobody):
+        def latest(self) -> StepCount:
+            self.count = StepCount(1, 1)
+            return self.count
+
+    found = causes(Replaced(4, Late()), [1] * 6)
+    assert [bool(each) for each in found] == [False] * 5 + [True]
+
+
+def test_steps_that_are_lost_each_time_do_not_count_for_ever() -> None:
+    """As where each process dies in the same step, and those before it are taken again."""
+    elsewhere = Nobody()
+    succession = Replaced(4, elsewhere)
+    found = []
+    for death in range(14):
+        elsewhere.count = StepCount(10 * death, 7)
+        found += causes(succession, [1])
+        succession.heard(STEP)
+    assert found[:9] == [""] * 9
+    assert found[9] == (
+        "worker 1 failed: killed by SIGKILL; 10 processes of worker 1 were lost in a row with no step beyond step 7 "
+        "(the limit is 10)"
+    )
 
 
 def test_a_launcher_that_joined_lacks_nothing() -> None:
@@ -267,11 +312,12 @@ def test_a_launcher_that_joined_lacks_nothing() -> None:
 
 
 def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
-    succession = Replaced(4, Nobody())
+    others = Nobody()
+    succession = Replaced(4, others)
     pauses = []
     for step in range(9):
         pauses.append(succession.lost(fallen(1), 3, 0.0).another_in_seconds)
-        succession.heard({"kind": "progress", "step": step + 1})
+        others.count = StepCount(step + 1, step + 1)
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     for step in range(9, 1200):  # as often as it may be in a run of days
         assert succession.lost(fallen(1), 3, 0.0).another_in_seconds == 60
@@ -283,7 +329,7 @@ def test_who_lived_for_a_while_has_had_its_pause() -> None:
     """What counts is how often the others are held up."""
     succession = Replaced(4, Nobody())
     pauses = []
-    for step in range(6):
+    for _ in range(6):
         pauses.append(succession.lost(fallen(1), 3, 7.0).another_in_seconds)
-        succession.heard({"kind": "progress", "step": step + 1})
+        succession.heard(STEP)
     assert pauses == [0, 0, 0, 0, 1, 9]

@@ -31,11 +31,13 @@ class Strike:
     Args:
         seconds: after the last victim's replacement has begun; without `heir`, after the kill before.
         heir: the victim is that replacement; else any worker that is there.
-        whom: 0 to 1; picks among those.
+        step: a step is awaited besides, so that no limit is exceeded.
+        whom: 0 to 1; picks among those who are there.
     """
 
     seconds: float
     heir: bool
+    step: bool
     whom: float
 
 
@@ -59,9 +61,10 @@ class Plan:
     def draw(seed: int, run: Path, over: Path, kills: int, heirs: float) -> Plan:
         """Of `kills`, of which a share of `heirs` hit the replacement for the last victim."""
         chance = random.Random(f"losses {seed}")
-        strikes = [Strike(0.0, False, chance.random())]
-        for _ in range(kills - 1):
-            strikes.append(Strike(chance.uniform(0, MOST_SECONDS), chance.random() < heirs, chance.random()))
+        strikes = [Strike(0.0, False, False, chance.random())]
+        for number in range(1, kills):
+            seconds, heir, whom = chance.uniform(0, MOST_SECONDS), chance.random() < heirs, chance.random()
+            strikes.append(Strike(seconds, heir, number % 2 == 0, whom))
         return Plan(str(run), str(over), chance.randrange(6, 18), tuple(strikes))
 
     @staticmethod
@@ -75,15 +78,16 @@ class Plan:
         return json.dumps(asdict(self))
 
 
-def last_step(run: Path) -> int:
-    """That is on record."""
+def steps(run: Path) -> list[int]:
+    """Those that are on record, in the order in which they were taken."""
+    found = []
     with suppress(OSError):
-        for line in reversed((run / "events.jsonl").read_bytes().splitlines()[-20:]):
+        for line in (run / "events.jsonl").read_bytes().splitlines():
             with suppress(ValueError):  # a part of a line
                 event = json.loads(line)
                 if event["event"] == "step":
-                    return int(event["step"])
-    return 0
+                    found.append(int(event["step"]))
+    return found
 
 
 class Raiding(Seen):
@@ -113,14 +117,15 @@ class Raiding(Seen):
 
     def _raid(self) -> None:
         run = Path(self.plan.run)
-        while last_step(run) < self.plan.first_step:
-            time.sleep(0.01)
+        _await_steps(run, self.plan.first_step)
         for strike in self.plan.strikes:
             with self._news:
-                begun = self._begun
+                begun, taken = self._begun, len(steps(run))
                 if strike.heir:
                     self._news.wait_for(lambda begun=begun: self._begun > begun)  # type: ignore[misc]
             time.sleep(strike.seconds)
+            if strike.step:
+                _await_steps(run, taken + 1)
             self._strike(strike, run)
         Path(self.plan.over).touch()
 
@@ -130,8 +135,13 @@ class Raiding(Seen):
             victim = there[-1] if strike.heir else there[int(strike.whom * len(there))]
             os.kill(self._there.pop(victim), signal.SIGKILL)
         with Path(self.plan.over).with_name("strikes.jsonl").open("a") as file:
-            struck = {"worker": victim, "heir": strike.heir, "at": time.time(), "step": last_step(run)}
-            file.write(json.dumps(struck) + "\n")
+            taken = steps(run)
+            file.write(json.dumps({"worker": victim, "step": max(taken[-1:], default=0), "taken": len(taken)}) + "\n")
+
+
+def _await_steps(run: Path, number: int) -> None:
+    while len(steps(run)) < number:
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

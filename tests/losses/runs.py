@@ -15,13 +15,13 @@ from typing import Any
 
 from tests.launch.observation import session
 from tests.layouts.runs import ROOT
-from tests.losses.raid import Plan, last_step
+from tests.losses.raid import Plan, steps
 from tests.losses.tasks import BATCH, SAMPLES, STEPS
 from unisono.checkpoint import load_newest
+from unisono.launch.succession import WITHOUT_STEP
 
 STILL_SECONDS = 60.0  # without a step: the run waits for something
 CLOSE = 2e-5  # of losses around 3, as other replicas sum in another order
-LIMIT = "without a step in between"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def counts(run: Path) -> str:
 
 def all_steps(run: Path) -> str:
     """They were taken, where what comes of them depends on who was there."""
-    return "" if last_step(run) == STEPS else f"the last step is {last_step(run)}"
+    taken = json.loads((run / "summary.json").read_text())["steps"]
+    return "" if taken == STEPS else f"{taken} steps were taken"
 
 
 def calm(run: Path) -> Path:
@@ -148,8 +149,10 @@ def trial(kind: Kind, seed: int, directory: Path, kills: int, heirs: float) -> C
     code, said, seconds = conduct(kind, run, here, plan)
     struck = here / "strikes.jsonl"
     strikes = [json.loads(line) for line in struck.read_text().splitlines()] if struck.exists() else []
-    limit = code == 1 and LIMIT in said.splitlines()[-1]
-    if limit:
+    limit = code == 1 and WITHOUT_STEP in said.splitlines()[-1]
+    if limit and strikes[-1]["taken"] > strikes[-3]["taken"]:
+        wrong = "it was given up, though there was a step"
+    elif limit:
         wrong = ""
     elif code:
         wrong = "it stood still" if code < 0 else f"it ended with {code}: {said.splitlines()[-1]}"
@@ -170,7 +173,8 @@ def conduct(kind: Kind, run: Path, here: Path, plan: Plan | None) -> tuple[int, 
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
     with log.open("w") as file:
         process = subprocess.Popen(
-            line, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, env=environment)  # fmt: skip
+            line, cwd=ROOT, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
     try:
         _until_over(process, run)
     finally:
@@ -180,11 +184,11 @@ def conduct(kind: Kind, run: Path, here: Path, plan: Plan | None) -> tuple[int, 
 
 
 def _until_over(process: subprocess.Popen[bytes], run: Path) -> None:
-    step, since = -1, time.monotonic()
+    taken, since = -1, time.monotonic()
     while process.poll() is None:
         time.sleep(0.1)
-        if last_step(run) != step:
-            step, since = last_step(run), time.monotonic()
+        if len(steps(run)) != taken:
+            taken, since = len(steps(run)), time.monotonic()
         if time.monotonic() - since > STILL_SECONDS:
             workers = [pid for pid, name in session(process.pid).items() if "worker" in name]
             os.kill(process.pid, signal.SIGSTOP)  # replaces nobody

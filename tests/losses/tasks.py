@@ -56,4 +56,4 @@ def tally(*, over: str = "") -> Task:
         model=Tally, data=TensorDataset(torch.arange(SAMPLES)), loss=lambda output, batch: -output.mean(),
         inputs=lambda batch: batch[0], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=float(BATCH)),
         schedule=paced(over),
-        defaults={"steps": STEPS, "global_batch": BATCH, "micro_batch": 4, "load": "Inline()", "threads": 1})  # fmt: skip
+        defaults={"steps": STEPS, "global_batch": BATCH, "micro_batch": 4, "load": "Inline()"})  # fmt: skip

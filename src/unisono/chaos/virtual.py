@@ -270,6 +270,9 @@ class Process:
         if self.name in world.broken_off:
             raise PeerLost([], "step", _CHANGED)
 
+    def stepped(self) -> None:
+        pass
+
     def done(self, steps: int = 1) -> None:
         self._run.busy(self)
         self._run.views[self.view.number].check(self.rank)

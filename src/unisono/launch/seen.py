@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from unisono.launch.gone import Gone
 from unisono.launch.vouching import Vouching
-from unisono.membership.values import Contact
+from unisono.membership.values import Contact, StepCount
 
 
 class Seen:
@@ -22,9 +22,13 @@ class Seen:
         self._vouching = self._stack.enter_context(Vouching(contact))
 
     @property
-    def furthest(self) -> int:
+    def count(self) -> StepCount:
         """See `Present`."""
-        return self._vouching.furthest
+        return self._vouching.count
+
+    def latest(self) -> StepCount:
+        """See `Present`."""
+        return self._vouching.latest()
 
     def began(self, worker: str, pid: int) -> None:
         """See `Present`."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from unisono.backoff import Backoff
 from unisono.launch.failure import Failure
 from unisono.launch.stopping import STOP, STOP_ALL
+from unisono.membership.values import StepCount
 
-_IN_ONE_PLACE = 3  # processes that may die there in a row, without a new step
+_IN_ONE_PLACE = 3  # processes that may die there in a row without a step between them
+_IN_VAIN = 10  # processes that may die there in a row, where steps were taken between them, but none beyond before
 _APART = Backoff(first_seconds=1.0, factor=2.0, longest_seconds=60.0)
 _SETTLED_SECONDS = 30.0  # whoever lived as long did not die of its start
 
@@ -102,21 +104,27 @@ class Present(Protocol):
     """Is told of processes, by the names of their workers.
 
     Attributes:
-        furthest: steps that any worker of the run has done, of this launcher or another one, as far as is known.
+        count: of the steps of all workers of the run, of this launcher or another one, as far as is known.
     """
 
     @property
-    def furthest(self) -> int: ...
+    def count(self) -> StepCount: ...
+    def latest(self) -> StepCount:
+        """As `count`, asked for now, which takes a while: who has survived a loss has said by then what it has done."""
+
     def began(self, worker: str, pid: int) -> None: ...
     def ended(self, worker: str) -> None: ...
 
 
 class Replaced:
-    """Whoever dies is replaced, as long as that leads to new steps; whoever returns None has left; the first other
-    result ends the run.
+    """Whoever dies is replaced, as long as that is of use; whoever returns None has left; the first other result ends
+    the run.
 
-    A run fails when three processes in one place, or twice as many as there are places, died in a row without any new
-    step. Where others take steps meanwhile, processes follow each other in a place more slowly each time: the third is
+    A run fails, and says why, when three processes in one place, or twice as many as there are places, died in a row
+    without a step between them, be it one that a worker took by itself, or one that was lost again. Where all steps
+    were lost again, ten in one place are the limit.
+
+    Where others take steps meanwhile, processes follow each other in a place more slowly each time: the third is
     started one second after the second was, at the earliest, the next two seconds after the third, and so on.
 
     Args:
@@ -131,8 +139,9 @@ class Replaced:
         self._places, self._present, self._prefix = places, present, prefix
         self._lives: Counter[int] = Counter()
         self._short: Counter[int] = Counter()  # lives in a row that were
-        self._furthest = 0
-        self._fruitless: list[Failure] = []  # since the furthest step
+        self._count = StepCount()
+        self._without_step: list[Failure] = []  # since the last step
+        self._in_vain: list[Failure] = []  # since a step beyond all before
 
     def name(self, place: int) -> str:
         """See `Succession`."""
@@ -141,8 +150,8 @@ class Replaced:
 
     def heard(self, message: Mapping[str, Any]) -> None:
         """See `Succession`."""
-        if message.get("kind") == "progress":
-            self._reach(message["step"])
+        if message.get("kind") == "step":
+            self._without_step.clear()
 
     def began(self, place: int, pid: int) -> None:
         """See `Succession`."""
@@ -158,12 +167,12 @@ class Replaced:
 
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
         """See `Succession`."""
-        self._reach(self._present.furthest)  # steps are told to the launcher of worker 0, which may be another one
-        self._fruitless.append(what)
+        self._look(self._present.count)
+        self._without_step.append(what)
+        self._in_vain.append(what)
         self._short[what.rank] = self._short[what.rank] + 1 if lived_seconds < _SETTLED_SECONDS else 0
-        here = sum(each.rank == what.rank for each in self._fruitless)
-        if here >= _IN_ONE_PLACE or len(self._fruitless) >= max(2 * self._places, _IN_ONE_PLACE):
-            return Verdict(cause=self._fruitless[0])
+        if cause := self._given_up(what):
+            return Verdict(cause=cause)
         pause = round(max(0.0, self._apart_seconds(what.rank) - lived_seconds), 1)
         said = f"worker {self._name(what.rank)} {_was(what.reason)}: {_on(others)}, another one is started"
         return Verdict(said + (f" in {pause:g} s" if pause else ""), another_in_seconds=pause)
@@ -176,10 +185,31 @@ class Replaced:
         """See `Succession`."""
         return "" if self.over(results) else "every worker was asked to leave before the run was over"
 
-    def _reach(self, step: int) -> None:
-        if step > self._furthest:
-            self._furthest = step
-            self._fruitless.clear()
+    def _look(self, count: StepCount) -> None:
+        if count.taken > self._count.taken:
+            self._without_step.clear()
+        if count.furthest > self._count.furthest:
+            self._in_vain.clear()
+        self._count = StepCount(count.taken, max(count.furthest, self._count.furthest))
+
+    def _given_up(self, what: Failure) -> Failure | None:
+        """Why nobody takes the place of what has died; None if somebody does."""
+        found = self._exceeded(what.rank)
+        if found is None:
+            return None
+        self._look(self._present.latest())  # what was known may be some seconds old
+        return self._exceeded(what.rank)
+
+    def _exceeded(self, place: int) -> Failure | None:
+        """Of the deaths that are more than a limit allows, the first, with the limit in words."""
+        here, in_all = _of(place, self._without_step), max(2 * self._places, _IN_ONE_PLACE)
+        if len(here) >= _IN_ONE_PLACE:
+            return _first(here, f"of worker {place} were lost in a row {WITHOUT_STEP}")
+        if len(self._without_step) >= in_all:
+            return _first(self._without_step, f"of {self._places} workers were lost in a row {WITHOUT_STEP}")
+        if len(here := _of(place, self._in_vain)) >= _IN_VAIN:
+            return _first(here, f"of worker {place} were lost in a row with no step beyond step {self._count.furthest}")
+        return None
 
     def _name(self, place: int) -> str:
         life = self._lives[place]
@@ -251,6 +281,19 @@ class EachToItsEnd:
     def lacking(self, results: Sequence[Any]) -> str:
         """See `Succession`."""
         return self._inner.lacking(results)
+
+
+WITHOUT_STEP = "without a step in between"
+
+
+def _of(place: int, failures: Sequence[Failure]) -> list[Failure]:
+    return [each for each in failures if each.rank == place]
+
+
+def _first(failures: Sequence[Failure], words: str) -> Failure:
+    """Of as many as the limit is, which is said in words."""
+    first = failures[0]
+    return replace(first, reason=f"{first.reason}; {len(failures)} processes {words} (the limit is {len(failures)})")
 
 
 def _was(reason: str) -> str:

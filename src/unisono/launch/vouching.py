@@ -7,17 +7,19 @@ that is frozen, or waits for peers that it cannot reach, has none.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from unisono.membership.line import Line
-from unisono.membership.values import Contact
+from unisono.membership.values import Contact, StepCount
 
+_PATH = "/v1/running"
 _LOOK_SECONDS = 0.15
 _ANSWER_SECONDS = 10.0  # longer than the coordinator waits for somebody to be late
+_LATEST_SECONDS = 3.0  # longer than the coordinator takes to answer who asks
 _MOSTLY = 0.5  # of the time
 
 
@@ -25,9 +27,9 @@ def wanted_seconds(pid: int) -> dict[int, float]:
     """Seconds that each thread of a process has run, or has waited for a processor, in all; nothing where the system
     does not say so (Linux does, Documentation/scheduler/sched-stats.rst)."""
     found = {}
-    with suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # it has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):  # so has a thread
+            with contextlib.suppress(OSError):  # so has a thread
                 ran, waited, _ = (task / "schedstat").read_text().split()
                 found[int(task.name)] = (int(ran) + int(waited)) * 1e-9
     return found
@@ -38,19 +40,23 @@ def computes(before: Mapping[int, float], after: Mapping[int, float], seconds: f
     return any(wanted - before[task] > _MOSTLY * seconds for task, wanted in after.items() if task in before)
 
 
+def _count(told: Mapping[str, int]) -> StepCount:
+    return StepCount(told["taken"], told["furthest"])
+
+
 class Vouching:
     """Looks at the processes that it is told of, from a thread of its own. A context.
 
     Attributes:
-        furthest: steps that somebody has done, as the coordinator last said.
+        count: of steps, as the coordinator last said.
 
     Raises:
         InvalidInput: as `Line`.
     """
 
     def __init__(self, contact: Contact) -> None:
-        self.furthest = 0
-        self._line = Line(contact, _ANSWER_SECONDS)
+        self.count = StepCount()
+        self._contact, self._line = contact, Line(contact, _ANSWER_SECONDS)
         self._pids: dict[str, int] = {}
         self._changed = threading.Lock()
         self._closed = threading.Event()
@@ -66,6 +72,14 @@ class Vouching:
         """It is no more."""
         with self._changed:
             self._pids.pop(worker, None)
+
+    def latest(self) -> StepCount:
+        """As `count`, but asked for now; waits for the answer, some seconds at most."""
+        with contextlib.closing(Line(self._contact, _LATEST_SECONDS)) as line:
+            answer = line.ask("POST", _PATH, {"workers": []})
+        if answer is not None and answer.status == 200:
+            self.count = _count(answer.body)
+        return self.count
 
     def close(self) -> None:
         """Look no more."""
@@ -83,11 +97,11 @@ class Vouching:
     def _look(self) -> None:
         busy: list[str] = []
         while not self._closed.is_set():
-            answer = self._line.ask("POST", "/v1/running", {"workers": busy})
+            answer = self._line.ask("POST", _PATH, {"workers": busy})
             if answer is None or answer.status != 200:  # nobody is there: it is asked again
                 self._closed.wait(_LOOK_SECONDS)
                 continue
-            self.furthest = answer.body["furthest"]
+            self.count = _count(answer.body)
             busy = self._busy() if answer.body["late"] else []
 
     def _busy(self) -> list[str]:

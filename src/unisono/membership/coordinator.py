@@ -18,7 +18,7 @@ from unisono.membership.diagnosis import Presence
 from unisono.membership.pulse import Pulse
 from unisono.membership.quarrels import Quarrels
 from unisono.membership.roll import Roll
-from unisono.membership.values import Beat, Over, Policy, Standing, View, Word
+from unisono.membership.values import Beat, Over, Policy, Standing, StepCount, View, Word
 
 _LINEAGE = 16  # views remembered; a worker that was away for longer cannot prove what was not committed
 
@@ -85,6 +85,8 @@ class Coordinator:
     _begun: bool = field(default=False, init=False)  # a step was done in the view
     _held_up: bool = field(default=False, init=False)  # the step in hand, by a member of which nothing was heard
     _furthest: tuple[int, int] = field(default=(0, 0), init=False)
+    _known: bool = field(default=True, init=False)  # with how many steps the view began
+    _taken: int = field(default=0, init=False)
     _ended_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +126,11 @@ class Coordinator:
         return self._furthest[1]
 
     @property
+    def step_count(self) -> StepCount:
+        """As far as members have said."""
+        return StepCount(self._taken, self.furthest)
+
+    @property
     def lost(self) -> bool:
         """Whether the process of a member has ended."""
         return not self._roll.gone.isdisjoint(self._members)
@@ -155,6 +162,7 @@ class Coordinator:
             self._quarrels.note(beat.worker, beat.missed, now)
         if beat.works_in == self.view.number:
             self._arriving.discard(beat.worker)
+        if beat.standing.view == self.view.number:
             self._note_progress(beat.standing, now)
         if beat.ended >= self.view.number:
             self._staying.discard(beat.worker)
@@ -321,7 +329,7 @@ class Coordinator:
         self._note_changes(self._members, view, now)
         self._seat(view)
         self._roll.formed(view.number)
-        self._furthest = (view.number, view.start.step)
+        self._furthest, self._known = (view.number, view.start.step), view.start.view > 0
         self._steps.restart(now)
         self._begun = False
 
@@ -338,7 +346,10 @@ class Coordinator:
         self._arriving, self._staying = set(view.members), set(view.members)
 
     def _note_progress(self, standing: Standing, now: float) -> None:
-        if (standing.view, standing.step) > self._furthest:
+        if not self._known:  # it began with what was kept: whoever has met knows what that is
+            self._known, self._furthest = True, (standing.view, standing.step)
+        elif (standing.view, standing.step) > self._furthest:
+            self._taken += standing.step - self._furthest[1]
             self._furthest = (standing.view, standing.step)
             held_up = self._held_up or (self._steps.overdue(now) and any(self._overdue(m, now) for m in self._members))
             if self._begun and not held_up:

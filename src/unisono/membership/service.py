@@ -185,10 +185,11 @@ class RunningMessage(_Message):
 
 
 class LookMessage(_Message):
-    """Whether it is time to look which processes want processors, as a worker is `late`; and how many steps somebody
-    has done, so that who replaces workers knows that it is of use."""
+    """Whether it is time to look which processes want processors, as a worker is `late`; and the `StepCount`, so that
+    who replaces workers knows that it is of use."""
 
     late: bool
+    taken: Count
     furthest: Count
 
 
@@ -487,7 +488,7 @@ def application(service: Service, token: str) -> Guard:
         for worker in message.workers:
             service.coordinator.running(worker, service.now())
         late = await service.doubt(request.receive)
-        return LookMessage(late=late, furthest=service.coordinator.furthest)
+        return LookMessage(late=late, **vars(service.coordinator.step_count))
 
     @app.get("/v1/status", response_model=StatusMessage)
     async def status() -> Response:

@@ -113,6 +113,19 @@ class Word:
 
 
 @dataclass(frozen=True)
+class StepCount:
+    """Steps of a run that all members of a view took together.
+
+    Args:
+        taken: since the coordinator's process began; those that were lost and taken again count again.
+        furthest: in the state of the latest view.
+    """
+
+    taken: int = 0
+    furthest: int = 0
+
+
+@dataclass(frozen=True)
 class Policy:
     """What the user decides.
 
