@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -470,6 +472,77 @@ def test_a_micro_batch_without_a_backward_pass_adds_a_zero(left_out) -> None:
 def test_the_mean_is_weighted_and_the_same_everywhere() -> None:
     assert simulate(3, lambda comm: world_of(comm).mean(comm.rank + 1.0, comm.rank)) == [(2 + 6) / 3] * 3
     assert all(v != v for v in simulate(2, lambda comm: world_of(comm).mean(1.0, 0.0)))
+
+
+# --- what is given is checked
+
+
+def bound(world: World, **options) -> None:
+    model = net()
+    world.bind(model, MAKERS["sgd"](model.parameters()), **options)
+
+
+def swapped(world: World) -> None:
+    model = net()
+    world.bind(MAKERS["sgd"](model.parameters()), model)
+
+
+def scheduler_as_optimizer(world: World) -> None:
+    model = net()
+    world.bind(model, torch.optim.lr_scheduler.StepLR(MAKERS["sgd"](model.parameters()), 1))
+
+
+def stepping(world: World, **options) -> None:
+    bound(world)
+    world.steps(data(), **options)  # refused here, not when the first step is asked for
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [(partial(bound, clip=-1), "clip = -1: not a positive number; use a number above 0"),
+     (partial(bound, clip=math.nan), "clip = nan: not a positive number"),
+     (partial(bound, sync="LocalSGD(every=0)"), r"sync = LocalSGD\(every=0\): .*every"),
+     (partial(bound, sync="LocalSDG(4)"), "LocalSDG is not a listed name; did you mean LocalSGD?"),
+     (partial(bound, compress=3), "compress = 3: not one of Cast, Exact"),
+     (partial(bound, compress=AllReduce()), r"compress = AllReduce\(.*: not one of Cast, Exact"),
+     (partial(bound, backward_passes=0), "backward_passes = 0: below 1; use 1 or more"),
+     (partial(bound, backward_passes=1.5), "backward_passes = 1.5: not a whole number"),
+     (partial(bound, overlap=1), "overlap = 1: not true or false"),
+     (swapped, r"model = SGD: not a torch\.nn\.Module; write world\.bind\(model, optimizer\)"),
+     (scheduler_as_optimizer, r"optimizer = StepLR: not a torch\.optim\.Optimizer; write world\.bind\(model, "
+      r"optimizer\), and world\.keep\(\"scheduler\", scheduler\)"),
+     (partial(stepping, load=4), r"load = 4: not one of Inline, Threads, Processes; write it as in load=Inline\(\)"),
+     (partial(stepping, steps=-1), "steps = -1: below 1"),
+     (partial(stepping, epochs=0), "epochs = 0: not a positive number"),
+     (partial(stepping, steps=3, epochs=1), "epochs = 1: steps = 3 is given too; give one of the two"),
+     (partial(stepping, global_batch=0), "global_batch = 0: below 1"),
+     (partial(stepping, global_batch=8.0), "global_batch = 8.0: not a whole number"),
+     (partial(stepping, seed=-1), "seed = -1: below 0"),
+     (partial(stepping, collate=3), "collate = int: cannot be called")],
+    ids=lambda each: "" if isinstance(each, str) else getattr(each, "keywords", {}) or each.__name__,
+)  # fmt: skip
+def test_bind_and_steps_check_by_the_rules_of_config(ask, words) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        simulate(1, lambda comm: ask(world_of(comm)))
+
+
+@pytest.mark.parametrize(
+    ("given_", "words"),
+    [({"device": "gpu"}, "device = gpu: not one of the choices; choose auto or cpu or cuda"),
+     ({"communicator": "mpi"}, "communicator = mpi: not one of the choices"),
+     ({"threads": -1}, "threads = -1: below 0"),
+     ({"deadline_seconds": 0}, "deadline_seconds = 0: not a positive number")],
+    ids=str,
+)  # fmt: skip
+def test_join_checks_by_the_rules_of_config(given_, words) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        unisono.join(**given_)
+
+
+def test_values_may_be_written_in_the_notation() -> None:
+    as_values = simulate(2, lambda comm: dealt(world_of(comm), sync=unisono.LocalSGD(2), compress=Exact(), clip=1.0))
+    as_text = simulate(2, lambda comm: dealt(world_of(comm), sync="LocalSGD(2)", compress="Exact()", clip="1.0"))
+    assert as_text == as_values
 
 
 # --- on real processes

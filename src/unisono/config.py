@@ -128,9 +128,7 @@ class Config(_Given):
     compare_every: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in _values(self):
-            _check_type(name, value)
-        _check_bounds(self)
+        _check(dict(_values(self)))
 
     @staticmethod
     def of(mapping: Mapping[str, Any]) -> Config:
@@ -260,19 +258,49 @@ def _plain(name: str, value: Any) -> Any:
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 
 
+def checked(**given: Any) -> dict[str, Any]:
+    """Some fields of a `Config`, `given` outside of one: read as by `Config.of`, and checked by the same rules.
+
+    Raises:
+        InvalidInput: a value is not of the field's type, or out of its bounds.
+    """
+    found = {name: read(name, value) for name, value in given.items()}
+    _check(found)
+    return found
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise `InvalidInput` unless `value` is a whole number of at least `least`."""
+    _check_kind(name, value, "int")
+    if value < least:
+        raise InvalidInput(name, value, f"below {least}", f"use {least} or more")
+
+
 def _values(config: Config) -> list[tuple[str, Any]]:
     return [(name, getattr(config, name)) for name in FIELDS]
 
 
+def _check(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        _check_type(name, value)
+        if value is not None:
+            _check_bounds(name, value)
+    if values.get("steps") is not None and values.get("epochs") is not None:
+        raise InvalidInput("epochs", values["epochs"], f"steps = {values['steps']} is given too", "give one of the two")
+
+
 def _check_type(name: str, value: Any) -> None:
-    kind, optional = FIELDS[name].split(" ")[0], "None" in FIELDS[name]
-    if value is None and optional:
+    if value is None and "None" in FIELDS[name]:
         return
-    if name in NOTED:
-        if type(value) not in NOTED[name].values():
-            raise InvalidInput(name, value, f"not one of {', '.join(NOTED[name])}", "write it as in "
-                               f"Config({name}={next(iter(NOTED[name]))}())")  # fmt: skip
-        return
+    if name not in NOTED:
+        _check_kind(name, value, FIELDS[name].split(" ")[0])
+    elif type(value) not in NOTED[name].values():
+        raise InvalidInput(
+            name, value, f"not one of {', '.join(NOTED[name])}", f"write it as in {name}={next(iter(NOTED[name]))}()"
+        )
+
+
+def _check_kind(name: str, value: Any, kind: str) -> None:
     fits = {
         "int": isinstance(value, int) and not isinstance(value, bool),
         "float": isinstance(value, int | float) and not isinstance(value, bool),
@@ -283,23 +311,14 @@ def _check_type(name: str, value: Any) -> None:
         raise InvalidInput(name, value, f"not {_KINDS[kind]}", f"write {_KINDS[kind]}")
 
 
-def _check_bounds(config: Config) -> None:
-    for name, choices in CHOICES.items():
-        value = getattr(config, name)
-        if value not in choices:
-            raise InvalidInput(name, value, "not one of the choices", f"choose {' or '.join(choices)}")
-    for name, least in _AT_LEAST.items():
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise InvalidInput(name, value, f"below {least}", f"use {least} or more")
-    for name in _ABOVE_ZERO:
-        value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise InvalidInput(name, value, "not a positive number", "use a number above 0")
-    if not 0 <= config.record_seconds < float("inf"):
-        raise InvalidInput("record_seconds", config.record_seconds, "no time", "use 0 or more")
-    factor = config.remove_slower_than
-    if factor is not None and not 1 < factor < float("inf"):
-        raise InvalidInput("remove_slower_than", factor, "not above 1", "write for instance 3")
-    if config.steps is not None and config.epochs is not None:
-        raise InvalidInput("epochs", config.epochs, f"steps = {config.steps} is given too", "give one of the two")
+def _check_bounds(name: str, value: Any) -> None:
+    if name in CHOICES and value not in CHOICES[name]:
+        raise InvalidInput(name, value, "not one of the choices", f"choose {' or '.join(CHOICES[name])}")
+    if name in _AT_LEAST:
+        check_whole(name, value, _AT_LEAST[name])
+    if name in _ABOVE_ZERO and not 0 < value < float("inf"):
+        raise InvalidInput(name, value, "not a positive number", "use a number above 0")
+    if name == "record_seconds" and not 0 <= value < float("inf"):
+        raise InvalidInput(name, value, "no time", "use 0 or more")
+    if name == "remove_slower_than" and not 1 < value < float("inf"):
+        raise InvalidInput(name, value, "not above 1", "write for instance 3")

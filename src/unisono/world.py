@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.batch import Batch, samples_in
 from unisono.comm import Communicator, connect
 from unisono.company import STUCK_IN, Company, Same, State, Whoever, words_of
 from unisono.compress import Cast, Compressor
+from unisono.config import check_whole, checked
 from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
 from unisono.doing import Phase
 from unisono.errors import InvalidInput, PeerLost, UnisonoError
@@ -33,7 +35,7 @@ from unisono.launch import Identity, identify
 from unisono.launch.script import takes_part
 from unisono.observe import Watchdog, Watched
 from unisono.replica import Replica, Step, check_fit, check_trainable
-from unisono.settings import walk
+from unisono.settings import LIBRARY_GLOBAL_BATCH, walk
 from unisono.sync import AllReduce, Synchronizer
 from unisono.task import build_dataset
 
@@ -47,25 +49,28 @@ def join(
     threads of this worker; 0 shares the cores among the workers of this host.
 
     Raises:
-        InvalidInput: the environment is contradictory, or what is asked for is not there.
+        InvalidInput: the environment is contradictory, an argument is not one that `Config` takes, or what is asked for
+            is not there.
         PeerLost: the others did not come within `deadline_seconds`.
     """
+    asked = checked(device=device, communicator=communicator, threads=threads, deadline_seconds=deadline_seconds)
     who = identify(os.environ)
-    where = choose_device(device, who)
-    torch.set_num_threads(threads or fair_threads(who))
+    where = choose_device(asked["device"], who)
+    torch.set_num_threads(asked["threads"] or fair_threads(who))
     watch, given = Watched(), takes_part()
+    kind, seconds = asked["communicator"], asked["deadline_seconds"]
     meet = partial(
         connect,
         who.rank,
         who.size,
         rendezvous=who.rendezvous,
         local_size=who.local_size,
-        kind=communicator,
+        kind=kind,
         device=where,
-        deadline_seconds=deadline_seconds,
+        deadline_seconds=seconds,
     )
     if given is not None:
-        return World(Whoever(given, where, watch, communicator, deadline_seconds, meet), where, watch)
+        return World(Whoever(given, where, watch, kind, seconds, meet), where, watch)
     return World(Same(who, meet(), watch, Watchdog(watch, STUCK_IN)), where, watch)
 
 
@@ -101,8 +106,8 @@ class World:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        sync: Synchronizer = AllReduce(),
-        compress: Compressor = Cast(),
+        sync: Synchronizer | str = AllReduce(),
+        compress: Compressor | str = Cast(),
         clip: float | None = None,
         backward_passes: int = 1,
         overlap: bool = True,
@@ -114,19 +119,24 @@ class World:
         way, and ``parameter.grad`` is None: clipping is therefore an argument here.
 
         Args:
-            sync, compress: as in `Config`.
+            sync, compress: as in `Config`; text is read in the notation, as on the command line.
             clip: largest 2-norm of the mean gradient over all workers.
             backward_passes: how often ``backward()`` runs before each ``step()``; gradients of a worker's passes add
                 up, those of workers are averaged. Without effect inside `steps`, which knows.
             overlap: exchange gradients while backward still runs.
+
+        Raises:
+            InvalidInput: an argument is not one that `Config` takes, or model and optimizer do not fit each other.
         """
         if self._bound is not None:
             raise UnisonoError("world.bind was called already: one world trains one model")
+        _check_kinds(model, optimizer)
+        options = checked(sync=sync, compress=compress, clip=clip, overlap=overlap)
+        check_whole("backward_passes", backward_passes, 1)
         check_fit(model, optimizer)
         check_trainable(model)
-        state = State(model, optimizer, walks=walk(sync))
+        state = State(model, optimizer, walks=walk(options["sync"]))
         self._company.agree(state)
-        options = {"sync": sync, "compress": compress, "clip": clip, "overlap": overlap}
         self._bound = _Bound(self._company, self._watch, state, backward_passes, options)
         return model, optimizer
 
@@ -151,13 +161,13 @@ class World:
         self,
         dataset: Any,
         *,
-        global_batch: int = 64,
+        global_batch: int | None = None,
         micro_batch: int | None = None,
         steps: int | None = None,
-        epochs: float = 1.0,
+        epochs: float | None = None,
         seed: int = 0,
         collate: Callable[[list[Any]], Batch] | None = None,
-        load: Load | None = None,
+        load: Load | str | None = None,
     ) -> Iterator[Batches]:
         """The training data, dealt out: for each step, this worker's micro-batches.
 
@@ -172,21 +182,42 @@ class World:
         `LocalSGD` and its like a worker that is lost takes the steps along that it took since all last met: they are
         given once more.
 
+        Args:
+            global_batch, micro_batch, seed, load: as in `Config`; text is read in the notation. 64 samples a step where
+                `global_batch` is None.
+            steps: optimizer steps in all; excludes `epochs`.
+            epochs: passes over `dataset`, a fraction allowed; 1 where neither is given.
+            collate: makes a batch of a list of samples. Default: torch's.
+
         Raises:
-            InvalidInput: batch sizes that do not fit each other, the dataset or the number of workers.
+            InvalidInput: an argument is not one that `Config` takes; batch sizes that do not fit each other, the
+                dataset or the number of workers.
             Left: this worker was asked to leave, and the others go on.
         """
         if self._bound is None:
             raise UnisonoError("world.steps needs the model: call world.bind(model, optimizer) first")
+        asked = checked(
+            global_batch=global_batch, micro_batch=micro_batch, steps=steps, epochs=epochs, seed=seed, load=load
+        )
+        if collate is not None and not callable(collate):
+            raise InvalidInput("collate", type(collate).__name__, "cannot be called", "pass a function of a list of "
+                               "samples that returns a batch")  # fmt: skip
         dataset = build_dataset(dataset)
-        plan = MicroBatchPlan(len(dataset), global_batch, micro_batch, seed)
-        count = plan.steps_in(epochs) if steps is None else steps
-        make = partial(Loader, dataset, plan, collate=collate, load=load, seed=seed, last_step=count)
-        bound, company = self._bound, self._company
-        bound.plan(plan.micro_batches, float(global_batch))
+        size = asked["global_batch"] or LIBRARY_GLOBAL_BATCH
+        plan = MicroBatchPlan(len(dataset), size, asked["micro_batch"], asked["seed"])
+        count = asked["steps"] or plan.steps_in(asked["epochs"] or 1.0)
+        make = partial(Loader, dataset, plan, collate=collate, load=asked["load"], seed=plan.seed, last_step=count)
+        return self._in_all_views(self._bound, plan, make, count)
+
+    def _in_all_views(
+        self, bound: _Bound, plan: MicroBatchPlan, make: Callable[..., Loader], count: int
+    ) -> Iterator[Batches]:
+        """All of the steps, with whichever workers there are."""
+        company = self._company
+        bound.plan(plan.micro_batches, float(plan.global_batch))
         while True:
             try:
-                yield from self._in_one_view(bound, make, seed, count)
+                yield from self._in_one_view(bound, make, plan.seed, count)
                 if not company.ended:
                     bound.meet()
                     company.finish()
@@ -515,6 +546,17 @@ class _Bound:
         except PeerLost as error:  # perhaps inside of the user's backward pass
             self._replica.fail(error)
         self._left, self._last = True, last
+
+
+def _check_kinds(model: Any, optimizer: Any) -> None:
+    """Raise `InvalidInput` unless `world.bind` was given a model and its optimizer, in this order."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(
+            "model", type(model).__name__, "not a torch.nn.Module", "write world.bind(model, optimizer)")  # fmt: skip
+    if not isinstance(optimizer, Optimizer):
+        also = ', and world.keep("scheduler", scheduler)' if isinstance(optimizer, LRScheduler) else ""
+        raise InvalidInput("optimizer", type(optimizer).__name__, "not a torch.optim.Optimizer",
+                           f"write world.bind(model, optimizer){also}")  # fmt: skip
 
 
 def choose_device(wanted: str, who: Identity) -> torch.device:
