@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -21,13 +22,14 @@ from transformers import BatchEncoding
 
 from tests.processes import ChildFailed
 from tests.training import regression, source, start, train
-from unisono import Evaluation, Task
+from unisono import Cosine, Evaluation, Task
 from unisono.batch import to_device
 from unisono.comm import Alone
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.order import Carried, Order
+from unisono.settings import settle
 from unisono.work import work
 
 # A script without a main guard: everything in it is carried to the workers by value.
@@ -177,6 +179,104 @@ def test_a_task_that_cannot_be_trained_is_named_with_its_cure(name, tmp_path) ->
     order = Order(Carried.of(replace(regression(norm=False), **change)), {"steps": 1}, tmp_path, time.time())
     with pytest.raises(InvalidInput, match=words):
         work(Worker(Identity(), lambda message: None, StopRequest()), order)
+
+
+def two(model: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, torch.optim.Adam(model.parameters())
+
+
+LINEAR, ADAM = two(nn.Linear(8, 1))
+STEP_LR = torch.optim.lr_scheduler.StepLR(ADAM, 1)
+LBFGS = torch.optim.LBFGS
+AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
+    "a module": (
+        {"model": LINEAR},
+        "model = Linear: already built, and each worker builds its own; write model=lambda",
+    ),
+    "a model's arguments": ({"model": nn.Linear}, r"model = Linear: it is called as model\(\), .* 'in_features'"),
+    "an optimizer": ({"optimizer": ADAM}, "optimizer = Adam: already built, .*; write optimizer=lambda parameters: "),
+    "a scheduler for an optimizer": ({"optimizer": STEP_LR}, "optimizer = StepLR: it cannot be called"),
+    "a closure": ({"optimizer": LBFGS}, "optimizer = LBFGS: its step runs the model several times"),
+    "a closure, bound": ({"optimizer": partial(LBFGS, lr=0.1)}, "optimizer = LBFGS: its step runs the model several"),
+    "a scheduler": (
+        {"schedule": STEP_LR},
+        r"schedule = StepLR: .*; write schedule=Cosine\(\), or schedule=lambda step,",
+    ),
+    "a scheduler's class": ({"schedule": torch.optim.lr_scheduler.StepLR}, "schedule = StepLR: a class"),
+    "a schedule's class": ({"schedule": Cosine}, "schedule = Cosine: a class"),
+    "a schedule of the step": (
+        {"schedule": lambda step: 1.0},
+        r"schedule = <lambda>: it is called as schedule\(step, s",
+    ),
+    "a loss's class": (
+        {"loss": nn.CrossEntropyLoss},
+        r"loss = CrossEntropyLoss: a class: .*; write loss=lambda output",
+    ),
+    "torch's loss": (
+        {"loss": nn.MSELoss()},
+        r"loss = MSELoss: it is called with \(output, batch\), .* inputs and targets",
+    ),
+    "a function of torch's": (
+        {"loss": nn.functional.mse_loss},
+        r"loss = mse_loss: it is called with \(output, batch\)",
+    ),
+    "a loss of the output": ({"loss": lambda output: 1.0}, r"loss = <lambda>: it is called as loss\(output, batch\)"),
+    "a number": ({"weight": 3}, "weight = int: it cannot be called"),
+    "inputs": ({"inputs": lambda: 1}, r"inputs = <lambda>: it is called as inputs\(batch\)"),
+    "data's arguments": ({"data": lambda path: path}, r"data = <lambda>: it is called as data\(\), .* 'path'"),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_what_is_no_function_of_the_right_form_is_refused_where_the_task_is_made(name) -> None:
+    change, words = AT_ONCE[name]
+    with pytest.raises(InvalidInput, match=words):
+        replace(regression(norm=False), **change)
+
+
+def test_torchs_loss_is_a_loss_where_the_batch_is_one_tensor(tmp_path) -> None:
+    """As in an autoencoder; a batch with targets is refused in words as soon as there is one."""
+    whole = {"loss": nn.MSELoss(), "inputs": lambda batch: batch if torch.is_tensor(batch) else batch[0]}
+    encoder = replace(
+        regression(norm=False), model=lambda: nn.Linear(8, 8), data=torch.ones(64, 8), evaluate=None, **whole
+    )
+    worker = Worker(Identity(), lambda message: None, StopRequest())
+    assert work(worker, Order(Carried.of(encoder), {"steps": 1}, tmp_path / "1", time.time()))
+    task = replace(regression(norm=False), **whole)
+    with pytest.raises(InvalidInput, match=r"loss = MSELoss: it is called with \(output, batch\)"):
+        work(worker, Order(Carried.of(task), {"steps": 1}, tmp_path / "2", time.time()))
+
+
+@pytest.mark.parametrize(
+    ("given_", "words"),
+    [({"metrics": {"loss": lambda output, batch: 1.0}}, "metrics = loss: .* under this name; give it another name"),
+     ({"metrics": {"f1": list}}, "f1 = list: a class"),
+     ({"metrics": {"f1": lambda output: 1.0}}, r"f1 = <lambda>: it is called as f1\(output, batch\)"),
+     ({"batch": 0}, "batch = 0: below 1")],
+)  # fmt: skip
+def test_an_evaluation_is_checked_where_it_is_made(given_, words) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        Evaluation([], **given_)
+
+
+@pytest.mark.parametrize(("factor", "said"), [(math.nan, "nan"), (-1.0, "-1.0"), (None, "None"), ("x", "x")])
+def test_a_schedule_that_returns_no_factor_is_named_with_the_step(factor, said, tmp_path) -> None:
+    """Its first factor before any worker is started, the others by the workers."""
+    task = replace(regression(norm=False), schedule=lambda step, steps: factor)
+    with pytest.raises(InvalidInput, match=rf"schedule\(0, 4\) = {said}: not a factor"):
+        settle(task, {"steps": 4})
+    task = replace(task, schedule=lambda step, steps: factor if step else 1.0)
+    order = Order(Carried.of(task), {"steps": 4}, tmp_path, time.time())
+    with pytest.raises(InvalidInput, match=rf"schedule\(1, 4\) = {said}: not a factor"):
+        work(Worker(Identity(), lambda message: None, StopRequest()), order)
+
+
+def test_what_needs_a_closure_is_refused_whatever_made_it(tmp_path) -> None:
+    task = replace(regression(norm=False), optimizer=lambda parameters: LBFGS(parameters))
+    with pytest.raises(InvalidInput, match="optimizer = LBFGS: its step runs the model several times"):
+        work(
+            Worker(Identity(), lambda message: None, StopRequest()), Order(Carried.of(task), {}, tmp_path, time.time())
+        )
 
 
 def test_synchronized_batchnorm_wants_as_many_micro_batches_on_every_worker(tmp_path) -> None:

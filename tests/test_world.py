@@ -492,6 +492,11 @@ def scheduler_as_optimizer(world: World) -> None:
     world.bind(model, torch.optim.lr_scheduler.StepLR(MAKERS["sgd"](model.parameters()), 1))
 
 
+def closing(world: World) -> None:
+    model = net()
+    world.bind(model, torch.optim.LBFGS(model.parameters()))
+
+
 def stepping(world: World, **options) -> None:
     bound(world)
     world.steps(data(), **options)  # refused here, not when the first step is asked for
@@ -511,6 +516,7 @@ def stepping(world: World, **options) -> None:
      (swapped, r"model = SGD: not a torch\.nn\.Module; write world\.bind\(model, optimizer\)"),
      (scheduler_as_optimizer, r"optimizer = StepLR: not a torch\.optim\.Optimizer; write world\.bind\(model, "
       r"optimizer\), and world\.keep\(\"scheduler\", scheduler\)"),
+     (closing, "optimizer = LBFGS: its step runs the model several times, through closure, which workers cannot"),
      (partial(stepping, load=4), r"load = 4: not one of Inline, Threads, Processes; write it as in load=Inline\(\)"),
      (partial(stepping, steps=-1), "steps = -1: below 1"),
      (partial(stepping, epochs=0), "epochs = 0: not a positive number"),

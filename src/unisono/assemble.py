@@ -33,10 +33,10 @@ from unisono.persist import Persistence
 from unisono.presence import Presence, Unchanging
 from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters
 from unisono.said import NUMBERS
-from unisono.schedule import Constant
+from unisono.schedule import Constant, factor_of
 from unisono.settings import recovers
 from unisono.sync import AllReduce
-from unisono.task import Task, build_dataset
+from unisono.task import Task, batch_loss, build_dataset
 from unisono.trainer import Trainer
 from unisono.wires import Wires
 
@@ -183,7 +183,7 @@ def bind(
     _check_offloaded(config, feed.places, device)
     schedule = config.schedule or task.schedule or Constant()
     autocast = autocast_of(config, device)
-    task = dataclasses.replace(task, loss=within(autocast, task.loss))
+    task = dataclasses.replace(task, loss=within(autocast, batch_loss(task)))
     runs = forward(task, autocast)
     called = torch.compile(held.model) if config.compile and _compiled_whole(config) else held.model
     move = _mover(device)
@@ -220,7 +220,7 @@ def bind(
         seed=config.seed,
         guard=guard,
         balance=_balance(config, feed, replica, loader, comm, record, device, presence),
-        factor=lambda t: schedule(t, feed.steps),
+        factor=lambda t: factor_of(schedule, t, feed.steps),
         steps=feed.steps,
         global_batch=feed.plan.global_batch,
         evaluate_every=config.evaluate_every,

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.callables import required
+from unisono.errors import InvalidInput
+
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -22,6 +25,14 @@ def optimizer_of(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters
         group["params"] = []
     optimizer.state.clear()
     return optimizer
+
+
+def check_optimizer(kind: type[Optimizer]) -> None:
+    """Raise `InvalidInput` if workers cannot take steps of this `kind` together."""
+    if needed := required(kind.step)[1:]:  # the first is the optimizer itself
+        raise InvalidInput(
+            "optimizer", kind.__name__, f"its step runs the model several times, through {needed[0]}, which workers "
+            "cannot do together", "use an optimizer whose step() needs no arguments, for instance AdamW")  # fmt: skip
 
 
 def prefer_fused(optimizer: Optimizer, sparse: bool) -> None:

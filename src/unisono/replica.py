@@ -20,7 +20,7 @@ from unisono.comm import Communicator, Work
 from unisono.compress import Compressor
 from unisono.errors import CommunicationError, InvalidInput
 from unisono.layout import Held
-from unisono.optimizer import state_of
+from unisono.optimizer import check_optimizer, state_of
 from unisono.statistics import Statistics
 from unisono.sync import BoundSynchronizer, Change, LocalGradients, Loop, Share, Synchronizer
 from unisono.sync.weights import relative
@@ -433,7 +433,8 @@ def average(tensors: Sequence[Tensor], comm: Communicator, weight: float | None 
 
 
 def check_fit(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise `InvalidInput` if `optimizer` trains what `model` does not hold."""
+    """Raise `InvalidInput` if `optimizer` trains what `model` does not hold, or its steps need more than gradients."""
+    check_optimizer(type(optimizer))
     names = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from unisono.errors import InvalidInput
 
 
 class Schedule(Protocol):
@@ -60,6 +62,23 @@ class Cosine:
 
 
 SCHEDULES: dict[str, type] = {cls.__name__: cls for cls in (Constant, Linear, Cosine)}
+
+
+def factor_of(schedule: Schedule, step: int, steps: int) -> float:
+    """What `schedule` returns for `step` of `steps`.
+
+    Raises:
+        InvalidInput: it is not a finite number from 0.
+    """
+    returned: Any = schedule(step, steps)
+    try:
+        factor = float(returned)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not 0 <= factor < math.inf:
+        raise InvalidInput(f"schedule({step}, {steps})", returned, "not a factor on the learning rate",
+                           "return a finite number from 0")  # fmt: skip
+    return factor
 
 
 def _check(warmup: int, floor: float = 0.0) -> None:

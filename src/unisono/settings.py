@@ -12,6 +12,7 @@ from unisono.data import assign, default_micro_batch
 from unisono.errors import InvalidInput
 from unisono.layout import Places
 from unisono.notation import show
+from unisono.schedule import factor_of
 from unisono.sync import AllReduce, Gossip, Periodic, Synchronizer
 from unisono.task import Task
 
@@ -62,6 +63,8 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
     if isinstance(config.compress, Exact) and not config.threads:
         config = replace(config, threads=1)  # the number of threads can change bits, so it must not follow the machine
     _check_workers(config)
+    if config.steps is not None and (schedule := config.schedule or task.schedule):
+        factor_of(schedule, 0, config.steps)
     if config.sync_batchnorm and isinstance(config.compress, Exact):
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
