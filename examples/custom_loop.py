@@ -16,7 +16,7 @@ model = nn.Sequential(nn.Linear(2, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 model, optimizer = world.bind(model, optimizer, compress=unisono.Exact(), clip=1.0)
 
-for batches in world.steps(data, global_batch=64, epochs=2):
+for batches in world.steps(data, global_batch=60, epochs=2):
     losses = []
     for x, y in batches:  # the micro-batches of this worker
         loss = F.cross_entropy(model(x.to(world.device)), y.to(world.device))

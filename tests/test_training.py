@@ -206,3 +206,14 @@ def test_every_worker_reports_and_the_result_is_complete(tmp_path) -> None:
 def events(path: Path, kind: str) -> list[dict]:
     lines = map(json.loads, (path / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] == kind]
+
+
+def test_samples_that_no_step_reaches_are_told_once(tmp_path) -> None:
+    settings = {"workers": 1, "global_batch": 18, "micro_batch": 6}
+    last = train(1, source("regression"), tmp_path, epochs=1, **settings)
+    events = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    (words,) = [event["words"] for event in events if event["event"] == "samples left out"]
+    assert (last["steps"], last["samples"]) == (5, 90)
+    assert "the last 6 of 96 samples are not used" in words
+    train(1, source("regression"), tmp_path / "steps", steps=2, **settings)
+    assert "samples left out" not in (tmp_path / "steps" / "events.jsonl").read_text()

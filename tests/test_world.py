@@ -380,6 +380,25 @@ def test_steps_are_plain_pytorch_on_the_global_batch() -> None:
             assert mine == pytest.approx(losses, abs=1e-5)
 
 
+def test_samples_that_no_step_reaches_are_told_once(caplog) -> None:
+    def run(comm, **length) -> int:
+        world, taken = world_of(comm), 0
+        model, optimizer = bound(world)
+        for batches in world.steps(data(45), global_batch=8, **length):
+            for x, y in batches:
+                loss_of(model, x, y).backward()
+            taken += optimizer.step()
+        return taken
+
+    assert simulate(2, run) == [5, 5]
+    (record,) = caplog.records
+    assert "the last 5 of 45 samples are not used" in record.message
+    caplog.clear()
+    assert simulate(2, lambda comm: run(comm, steps=6)) == [6, 6]
+    assert simulate(2, lambda comm: run(comm, epochs=8 / 9)) == [5, 5]
+    assert not caplog.records
+
+
 class Endless(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -477,9 +496,9 @@ def test_the_mean_is_weighted_and_the_same_everywhere() -> None:
 # --- what is given is checked
 
 
-def bound(world: World, **options) -> None:
+def bound(world: World, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net()
-    world.bind(model, MAKERS["sgd"](model.parameters()), **options)
+    return world.bind(model, MAKERS["sgd"](model.parameters()), **options)
 
 
 def swapped(world: World) -> None:

@@ -60,7 +60,9 @@ class Feed:
         speakers = {self.places.lane(rank): rank for rank in reversed(range(size))}
         who = [speakers[lane] for lane in range(len(ranges))]
         self.shares = Shares(ranges, self.places.lane(rank), who, most_ahead(config.load))
-        self.steps = config.steps or self.plan.steps_in(config.epochs or 1.0)
+        epochs = config.epochs or 1.0
+        self.steps = config.steps or self.plan.steps_in(epochs)
+        self.left_out = "" if config.steps else self.plan.left_out(epochs)  # in words
 
     def sample(self) -> Sample:
         """The dataset's first two samples, or a micro-batch where it is measured; no random stream moves."""

@@ -226,6 +226,8 @@ class Life:
         # What the coordinator counts does not go back where training does.
         views.met(view.start.step if view.start.view else first_step, view.start.digest)
         _write_down(self.order, config, comm, path, record, self.reached, view)
+        if feed.left_out and not view.start.view:
+            record.event("samples left out", words=feed.left_out)
         trainer = bind(
             self.task, config, feed, held, optimizer, wires, persistence=persistence, record=record,
             device=self.device, first_step=first_step, presence=views, watch=self.watch,

@@ -8,6 +8,7 @@ The loop then runs under ``unisono launch``, torchrun, Slurm or Open MPI, or alo
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -38,6 +39,8 @@ from unisono.replica import Replica, Step, check_fit, check_trainable
 from unisono.settings import LIBRARY_GLOBAL_BATCH, walk
 from unisono.sync import AllReduce, Synchronizer
 from unisono.task import build_dataset
+
+LOG = logging.getLogger("unisono")
 
 
 def join(
@@ -186,7 +189,8 @@ class World:
             global_batch, micro_batch, seed, load: as in `Config`; text is read in the notation. 64 samples a step where
                 `global_batch` is None.
             steps: optimizer steps in all; excludes `epochs`.
-            epochs: passes over `dataset`, a fraction allowed; 1 where neither is given.
+            epochs: passes over `dataset`, a fraction allowed, rounded down to whole steps; 1 where neither is given.
+                Worker 0 logs a warning if samples are left out.
             collate: makes a batch of a list of samples. Default: torch's.
 
         Raises:
@@ -205,7 +209,10 @@ class World:
         dataset = build_dataset(dataset)
         size = asked["global_batch"] or LIBRARY_GLOBAL_BATCH
         plan = MicroBatchPlan(len(dataset), size, asked["micro_batch"], asked["seed"])
-        count = asked["steps"] or plan.steps_in(asked["epochs"] or 1.0)
+        passes = asked["epochs"] or 1.0
+        if not asked["steps"] and self.rank == 0 and (words := plan.left_out(passes)):
+            LOG.warning(words)
+        count = asked["steps"] or plan.steps_in(passes)
         make = partial(Loader, dataset, plan, collate=collate, load=asked["load"], seed=plan.seed, last_step=count)
         return self._in_all_views(self._bound, plan, make, count)
 

@@ -58,6 +58,17 @@ def test_steps_in(epochs, steps):
     assert MicroBatchPlan(900, 64, 16).steps_in(epochs) == steps
 
 
+def test_samples_that_no_step_reaches_are_counted():
+    plan = MicroBatchPlan(45, 8)
+    assert plan.left_out(1) == (
+        "epochs = 1: the last 5 of 45 samples are not used, since 5 steps of 8 samples take 40; "
+        "write steps = 6, or choose a global_batch that divides 45"
+    )
+    assert "the last 2 of 90 samples" in plan.left_out(2.0)
+    assert "the last 6 of 22 samples" in plan.left_out(0.5)
+    assert [plan.left_out(epochs) for epochs in (8, 0.01, 16 / 45)] == ["", "", ""]
+
+
 def test_epoch_of():
     plan = MicroBatchPlan(10, 4, 2)
     assert [plan.epoch_of(step) for step in range(6)] == [0, 0, 0, 1, 1, 2]

@@ -67,6 +67,18 @@ class MicroBatchPlan:
         """Whole steps in so many passes over the data, at least 1."""
         return max(1, int(epochs * self.samples / self.global_batch + 1e-9))
 
+    def left_out(self, epochs: float) -> str:
+        """One sentence on the samples that the steps in so many epochs do not reach; empty if there are none."""
+        steps, wanted = self.steps_in(epochs), int(epochs * self.samples + 1e-9)
+        used = steps * self.global_batch
+        if used >= wanted:
+            return ""
+        return (
+            f"epochs = {epochs:g}: the last {wanted - used} of {wanted} samples are not used, since {steps} steps of "
+            f"{self.global_batch} samples take {used}; write steps = {steps + 1}, or choose a global_batch that "
+            f"divides {wanted}"
+        )
+
     def epoch_of(self, step: int) -> int:
         """The epoch in which `step` begins."""
         return step * self.global_batch // self.samples
