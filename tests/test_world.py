@@ -261,6 +261,58 @@ def test_what_becomes_trainable_after_bind_is_refused_and_what_is_frozen_stays()
         simulate(2, run, True)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad])
+def test_the_optimizer_state_of_worker_0_counts(kind) -> None:
+    """A checkpoint is loaded on worker 0 alone, or on each: the steps that follow are the same."""
+
+    def saved() -> tuple[dict, dict]:
+        model = net()
+        optimizer = kind(model.parameters(), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, *samples(step, 1)).backward()
+            optimizer.step()
+        return model.state_dict(), optimizer.state_dict()
+
+    def run(comm, loads) -> torch.Tensor:
+        world, model = world_of(comm), net(comm.rank)
+        optimizer = kind(model.parameters(), lr=0.01)
+        if loads(comm.rank):
+            for thing, state in zip((model, optimizer), saved()):
+                thing.load_state_dict(state)
+        world.bind(model, optimizer)
+        optimizer.zero_grad()
+        loss_of(model, *samples(3 + comm.rank, 1)).backward()
+        optimizer.step()
+        return weights(model)
+
+    expected, _ = simulate(2, run, lambda rank: True)
+    for found in (*simulate(2, run, lambda rank: rank == 0), *simulate(2, run, lambda rank: True)):
+        assert torch.equal(found, expected)
+    fresh, _ = simulate(2, run, lambda rank: rank == 1)  # what worker 1 loaded is not what counts
+    assert not torch.equal(fresh, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(lambda model, rank: torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1)),
+      "optimizer = SGD: lr of group 0 is 0.1 on worker 0 and 0.2 on worker 1; build the same optimizer on"),
+     (lambda model, rank: (torch.optim.Adam if rank else torch.optim.SGD)(model.parameters(), lr=0.1),
+      "optimizer = .*: amsgrad of group 0 is none on worker 0 and False on worker 1"),
+     (lambda model, rank: torch.optim.SGD([{"params": list(model.parameters())[rank:]}], lr=0.1),
+      "params of group 0 is 0.weight, 0.bias, .* on worker 0 and 0.bias, 2.weight"),
+     (lambda model, rank: torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.9, 0.99 - 0.09 * rank)),
+      r"betas of group 0 is \(0.9, 0.99\) on worker 0 and \(0.9, 0.9\) on worker 1")],
+)  # fmt: skip
+def test_optimizers_that_differ_between_workers_are_refused(make, words) -> None:
+    def run(comm) -> None:
+        model = net()
+        world_of(comm).bind(model, make(model, comm.rank))
+
+    with pytest.raises(InvalidInput, match=words):
+        simulate(2, run)
+
+
 def foreign() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net()
     return model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7))], 0.1)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from unisono.agreement import start_alike
 from unisono.comm import Communicator
 from unisono.config import Config
 from unisono.doing import Phase
@@ -24,8 +25,6 @@ from unisono.launch import Identity
 from unisono.launch.script import Left, TakesPart
 from unisono.milestone import Milestone
 from unisono.observe import Watchdog, Watched
-from unisono.persist import check_alike
-from unisono.replica import weights_of
 from unisono.said import NUMBERS, Said, heard, numbers
 from unisono.state import Reached, describe, digest_of, take_over
 from unisono.views import Attended
@@ -48,15 +47,12 @@ class State:
         self._before: dict[str, torch.Tensor] | None = None
 
     def agree(self, comm: Communicator) -> None:
-        """All workers of `comm` call it alike: they start from the weights of the first.
+        """Collective: all workers of `comm` start from the weights and the optimizer state of the first.
 
         Raises:
-            InvalidInput: they have built different models.
+            InvalidInput: they have built different models or optimizers.
         """
-        check_alike(comm, self.model)
-        with torch.no_grad():
-            for _, tensor in sorted(weights_of(self.model).items()):
-                tensor.copy_(comm.broadcast(tensor.detach().clone()).wait())
+        start_alike(comm, self.model, self.optimizer)
 
     def digest(self) -> str:
         """Of all that workers have in common; what is kept is not in it, as it need not be alike."""

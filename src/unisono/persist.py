@@ -6,7 +6,6 @@ shares are on disk worker 0 commits the checkpoint, when one failed it is abando
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.agreement import broadcast_text, gather_text, start_alike
 from unisono.badstep import Judge, Stop
 from unisono.checkpoint import (
     Box,
@@ -31,7 +31,6 @@ from unisono.checkpoint import (
     open_checkpoint,
 )
 from unisono.comm import Communicator
-from unisono.errors import InvalidInput
 from unisono.layout import Part
 from unisono.optimizer import load_state, state_of
 from unisono.replica import Replica, weights_of
@@ -227,15 +226,12 @@ class Persistence:
         self._shared, self._last, self.committed = dict(reached.shared), reached.committed, reached.committed
 
     def agree(self) -> None:
-        """Everybody takes the first replica's weights, so that all start from the same bits.
+        """All replicas start from the weights and the optimizer state of the first.
 
         Raises:
-            InvalidInput: workers have built different models.
+            InvalidInput: workers have built different models or optimizers.
         """
-        check_alike(self._replicas, self._model)
-        with torch.no_grad():
-            for _, tensor in sorted(weights_of(self._model).items()):
-                tensor.copy_(self._replicas.broadcast(tensor.detach().clone()).wait())
+        start_alike(self._replicas, self._model, self._optimizer)
 
     def _everything(self) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], set[str]]:
         """Dtype and shape of all that the workers of a replica hold of the model, by a checkpoint's names, and which
@@ -388,43 +384,3 @@ def _kinds(specs: Mapping[str, Tensor | Spec], prefix: str) -> dict[str, tuple[s
     """Dtype and shape of the tensors under `prefix`."""
     found = {name.removeprefix(prefix): t for name, t in specs.items() if name.startswith(prefix)}
     return {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in found.items()}
-
-
-def check_alike(comm: Communicator, model: nn.Module) -> None:
-    """All workers of `comm` call it alike.
-
-    Raises:
-        InvalidInput: their models differ; names the first tensor that does, and whose it is.
-    """
-    told = {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in sorted(weights_of(model).items())}
-    mine = json.dumps(told)
-    digest = torch.frombuffer(bytearray(hashlib.sha256(mine.encode()).digest()), dtype=torch.uint8)
-    if (comm.gather(digest).wait() == digest).all():
-        return
-    first, *others = (json.loads(text) for text in gather_text(comm, mine))
-    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
-    name = min(name for name in {**first, **other} if first.get(name) != other.get(name))
-    here, there = (f"{tuple(has[name][1:])} x {has[name][0]}" if name in has else "none" for has in (first, other))
-    raise InvalidInput(
-        "model", type(model).__name__, f"{name} is {here} on worker 0 and {there} on worker {rank}",
-        "build the same model on every worker: nothing about it may depend on the worker or its host")  # fmt: skip
-
-
-def gather_text(comm: Communicator, text: str) -> list[str]:
-    """Everybody's `text`, by rank."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    lengths = comm.gather(torch.tensor([len(data)])).wait().view(-1).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(data)] = data
-    rows = comm.gather(padded).wait()
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths)]
-
-
-def broadcast_text(comm: Communicator, text: str) -> str:
-    """Worker 0's `text`, on all workers."""
-    data = text.encode()
-    length = comm.broadcast(torch.tensor([len(data)])).wait()
-    mine = (
-        torch.tensor(list(data), dtype=torch.uint8) if comm.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-    )
-    return bytes(comm.broadcast(mine).wait().tolist()).decode()

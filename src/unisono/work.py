@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.agreement import broadcast_text
 from unisono.assemble import Feed, bind, build
 from unisono.badstep import Judge
 from unisono.checkpoint import (
@@ -47,7 +48,7 @@ from unisono.milestone import Milestone
 from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in_words, write_config
 from unisono.order import Order, Result
-from unisono.persist import Persistence, broadcast_text, history
+from unisono.persist import Persistence, history
 from unisono.pieces import Laid
 from unisono.settings import check_same_run, recovers, settle, walks
 from unisono.state import Reached, describe, digest_of, take_over

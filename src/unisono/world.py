@@ -118,8 +118,8 @@ class World:
         """Make `optimizer.step` take the step of all workers together; returns both, the same objects.
 
         The step returns True, or False if it was not taken, since a worker was lost: `steps` then gives its data once
-        more. Worker 0's weights are copied to all. Between ``backward()`` and ``step()`` the gradients are on their
-        way, and ``parameter.grad`` is None: clipping is therefore an argument here.
+        more. Worker 0's weights and optimizer state are copied to all. Between ``backward()`` and ``step()`` the
+        gradients are on their way, and ``parameter.grad`` is None: clipping is therefore an argument here.
 
         Args:
             sync, compress: as in `Config`; text is read in the notation, as on the command line.
