@@ -23,7 +23,7 @@ from unisono.launch import (
     StopRequest,
     Worker,
     ask,
-    identify,
+    claim,
     launch,
     launch_script,
     prepare,
@@ -84,7 +84,7 @@ def start(
         calling: where the workers find their coordinator, if that is said.
     """
     began = time.time() - age_seconds()
-    identity = identify(os.environ)
+    identity = claim()
     if identity.launcher != "none":
         if calling is not None:
             raise InvalidInput(

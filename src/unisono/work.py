@@ -40,7 +40,7 @@ from unisono.directory import claimed
 from unisono.doing import Phase
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput
 from unisono.keeping import Keeper
-from unisono.launch import Worker
+from unisono.launch import Worker, claim
 from unisono.launch.process import age_seconds
 from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
 from unisono.membership import View
@@ -67,6 +67,7 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
     """Train as one of the workers of a run; returns the fields of a `Result`, or None from a worker that left while
     the others went on."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    claim()
     task = with_data(order.source.load())
     config = settle(task, order.settings)
     if config.remove_slower_than and not order.contact and worker.identity.size > 1:

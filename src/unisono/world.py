@@ -32,7 +32,7 @@ from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_comput
 from unisono.doing import Phase
 from unisono.errors import InvalidInput, PeerLost, UnisonoError
 from unisono.keep import Stateful
-from unisono.launch import Identity, identify
+from unisono.launch import Identity, claim
 from unisono.launch.script import takes_part
 from unisono.observe import Watchdog, Watched
 from unisono.replica import Replica, Step, check_fit, check_trainable
@@ -48,16 +48,19 @@ def join(
 ) -> World:
     """Meet the other workers; alone, where no launcher started this process.
 
-    Reads the environment of ``unisono launch``, torchrun, Slurm and Open MPI. `threads` is the number of compute
+    Reads the environment of ``unisono launch``, torchrun, Slurm and Open MPI. Processes that this one starts later are
+    none of its workers, though they inherit that environment. `threads` is the number of compute
     threads of this worker; 0 shares the cores among the workers of this host.
 
     Raises:
         InvalidInput: the environment is contradictory, an argument is not one that `Config` takes, or what is asked for
             is not there.
+        UnisonoError: multiprocessing started this process (a DataLoader worker by spawn or forkserver, say), and the
+            script that it imports has no ``if __name__ == "__main__":`` around this call.
         PeerLost: the others did not come within `deadline_seconds`.
     """
     asked = checked(device=device, communicator=communicator, threads=threads, deadline_seconds=deadline_seconds)
-    who = identify(os.environ)
+    who = claim()
     where = choose_device(asked["device"], who)
     torch.set_num_threads(asked["threads"] or fair_threads(who))
     watch, given = Watched(), takes_part()

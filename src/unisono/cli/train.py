@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from unisono.cli.describe import task_options
 from unisono.cli.options import given, parser
 from unisono.cli.settings import Request, request
-from unisono.launch import identify
+from unisono.launch import identity_here
 from unisono.launch.stopping import Interrupted
 from unisono.observe.display import Display, summary
 from unisono.observe.words import resume_command
@@ -26,7 +25,7 @@ def train(words: list[str]) -> int:
     if "--help" in words or "-h" in words:
         return _help(words)
     asked = request(given(words))
-    if identify(os.environ).rank > 0:  # under another launcher, where worker 0 speaks for all
+    if identity_here().rank > 0:  # under another launcher, where worker 0 speaks for all
         run_of(asked, _quiet)
         return 0
     with Display(asked.source.name, sys.stderr) as display:

@@ -1,5 +1,6 @@
 """Who am I among the workers, and how do I start the others?"""
 
+from unisono.launch.claim import claim, identity_here
 from unisono.launch.coordination import Coordination
 from unisono.launch.failure import ScriptExited
 from unisono.launch.forkserver import Forkserver
@@ -21,7 +22,9 @@ __all__ = [
     "StopRequest",
     "Worker",
     "ask",
+    "claim",
     "identify",
+    "identity_here",
     "launch",
     "launch_script",
     "prepare",

@@ -29,6 +29,12 @@ from unisono.launch import hostlist
 OURS = ("UNISONO_RANK", "UNISONO_SIZE", "UNISONO_LOCAL_RANK", "UNISONO_LOCAL_SIZE")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+CONVENTIONS = (  # the variables that together tell one worker from all others, by launcher
+    (*OURS, "UNISONO_RENDEZVOUS"),
+    (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    (*OPEN_MPI, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ("SLURM_PROCID", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+)
 LOOPBACK = "127.0.0.1"
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm's numbers for what is no step: batch script, interactive shell, …
 _FIRST_PORT, _PORTS = 12000, 20000  # below the kernel's range for outgoing connections
