@@ -219,7 +219,9 @@ def test_a_buffer_that_is_written_for_the_first_time_later_is_an_error() -> None
         for step in range(2):
             step_of(statistics, model, range(MICRO_BATCHES), step, flat)
 
-    with pytest.raises(UnisonoError, match="buffer late was not written by the first forward pass"):
+    with pytest.raises(
+        UnisonoError, match="buffer late changed during a step, though the first forward pass did not write it"
+    ):
         simulate(1, run)
 
 
@@ -249,3 +251,145 @@ def test_layers_may_be_frozen_and_thawed_between_steps(size) -> None:
     for model in simulate(size, run):
         for found, buffer in zip(model.buffers(), expected.buffers()):
             torch.testing.assert_close(found, buffer, rtol=2e-6, atol=1e-6)
+
+
+# --- in a loop of the user's own, which changes buffers between two steps
+
+
+class Scaled(nn.Module):
+    """Running statistics, a buffer that each forward pass writes, and one that only the loop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.norm(x) * self.scale
+
+
+def with_all(model: Scaled, change: Callable[[Scaled], object]) -> None:
+    change(model)
+    model.seen.zero_()
+    model.scale = model.scale * 0.5
+
+
+CHANGES: dict[str, Callable[[Scaled], object]] = {
+    "reset": lambda model: model.norm.reset_running_stats(),
+    "zero": lambda model: model.norm.running_mean.zero_(),
+    "data": lambda model: model.norm.running_var.data.fill_(2.0),
+    "load": lambda model: model.load_state_dict(Scaled().state_dict()),
+    "another tensor": lambda model: setattr(model.norm, "running_mean", torch.ones(3)),
+    "forward passes": lambda model: [model(flat(9, m)) for m in range(3)],
+}
+
+
+def changing(comm, change: Callable[[Scaled], object], early: bool) -> Scaled:
+    """The change comes before the first micro-batch of the second step is entered, or after that."""
+    model = Scaled()
+    statistics = Statistics(model, MICRO_BATCHES, comm, adopts=True)
+    for step in range(STEPS):
+        statistics.begin()
+        if step == 1 and early:
+            with torch.no_grad():
+                with_all(model, change)
+        for i, m in enumerate(assign(MICRO_BATCHES, [1.0] * comm.size)[comm.rank]):
+            statistics.before()
+            if step == 1 and not early and i == 0:
+                with torch.no_grad():
+                    with_all(model, change)
+            model(flat(step, m))
+            statistics.after(m)
+        statistics.send()
+        statistics.fold()
+    statistics.close()
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "early"),
+    [(name, early) for name in CHANGES for early in (True, False) if early or name != "forward passes"],
+)
+def test_what_the_loop_changes_between_two_steps_counts(name, early) -> None:
+    expected = Scaled()
+    for step in range(STEPS):
+        if step == 1:
+            with_all(expected, CHANGES[name])
+        for m in range(MICRO_BATCHES):
+            expected(flat(step, m))
+    for size in (1, 2, 3):
+        for model in simulate(size, changing, CHANGES[name], early or size > 1):
+            assert_close(model, expected)
+
+
+def test_a_forward_pass_without_gradients_may_belong_to_the_micro_batch() -> None:
+    """A teacher that computes targets, before the student that is trained."""
+
+    def run(comm) -> str:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(3)])
+        statistics = Statistics(model, MICRO_BATCHES, comm, adopts=True)
+        for step in range(STEPS):
+            statistics.begin()
+            for m in assign(MICRO_BATCHES, [1.0] * comm.size)[comm.rank]:
+                statistics.before()
+                with torch.no_grad():
+                    model[0](flat(step, m))
+                model[1](flat(step, m))
+                statistics.after(m)
+            statistics.send()
+            statistics.fold()
+        return fingerprint(weights_of(model))
+
+    assert len({digest for size in (1, 2, 3) for digest in simulate(size, run)}) == 1
+
+
+def test_a_change_that_is_not_alike_on_all_workers_is_refused() -> None:
+    def run(comm) -> None:
+        changing(comm, lambda model: model.norm.running_mean.fill_(comm.rank), True)
+
+    with pytest.raises(UnisonoError, match="buffers were changed between two steps, but not alike on all workers"):
+        simulate(2, run)
+
+
+def test_running_statistics_that_are_set_back_in_the_middle_of_a_step_are_refused() -> None:
+    def run(comm) -> None:
+        model = Twice()
+        statistics = Statistics(model, MICRO_BATCHES, comm, adopts=True)
+        step_of(statistics, model, range(MICRO_BATCHES), 0, flat)
+
+        def late(step: int, m: int) -> torch.Tensor:
+            if m == 3:
+                model.norm.reset_running_stats()
+            return flat(step, m)
+
+        step_of(statistics, model, range(MICRO_BATCHES), 1, late)
+
+    with pytest.raises(UnisonoError, match="the running statistics of norm were set back during a step"):
+        simulate(1, run)
+
+
+def test_without_a_loop_of_the_users_own_what_others_write_between_steps_is_undone() -> None:
+    """As an evaluation, which is dealt out over the workers, may do."""
+
+    def run(comm) -> nn.Module:
+        model = Counters()
+        statistics = Statistics(model, MICRO_BATCHES, comm)
+        mine = assign(MICRO_BATCHES, [1.0] * comm.size)[comm.rank]
+        step_of(statistics, model, mine, 0, flat)
+        for step in range(1, STEPS):
+            statistics.begin()
+            model(flat(9, comm.rank))
+            for m in mine:
+                statistics.before()
+                model(flat(step, m))
+                statistics.after(m)
+            statistics.send()
+            statistics.fold()
+        return model
+
+    assert [int(model.seen) for model in simulate(2, run)] == [STEPS * MICRO_BATCHES * 5] * 2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import os
+import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -257,7 +260,7 @@ def test_what_becomes_trainable_after_bind_is_refused_and_what_is_frozen_stays()
         return (model[0].weight - before).abs().max()
 
     assert simulate(2, run, False) == [0.0, 0.0]
-    with pytest.raises(InvalidInput, match=r"optimizer = \(8, 5\): .* not trainable when the model was bound"):
+    with pytest.raises(InvalidInput, match=r"optimizer = 0\.weight: it has a gradient, but was frozen"):
         simulate(2, run, True)
 
 
@@ -543,6 +546,151 @@ def test_a_micro_batch_without_a_backward_pass_adds_a_zero(left_out) -> None:
 def test_the_mean_is_weighted_and_the_same_everywhere() -> None:
     assert simulate(3, lambda comm: world_of(comm).mean(comm.rank + 1.0, comm.rank)) == [(2 + 6) / 3] * 3
     assert all(v != v for v in simulate(2, lambda comm: world_of(comm).mean(1.0, 0.0)))
+
+
+# --- what the loop does between two steps
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def state(model: nn.Module) -> torch.Tensor:
+    return torch.cat([t.detach().double().reshape(-1) for t in model.state_dict().values()])
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "reset": lambda model: model[1].reset_running_stats(),
+    "zero": lambda model: model[1].running_mean.zero_(),
+    "load": lambda model: model.load_state_dict(normed().state_dict()),
+}
+PASSES = {"forward passes": lambda model: model(samples(9, 3)[0])}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_loop_changes_counts_as_in_plain_pytorch(name) -> None:
+    def run(comm) -> torch.Tensor:
+        world, model = world_of(comm), normed()
+        _, optimizer = world.bind(model, MAKERS["sgd"](model.parameters()))
+        for step in range(STEPS):
+            if step == 2:
+                with torch.no_grad():
+                    CHANGES[name](model)
+            x, y = (t[comm.rank * SHARE : (comm.rank + 1) * SHARE] for t in samples(step, comm.size))
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        return state(model)
+
+    model = normed()
+    optimizer = MAKERS["sgd"](model.parameters())
+    for step in range(STEPS):
+        if step == 2:
+            with torch.no_grad():
+                CHANGES[name](model)
+        optimizer.zero_grad()
+        for x, y in zip(*(t.chunk(2) for t in samples(step, 2))):
+            (loss_of(model, x, y) / 2).backward()
+        optimizer.step()
+    for found in simulate(2, run):
+        torch.testing.assert_close(found, state(model), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", CHANGES | PASSES)
+def test_in_steps_it_is_the_same_on_any_number_of_workers(name) -> None:
+    def run(comm, change: bool = True) -> torch.Tensor:
+        world, model = world_of(comm), normed()
+        _, optimizer = world.bind(model, MAKERS["sgd"](model.parameters()), compress=Exact())
+        for batches in world.steps(data(), global_batch=12, micro_batch=3, steps=STEPS):
+            if batches.step == 2 and change:
+                with torch.no_grad():
+                    (CHANGES | PASSES)[name](model)
+            for x, y in batches:
+                loss_of(model, x, y).backward()
+            optimizer.step()
+        return state(model)
+
+    (expected,) = simulate(1, run)
+    assert not torch.equal(expected, simulate(1, lambda comm: run(comm, change=False))[0])
+    for size in (2, 3):
+        assert all(torch.equal(found, expected) for found in simulate(size, run))
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_bound_model_may_be_copied_and_saved(planned) -> None:
+    """And the copies, which need nothing of ours, have nothing to do with the training."""
+
+    def copies(model: nn.Module) -> list[nn.Module]:
+        stream = io.BytesIO()
+        torch.save(model, stream)
+        assert b"unisono" not in stream.getvalue()
+        stream.seek(0)
+        loaded = torch.load(stream, weights_only=False)
+        return [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]  # noqa: S301
+
+    def run(comm, copying: bool) -> torch.Tensor:
+        world, model = world_of(comm), normed()
+        optimizer = MAKERS["sgd"](model.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        world.bind(model, optimizer)
+        steps = world.steps(data(), global_batch=12, micro_batch=3, steps=STEPS)
+        for step in steps if planned else range(STEPS):
+            for each in copies(model) if copying else []:
+                F.mse_loss(each(samples(7, 1)[0]), samples(7, 1)[1]).backward()
+                assert torch.equal(state(each)[:48], state(model)[:48])
+                assert each[0].weight.grad is not None
+            copy.deepcopy((optimizer, scheduler)) if copying else None
+            for x, y in step if planned else [samples(step, 1)]:
+                loss_of(model, x, y).backward()
+            optimizer.step()
+            scheduler.step()
+        return state(model)
+
+    (expected, _), found = (simulate(2, run, copying) for copying in (False, True))
+    assert all(torch.equal(each, expected) for each in found)
+
+
+def test_a_forward_pass_with_other_weights_is_refused_with_the_reason() -> None:
+    def run(comm) -> None:
+        model, _ = bound(world_of(comm))
+        other = {name: p * 2 for name, p in model.named_parameters()}
+        torch.func.functional_call(model, other, (samples(0, 1)[0],))
+
+    with pytest.raises(
+        UnisonoError, match=r"the first forward pass has other tensors in place of .*functional_call does"
+    ):
+        simulate(2, run)
+
+
+def test_a_parameter_that_joins_the_optimizer_later_is_named_for_what_it_is() -> None:
+    def run(comm) -> None:
+        model, optimizer = bound(world_of(comm))
+        loss_of(model, *samples(0, 1)).backward()
+        optimizer.step()
+        late = nn.Parameter(torch.ones(7))
+        optimizer.add_param_group({"params": [late]})
+        late.sum().backward()
+        optimizer.step()
+
+    with pytest.raises(InvalidInput, match=r"optimizer = \(7,\): a parameter of this shape is not one of the model's"):
+        simulate(2, run)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_model_is_trained_as_any_other() -> None:
+    def run(comm) -> torch.Tensor:
+        world, model = world_of(comm), torch.jit.script(net())
+        _, optimizer = world.bind(model, MAKERS["sgd"](model.parameters()))
+        for step in range(STEPS):
+            x, y = (t[comm.rank * SHARE : (comm.rank + 1) * SHARE] for t in samples(step, comm.size))
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        return weights(model)
+
+    for found in simulate(2, run):
+        torch.testing.assert_close(found, plain(2, "sgd"), rtol=1e-4, atol=2e-6)
 
 
 # --- what is given is checked

@@ -21,7 +21,9 @@ from typing import Any
 
 from torch import Tensor, jit, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from unisono.attached import Attached, before_forward
 from unisono.batch import tensors
 from unisono.errors import UnisonoError
 
@@ -43,14 +45,14 @@ class Asking:
         self._latest = self._ahead
         self._watching: list[_Watch] = []
         self._watched = self._knows = False
-        self._hooks = []
+        self._hooks: list[RemovableHandle] = []
         for module in model.modules():
             own = {names[id(p)] for p in module.parameters(recurse=False) if id(p) in names}
             if own:  # before hooks that compute a weight from others
-                self._hooks.append(module.register_forward_pre_hook(partial(self._before, own), prepend=True))
+                self._hooks += before_forward([module], partial(self._before, own), prepend=True)
         self._watches = [
-            model.register_forward_pre_hook(self._watch, prepend=True),
-            model.register_forward_hook(self._watch_no_more, always_call=True),
+            *before_forward([model], self._watch, prepend=True),
+            model.register_forward_hook(Attached(self._watch_no_more), always_call=True),
         ]
 
     @staticmethod
@@ -91,10 +93,7 @@ class Asking:
         """The model has no hooks any more."""
         _remove([*self._hooks, *self._watches])
 
-    def __deepcopy__(self, memo: Any) -> Asking:
-        return self  # who copies the model copies its hooks, but not what they speak to
-
-    def _before(self, own: set[str], *_: Any) -> None:
+    def _before(self, own: set[str]) -> None:
         self._latest = own
         if not own <= self._asked:
             self._asked |= own
@@ -102,11 +101,11 @@ class Asking:
 
     # In the first step.
 
-    def _watch(self, *_: Any) -> None:
+    def _watch(self) -> None:
         self._watching.append(_Watch(self._used))
         self._watching[-1].__enter__()  # type: ignore[no-untyped-call]
 
-    def _watch_no_more(self, *_: Any) -> None:
+    def _watch_no_more(self) -> None:
         self._watching.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._watched = True
 

@@ -111,7 +111,7 @@ class Replica:
         lane = side_by_side.lane("statistics") if together else None
         pieces = {0: self.held.model} if self.held.pipeline is None else self.held.pipeline.stages
         statistics = {
-            place: Statistics(piece, micro_batches, lane, drops=drops or repeats)
+            place: Statistics(piece, micro_batches, lane, drops=drops or repeats, adopts=listener is not None)
             for place, piece in sorted(pieces.items())
         }
         self._statistics = {place: found for place, found in statistics.items() if found.active}
@@ -310,6 +310,8 @@ class Replica:
             self.need()
         for hook in self._hooks:
             hook.remove()
+        for statistics in self._statistics.values():
+            statistics.close()
 
     def _take_what_lies_there(self) -> None:
         """Gradients that came past the hooks: the user's own, or of parameters that nobody told us of."""
@@ -320,9 +322,15 @@ class Replica:
                 if gradient is not None:
                     self._arrived(name, gradient)
             elif parameter.grad is not None:
-                raise InvalidInput(
-                    "optimizer", tuple(parameter.shape), "a parameter of this shape got a gradient, but was not "
-                    "trainable when the model was bound", "unfreeze or add it before")  # fmt: skip
+                raise self._unknown(parameter)
+
+    def _unknown(self, parameter: Tensor) -> InvalidInput:
+        """Why the gradient of a parameter that the optimizer has cannot be exchanged."""
+        name = next((name for name, p in self.model.named_parameters() if p is parameter), None)
+        if name is None:
+            return _foreign(parameter)
+        problem = "it has a gradient, but was frozen, or not part of the model, when training began"
+        return InvalidInput("optimizer", name, problem, "unfreeze or add it before world.bind")
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
         if self._asking:
@@ -439,9 +447,13 @@ def check_fit(model: nn.Module, optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
-                raise InvalidInput(
-                    "optimizer", tuple(parameter.shape), "a parameter of this shape is not one of the model's, so "
-                    "other workers would not hear of its gradient", "make it part of the model")  # fmt: skip
+                raise _foreign(parameter)
+
+
+def _foreign(parameter: Tensor) -> InvalidInput:
+    return InvalidInput(
+        "optimizer", tuple(parameter.shape), "a parameter of this shape is not one of the model's, so other workers "
+        "would not hear of its gradient", "make it part of the model")  # fmt: skip
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -8,16 +8,24 @@ from the same buffers; what each wrote is shared, and all workers fold the same 
   computed all micro-batches in turn would have it;
 - other whole numbers (counters): the increments add up;
 - other real numbers: their mean over the micro-batches; truth values: the last one.
+
+In a loop of the user's own, what it changes between two steps counts: the step starts from the buffers that the first
+forward pass finds.
+
+    begin ── the user's changes ── first forward pass: adopt ── after ── before: put back ── ... ── fold
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from unisono.attached import before_forward
 from unisono.comm import Communicator, Work
 from unisono.comm.alone import Finished
 from unisono.errors import UnisonoError
@@ -29,15 +37,23 @@ class Statistics:
 
     Per step: `begin`, `before` and `after` around each forward pass of this worker, `send`, `fold` or `drop`. With a
     single micro-batch there is nothing to fold, and nothing is touched, unless it `drops`: then steps may be dropped.
+
+    Args:
+        adopts: whether changes between two steps count; else they are undone. `close` then takes hooks off the model.
     """
 
-    def __init__(self, model: nn.Module, micro_batches: int, comm: Communicator | None, *, drops: bool = False) -> None:
-        self._comm, self._count = comm, micro_batches
-        layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
-        theirs = {id(b) for layer in layers for b in layer.buffers(recurse=False)}
+    def __init__(
+        self, model: nn.Module, micro_batches: int, comm: Communicator | None, *, drops: bool = False,
+        adopts: bool = False,
+    ) -> None:  # fmt: skip
+        self._comm, self._count, self._model, self._adopts = comm, micro_batches, model, adopts
+        named = {
+            name: m for name, m in model.named_modules() if isinstance(m, _NormBase) and m.running_mean is not None
+        }
+        theirs = {id(b) for layer in named.values() for b in layer.buffers(recurse=False)}
         # What is trained is no buffer; nor can be what lies in parts on several workers, and comes and goes.
         theirs |= {id(p) for p in model.parameters() if p.requires_grad or hasattr(p, "to_local")}
-        self._layers = [_Layer(layer) for layer in layers if not getattr(layer, "buffers_agree", False)]
+        self._layers = [_Layer(n, layer) for n, layer in named.items() if not getattr(layer, "buffers_agree", False)]
         self._quiet = [
             _Place(f"{path}.{key}".lstrip("."), module, key)
             for path, module in model.named_modules()
@@ -48,29 +64,38 @@ class Statistics:
         self._probing = True
         self._probe: list[Tensor] = []
         self.active = (micro_batches > 1 or drops) and bool(self._layers or self._quiet)
+        self._hooks = before_forward(self._owners(), self._arrive) if self.active and adopts else []
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        for hook in self._hooks:
+            hook.remove()
 
     def begin(self) -> None:
         """A new step: remember the buffers that it starts from."""
-        for layer in self._layers:
-            layer.remember()
-        self._first = [place.tensor.clone() for place in self._written]
-        self._marks = [place.mark for place in self._quiet]
+        self._remember()
+        self._awaits, self._entered, self._changed = self._adopts, False, 0
         self._rows: dict[int, Tensor] = {}
         self._work: Work[Tensor] | None = None
 
     def before(self) -> None:
         """Before a micro-batch's forward pass: put the step's first buffers back."""
+        if self._awaits:
+            self._adopt()
+        self._entered = True
         if self._probing:
             self._probe = [place.tensor.clone() for place in self._quiet]
         self._put_back()
 
     def after(self, micro_batch: int) -> None:
         """After it: collect what it wrote."""
+        self._awaits = False
         if self._probing:
             self._learn_who_writes()
         values = [b for layer in self._layers for b in layer.buffers] + [p.tensor for p in self._written]
         if values:
-            self._rows[micro_batch] = _flat([*values, values[0].new_ones(1)])  # the last number: here it is
+            told = torch.tensor([self._changed, 1.0], dtype=torch.float64, device=values[0].device)
+            self._rows[micro_batch] = _flat([*values, told])  # the last number: here it is
 
     def undo(self) -> None:
         """The step is not taken, and nobody is waited for: the buffers are as when it began."""
@@ -95,14 +120,19 @@ class Statistics:
         """Wait for everybody's rows and fold them. Raises `PeerLost`, `MessageMismatch`."""
         late = [p.name for p, mark in zip(self._quiet, self._marks) if p.differs(mark)]
         if late:
-            raise UnisonoError(f"buffer {late[0]} was not written by the first forward pass but by a later one; "
-                               "write it in every training pass, or in none")  # fmt: skip
+            raise UnisonoError(
+                f"buffer {late[0]} changed during a step, though the first forward pass did not write it: write it in "
+                "every training pass or in none, or change it between optimizer.step() and the next forward pass"
+            )
         if self._work is None:
             return
         # Many small steps: on a GPU each would cost a launch and a wait.
         count = self._count if self._comm is not None else len(self._rows)
         table, at = self._work.wait().view(count, -1).cpu(), 0
         table = table[table[:, -1] > 0]  # a replica that steps by itself has some of a step's micro-batches
+        if len(table) and (table[:, -2] != table[0, -2]).any():
+            raise UnisonoError("buffers were changed between two steps, but not alike on all workers: change them on "
+                               "every worker, to the same values")  # fmt: skip
         for layer in self._layers:
             at = layer.fold(table, at)
         for place, first in zip(self._written, self._first):
@@ -114,6 +144,36 @@ class Statistics:
         if self._work is not None:
             self._work.wait()
         self.undo()
+
+    def _owners(self) -> list[nn.Module]:
+        """The model and its modules that have such buffers, so that one of them is called in every forward pass."""
+        inside = {id(place.module): place.module for place in self._quiet} | {
+            id(x.module): x.module for x in self._layers
+        }
+        return [self._model, *(module for module in inside.values() if module is not self._model)]
+
+    def _arrive(self) -> None:
+        """A forward pass begins; if it is the first of the micro-batch that `before` announced, the step begins too."""
+        if torch.compiler.is_compiling():  # tracing this would break the user's graph; `before` adopts what it can
+            return
+        if self._awaits and self._entered and self._model.training:
+            self._adopt()
+            self._awaits = False
+
+    def _adopt(self) -> None:
+        """The step starts from the buffers as they are now."""
+        places = [*zip(self._written, self._first_marks), *zip(self._quiet, self._marks)]
+        changed = [place for place, mark in places if place.differs(mark)]
+        changed += [place for layer in self._layers for place in layer.changed]
+        self._changed = _digest(changed, self._changed)
+        self._remember()
+
+    def _remember(self) -> None:
+        for layer in self._layers:
+            layer.remember()
+        self._first = [place.tensor.clone() for place in self._written]
+        self._first_marks = [place.mark for place in self._written]
+        self._marks = [place.mark for place in self._quiet]
 
     def _put_back(self) -> None:
         for layer in self._layers:
@@ -158,17 +218,26 @@ class _Place:
 class _Layer:
     """A normalisation layer with running statistics."""
 
-    def __init__(self, module: _NormBase) -> None:
-        self._module = module
+    def __init__(self, name: str, module: _NormBase) -> None:
+        self.name, self.module = name, module
+        keys = [
+            key for key in ("running_mean", "running_var", "num_batches_tracked") if getattr(module, key) is not None
+        ]
+        self._places = [_Place(f"{name}.{key}".lstrip("."), module, key) for key in keys]
 
     @property
     def buffers(self) -> list[Tensor]:
         """Mean, variance, and the number of visits where the layer counts them."""
-        found = self._module.running_mean, self._module.running_var, self._module.num_batches_tracked
-        return [buffer for buffer in found if buffer is not None]
+        return [place.tensor for place in self._places]
+
+    @property
+    def changed(self) -> list[_Place]:
+        """Those that were written since `remember`; what the layer's own forward pass writes does not count in all."""
+        return [place for place, mark in zip(self._places, self._marks) if place.differs(mark)]
 
     def remember(self) -> None:
         self._first = [buffer.clone() for buffer in self.buffers]
+        self._marks = [place.mark for place in self._places]
 
     def put_back(self) -> None:
         for buffer, first in zip(self.buffers, self._first):
@@ -191,13 +260,26 @@ class _Layer:
         if torch.equal(row, first):  # the layer was not visited, or does not learn at present
             return state
         visits = float((row - first)[features:].sum())  # 0 where the layer does not count (instance normalisation)
-        if self._module.momentum is None:
+        if visits < 0:
+            raise UnisonoError(
+                f"the running statistics of {self.name or 'the model'} were set back during a step: change them "
+                "between optimizer.step() and the next forward pass"
+            )
+        if self.module.momentum is None:
             before, now = float(first[features]), float(state[features])
             stepped = (row * (before + visits) - first * before + state * now) / (now + visits)
         else:
-            stepped = row + (1 - self._module.momentum) ** (visits or 1.0) * (state - first)
+            stepped = row + (1 - self.module.momentum) ** (visits or 1.0) * (state - first)
         stepped[features:] = state[features:] + visits
         return stepped
+
+
+def _digest(places: Iterable[_Place], start: int) -> int:
+    """Of names and values; `start` where there is none. It fits into a float64."""
+    for place in places:
+        values = place.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        start = zlib.crc32(values.numpy().tobytes(), zlib.crc32(place.name.encode(), start))
+    return start
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from unisono.attached import before_forward
 from unisono.batch import Batch, samples_in
 from unisono.comm import Communicator, connect
 from unisono.company import STUCK_IN, Company, Same, State, Whoever, words_of
@@ -349,7 +350,7 @@ class _Bound:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # A bound method of the optimizer itself, since learning-rate schedulers wrap its function and bind it again.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        self._first_forward = [m.register_forward_pre_hook(lambda *_: self._ready()) for m in model.modules()]
+        self._first_forward = before_forward(model.modules(), self._ready)
 
     def plan(self, micro_batches: int, reference: float) -> None:
         """`World.steps` deals out the data from now on."""
@@ -502,9 +503,20 @@ class _Bound:
     def _ready(self) -> None:
         if not self.planned and not (self._model.training and torch.is_grad_enabled()):
             return
-        self._forget_hooks()
         if not self.planned and not self._alone:
+            self._check_own()
             self._start_unplanned()
+        self._forget_hooks()
+
+    def _check_own(self) -> None:
+        """Raise `UnisonoError` where other tensors stand in for the parameters, in a forward pass that begins."""
+        held = {id(p) for p in self._model.parameters()}
+        if not any(id(p) in held for group in self._optimizer.param_groups for p in group["params"]):
+            raise UnisonoError(
+                "the first forward pass has other tensors in place of the model's parameters, as "
+                "torch.func.functional_call does, so that gradients cannot be followed: take the data from "
+                "world.steps, or call the model itself first"
+            )
 
     def _forget_hooks(self) -> None:
         for hook in self._first_forward:

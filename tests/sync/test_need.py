@@ -207,8 +207,10 @@ def test_there_are_no_hooks_where_nothing_is_ever_on_its_way() -> None:
     assert simulate(2, hooks, SMALL) != [0, 0]
     for sync in (AllReduce(), LocalSGD(2), ParameterServer(backup_workers=1)):
         assert simulate(2, hooks, sync) == [0, 0]
-    for options in ({"overlap": False}, {"lazy": False}, {"listener": print}):
+    for options in ({"overlap": False}, {"lazy": False}):
         assert simulate(2, partial(hooks, **options), SMALL) == [0, 0]
+    loop = partial(hooks, listener=print)  # a user's own, where changes of buffers are followed
+    assert simulate(2, loop, SMALL) == simulate(2, loop, AllReduce())
     assert simulate(1, hooks, SMALL) == [0]  # with nobody to agree with there is no server
 
 
