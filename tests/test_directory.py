@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from unisono import Config
+from unisono import Config, directory
 from unisono.directory import claimed, with_earlier
 from unisono.errors import InvalidInput
+from unisono.launch.lock import LOCK, Holder, held
 from unisono.order import Carried
 
 SOURCE = Carried("some/where.py:my task", b"")
 
 
 def make(path: Path, **config) -> Path:
-    with claimed(Config(run=str(path), **config), SOURCE) as found:
+    with claimed(Config(run=str(path), **config), SOURCE, Holder.here()) as found:
         return found
 
 
@@ -47,7 +51,7 @@ def test_an_empty_directory_is_free_and_a_foreign_one_stays_as_it_is(tmp_path) -
 )  # fmt: skip
 def test_what_cannot_be_is_named(config, words, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInput, match=words), claimed(config, SOURCE):
+    with pytest.raises(InvalidInput, match=words), claimed(config, SOURCE, Holder.here()):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -56,7 +60,7 @@ def test_without_a_name_it_gets_one_that_no_other_run_has(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     found = []
     for _ in range(3):
-        with claimed(Config(), SOURCE) as path:
+        with claimed(Config(), SOURCE, Holder.here()) as path:
             found.append(path)
     assert len(set(found)) == 3
     assert all(path.parent == tmp_path / "runs" and path.name.startswith("where.py-my-task-") for path in found)
@@ -66,15 +70,47 @@ def test_invalid_input_takes_a_new_run_away_and_leaves_an_old_one(tmp_path) -> N
     for resume in (False, True):
         with (
             pytest.raises(InvalidInput, match="x = 1"),
-            claimed(Config(run=str(tmp_path / "r"), resume=resume), SOURCE),
+            claimed(Config(run=str(tmp_path / "r"), resume=resume), SOURCE, Holder.here()),
         ):
             raise InvalidInput("x", 1, "wrong", "right")
         assert (tmp_path / "r").exists() == resume
         make(tmp_path / "r", resume=resume)
 
 
+def test_another_command_that_has_the_directory_keeps_it_as_it_is(tmp_path) -> None:
+    with claimed(Config(run=str(tmp_path / "r")), SOURCE, replace(Holder.here(), process=os.getppid())) as path:
+        before = sorted(path.rglob("*"))
+        for resume, problem in ((True, "in use by process"), (False, "the directory exists")):
+            with pytest.raises(InvalidInput, match=problem):
+                make(path, resume=resume)
+        assert sorted(path.rglob("*")) == before
+
+
+def test_of_two_commands_that_begin_in_one_directory_one_has_it(tmp_path, monkeypatch) -> None:
+    """The other one has looked whether it is free, and is not told before it takes the lock."""
+    other = contextlib.ExitStack()
+
+    def late(path: Path, holder: Holder):
+        monkeypatch.undo()
+        other.enter_context(claimed(Config(run=str(path)), SOURCE, replace(holder, process=os.getppid())))
+        return held(path, holder)
+
+    monkeypatch.setattr(directory, "held", late)
+    with pytest.raises(InvalidInput, match="in use by process"):
+        make(tmp_path / "r")
+    with other:
+        assert {path.name for path in (tmp_path / "r").iterdir()} == {"config.toml", "lock", "logs"}
+
+
+def test_what_a_killed_start_leaves_is_no_run(tmp_path) -> None:
+    make(tmp_path / "r")
+    (tmp_path / "r" / "config.toml").unlink()
+    assert (tmp_path / "r" / LOCK).exists()
+    make(tmp_path / "r")
+
+
 def test_another_failure_leaves_the_run_to_be_resumed(tmp_path) -> None:
-    with pytest.raises(RuntimeError), claimed(Config(run=str(tmp_path / "r")), SOURCE):
+    with pytest.raises(RuntimeError), claimed(Config(run=str(tmp_path / "r")), SOURCE, Holder.here()):
         raise RuntimeError
     make(tmp_path / "r", resume=True)
 

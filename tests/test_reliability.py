@@ -197,6 +197,31 @@ def test_processes_have_names_and_a_killed_worker_is_named_and_ends_the_run(home
     assert weights(run) == weights(home / "whole")
 
 
+# Two commands, one directory.
+
+
+def test_a_run_that_is_alive_is_not_resumed_beside_itself(home: Path) -> None:
+    with under_way(home, "alive", *EXACT) as process:
+        done = unisono(home, "train", "own.py:task", "--run", "alive", "--resume")
+        assert done.returncode == 2
+        where = re.escape(
+            f"run = {home / 'alive'}: it is in use by process {process.pid} on host {os.uname().nodename}"
+        )
+        assert re.fullmatch(f"{where} since .*; wait for that run or end it, or name another directory.\n", done.stderr)
+        said(process)
+    assert process.returncode == 0
+    assert weights(home / "alive") == weights(home / "whole")
+    assert len(events(home / "alive", "start")) == 1
+
+
+def test_a_run_whose_launcher_was_killed_is_resumed_at_once(home: Path) -> None:
+    with under_way(home, "orphaned", *EXACT, "--checkpoint-every", "5") as process:
+        process.kill()
+        done = unisono(home, "train", "own.py:task", "--run", "orphaned", "--resume")
+        assert done.returncode == 0, done.stderr
+    assert weights(home / "orphaned") == weights(home / "whole")
+
+
 # Errors of the user's own.
 
 

@@ -6,57 +6,104 @@ import contextlib
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from unisono.config import Config
 from unisono.errors import InvalidInput
+from unisono.launch.lock import LOCK, Holder, fresh, held
 from unisono.observe import write_config
 from unisono.observe.written import CONFIG
 from unisono.order import TaskSource
 
 
 @contextlib.contextmanager
-def claimed(config: Config, source: TaskSource) -> Iterator[Path]:
-    """The run's directory, with its configuration if it is new. Invalid input inside takes a new run away again.
+def claimed(config: Config, source: TaskSource, holder: Holder) -> Iterator[Path]:
+    """The run's directory, locked for `holder`, with its configuration if it is new. Invalid input inside takes a new
+    run away again.
 
     A directory holds a run as soon as ``config.toml`` is in it: until then it can be started, from then on resumed.
 
     Raises:
-        InvalidInput: the run is there and nobody said resume, or is not there and somebody did; or it cannot be made.
+        InvalidInput: the run is there and nobody said resume, or is not there and somebody did; another command holds
+            the directory; or it cannot be made.
     """
     if config.resume and not config.run:
         raise InvalidInput("resume", True, "which run is not said", "add --run DIR")
-    path = Path(config.run).absolute() if config.run else _fresh(source.name)
-    begun = (path / CONFIG).exists() or (path / "checkpoints").exists()
-    if config.resume and not begun:
-        raise InvalidInput("run", str(path), "there is no such run to resume", "leave out --resume to start it")
-    if not config.resume and not _is_free(path):
-        raise InvalidInput("run", str(path), "the directory exists", "add --resume to go on with it, or name another")
-    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path, missing = _chosen(config, source)
+    _check(path, config)
     try:
-        _make(path, config, source, begun)
-        yield path
+        with _locked(path, holder):
+            _check(path, config)  # another command may have had it until now
+            begun = _begun(path)
+            try:
+                _make(path, config, source, begun)
+                yield path
+            except InvalidInput:
+                if not begun:
+                    _empty(path)
+                raise
     except InvalidInput:
-        if not begun:
-            _take_away(path, missing)
+        with contextlib.suppress(OSError):  # what is in there is not this command's
+            for place in missing:
+                place.rmdir()
         raise
 
 
+def _chosen(config: Config, source: TaskSource) -> tuple[Path, list[Path]]:
+    """The run's directory, made where the user does not name it; and which of it and its parents were not there."""
+    path = Path(config.run).absolute() if config.run else _default(source.name)
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    if config.run:
+        return path, missing
+    with _written(path):
+        path = fresh(path)
+    return path, [path, *missing[1:]]
+
+
+def _check(path: Path, config: Config) -> None:
+    """Raise `InvalidInput` if there is no run to resume in `path`, or one where a new one is to begin."""
+    if config.resume and not _begun(path):
+        raise InvalidInput("run", str(path), "there is no such run to resume", "leave out --resume to start it")
+    if not config.resume and not _is_free(path):
+        raise InvalidInput("run", str(path), "the directory exists", "add --resume to go on with it, or name another")
+
+
+@contextlib.contextmanager
+def _locked(path: Path, holder: Holder) -> Iterator[None]:
+    """Hold the lock of `path`, which is made if it is not there. Raises `InvalidInput`."""
+    with contextlib.ExitStack() as stack:
+        with _written(path):
+            path.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(path, holder))
+        yield
+
+
 def _make(path: Path, config: Config, source: TaskSource, begun: bool) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
+    with _written(path):
         (path / "logs").mkdir(mode=0o700, exist_ok=True)
         if not begun:
             write_config(path, config.mapping(), source.absolute(), source.arguments)
         with tempfile.TemporaryFile(dir=path):
-            pass  # whoever resumes may not be who may write here
+            pass  # the user who resumes a run may not be the one who may write here
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Turn a refusal of the file system into `InvalidInput`."""
+    try:
+        yield
     except OSError as error:
         raise InvalidInput(
             "run", str(path), f"cannot be written ({error.strerror})", "name another directory"
         ) from None
+
+
+def _begun(path: Path) -> bool:
+    """Whether there is a run in `path`."""
+    return (path / CONFIG).exists() or (path / "checkpoints").exists()
 
 
 def _is_free(path: Path) -> bool:
@@ -64,20 +111,17 @@ def _is_free(path: Path) -> bool:
     if not path.is_dir():
         return not path.exists()
     logs = path / "logs"
-    foreign = [p for p in path.iterdir() if p != logs and not p.name.startswith(f".{CONFIG}.")]
+    foreign = [p for p in path.iterdir() if p.name not in (LOCK, logs.name) and not p.name.startswith(f".{CONFIG}.")]
     return not foreign and not (logs.exists() and any(logs.iterdir()))
 
 
-def _take_away(path: Path, missing: Sequence[Path]) -> None:
-    """Remove the run in `path`, and those directories that were made for it."""
-    for entry in path.iterdir() if path.is_dir() else ():
+def _empty(path: Path) -> None:
+    """Remove the run in `path`."""
+    for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
-        for place in missing:
-            place.rmdir()
 
 
 def with_earlier(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -102,10 +146,6 @@ def with_earlier(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**earlier, **settings}
 
 
-def _fresh(name: str) -> Path:
+def _default(name: str) -> Path:
     stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in name.rsplit("/", 1)[-1])
-    base = Path("runs").absolute() / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    path, n = base, 2
-    while path.exists():
-        path, n = base.with_name(f"{base.name}-{n}"), n + 1
-    return path
+    return Path("runs").absolute() / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"

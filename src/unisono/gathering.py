@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from unisono.config import Config
 from unisono.errors import InvalidInput
 from unisono.launch import Elastic, Forkserver
+from unisono.launch.lock import Holder
 from unisono.launch.rally import lying_at, rallied
 from unisono.membership import Contact, Policy
 from unisono.membership.place import Calling
@@ -72,7 +73,8 @@ def called(contact: Contact, server: Forkserver) -> Order | Script:
             "start it by unisono train, with a task that has a name on every host")  # fmt: skip
     source = Source(told["task"], told["arguments"])
     source.place()
-    return Order(source, told["settings"], Path(told["run"]), told["began"], here)
+    holder = Holder(**told["holder"]) if told["holder"] else None
+    return Order(source, told["settings"], Path(told["run"]), told["began"], here, holder)
 
 
 def _told_of(order: Order) -> dict[str, Any]:
@@ -83,4 +85,5 @@ def _told_of(order: Order) -> dict[str, Any]:
         "settings": dict(order.settings),
         "run": str(order.path or ""),
         "began": order.began,
+        "holder": asdict(order.holder) if order.holder else None,
     }

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
+from unisono.launch.lock import Holder
 from unisono.membership import Contact
 from unisono.task import Task
 
@@ -62,6 +63,7 @@ class Order:
         path: the run's directory; None where worker 0 has to make it.
         began: seconds since 1970 when the command was given.
         contact: of the coordinator, where workers may come and go.
+        holder: the command that holds the lock on the directory, which workers share; None where none does.
     """
 
     source: TaskSource
@@ -69,6 +71,7 @@ class Order:
     path: Path | None
     began: float
     contact: Contact | None = None
+    holder: Holder | None = None
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,12 @@ from unisono.launch import (
     Worker,
     ask,
     claim,
+    identity_here,
     launch,
     launch_script,
     prepare,
 )
+from unisono.launch.lock import Holder
 from unisono.launch.process import age_seconds
 from unisono.membership import Contact
 from unisono.membership.place import Calling
@@ -63,7 +65,7 @@ def train(task: Task, config: Config | None = None, *, json: Path | None = None,
     config = config or Config()
     settings = {name: value for name, value in config.mapping().items() if name in config.given}
     source = Carried.of(task)
-    if quiet or identify(os.environ).rank > 0:  # under another launcher, worker 0 prints for all
+    if quiet or identity_here().rank > 0:  # under another launcher, worker 0 prints for all
         return start(source, settings, json=json, on_message=lambda rank, message: None)
     with Display(task.name, sys.stderr) as display:
         return start(source, settings, json=json, on_message=display.handle)
@@ -97,9 +99,10 @@ def start(
         config = settle(source.load(), settings)
         if config.layout.workers > 1:  # what workers would refuse is refused before there are any
             _ask("unisono.plan.possible:check", source, settings, server)
-        with claimed(config, source) as path, contextlib.ExitStack() as stack:
+        holder = Holder.here()
+        with claimed(config, source, holder) as path, contextlib.ExitStack() as stack:
             on_message(0, {"kind": "run", "path": str(path)})
-            order = Order(source, settings, path, began)
+            order = Order(source, settings, path, began, holder=holder)
             elastic = stack.enter_context(_may_come_and_go(config, order, server, on_message, calling))
             order = replace(order, contact=elastic.contact if elastic else None)
             results = launch(

@@ -41,6 +41,7 @@ from unisono.doing import Phase
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput
 from unisono.keeping import Keeper
 from unisono.launch import Worker, claim
+from unisono.launch.lock import Holder, held
 from unisono.launch.process import age_seconds
 from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
 from unisono.membership import View
@@ -81,7 +82,8 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
     life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
     if order.contact and recovers(config) and config.layout.workers == 1:
         life.build()
-    with Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch) as views:
+    views = Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch)
+    with life.lock, views:
         result = life.go_through(views)
         return dataclasses.asdict(result) if result else None
 
@@ -96,6 +98,7 @@ class Life:
         keeper: where replicas lie on several workers, of what this one has of the state; the model is built anew in
             every view.
         milestone: where replicas that walk by themselves have last met, if workers may come and go.
+        lock: holds this worker's share of the lock on the run's directory.
         startup_seconds: from the command to the first step.
         trained: steps that were taken here; `step_seconds` each.
     """
@@ -112,6 +115,8 @@ class Life:
     reached: Reached | None = None
     keeper: Keeper = dataclasses.field(default_factory=Keeper)
     milestone: Milestone | None = None
+    lock: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    locked: bool = False
     startup_seconds: float | None = None
     trained: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
@@ -154,7 +159,7 @@ class Life:
             self.config = Config.of(json.loads(broadcast_text(comm, json.dumps(self.config.mapping()))))
             torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
             feed = Feed(self.task, self.config, comm.rank, size, stack)
-            place = _place(comm, self.config, self.order, stack)
+            place = _place(comm, self.config, self.order, stack, self._share)
             keeps = bool(self.order.contact) and self.config.copies
             wires = _wires(meeting, comm, feed.places, comm.rank, stack, keeps)
             stack.callback(wires.close)
@@ -238,6 +243,13 @@ class Life:
         if wires.spread:
             trainer.keep = lambda parting: self.keeper.after_step(self._now(trainer), parting=parting)
         return trainer, first_step
+
+    def _share(self, path: Path, holder: Holder) -> None:
+        """Hold the lock of the directory `path` from now on, beside all processes of the command `holder`."""
+        if not self.locked:
+            with contextlib.suppress(OSError):  # nothing can be written there: the writer of checkpoints says so
+                self.lock.enter_context(held(path, holder))
+        self.locked = True
 
     def _put_down(self) -> None:
         """Keep what this worker has of the state, and drop the model: its groups are those of this view."""
@@ -367,18 +379,35 @@ class _Place:
     writers: tuple[int, ...]
 
 
-def _place(comm: Communicator, config: Config, order: Order, stack: contextlib.ExitStack) -> _Place:
-    """Where our launcher made the run's directory, or where worker 0 makes it now."""
+def _place(
+    comm: Communicator, config: Config, order: Order, stack: contextlib.ExitStack, share: Callable[[Path, Holder], None]
+) -> _Place:
+    """Where the launcher made the run's directory, or where worker 0 makes it now.
+
+    Args:
+        share: takes this worker's share of the lock on the directory; called where the worker can write there.
+    """
     life = broadcast_text(comm, secrets.token_hex(8))
     if order.path is not None and order.contact is None:
+        if order.holder:
+            share(order.path, order.holder)
         return _Place(order.path, life, tuple(range(comm.size)))
-    mine = str(order.path or stack.enter_context(claimed(config, order.source))) if comm.rank == 0 else ""
+    if comm.rank == 0 and order.path is None:
+        holder = Holder.here()
+        order = dataclasses.replace(
+            order, path=stack.enter_context(claimed(config, order.source, holder)), holder=holder
+        )
+    mine = str(order.path) if comm.rank == 0 else ""
     with contextlib.suppress(OSError):  # then worker 0 writes alone
         if comm.rank == 0:
             Path(mine).mkdir(mode=0o700, parents=True, exist_ok=True)  # its host may not be the launcher's
             Path(mine, f".{life}").touch(mode=0o600)
     path = Path(broadcast_text(comm, mine))
-    seen = comm.gather(torch.tensor([(path / f".{life}").exists() or comm.rank == 0])).wait()
+    told = json.loads(broadcast_text(comm, json.dumps(order.holder and dataclasses.asdict(order.holder))))
+    sees = comm.rank == 0 or (path / f".{life}").exists()
+    if sees and told:
+        share(path, Holder(**told))
+    seen = comm.gather(torch.tensor([sees])).wait()
     if comm.rank == 0:
         (path / f".{life}").unlink(missing_ok=True)
     return _Place(path, life, tuple(rank for rank, sees in enumerate(seen.view(-1).tolist()) if sees))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from unisono.cli.words import whole
 from unisono.errors import InvalidInput
 from unisono.launch import PRELOAD as LAUNCHER_PRELOAD
 from unisono.launch import Elastic, Forkserver, launch_script, prepare
+from unisono.launch.lock import Holder, fresh, held
 from unisono.launch.process import age_seconds
 from unisono.launch.rally import rallied
 from unisono.membership import Policy
@@ -53,7 +54,7 @@ class Launch:
         arguments: what follows it, handed on untouched.
         workers: processes.
         logs: directory for the workers' output.
-        run: directory for all else.
+        run: directory for all else; one that the user does not name gets another name where that is taken.
         fewest, most: workers, if some come and go; None: as many as there are processes.
         elastic: whether they may.
         calling: where they find their coordinator, if that is said.
@@ -68,6 +69,7 @@ class Launch:
     most: int | None = None
     elastic: bool = True
     calling: Calling | None = None
+    named: bool = True
 
     @property
     def largest(self) -> int:
@@ -87,7 +89,10 @@ def launch(words: list[str]) -> int:
     asked = read(words)
 
     began, told = time.time() - age_seconds(), Notices()
-    with prepare(PRELOAD) as server, _may_come_and_go(asked, server, told.say, began) as elastic:
+    with ExitStack() as stack:
+        server = stack.enter_context(prepare(PRELOAD))
+        asked = stack.enter_context(_locked(asked))
+        elastic = stack.enter_context(_may_come_and_go(asked, server, told.say, began))
         launch_script(
             asked.script,
             asked.arguments,
@@ -123,17 +128,28 @@ class Notices:
         print(text, file=sys.stderr, flush=True)
 
 
+@contextmanager
+def _locked(asked: Launch) -> Iterator[Launch]:
+    """`asked` with the directory that it gets, which is made, and held until the context ends."""
+    with ExitStack() as stack:
+        try:
+            if not asked.named:
+                run = fresh(asked.run, 0o700)
+                asked = replace(asked, run=run, logs=run / asked.logs.name)
+            for directory in (asked.run, asked.logs):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(held(asked.run, Holder.here()))
+        except OSError as error:
+            raise refused(asked.run, error) from None
+        yield asked
+
+
 def _may_come_and_go(
     asked: Launch, server: Forkserver, told: Callable[[str], None], began: float
 ) -> AbstractContextManager[Elastic | None]:
     """What workers need to do so, if they may."""
     if not asked.elastic or (asked.largest == 1 and asked.calling is None):
         return nullcontext()
-    try:
-        asked.run.mkdir(mode=0o700, parents=True, exist_ok=True)
-        asked.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise refused(asked.run, error) from None
     first = max(asked.workers, asked.fewest)
     policy = Policy(minimum=asked.fewest, maximum=asked.largest, expected=first)
     script = [str(asked.script.absolute()), *asked.arguments]
@@ -161,8 +177,8 @@ def read(words: list[str]) -> Launch:
     if not elastic and (most is not None or where is not None):
         raise InvalidInput("--no-elastic", "(given)", "then no worker can come or go",
                            "leave it out, or give one number of workers and no coordinator")  # fmt: skip
-    found = Path(logs) if logs else run / "logs"
-    return Launch(script, tuple(rest[1:]), workers, found, run, fewest, most, elastic, where)
+    found, named = Path(logs) if logs else run / "logs", bool(logs or options.get("--run"))
+    return Launch(script, tuple(rest[1:]), workers, found, run, fewest, most, elastic, where, named)
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:

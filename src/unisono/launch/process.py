@@ -39,9 +39,22 @@ def lead_group(process: int) -> None:
 def age_seconds() -> float:
     """How long ago this process was started; 0 where the system does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        started = int(_status("self")[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
     return 0.0
+
+
+def has_ended(number: int) -> bool:
+    """Whether there is no process of that number, or only what its parent has not yet taken note of."""
+    try:
+        return _status(str(number))[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _status(number: str) -> list[str]:
+    """The fields of a process's status from its state on, see proc(5). Raises `OSError`."""
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
 
 
 def _set_death_signal(number: int) -> None:

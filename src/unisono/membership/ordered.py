@@ -12,6 +12,17 @@ from unisono.membership.store import Store
 Text = Annotated[str, Field(max_length=4096)]
 
 
+class HolderMessage(BaseModel):
+    """The command that holds the lock on the run's directory: its host, its process there, and since when, in seconds
+    since 1970."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    host: Annotated[str, Field(max_length=256)]
+    process: Annotated[int, Field(ge=0, lt=1 << 62)]
+    since: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class OrderMessage(BaseModel):
     """A run, as any host can be told of it.
 
@@ -23,6 +34,7 @@ class OrderMessage(BaseModel):
         run: the run's directory, where it is the same on all hosts.
         meets_at: see `Contact`, of who gave the order.
         began: seconds since 1970 when the command was given.
+        holder: of the lock on the run's directory.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -34,6 +46,7 @@ class OrderMessage(BaseModel):
     run: Text = ""
     meets_at: Text = ""
     began: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    holder: HolderMessage | None = None
 
 
 def offer(app: FastAPI, store: Store) -> None:
