@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch import slurm
+from tests.launch.observation import processes, within
+from unisono.checkpoint import checkpoints
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 UNISONO = [sys.executable, "-m", "unisono"]
@@ -27,6 +31,10 @@ def printed(command: list[str], at: Path, environ: dict[str, str] | None = None)
     done = subprocess.run(command, cwd=at, env=environ, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 def weights(run: Path) -> str:
@@ -68,6 +76,30 @@ def test_under_launchers_of_others_the_weights_are_the_same(name: str, ours: tup
     assert loop.splitlines()[-1] == ours[1]
     written = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in written if event["event"] == "checkpoint"] == [2, 4, 5]
+
+
+def test_workers_of_another_launcher_that_are_asked_to_end_do_not_count_as_done(tmp_path: Path) -> None:
+    """torchrun itself is spared: it would ask its workers by the same signal."""
+    run, words = tmp_path / "run", ["--steps", "1000000", "--checkpoint-every", "0", "--workers", "2"]
+    line = [*TORCHRUN, *BLOBS, *words, "--run", str(run)]
+    with subprocess.Popen(line, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert within(90, lambda: '"event": "step"' in text(run / "events.jsonl"))
+            asked = processes(str(run)).keys() - {process.pid}
+            assert len(asked) == 2
+            for pid in asked:
+                os.kill(pid, signal.SIGTERM)
+            assert process.stderr is not None
+            said = process.stderr.read()
+        finally:
+            for pid in processes(str(run)):
+                os.kill(pid, signal.SIGKILL)
+    summary = json.loads(text(run / "summary.json"))
+    assert not summary["complete"]
+    assert f"interrupted by SIGTERM: {summary['ending']}\n" in said
+    assert set(re.findall(r"exitcode *: (\d+)", said)) == {"143"}
+    assert [step for step, _ in checkpoints(run / "checkpoints")] == [summary["steps"]]
+    assert process.returncode == 1  # which is torchrun's for any failure
 
 
 TWICE = """

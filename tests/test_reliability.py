@@ -101,9 +101,9 @@ def under_way(at: Path, run: str, *words: str) -> Iterator[subprocess.Popen[str]
     line = command("train", "own.py:task", "--run", run, *words)
     with subprocess.Popen(line, cwd=at, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            assert within(30, lambda: last_step(at / run) >= 10), process.stderr
+            assert within(90, lambda: last_step(at / run) >= 10), process.stderr
             yield process
-            process.wait(30)
+            process.wait(90)
             assert within(5, lambda: not session(process.pid)), session(process.pid)
         finally:
             for pid in session(process.pid):
@@ -130,6 +130,17 @@ def last_step(run: Path) -> int:
 def weights(run: Path) -> str:
     digest: str = json.loads((run / "summary.json").read_text())["weights_sha256"]
     return digest
+
+
+def came(run: Path) -> tuple[int, bool, str]:
+    """The steps of a run, and whether it is complete, also in words."""
+    summary = json.loads((run / "summary.json").read_text())
+    return summary["steps"], summary["complete"], summary["ending"]
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """The process numbers of the workers, in their order."""
+    return [pid for _, pid in sorted((name, pid) for pid, name in session(process.pid).items() if "worker" in name)]
 
 
 # Coming from another host, and going.
@@ -174,7 +185,9 @@ def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_and_says_how_to_go_on
     assert "Traceback" not in words
     ((step, _),) = checkpoints(run / "checkpoints")
     assert step == last_step(run) < 600
-    assert f"interrupted by {number.name}\nthe run lies in {run}; go on with  unisono train" in words
+    ending = f"stopped on request after {step} of 600 steps"
+    assert f"interrupted by {number.name}: {ending}\nthe run lies in {run}; go on with  unisono train" in words
+    assert came(run) == (step, False, ending)
     again = re.findall(r"go on with  unisono (.*)\n", words)
     done = unisono(home, *shlex.split(again[0]))
     assert done.returncode == 0, done.stderr
@@ -195,6 +208,36 @@ def test_processes_have_names_and_a_killed_worker_is_named_and_ends_the_run(home
     done = unisono(home, "train", "own.py:task", "--run", "killed", "--resume")
     assert done.returncode == 0, done.stderr
     assert weights(run) == weights(home / "whole")
+
+
+@pytest.mark.parametrize("how", ["", "--no-elastic"], ids=["elastic", "not elastic"])
+def test_where_every_worker_is_asked_to_end_the_run_is_not_complete(how: str, home: Path) -> None:
+    name = f"asked{how}"
+    with under_way(home, name, *EXACT, "--checkpoint-every", "0", *how.split()) as process:
+        for pid in workers_of(process):
+            os.kill(pid, signal.SIGTERM)
+        words = said(process)
+    assert process.returncode == 143, words
+    step = last_step(home / name)
+    ending = f"stopped on request after {step} of 600 steps"
+    assert came(home / name) == (step, False, ending)
+    assert f"interrupted by SIGTERM: {ending}\n" in words
+    assert [step for step, _ in checkpoints(home / name / "checkpoints")] == [step]
+
+
+def test_the_last_worker_of_too_few_saves_what_it_has(home: Path) -> None:
+    """One leaves, so that the others are fewer than the run needs; then they are asked to leave too."""
+    with under_way(home, "few", *EXACT, "--workers", "2:3", "--checkpoint-every", "0") as process:
+        first, second = workers_of(process)
+        os.kill(first, signal.SIGTERM)
+        assert within(30, lambda: first not in session(process.pid))
+        os.kill(second, signal.SIGTERM)
+        words = said(process)
+    assert process.returncode == 143, words
+    step, complete, _ = came(home / "few")
+    assert not complete
+    assert [step for step, _ in checkpoints(home / "few" / "checkpoints")] == [step]
+    assert step >= last_step(home / "few") - 1
 
 
 # Two commands, one directory.

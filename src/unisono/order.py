@@ -92,6 +92,8 @@ class Result:
         step_seconds_median: of this life.
         peak_rss_bytes: the largest resident memory of a worker.
         run: the run's directory.
+        complete: whether all steps that were asked for are done; else the run was asked to stop, and can be resumed.
+        ending: the same in words.
         ledger: of each worker that was there at the end, by rank, the seconds of its process's life by what they went
             into; they add up to all of it.
         skipped_steps: of `steps`, those that were dropped as bad.
@@ -110,6 +112,8 @@ class Result:
     step_seconds_median: float
     peak_rss_bytes: int
     run: str
+    complete: bool
+    ending: str
     ledger: Sequence[Mapping[str, float]] = ()
     skipped_steps: int = 0
     healed: int = 0

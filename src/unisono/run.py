@@ -20,6 +20,7 @@ from unisono.launch import (
     Elastic,
     Forkserver,
     Identity,
+    Interrupted,
     StopRequest,
     Worker,
     ask,
@@ -31,6 +32,7 @@ from unisono.launch import (
 )
 from unisono.launch.lock import Holder
 from unisono.launch.process import age_seconds
+from unisono.launch.stopping import STOP
 from unisono.membership import Contact
 from unisono.membership.place import Calling
 from unisono.observe import write_summary
@@ -61,6 +63,8 @@ def train(task: Task, config: Config | None = None, *, json: Path | None = None,
         InvalidInput: what is asked for cannot work.
         WorkerFailed: a worker ended badly; carries its traceback.
         Diverged: the loss is not finite.
+        Interrupted: the run was asked to stop before all steps were done. Its last step is in a checkpoint if
+            ``results`` has what the workers returned.
     """
     config = config or Config()
     settings = {name: value for name, value in config.mapping().items() if name in config.given}
@@ -105,15 +109,21 @@ def start(
             order = Order(source, settings, path, began, holder=holder)
             elastic = stack.enter_context(_may_come_and_go(config, order, server, on_message, calling))
             order = replace(order, contact=elastic.contact if elastic else None)
-            results = launch(
-                "unisono.work:work",
-                (order,),
-                config.workers,
-                logs=path / "logs",
-                prepared=server,
-                on_message=on_message,
-                elastic=elastic,
-            )
+            try:
+                results = launch(
+                    "unisono.work:work",
+                    (order,),
+                    config.workers,
+                    logs=path / "logs",
+                    prepared=server,
+                    on_message=on_message,
+                    elastic=elastic,
+                )
+            except Interrupted as stopped:
+                result = next((result for result in stopped.results if result is not None), None)
+                if result is None:
+                    raise
+                return conclude(result, path, json, on_message, stopped.number)
     return None if results[0] is None else conclude(results[0], path, json, on_message)
 
 
@@ -211,14 +221,25 @@ def _be_worker(
     settings = {**with_earlier(settings), "workers": identity.size}
     worker = Worker(identity, lambda message: on_message(identity.rank, message), StopRequest())
     result = work(worker, Order(source, settings, None, began))
-    return conclude(result, Path(result["run"]), json, on_message) if result and identity.rank == 0 else None
+    if result is None:
+        return None
+    if identity.rank == 0:
+        return conclude(result, Path(result["run"]), json, on_message)
+    _check_complete(result, STOP)
+    return None
 
 
-def conclude(result: Mapping[str, Any], path: Path, json: Path | None, on_message: Messages) -> Result:
+def conclude(
+    result: Mapping[str, Any], path: Path, json: Path | None, on_message: Messages, number: int = STOP
+) -> Result:
     """Write what worker 0 returned to the run's directory, as far as the disk takes it, and to `json`.
+
+    Args:
+        number: of the signal that asked to stop, if any did.
 
     Raises:
         UnisonoError: `json` cannot be written.
+        Interrupted: not all steps are done.
     """
     try:
         write_summary(path / SUMMARY, result)
@@ -229,4 +250,10 @@ def conclude(result: Mapping[str, Any], path: Path, json: Path | None, on_messag
             write_summary(json, result)
     except OSError as error:
         raise UnisonoError(f"the result was not written to {json}: {error.strerror}") from error
+    _check_complete(result, number)
     return Result(**result)
+
+
+def _check_complete(result: Mapping[str, Any], number: int) -> None:
+    if not result["complete"]:
+        raise Interrupted(number, [result], result["ending"])

@@ -48,6 +48,7 @@ from unisono.membership import View
 from unisono.milestone import Milestone
 from unisono.notation import show
 from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in_words, write_config
+from unisono.observe.written import SUMMARY
 from unisono.order import Order, Result
 from unisono.persist import Persistence, history
 from unisono.pieces import Laid
@@ -307,10 +308,16 @@ class Life:
             step_seconds_median=statistics.median(self.step_seconds or [0.0]),
             peak_rss_bytes=int(peaks.max()),
             run=str(path),
+            complete=outcome.steps >= trainer.steps,
+            ending=_ending(outcome.steps, trainer.steps),
             skipped_steps=len(trainer.persistence.judge.skipped),
             healed=trainer.persistence.judge.healed,
             ledger=[in_words(dict(zip(Phase, row))) for row in spent.tolist()],
         )
+
+
+def _ending(done: int, steps: int) -> str:
+    return f"all {done:,} steps are done" if done >= steps else f"stopped on request after {done:,} of {steps:,} steps"
 
 
 def _begin(persistence: Persistence, found: Found | None, path: Path) -> int:
@@ -451,6 +458,8 @@ def _write_down(
         record.event("view", number=view.number, members=list(view.members), step=reached.steps, loss=reached.loss,
                       words=f"{who} on from step {reached.steps}")  # fmt: skip
     elif comm.rank == 0:
+        with contextlib.suppress(OSError):
+            (path / SUMMARY).unlink()  # of an earlier life of the run: that of this one comes at its end
         try:
             write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)
         except OSError as error:

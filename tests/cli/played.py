@@ -25,6 +25,8 @@ class Result:
     step_seconds_median: float = 0.0123
     peak_rss_bytes: int = 412_000_000
     run: str = "runs/digits-1"
+    complete: bool = True
+    ending: str = "all 240 steps are done"
 
 
 @dataclass

@@ -38,10 +38,11 @@ def test_a_run_under_way_says_what_each_does_on_which_line_and_where_the_time_we
 
 def test_a_run_that_is_over_says_where_the_time_went(tmp_path: Path, capsys) -> None:
     ledger = [{"start": 1.0, "compute": 8.0, "communication": 1.0}, {"start": 1.5, "compute": 8.5}]
-    (tmp_path / "summary.json").write_text(json.dumps({"steps": 1200, "wall_seconds": 12.0, "ledger": ledger}))
+    summary = {"steps": 1200, "wall_seconds": 12.0, "ledger": ledger, "ending": "all 1,200 steps are done"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert main(["status", "--run", str(tmp_path)]) == 0
     first, _, *table, shares = capsys.readouterr().out.splitlines()
-    assert first == "the run is over after 1,200 steps and 12.0 s"
+    assert first == "the run has ended after 12.0 s, all 1,200 steps are done"
     assert [row.split() for row in table] == [
         ["worker", "start", "compute", "communication", "together"],
         ["0", "1.00", "8.00", "1.00", "10.00"],

@@ -191,10 +191,10 @@ def test_other_errors_of_a_run_are_their_message(unisono: Unisono, played: Playe
 
 
 def test_an_interrupted_run_says_where_it_lies_and_how_to_go_on(unisono: Unisono, played: Played) -> None:
-    played.act = raising(Interrupted(2))
+    played.act = raising(Interrupted(2, (), "stopped on request after 87 of 200 steps"))
     said = unisono("train", "digits")
     assert said.code == 130
-    assert "interrupted by SIGINT" in said.err
+    assert "interrupted by SIGINT: stopped on request after 87 of 200 steps\n" in said.err
     assert "unisono train --run 'runs/a b' --resume\n" in said.err
     assert said.out == ""
 
@@ -218,12 +218,14 @@ def test_the_summary_has_what_a_user_asks_first(unisono: Unisono, played: Played
         assert text in said.out
 
 
+@pytest.mark.parametrize(("act", "code"), [(None, 0), (Interrupted(15), 143)], ids=["complete", "stopped"])
 def test_only_worker_0_speaks_under_another_launcher(
-    unisono: Unisono, played: Played, monkeypatch: pytest.MonkeyPatch
+    unisono: Unisono, played: Played, monkeypatch: pytest.MonkeyPatch, act: Interrupted | None, code: int
 ) -> None:
+    played.act = raising(act) if act else played.act
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert unisono("train", "digits") == Said(0, "", "")
+    assert unisono("train", "digits") == Said(code, "", "")
     assert played.source is not None

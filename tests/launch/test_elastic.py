@@ -129,9 +129,12 @@ def test_who_is_asked_to_leave_is_not_replaced(tmp_path) -> None:
     assert set(drill.pids) == {"0", "1", "2"}
 
 
-def test_when_all_have_left_there_is_no_result(tmp_path) -> None:
-    with pytest.raises(WorkerFailed, match="every worker was asked to leave before the run was over"):
+def test_when_all_have_left_the_run_was_interrupted(tmp_path) -> None:
+    with pytest.raises(
+        Interrupted, match="SIGTERM: every worker was asked to leave before the run was over"
+    ) as stopped:
         Drill(tmp_path).run("leave")
+    assert stopped.value.exit_code == 143
 
 
 def test_a_coordinator_that_is_killed_comes_back_at_the_same_place_and_knows_what_it_knew(tmp_path) -> None:

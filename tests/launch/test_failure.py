@@ -51,7 +51,7 @@ def test_invalid_input_and_exit_codes_become_themselves() -> None:
     assert isinstance(Failure(0, 0.0, "…", exit_code=3).error(), ScriptExited)
 
 
-@pytest.mark.parametrize("error", [Interrupted(2, [1]), ScriptExited(1, 3)])
+@pytest.mark.parametrize("error", [Interrupted(2, [1], "after 3 steps"), ScriptExited(1, 3)])
 def test_errors_travel_by_pickle(error: Exception) -> None:
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))

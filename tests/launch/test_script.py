@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import InvalidInput, WorkerFailed
-from unisono.launch import ScriptExited, launch_script, prepare
+from unisono.launch import Interrupted, ScriptExited, launch_script, prepare
 
 TELL = """\
 import os, sys, beside
@@ -77,6 +77,23 @@ def test_the_exit_code_of_the_script_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ScriptExited) as caught:
         run(script)
     assert caught.value.exit_code == 7
+
+
+def test_a_script_that_is_asked_to_end_was_interrupted(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    with pytest.raises(Interrupted, match=r"interrupted by SIGTERM: the script was at .*script\.py:2 ") as caught:
+        run(script, workers=1)
+    assert caught.value.exit_code == 143
+
+
+def test_a_script_that_trains_ends_as_its_run_does(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from unisono.launch import Interrupted\nraise Interrupted(15, [{'steps': 3}], 'after 3 steps')\n"
+    )
+    with pytest.raises(Interrupted, match="interrupted by SIGTERM: after 3 steps"):
+        run(script)
 
 
 def test_exit_functions_and_threads_end_as_in_plain_python(tmp_path: Path) -> None:

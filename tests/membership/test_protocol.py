@@ -123,6 +123,19 @@ def test_who_leaves_is_not_kept_to_make_up_numbers() -> None:
     settled(world)
 
 
+def test_the_last_workers_that_leave_stop_the_run_however_few_they_are() -> None:
+    """They alone have the state, and one that leaves a run to others saves nothing."""
+    world = World(Policy(minimum=3, expected=3, maximum=4, patience_seconds=5.0), 3, seed=3)
+    world.run(5.0)
+    for name in ("w1", "w0", "w2"):
+        world.leave(name)
+        world.run(2.0)
+    assert world.over
+    assert not world.present()
+    assert [set(view.members) for view in world.views.values()] == [{"w0", "w1", "w2"}, {"w2"}]
+    world.check()
+
+
 def test_who_leaves_before_there_is_a_view_may() -> None:
     world = World(Policy(minimum=2, expected=3, maximum=3, patience_seconds=5.0), 1, seed=3)
     world.run(1.0)

@@ -283,7 +283,7 @@ class World:
         if self.coordinator is not None and not worker.offline:
             self.over = self.over or beat.finished
             self._tell(self.coordinator.hear(beat, self.now))
-            self._answer(worker)
+            self._answer(worker, again=beat.leaving)
 
     def _hung_up(self, name: str) -> None:
         if self.coordinator is not None:
@@ -315,10 +315,11 @@ class World:
         for name in self.present():
             self._answer(self.workers[name])
 
-    def _answer(self, worker: Worker) -> None:
+    def _answer(self, worker: Worker, again: bool = False) -> None:
+        """What is news to `worker`, or what it has heard before once `again`."""
         assert self.coordinator is not None
         word = self.coordinator.word
-        if word != worker.heard and not worker.offline and not self._lost():
+        if (again or word != worker.heard) and not worker.offline and not self._lost():
             self._at(worker, self._delay(), self._take, worker, word)
 
     def _take(self, worker: Worker, word: Word) -> None:

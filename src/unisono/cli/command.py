@@ -28,6 +28,12 @@ commands:
   --version      print the version
   --help         print this; also after a command
 
+exit codes:
+  0    done: of a run, all steps
+  1    a run failed; it can be resumed from its last checkpoint
+  2    what was written cannot work, or the loss is not finite
+  130  a run was asked to stop by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; it can be resumed from its last step
+
 for instance:
   unisono train digits --workers 2
 """
@@ -36,7 +42,7 @@ for instance:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: the process's own) and return the exit code.
 
-    0: done. 1: a run failed. 2: what was written cannot work. 130: interrupted.
+    0: done. 1: a run failed. 2: what was written cannot work. 128 and a signal's number: interrupted by it.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -11,7 +11,7 @@ from unisono.cli.calling import contact
 from unisono.cli.token import VARIABLE
 from unisono.cli.words import read, whole
 from unisono.errors import InvalidInput
-from unisono.launch.stopping import Interrupted
+from unisono.launch.stopping import STOP, Interrupted
 from unisono.membership import Contact
 from unisono.membership.card import contact_in
 from unisono.observe.display import Display
@@ -33,7 +33,7 @@ REACHING = ("--run", "--token-file", "--authority")  # options that say where a 
 
 
 def join(words: list[str]) -> int:
-    """Run the words after ``unisono join``; 0 when the run is over, or all workers of this host have left it.
+    """Run the words after ``unisono join``; 0 when the run is complete, or all workers of this host have left it.
 
     Raises:
         UnisonoError: what was written cannot work, or the workers of this host failed.
@@ -55,7 +55,7 @@ def join(words: list[str]) -> int:
                 return stopped.exit_code
             result = None
     print(_words(result))
-    return 0
+    return 0 if result is None or result.get("complete", True) else Interrupted(STOP).exit_code
 
 
 def reached(options: Mapping[str, str], rest: list[str], command: str) -> Contact:
@@ -83,4 +83,4 @@ def _words(result: Mapping[str, Any] | None) -> str:
         return "all workers of this host have left; the run may go on without them"
     if "steps" not in result:
         return f"the script has come to its end; its run lies in {result['run']}"
-    return f"the run is over after {result['steps']:,} steps; its result lies in {result['run']}"
+    return f"the run has ended, {result['ending']}; its result lies in {result['run']}"

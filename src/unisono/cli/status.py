@@ -75,7 +75,7 @@ def _summary(run: Path) -> Mapping[str, Any] | None:
 
 def _ended(summary: Mapping[str, Any]) -> list[str]:
     spent = {str(rank): seconds for rank, seconds in enumerate(summary.get("ledger", []))}
-    over = f"the run is over after {summary['steps']:,} steps and {duration(summary['wall_seconds'])}"
+    over = f"the run has ended after {duration(summary['wall_seconds'])}, {summary['ending']}"
     return [over, "", *account(spent)]
 
 

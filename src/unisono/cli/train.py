@@ -17,7 +17,8 @@ from unisono.observe.words import resume_command
 
 
 def train(words: list[str]) -> int:
-    """Run the words after ``unisono train``; 0 when the run has come to its end.
+    """Run the words after ``unisono train``; 0 when all steps are done, 128 and the signal's number when the run was
+    asked to stop before.
 
     Raises:
         UnisonoError: what was written cannot work, or the run failed.
@@ -26,7 +27,10 @@ def train(words: list[str]) -> int:
         return _help(words)
     asked = request(given(words))
     if identity_here().rank > 0:  # under another launcher, where worker 0 speaks for all
-        run_of(asked, _quiet)
+        try:
+            run_of(asked, _quiet)
+        except Interrupted as stopped:
+            return stopped.exit_code
         return 0
     with Display(asked.source.name, sys.stderr) as display:
         try:

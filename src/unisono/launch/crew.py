@@ -28,7 +28,7 @@ from unisono.launch.failure import Failure
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.member import Member
 from unisono.launch.signals import Inbox
-from unisono.launch.stopping import Interrupted
+from unisono.launch.stopping import STOP, Interrupted
 from unisono.launch.succession import Succession, Together, Verdict
 from unisono.launch.worker import Order
 
@@ -279,5 +279,5 @@ class Crew:
         if cause and not self._parted:
             raise cause
         if lacking := self._succession.lacking(results):
-            raise WorkerFailed(0, lacking)
+            raise Interrupted(STOP, words=lacking)
         return results

@@ -8,8 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.errors import Diverged, InvalidInput, UnisonoError, WorkerFailed
+from unisono.launch.stopping import Interrupted
 
-SAY_ALL: dict[str, type[UnisonoError]] = {"InvalidInput": InvalidInput, "Diverged": Diverged}
+SAY_ALL: dict[str, type[UnisonoError]] = {
+    "InvalidInput": InvalidInput,
+    "Diverged": Diverged,
+    "Interrupted": Interrupted,
+}
 """Errors whose message says all that there is to say: the launcher raises them again as they were."""
 
 

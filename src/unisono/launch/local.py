@@ -112,7 +112,7 @@ def launch(
         WorkerFailed: a worker raised something else, was killed, or left by ``sys.exit`` (`ScriptExited`); where they
             are replaced, too many were killed in a row.
         UnisonoError: no coordinator stays up.
-        Interrupted: this process was asked to end.
+        Interrupted: this process was asked to end, or every worker to leave.
     """
     with contextlib.ExitStack() as stack:
         inbox = stack.enter_context(Inbox())

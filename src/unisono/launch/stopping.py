@@ -40,19 +40,21 @@ class StopRequest:
 
 
 class Interrupted(UnisonoError):
-    """The launcher was asked to end the run before it had finished (Ctrl-C, SIGTERM, a closed terminal).
+    """The launcher, or all workers, were asked to end the run before it had finished (Ctrl-C, SIGTERM, a closed
+    terminal).
 
     Args:
         number: of the signal.
         results: what the workers returned, by rank, if all came to a step boundary and returned; else empty.
+        words: how far the run came; empty where that is not known.
     """
 
-    def __init__(self, number: int, results: Sequence[Any] = ()) -> None:
-        self.number, self.results = number, tuple(results)
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
+    def __init__(self, number: int, results: Sequence[Any] = (), words: str = "") -> None:
+        self.number, self.results, self.words = number, tuple(results), words
+        super().__init__(f"interrupted by {signal.Signals(number).name}" + (f": {words}" if words else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.number, self.results)
+        return type(self), (self.number, self.results, self.words)
 
     @property
     def exit_code(self) -> int:

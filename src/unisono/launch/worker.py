@@ -26,7 +26,7 @@ from setproctitle import setproctitle
 
 from unisono.errors import CommunicationError, Diverged, InvalidInput
 from unisono.launch.identity import Identity
-from unisono.launch.stopping import StopRequest
+from unisono.launch.stopping import Interrupted, StopRequest
 from unisono.stack import raised_at
 
 
@@ -196,13 +196,17 @@ def _describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, SystemExit):
         code = error.code
         return found | {"exit_code": code if isinstance(code, int) else int(code is not None)}
+    line = raised_at(error.__traceback__)
     if isinstance(error, InvalidInput):
         value = error.value if isinstance(error.value, str | int | float | None) else repr(error.value)
         found["said"] = ["InvalidInput", [error.field, value, error.problem, error.cure]]
     elif isinstance(error, Diverged):
         found["said"] = ["Diverged", list(error.args)]
+    elif isinstance(error, Interrupted):
+        found["said"] = ["Interrupted", [error.number, [], error.words]]
+    elif isinstance(error, KeyboardInterrupt):  # how SIGTERM reaches a script: a worker ignores SIGINT
+        found["said"] = ["Interrupted", [signal.SIGTERM, [], f"the script was at {line}" if line else ""]]
     consequence = isinstance(error, CommunicationError)
-    line = raised_at(error.__traceback__)
     return found | {"traceback": _traceback(error), "consequence": consequence, "line": line}
 
 

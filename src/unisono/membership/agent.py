@@ -121,9 +121,10 @@ class Agent:
         return self.part(number, digest)
 
     def leave(self) -> list[Action]:
-        """This worker is to go, after a step that all take."""
+        """This worker is to go, after a step that all take. Whether it may go at once, the next word says: the last
+        one was said without regard to this."""
         self._leaving = True
-        return self._next()
+        return []
 
     def finish(self) -> list[Action]:
         """All that was to be trained is, and the result lies where it belongs."""

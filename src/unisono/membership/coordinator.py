@@ -254,6 +254,8 @@ class Coordinator:
             return
         ready = self._roll.ready(now)
         staying = [worker for worker in ready if worker not in self._roll.leaving]
+        if self.view.number and not staying:
+            wanted = self.policy.unit  # all leave: a view of them, however few, stops and saves its state
         unpaused = self._unpaused(staying, now)
         formed = self._formed(self._seats(unpaused, now), ready, wanted, late)
         if (formed is None or formed.given_up) and len(unpaused) < len(staying):  # the others are needed
