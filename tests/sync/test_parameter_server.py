@@ -31,7 +31,7 @@ from unisono.sync import AllReduce, DelayCompensation, Loop, ParameterServer, Sc
 from unisono.sync.server.actor import MOVED, Server
 from unisono.sync.server.keeper import Keeper, Lot, Push, Terms
 from unisono.sync.server.slices import cut
-from unisono.sync.server.stepping import ELEMENTWISE, numbers_of
+from unisono.sync.server.stepping import ELEMENTWISE, Stepper, numbers_of
 
 INF = math.inf
 
@@ -156,6 +156,19 @@ def test_every_elementwise_optimizer_steps_as_it_does_here_and_its_state_comes_b
     for name, weight in weights_of(remote.model).items():
         if name not in NOISE:
             torch.testing.assert_close(weight, weights_of(local.model)[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_server_takes_the_plain_step_where_a_worker_on_a_gpu_takes_the_fused_one(dtype) -> None:
+    weight, gradient = torch.randn(2, 99, generator=torch.Generator().manual_seed(0)).to(dtype)
+    plain = nn.Parameter(weight.clone())
+    optimizer = torch.optim.SGD([plain], 0.1, 0.9)
+    stepper = Stepper("SGD", [{**numbers_of(optimizer)[0], "fused": True}], [0], [weight])
+    for _ in range(2):
+        stepper.step([gradient], [{**numbers_of(optimizer)[0], "fused": True}])
+        plain.grad = gradient.clone()
+        optimizer.step()
+    torch.testing.assert_close(weight, plain.detach())
 
 
 @pytest.mark.parametrize("sync", [ParameterServer(), ParameterServer(servers=3, slice_bytes=300)], ids=notation.show)

@@ -19,6 +19,8 @@ ELEMENTWISE: dict[str, type[Optimizer]] = {
 """Optimizers that treat every number by itself, so that a piece of a parameter can be stepped without the rest."""
 _NOT_HERE = {"foreach": None, "capturable": False, "differentiable": False}  # choices about the worker's device
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+# Servers compute on the CPU, where torch's fused SGD leaves most numbers of half precision as they are (2.13).
+_FUSED_DTYPES = (torch.float32, torch.float64)
 
 Numbers = Mapping[str, Any]
 """A parameter group's hyperparameters, as JSON knows them."""
@@ -60,8 +62,9 @@ class Stepper:
     """
 
     def __init__(self, kind: str, groups: Sequence[Numbers], members: Sequence[int], weights: Sequence[Tensor]) -> None:
-        self._kind, self._members = kind, sorted(set(members))
+        self._members = sorted(set(members))
         self._pieces = [nn.Parameter(each, requires_grad=False) for each in weights]
+        self._fuses = kind in _FUSED and all(each.dtype in _FUSED_DTYPES for each in weights)
         made: Any = ELEMENTWISE[kind]
         self._optimizer: Optimizer = made([
             {"params": [p for p, m in zip(self._pieces, members) if m == member], **self._here(groups[member])}
@@ -114,7 +117,7 @@ class Stepper:
 
     def _here(self, numbers: Numbers) -> dict[str, Any]:
         here = {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
-        if "fused" in here and self._kind not in _FUSED:
+        if "fused" in here and not self._fuses:
             here["fused"] = None
         return here
 
