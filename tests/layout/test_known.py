@@ -53,6 +53,24 @@ def test_numbers_that_were_written_over_with_unknown_ones_are_unknown() -> None:
                 bool((unknown == 0).all())
 
 
+def test_fresh_real_numbers_stay_on_the_meta_device_and_are_known() -> None:
+    unknown = torch.ones(3, device="meta")
+    with Known():
+        mask = torch.ones(2, 3, device="meta")
+        assert mask.is_meta
+        assert bool(mask.all())
+        assert (mask[:, 1:] * 2).is_meta
+        assert (mask[:, 1:] * 2).sum().item() == 8
+        mask[0, 1:] = 0.0
+        assert mask.sum().item() == 4
+        assert (mask.to(torch.long) == torch.tensor([[1, 0, 0], [1, 1, 1]])).all()
+        mask[1] = unknown
+        drawn = torch.rand(3, device="meta")
+        for lost in (mask, mask[0] + 1, drawn):
+            with pytest.raises(RuntimeError, match="meta"):
+                lost.sum().item()
+
+
 def test_a_model_that_looks_at_its_inputs_is_split_as_if_it_had_numbers() -> None:
     real = Looking()
     with torch.device("meta"):

@@ -31,6 +31,63 @@ def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
 
 
+class Tied(nn.Module):
+    """Blocks that share a matrix, a gain and a buffer; nothing of that can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.blocks = nn.ModuleList(Block(32) for _ in range(4))
+        for block in self.blocks[1:]:
+            block.up.weight, block.gain = self.blocks[0].up.weight, self.blocks[0].gain
+            block.register_buffer("scale", self.blocks[0].scale)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gain = nn.Parameter(torch.rand(width))
+        self.register_buffer("scale", torch.rand(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu()) * self.gain * self.scale
+
+
+def _places(rank: int, size: int, path: str, layout: Layout) -> list[str]:
+    """Names of the tensors that differ from the model's, of all places where modules hold one."""
+    from unisono.layout.lay import lay, mesh_of
+
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
+    try:
+        torch.manual_seed(3)
+        held = lay(Tied, layout, mesh_of(Places(layout, size), "cpu"), sample())
+        torch.manual_seed(3)
+        whole = Tied().state_dict()
+        pieces = held.pipeline.stages.values() if held.pipeline else [held.model]
+        found = {n: t for piece in pieces for n, t in piece.state_dict(keep_vars=True).items()}
+        assert found.keys() <= whole.keys()
+        for shared in ("up.weight", "gain", "scale"):
+            assert len({id(t) for name, t in found.items() if name.endswith(shared)}) == 1, "they stay tied"
+        local = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in found.items()}
+        parts = {name: held.parts.get(name) for name in found}
+        return [name for name, t in local.items()
+                if not torch.equal(t, whole[name][parts[name].slices] if parts[name] else whole[name])]  # fmt: skip
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)], ids=str)
+def test_what_blocks_share_is_filled_wherever_it_is_held(layout, tmp_path: Path) -> None:
+    assert run(2, _places, str(tmp_path), layout) == [[], []]
+
+
 def _held(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
     from unisono.layout.lay import lay, mesh_of
 

@@ -6,57 +6,91 @@ meta device there is nothing to look at. Here only what weights or buffers went 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _META, _REAL = torch.device("meta"), torch.device("cpu")
+_RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class Known(TorchDispatchMode):
     """Within the block, operations on real tensors alone are computed, wherever their result is wanted; all others
     give shapes. Their inputs may lie on the CPU and on the meta device at once.
 
-    Fresh real numbers on the meta device (the first state of a recurrent layer) stay there: nobody looks at those, and
-    torch wants some of them where the weights are. Positions and masks are whole numbers and truth values.
+    Fresh real numbers on the meta device (the first state of a recurrent layer, a mask of ones) stay there, as torch
+    wants some of them where the weights are; but what they are is remembered, and so is what is computed from them
+    alone. Positions and masks of whole numbers and truth values come to the CPU.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._overwritten: dict[int, UntypedStorage] = {}  # real, with numbers that nobody knows any more
+        self._twins = WeakTensorKeyDictionary()  # real ones of tensors on the meta device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = dict(kwargs or {})
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        known = all(self._is_known(x) for x in given)
-        if known and kwargs.get("device") == _META:
-            if not given and (fresh := func(*args, **kwargs)).is_floating_point():
-                return fresh
-            kwargs["device"] = _REAL
-        if known:
-            return func(*args, **kwargs)
-        originals: dict[int, Tensor] = {}
+        fresh = not given and kwargs.get("device") == _META
+        drawn = fresh and torch.Tag.nondeterministic_seeded in func.tags
+        if drawn or not all(map(self._is_known, given)):
+            self._forget(func, args)
+            return _shapes(func, args, kwargs)
+        real, named = tree_map(self._real, (args, kwargs))
+        numbers = func(*real, **{**named, **({"device": _REAL} if named.get("device") == _META else {})})
+        on_meta = fresh or any(x.is_meta for x in given)
+        if not on_meta or not any(map(_stays, tree_leaves(numbers))):
+            return numbers
+        return tree_map(self._paired, _shapes(func, args, kwargs), numbers)
 
-        def shape(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.is_meta:
-                return x
-            twin = x.to(_META)
-            originals[id(twin)] = x
-            return twin
+    def _paired(self, shape: Any, numbers: Any) -> Any:
+        if not _stays(numbers):
+            return numbers
+        if shape.is_meta:
+            self._twins[shape] = numbers
+        return shape
 
-        if kwargs.get("device") is not None:
-            kwargs["device"] = _META
-        shapes, named = tree_map(shape, (args, kwargs))
-        found = func(*shapes, **named)
-        for argument, value in zip(func._schema.arguments, shapes):
-            if argument.alias_info is not None and argument.alias_info.is_write and id(value) in originals:
-                storage = originals[id(value)].untyped_storage()
+    def _forget(self, func: Any, args: Any) -> None:
+        """What `func` writes to has numbers that nobody knows."""
+        for argument, value in zip(func._schema.arguments, args):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            numbers = self._real(value) if written else None
+            if isinstance(numbers, Tensor) and not numbers.is_meta:
+                storage = numbers.untyped_storage()
                 self._overwritten[storage._cdata] = storage
-        return tree_map(lambda x: originals.get(id(x), x) if isinstance(x, Tensor) else x, found)
+
+    def _real(self, x: Any) -> Any:
+        """The numbers of `x`, wherever it lies; itself where there are none."""
+        return self._twins.get(x, x) if isinstance(x, Tensor) and x.is_meta else x
 
     def _is_known(self, x: Tensor) -> bool:
-        return not x.is_meta and x.untyped_storage()._cdata not in self._overwritten
+        numbers = self._real(x)
+        return not numbers.is_meta and numbers.untyped_storage()._cdata not in self._overwritten
+
+
+def _stays(found: Any) -> bool:
+    """Whether numbers that were computed for the meta device are shown there as a shape."""
+    return isinstance(found, Tensor) and found.is_floating_point()
+
+
+def _shapes(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What `func` gives on the meta device; what it writes to and returns is the tensor that was given."""
+    originals: dict[int, Tensor] = {}
+
+    def shape(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.is_meta:
+            return x
+        twin = x.to(_META)
+        originals[id(twin)] = x
+        return twin
+
+    device = {"device": _META} if kwargs.get("device") is not None else {}
+    shapes, named = tree_map(shape, (args, dict(kwargs)))
+    found = func(*shapes, **{**named, **device})
+    return tree_map(lambda x: originals.get(id(x), x) if isinstance(x, Tensor) else x, found)

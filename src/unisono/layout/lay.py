@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from unisono.layout.blocks import Compute
 from unisono.layout.context import verify
 from unisono.layout.deferred import Deferred, record
+from unisono.layout.deferred.slots import Slots, tie
 from unisono.layout.held import Held
 from unisono.layout.layout import AXES, Layout
 from unisono.layout.places import Places
@@ -55,7 +56,7 @@ def lay(
     found = spread(model, layout, mesh, sample, compute)
     if deferred.whole:
         return found.held(layout, mesh, sample)
-    found.model.to_empty(device=mesh.device_type)
+    _give_memory(found.model, mesh.device_type)
     if layout.offload:
         _to_host(found.model)
     held = found.held(layout, mesh, sample)
@@ -79,12 +80,20 @@ def outline(
         deferred.materialise(lambda name, whole: None)  # nothing of it is kept
     found = spread(deferred.model, layout, mesh, sample, compute, measured=False)
     with shapes():
-        found.model.to_empty(device=mesh.device_type)
+        _give_memory(found.model, mesh.device_type)
     held = found.held(layout, mesh, sample)
     with shapes(), torch.no_grad():
         for tensor in (*held.local.parameters(), *held.local.buffers()):
             tensor.zero_()
     return held
+
+
+def _give_memory(model: nn.Module, device: str) -> None:
+    """`Module.to_empty`, which would give each place of a tied tensor memory of its own."""
+    tied = Slots(model).tied
+    model.to_empty(device=device)
+    for slots in tied:
+        tie(slots, getattr(*slots[0]))
 
 
 def _to_host(model: nn.Module) -> None:
@@ -96,12 +105,13 @@ def _to_host(model: nn.Module) -> None:
 
 
 def _fill(held: Held, deferred: Deferred) -> None:
-    here = {**dict(held.local.named_parameters()), **dict(held.local.named_buffers())}
+    empty = {**dict(held.local.named_parameters()), **dict(held.local.named_buffers())}
 
     def keep(name: str, whole: Tensor) -> None:
         part = held.parts.get(name)
-        if name in here:
+        if name in empty:
             with torch.no_grad():
-                here[name].copy_(whole[part.slices] if part else whole)
+                empty.pop(name).copy_(whole[part.slices] if part else whole)
 
     deferred.materialise(keep)
+    assert not empty, f"nothing has come for {', '.join(empty)}"

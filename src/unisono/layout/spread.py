@@ -46,7 +46,7 @@ class Spread:
             counted = set()
         buffers = dict(self.model.named_buffers())
         if self.pipeline:
-            buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.named_buffers()}
+            buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.whole_buffers().items()}
         held = Held.of(self.model, leaves, buffers, elsewhere=leaves.keys() - counted)
         held = replace(held, pipeline=self.pipeline, gathering=self.gathering)
         return replace(held, passage=Passage(mesh["context"], sample.weight)) if layout.context > 1 else held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+Slot = tuple[nn.Module, str]
+
+
 class Slots:
     """The places in modules that hold a registered tensor; a tied one has several."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+        self._slots: dict[int, list[Slot]] = defaultdict(list)
         for module in model.modules():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
@@ -30,8 +33,18 @@ class Slots:
         """Put `new`, as a parameter if `old` is one, wherever `old` is registered."""
         new = like(old, new)
         new.__dict__.update(old.__dict__)
-        for module, key in self._slots[id(old)]:
-            setattr(module, key, new)
+        tie(self._slots[id(old)], new)
+
+    @property
+    def tied(self) -> list[list[Slot]]:
+        """The places of each tensor that has several, in the model's order."""
+        return [slots for slots in self._slots.values() if len(slots) > 1]
+
+
+def tie(slots: Sequence[Slot], tensor: Tensor) -> None:
+    """Put `tensor` in all of `slots`."""
+    for module, key in slots:
+        setattr(module, key, tensor)
 
 
 def like(old: Tensor, new: Tensor) -> Tensor:

@@ -241,8 +241,11 @@ def _call(body: nn.Module, values: tuple[Tensor, ...], inputs: Mapping[str, Any]
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    first = {p: name for name, p in model.named_parameters()}
-    return {n: first[p] for n, p in model.named_parameters(remove_duplicate=False) if n != first[p]}
+    found: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        first = {tensor: name for name, tensor in named()}
+        found |= {n: first[t] for n, t in named(remove_duplicate=False) if n != first[t]}
+    return found
 
 
 def _tied(modules: Sequence[Stage]) -> dict[str, tuple[int, ...]]:

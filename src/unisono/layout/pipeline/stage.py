@@ -49,7 +49,7 @@ class Stage(nn.Module):
         run: computes the stage, from what arrived and the model's inputs.
         last: whether `run` returns the model's output.
         signature: of the whole model's forward.
-        aliases: local names of tied parameters, where the whole model lists them under another one.
+        aliases: local names of tied parameters and buffers, where the whole model lists them under another one.
     """
 
     def __init__(
@@ -84,6 +84,10 @@ class Stage(nn.Module):
     def whole_names(self) -> dict[str, nn.Parameter]:
         """The stage's parameters under the names that ``model.named_parameters()`` gives them."""
         return {self.alias_names.get(name, name): parameter for name, parameter in self.named_parameters()}
+
+    def whole_buffers(self) -> dict[str, Tensor]:
+        """The stage's buffers under the names that ``model.named_buffers()`` gives them."""
+        return {self.alias_names.get(name, name): buffer for name, buffer in self.named_buffers()}
 
 
 class _Whole(torch.autograd.Function):

@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional as F
 
+from unisono.layout.deferred.slots import Slots, tie
 from unisono.layout.tensor import heads
 from unisono.layout.tensor.between import entered, gathered, scattered, summed
 from unisono.layout.tensor.exchange import Exchange
 from unisono.layout.tensor.matrix import Matrix, embedded, matrix
 from unisono.layout.tensor.plan import TensorPlan
 from unisono.layout.words import GATHERED, GROUPS, ROWS, SCATTERED, VOCABULARY
-
-Slot = tuple[nn.Module, str]
 
 
 def apply(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
@@ -33,11 +32,12 @@ def apply(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
         InvalidInput: a name in the plan that fits no module.
     """
     plan = plan.resolved(model)
-    shared = _shared(model)
+    tied = [(getattr(*slots[0]), slots) for slots in Slots(model).tied]
     styles = {name: _style(model.get_submodule(name), word) for name, word in plan.split.items()}
     parallelize_module(model, mesh, dict(styles), src_data_rank=None)
-    for before, slots in shared:
-        _tie(before, slots)
+    for before, slots in tied:
+        now = (getattr(module, name) for module, name in slots)
+        tie(slots, next((each for each in now if each is not before), before))
     for scope, treatment in plan.local.items():
         _treat(model, scope, treatment, plan, mesh.size())
 
@@ -120,23 +120,6 @@ def _spread(module: nn.Module, mesh: DeviceMesh, dimensions: Mapping[str, int]) 
 
 def _here(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _shared(model: nn.Module) -> list[tuple[nn.Parameter, list[Slot]]]:
-    """Parameters that several modules hold, and where."""
-    slots: dict[nn.Parameter, list[Slot]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                slots.setdefault(parameter, []).append((module, name))
-    return [(parameter, places) for parameter, places in slots.items() if len(places) > 1]
-
-
-def _tie(before: nn.Parameter, slots: list[Slot]) -> None:
-    now = [getattr(module, name) for module, name in slots]
-    split = next((each for each in now if each is not before), before)
-    for module, name in slots:
-        module.register_parameter(name, split)
 
 
 def _treat(model: nn.Module, scope: str, treatment: str, plan: TensorPlan, degree: int) -> None:
