@@ -56,6 +56,21 @@ def test_a_resumed_optimizer_goes_on_bit_for_bit(name, fused) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("make", [MAKERS["sgd"], MAKERS["momentum"], MAKERS["adam"], MAKERS["adagrad"],
+                                  lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, dampening=0.5)])  # fmt: skip
+def test_a_parameter_may_get_its_first_gradient_later_than_others(make) -> None:
+    models = net(), net()
+    plain, fused = (make(groups(model)) for model in models)
+    prefer_fused(fused, sparse=False)
+    for model, optimizer in zip(models, (plain, fused)):
+        model[0].bias.requires_grad_(False)  # as if a branch had left it out
+        walk(model, optimizer, range(2))
+        model[0].bias.requires_grad_(True)
+        walk(model, optimizer, range(2, 5))
+    for a, b in zip(models[0].parameters(), models[1].parameters()):
+        torch.testing.assert_close(a, b)
+
+
 class Mine(torch.optim.SGD):
     """An optimizer of the user's own, whose step nobody knows."""
 

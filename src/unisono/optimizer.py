@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.callables import required
 from unisono.errors import InvalidInput
+from unisono.momentum import begins_late
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 # In half precision torch's fused SGD leaves most numbers as they are on a CPU (2.13), and others round elsewhere.
@@ -44,11 +45,12 @@ def prefer_fused(optimizer: Optimizer, sparse: bool) -> None:
         return
     for group in optimizer.param_groups:
         open_choice = group.get("fused") is None and group.get("foreach") is None
-        plain = not group.get("differentiable") and not group.get("capturable")
+        plain = not any(group.get(option) for option in ("differentiable", "capturable", "dampening"))
         # Adagrad has made its state by now, on the CPU, where a CUDA kernel would not find it.
         here = type(optimizer) is not torch.optim.Adagrad or all(p.device.type == "cpu" for p in group["params"])
         if open_choice and plain and here and all(map(_fuses, group["params"])):
             group["fused"] = True
+    begins_late(optimizer)
 
 
 def _fuses(parameter: nn.Parameter) -> bool:

@@ -756,3 +756,16 @@ def test_a_killed_server_costs_no_acknowledged_push_and_less_than_two_seconds(tm
     outcome = on_processes(2, tmp_path, count_while_a_server_is_killed, staleness)
     assert [count for count, _ in outcome] == [40.0, 40.0]
     assert max(gap for _, gap in outcome) < 2
+
+
+def test_a_piece_may_get_its_first_gradient_later_than_others() -> None:
+    stepped = []
+    for fused in (False, True):
+        whole = torch.optim.SGD([nn.Parameter(torch.ones(3))], 0.1, momentum=0.9, nesterov=True, fused=fused)
+        weights, numbers = [torch.ones(3), torch.ones(2)], numbers_of(whole)
+        stepper = Stepper("SGD", numbers, [0, 0], weights)
+        for late in (None, torch.ones(2), None, torch.ones(2)):
+            stepper.step([torch.ones(3), late], numbers)
+        stepped.append(weights)
+    torch.testing.assert_close(stepped[0], stepped[1])
+    assert stepped[0][1][0] < 1

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.errors import InvalidInput
+from unisono.momentum import begins_late
 
 ELEMENTWISE: dict[str, type[Optimizer]] = {
     cls.__name__: cls
@@ -70,6 +71,7 @@ class Stepper:
             {"params": [p for p, m in zip(self._pieces, members) if m == member], **self._here(groups[member])}
             for member in self._members
         ])  # fmt: skip
+        begins_late(self._optimizer)
 
     def move(self, weights: Sequence[Tensor]) -> None:
         """From now on `weights`, which hold the same numbers, are stepped."""
@@ -117,7 +119,7 @@ class Stepper:
 
     def _here(self, numbers: Numbers) -> dict[str, Any]:
         here = {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
-        if "fused" in here and not self._fuses:
+        if "fused" in here and (not self._fuses or here.get("dampening")):
             here["fused"] = None
         return here
 
