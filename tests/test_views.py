@@ -39,7 +39,7 @@ def members_of_the_next(rank: int, size: int, contact: Contact, path: Path) -> s
 
 def test_who_has_closed_its_end_is_within_reach(tmp_path: Path) -> None:
     """Of several who are told that a view is over, one hears it first and leaves; the others may see that sooner."""
-    policy = Policy(expected=2, maximum=2, estranged_seconds=1e6)
+    policy = Policy(expected=2, maximum=2, estranged_seconds=1e6, patience_seconds=1e6)
     with serving(tmp_path / "state", policy=policy) as served:
         contact = Contact(served.url, TOKEN, f"file://{tmp_path}/meeting")
         assert run(2, members_of_the_next, contact, tmp_path) == [{"0", "1"}] * 2

@@ -110,7 +110,7 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, Holdings, list[Box]]:
     return tensor, lie, draw(tilings(shape, draw(st.integers(1, 5))))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs(), st.sampled_from([8, 56, 1 << 20]))
 def test_random_boxes(
     tmp_path_factory: pytest.TempPathFactory, pair: tuple[torch.Tensor, Holdings, list[Box]], most: int

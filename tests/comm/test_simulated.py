@@ -184,7 +184,7 @@ def story(comm: Simulated, events: list) -> None:
     events.append((comm.rank, comm.now(), "end"))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(size=st.integers(1, 6), seed=st.integers(0, 2**32))
 def test_same_seed_same_clock_and_same_order_of_events(size, seed):
     first, second, other = [], [], []

@@ -44,7 +44,7 @@ def subsets(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
 
 
 @given(subsets())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_packed_indices_come_back(subset) -> None:
     chosen, n = subset
     packed = indices.pack(chosen, n)
@@ -56,7 +56,7 @@ def test_packed_indices_come_back(subset) -> None:
 
 
 @given(st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_bytes_are_either_growing_indices_or_refused(data) -> None:
     n = data.draw(st.integers(1, 5000))
     k = data.draw(st.integers(0, min(n, 60)))
@@ -73,7 +73,7 @@ def test_any_bytes_are_either_growing_indices_or_refused(data) -> None:
 
 
 @given(subsets(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_flipped_bit_of_the_indices_is_other_indices_or_refused(subset, data) -> None:
     chosen, n = subset
     packed = indices.pack(chosen, n)

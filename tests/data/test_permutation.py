@@ -22,13 +22,13 @@ def test_every_size_is_a_bijection(sizes):
         assert np.array_equal(np.sort(order(size, seed=size)), np.arange(size)), size
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.integers(1, 20000), seed=st.integers(0, 2**70), epoch=st.integers(0, 10**9))
 def test_any_seed_and_epoch_give_a_bijection(size, seed, epoch):
     assert np.array_equal(np.sort(order(size, seed, epoch)), np.arange(size))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.integers(1, 2**62), start=st.floats(0, 1), count=st.integers(1, 100), seed=st.integers(0, 99))
 def test_huge_sizes_stay_in_range_without_repeats_and_do_not_depend_on_what_else_is_asked(size, start, count, seed):
     count = min(count, size)

@@ -16,7 +16,7 @@ def all_indices(plan, steps):
     return [i for step in range(steps) for m in range(plan.micro_batches) for i in plan.indices(step, m).tolist()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(micro=st.integers(1, 8), per_step=st.integers(1, 6), extra=st.integers(0, 40), seed=st.integers(0, 2**40))
 def test_every_epoch_has_every_sample_once_also_where_a_batch_lies_across(micro, per_step, extra, seed):
     batch = micro * per_step

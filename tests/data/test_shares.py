@@ -168,7 +168,7 @@ def test_shares_change_if_and_only_if_it_is_worth_it(seconds, more) -> None:
 WAYS = st.sampled_from([Inline(), Threads(ahead=1), Threads(ahead=3), None])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     load=WAYS,
     workers=st.integers(1, 4),

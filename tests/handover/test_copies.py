@@ -87,7 +87,7 @@ def lost_at(polls: list[int], lost: int) -> tuple[int, Tensor]:
     return step, found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, PLENTY), min_size=2, max_size=4), st.data())
 def test_whoever_is_lost_at_whatever_moment_one_step_is_whole(polls: list[int], data: st.DataObject) -> None:
     step, found = lost_at(polls, data.draw(st.integers(0, len(polls) - 1)))

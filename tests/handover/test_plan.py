@@ -41,7 +41,7 @@ def has(here, name: str) -> torch.Tensor:
     return sum((numbers(SHAPES[name], h[name].box) for h in here if name in h), torch.zeros(SHAPES[name])) > 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(workers, st.sampled_from([1, 8, 1 << 20]))
 def test_every_wanted_number_comes_once_from_who_has_it(given_workers, grain_bytes) -> None:
     here, wants, hosts = (list(each) for each in zip(*given_workers))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -253,7 +253,6 @@ def test_a_model_without_numbers_is_measured_by_kinds_of_blocks() -> None:
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=9), st.booleans())
 def test_two_stages_of_a_worker_are_balanced_together(costs: list[int], v: bool) -> None:
     holders = (0, 1, 1, 0) if v else (0, 1, 0, 1)

@@ -1,7 +1,7 @@
 """Who stands where: arithmetic."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import InvalidInput
@@ -33,7 +33,6 @@ def test_groups_along_some_axes_divide_the_workers(axes, shard, replicas) -> Non
     assert {len(group) for group in groups} == {count}
 
 
-@settings(deadline=None)  # how long it takes is not a matter of the law
 @given(layout=st.builds(Layout, shard=st.integers(1, 3), replicate=st.integers(1, 2), expert=st.integers(1, 2),
                         tensor=st.integers(1, 2)), replicas=st.integers(1, 2))  # fmt: skip
 def test_a_lane_is_a_place_on_the_axes_side_by_side(layout, replicas) -> None:

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.membership.world import Network, World
@@ -475,7 +475,7 @@ def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
             world.workers[name].offline = not world.workers[name].offline
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1 << 16),
     unit=st.sampled_from([1, 1, 2]),
@@ -495,7 +495,7 @@ def test_whatever_happens(seed, unit, network, faults, total) -> None:
 
 
 @given(seed=st.integers(0, 1 << 16), faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_the_end_comes_once(seed, faults) -> None:
     """Trouble just before the end, and while it is told."""
     world = World(Policy(minimum=1, expected=4, maximum=6, patience_seconds=20.0), 4, seed, total=40)

@@ -62,7 +62,7 @@ def meet(comm: Simulated, has: list[list[tuple[int, At]]], committed: int) -> tu
 HAS = st.lists(st.tuples(st.integers(0, PLACES - 1), st.sampled_from(AT)), max_size=4, unique=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(has=st.lists(HAS, min_size=PLACES, max_size=2 * PLACES), committed=st.sampled_from([0, 0, 0, 5]))
 def test_the_newest_that_is_whole_is_found(has, committed) -> None:
     there = {piece for each in has for piece in each}
@@ -105,7 +105,7 @@ def meet_walking(comm: Simulated, has: list[list[tuple[int, int]]]) -> Laid | No
     return mine if found else None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(has=st.lists(WALKS, min_size=PLACES, max_size=2 * PLACES))
 def test_of_what_walkers_have_each_its_own_all_take_the_mean(has) -> None:
     """Of those walks of which all is there; what all have alike may come from any."""
