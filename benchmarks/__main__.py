@@ -1,7 +1,7 @@
 """All benchmarks of one host, one after the other: ``python -m benchmarks [--repeats N] [--json FOLDER]``.
 
-Those of `netlab` take an hour or more, those whose workers are killed ten minutes each, and those of layouts' memory
-and of unequal workers need root: they are run by themselves.
+Those of `netlab` take an hour or more, those whose workers are killed or frozen ten minutes each, and those of layouts'
+memory and of unequal workers need root: they are run by themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import benchmarks
 
 NOT_ONE = {"__main__", "disturbed", "harness", "links", "netlab", "peers", "settings"}
 CAMPAIGNS = {
-    "failures", "layout_memory", "netlab_compressors", "netlab_loss", "netlab_slowed", "recovery", "simulate",
-    "unequal",
+    "failures", "freezes", "layout_memory", "netlab_compressors", "netlab_loss", "netlab_slowed", "recovery",
+    "simulate", "unequal",
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from benchmarks import failures
+from benchmarks import failures, freezes
 from benchmarks.disturbed import MICRO_BATCH, MICRO_BATCHES, SAMPLES, WORKERS, Life, Recovery, Step, recovery, spoilt
 
 from unisono.data import MicroBatchPlan
@@ -78,3 +78,20 @@ def test_what_those_present_would_have_done_is_between_three_and_two() -> None:
     }
     assert failures.expected(found, 100.0) == [11.0]
     assert failures.judged(found, 100.0)[0].ratio.median == 1.0
+
+
+def test_a_freeze_holds_the_others_up_from_when_it_begins() -> None:
+    others = [life(1, 0.0, (9.5, 1, FAIR), (12.0, 2, FAIR), (13.0, 3, FAIR)), life(2, 0.0, (14.5, 4, FAIR))]
+    assert freezes.held_seconds(others, 10.0, 14.0) == 2.0
+    assert freezes.held_seconds(others, 12.5, 14.0) == 1.5
+    with pytest.raises(LookupError):
+        freezes.held_seconds(others, 10.0, 15.0)
+
+
+def test_a_stopped_worker_is_not_present() -> None:
+    found = {
+        freezes.CALM: [{"steps_per_second": 12.0}],
+        freezes.FEWER: [{"steps_per_second": 8.0}],
+        freezes.UNISONO: [{"steps_per_second": 9.0, "stopped_share": 0.5, "first_seconds": 1.0, "last_seconds": 1.6}],
+    }
+    assert [(verdict.ratio.median, verdict.holds) for verdict in freezes.judged(found)] == [(0.9, True), (1.6, False)]
