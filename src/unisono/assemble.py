@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,16 +41,29 @@ from unisono.task import Task, batch_loss, build_dataset
 from unisono.trainer import Trainer
 from unisono.wires import Wires
 
+LOG = logging.getLogger("unisono")
+
 
 class Feed:
     """The plan of micro-batches, and the loader of worker `rank` of `size`; loaders are closed with `stack`.
+
+    Args:
+        notice: see `Loader`.
 
     Raises:
         InvalidInput: as `MicroBatchPlan`, `assign` and `Places`.
     """
 
-    def __init__(self, task: Task, config: Config, rank: int, size: int, stack: contextlib.ExitStack) -> None:
-        self.task, self.config, self._stack = task, config, stack
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        rank: int,
+        size: int,
+        stack: contextlib.ExitStack,
+        notice: Callable[[str], None] = LOG.warning,
+    ) -> None:
+        self.task, self.config, self._stack, self._notice = task, config, stack, notice
         self.dataset = build_dataset(task.data)
         assert config.global_batch is not None
         self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
@@ -85,7 +99,7 @@ class Feed:
         """Loads this worker's micro-batches from `first_step` on."""
         loader = Loader(
             self.dataset, self.plan, self.shares.mine, self.task.collate, self.config.load, self.config.seed,
-            first_step, self.steps)  # fmt: skip
+            first_step, self.steps, self._notice)  # fmt: skip
         self._stack.callback(loader.close)
         return loader
 

@@ -12,6 +12,7 @@ UnisonoError
 │   ├── StateMissing           nobody who is there has what somebody needs
 │   └── StateDamaged           what came from another worker's memory is not what was sent
 ├── Diverged                   a step is bad, or replicas differ: names step, micro-batch, samples, worker
+├── LoadingFailed              every process that fetches some sample dies: names the sample
 └── WorkerFailed               a worker process ended badly: carries its traceback
 """
 
@@ -111,6 +112,10 @@ class Diverged(UnisonoError):
     micro-batch, its samples and the worker. The run stays as it is."""
 
     exit_code = 2
+
+
+class LoadingFailed(UnisonoError):
+    """A process that fetches samples dies again and again on the same one; names the sample and how it ended."""
 
 
 class WorkerFailed(UnisonoError):

@@ -159,7 +159,7 @@ class Life:
             # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
             self.config = Config.of(json.loads(broadcast_text(comm, json.dumps(self.config.mapping()))))
             torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
-            feed = Feed(self.task, self.config, comm.rank, size, stack)
+            feed = Feed(self.task, self.config, comm.rank, size, stack, partial(_notice, self.worker))
             place = _place(comm, self.config, self.order, stack, self._share)
             keeps = bool(self.order.contact) and self.config.copies
             wires = _wires(meeting, comm, feed.places, comm.rank, stack, keeps)
@@ -465,6 +465,12 @@ def _write_down(
         except OSError as error:
             record.event("config failed", words=f"config.toml stays as it was: {error.strerror}")
         record.event("start", workers=comm.size, first_step=reached.steps, config=config.mapping())
+
+
+def _notice(worker: Worker, words: str) -> None:
+    """Show a sentence about this worker alone."""
+    log.warning(words)
+    worker.report({"kind": "notice", "text": f"worker {worker.name or worker.identity.rank}: {words}"})
 
 
 def _teller(worker: Worker, comm: Communicator, record: Recorder) -> Callable[[Event], None]:

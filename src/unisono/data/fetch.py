@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +17,21 @@ from unisono.batch import Batch, tensors
 from unisono.data.plan import MicroBatchPlan
 from unisono.data.streams import seed_load, stream
 
+Key = tuple[int, int]
+"""A step, and a micro-batch of it."""
+
+Fetched = tuple[Batch, float]
+"""A batch, and the seconds that fetching it took."""
+
+ALL = -1  # in place of the number of one sample
+
 
 class Fetch:
     """Makes micro-batches. Random numbers that a dataset draws come from the stream of ``(seed, step, m)``.
+
+    Attributes:
+        on_sample: called with the number of each sample before it is fetched, and with `ALL` before what concerns all
+            samples of a micro-batch: fetching many at once, collating.
 
     Tensor datasets (and subsets of them) that torch's default collates are indexed in bulk, which gives the
     same batch.
@@ -31,6 +44,7 @@ class Fetch:
         self, dataset: Any, plan: MicroBatchPlan, collate: Callable[[list[Any]], Batch] | None, seed: int
     ) -> None:
         self._dataset, self._plan, self._seed = dataset, plan, seed
+        self.on_sample: Callable[[int], None] = lambda sample: None
         self._collate = collate or default_collate
         self._tensors = _tensors(dataset) if self._collate is default_collate else None
 
@@ -54,6 +68,10 @@ class Fetch:
         with _noted(f"of step {step}, micro-batch {micro_batch}"):
             return self._collated(indices.tolist())
 
+    def samples(self, step: int, micro_batch: int) -> list[int]:
+        """The numbers of the samples of a micro-batch."""
+        return [int(index) for index in self._plan.indices(step, micro_batch)]
+
     def seeded(self, step: int, micro_batch: int) -> Batch:
         """The batch, drawn from its own stream; the process's generators are left as they were."""
         if self.bulk:
@@ -62,7 +80,7 @@ class Fetch:
 
     def flawed(self, step: int, micro_batch: int) -> list[int]:
         """The samples of the batch with a number that is not finite, where tensors have a row for each sample."""
-        indices = self._plan.indices(step, micro_batch).tolist()
+        indices = self.samples(step, micro_batch)
         rows: set[int] = set()
         for tensor in tensors(self.seeded(step, micro_batch)):
             if tensor.is_floating_point() and tensor.dim() and len(tensor) == len(indices):
@@ -85,10 +103,12 @@ class Fetch:
                 samples = self._dataset.__getitems__(indices)
         else:
             samples = [self._sample(index) for index in indices]
+        self.on_sample(ALL)
         with _noted("while its samples were collated"):
             return self._collate(samples)
 
     def _sample(self, index: int) -> Any:
+        self.on_sample(index)
         with _noted(f"sample {index}"):
             return self._dataset[index]
 
@@ -127,3 +147,9 @@ def _restore(states: _States) -> None:
     torch.default_generator.set_state(states[0])
     random.setstate(states[1])  # type: ignore[arg-type]
     np.random.set_state(states[2])
+
+
+def timed(fetch: Callable[[int, int], Batch], key: Key) -> Fetched:
+    """What `fetch` makes of `key`, and how long it takes."""
+    began = time.perf_counter()
+    return fetch(*key), time.perf_counter() - began

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
-import pickle
-import signal
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Protocol
 
-import torch
-from setproctitle import getproctitle, setproctitle
-from torch.utils.data import DataLoader
-
 from unisono.batch import Batch
-from unisono.data.fetch import Fetch
+from unisono.data.fetch import Fetch, Fetched, Key, timed
 from unisono.data.load import Inline, Load, Processes, Threads
 from unisono.data.plan import MicroBatchPlan
-from unisono.data.stacks import Stacks
+from unisono.data.processes import LoadingProcesses
 from unisono.errors import InvalidInput
 
 INLINE_BELOW_BYTES = 1 << 20  # of what is in memory already: copied sooner than handed over
@@ -33,8 +24,6 @@ INLINE_BELOW_SECONDS = 300e-6
 Turn = tuple[int, range, Iterator[tuple[int, Batch]]]
 """A step, one worker's own micro-batches of it, and their batches with their numbers."""
 
-_Key = tuple[int, int]
-_Fetched = tuple[Batch, float]
 _log = logging.getLogger(__name__)
 
 
@@ -55,6 +44,7 @@ class Loader:
         load: None fetches the first micro-batch and chooses: `Inline` if the dataset drew random numbers or
             took less than 300 us, else `Threads`.
         seed: of the random numbers that the dataset draws.
+        notice: told one sentence for each loading process that died and was replaced.
 
     Raises:
         InvalidInput: `Threads` for a dataset that draws random numbers.
@@ -70,22 +60,24 @@ class Loader:
         seed: int = 0,
         first_step: int = 0,
         last_step: int = 0,
+        notice: Callable[[str], None] = _log.warning,
     ) -> None:
-        self._mine = mine
+        self._mine, self._notice = mine, notice
         self._fetch = Fetch(dataset, plan, collate, seed)
         keys = ((step, m) for step in range(first_step, last_step) for m in mine(step))
-        self._probed: dict[_Key, Batch] = {}
+        self._probed: dict[Key, Batch] = {}
         self.ahead_seconds = 0.0
         if isinstance(load, Threads) or load is None:
             load = self._probe(next(keys, None), load)
         self.load: Load = load
-        self._source = _source(load, self._fetch, keys)
+        self._source = _source(load, self._fetch, keys, notice)
 
     def batches(self, step: int) -> Iterator[tuple[int, Batch]]:
         """This worker's micro-batches of `step` and their numbers, in order. A step may be asked for again.
 
         Raises:
             Exception: what the dataset raised, with a note that names sample and micro-batch.
+            LoadingFailed: processes die again and again on the same sample.
         """
         return self._all(step, self._mine(step))
 
@@ -103,7 +95,7 @@ class Loader:
         """
         dealt: deque[tuple[int, range]] = deque()
 
-        def keys() -> Iterator[_Key]:
+        def keys() -> Iterator[Key]:
             for step, micro_batches in shares:
                 dealt.append((step, micro_batches))
                 yield from ((step, m) for m in micro_batches)
@@ -112,7 +104,7 @@ class Loader:
         if isinstance(self.load, Inline):
             dealing: Iterator[tuple[int, range]] = iter(shares)
         else:
-            self._source = _source(self.load, self._fetch, keys())
+            self._source = _source(self.load, self._fetch, keys(), self._notice)
             dealing = iter(lambda: dealt.popleft() if dealt else None, None)
         for step, micro_batches in dealing:
             yield step, micro_batches, self._all(step, micro_batches)
@@ -141,7 +133,7 @@ class Loader:
         self.ahead_seconds += seconds
         return batch
 
-    def _probe(self, key: _Key | None, load: Threads | None) -> Load:
+    def _probe(self, key: Key | None, load: Threads | None) -> Load:
         """Fetch `key` in this thread, and choose by what was seen."""
         if key is None:
             return load or Inline()
@@ -163,26 +155,26 @@ class _Source(Protocol):
     fetching it took of what fetches."""
 
     @property
-    def next(self) -> _Key | None: ...
+    def next(self) -> Key | None: ...
     def stacks(self) -> list[str]: ...
-    def take(self) -> _Fetched: ...
+    def take(self) -> Fetched: ...
     def close(self) -> None: ...
 
 
-def _source(load: Load, fetch: Fetch, keys: Iterator[_Key]) -> _Source:
+def _source(load: Load, fetch: Fetch, keys: Iterator[Key], notice: Callable[[str], None]) -> _Source:
     if isinstance(load, Threads):
         return _Thread(fetch, keys, load.ahead)
     if isinstance(load, Processes):
-        return _Processes(fetch, keys, load)
+        return LoadingProcesses(fetch, keys, load, notice)
     return _Nothing()
 
 
 class _Nothing:
     """Nothing is fetched ahead."""
 
-    next: _Key | None = None
+    next: Key | None = None
 
-    def take(self) -> _Fetched:
+    def take(self) -> Fetched:
         raise LookupError("nothing is fetched ahead")
 
     def stacks(self) -> list[str]:
@@ -195,18 +187,18 @@ class _Nothing:
 class _Thread:
     """One background thread; the futures of the next micro-batches, in order."""
 
-    def __init__(self, fetch: Fetch, keys: Iterator[_Key], ahead: int) -> None:
+    def __init__(self, fetch: Fetch, keys: Iterator[Key], ahead: int) -> None:
         self._fetch, self._keys = fetch, keys
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unisono loader")
-        self._futures: deque[tuple[_Key, Future[_Fetched]]] = deque()
+        self._futures: deque[tuple[Key, Future[Fetched]]] = deque()
         for _ in range(ahead):
             self._submit()
 
     @property
-    def next(self) -> _Key | None:
+    def next(self) -> Key | None:
         return self._futures[0][0] if self._futures else None
 
-    def take(self) -> _Fetched:
+    def take(self) -> Fetched:
         _, future = self._futures.popleft()
         self._submit()
         return future.result()
@@ -220,118 +212,4 @@ class _Thread:
 
     def _submit(self) -> None:
         for key in islice(self._keys, 1):
-            self._futures.append((key, self._pool.submit(_timed, self._fetch, key)))
-
-
-class _Processes:
-    """Background processes of torch's `DataLoader`, which passes tensors through shared memory."""
-
-    def __init__(self, fetch: Fetch, keys: Iterator[_Key], load: Processes) -> None:
-        self._keys: deque[_Key] = deque()
-        self._stacks = Stacks(load.count)
-        self._count = load.count
-        loader: DataLoader[Any] = DataLoader(
-            _Remote(fetch),  # type: ignore[arg-type]  # as far as DataLoader uses it, it is a dataset
-            batch_sampler=_Noted(keys, self._keys),
-            collate_fn=_same,
-            num_workers=load.count,
-            prefetch_factor=load.ahead,
-            worker_init_fn=_Begin(os.getpid(), self._stacks),
-            multiprocessing_context="fork",
-            generator=torch.Generator(),  # else a number would be drawn from the process's own
-        )
-        self._batches: Iterator[Any] | None = iter(loader)
-
-    @property
-    def next(self) -> _Key | None:
-        return self._keys[0] if self._keys and self._batches is not None else None
-
-    def take(self) -> _Fetched:
-        assert self._batches is not None  # `next` says so
-        self._keys.popleft()
-        outcome = next(self._batches)
-        if isinstance(outcome, _Failure):
-            raise outcome.error
-        batch, seconds = outcome
-        return batch, seconds / self._count
-
-    def close(self) -> None:
-        self._batches = None  # the iterator ends its processes when it is let go
-        self._stacks.close()
-
-    def stacks(self) -> list[str]:
-        return self._stacks.told()
-
-
-def _timed(fetch: Callable[[int, int], Batch], key: _Key) -> _Fetched:
-    """The batch, and the seconds that fetching it took."""
-    began = time.perf_counter()
-    return fetch(*key), time.perf_counter() - began
-
-
-class _Noted:
-    """The keys as DataLoader asks for them, one batch each, noted in `asked`."""
-
-    def __init__(self, keys: Iterator[_Key], asked: deque[_Key]) -> None:
-        self._keys, self._asked = keys, asked
-
-    def __iter__(self) -> Iterator[list[_Key]]:
-        for key in self._keys:
-            self._asked.append(key)
-            yield [key]
-
-
-class _Remote:
-    """What the processes see as their dataset: the "sample" of a key is a whole micro-batch."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
-
-    def __getitems__(self, keys: list[_Key]) -> _Fetched | _Failure:
-        try:
-            return _timed(self._fetch.seeded, keys[0])
-        except Exception as error:
-            error.add_note(f"in a loading process:\n{traceback.format_exc()}")
-            return _Failure(_portable(error))
-
-
-class _Failure:
-    """An exception on its way to the training thread."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-class _Begin:
-    """The first thing that a loading process does."""
-
-    def __init__(self, parent: int, stacks: Stacks) -> None:
-        self._parent, self._stacks = parent, stacks
-
-    def __call__(self, number: int) -> None:
-        """Die with the worker, however it dies; leave Ctrl-C to the worker, which then closes us."""
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._parent:
-            os._exit(1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        setproctitle(f"{getproctitle()} loader {number}")
-        self._stacks.answer(number)
-
-
-_PR_SET_PDEATHSIG = 1
-
-
-def _portable(error: Exception) -> Exception:
-    """`error`, or one that says the same where it cannot travel between processes."""
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301  (made in this line)
-    except Exception:
-        substitute = RuntimeError(f"{type(error).__name__}: {error}")
-        for note in error.__notes__:
-            substitute.add_note(note)
-        return substitute
-    return error
-
-
-def _same(batch: Batch) -> Batch:
-    return batch
+            self._futures.append((key, self._pool.submit(timed, self._fetch, key)))

@@ -19,9 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from unisono import exits
 from unisono.backoff import Backoff
 from unisono.errors import UnisonoError
-from unisono.launch import failure, process
+from unisono.launch import process
 from unisono.membership.place import Place
 from unisono.membership.values import Policy
 
@@ -173,6 +174,4 @@ def _print(words: str) -> None:
 
 
 def _ended(status: int) -> str:
-    if status < 0:
-        return f"was {failure.describe(status)}"
-    return "was asked to end" if status == 0 else f"ended with exit code {status}"
+    return exits.ended(status) if status else "was asked to end"

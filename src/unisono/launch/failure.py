@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.errors import Diverged, InvalidInput, UnisonoError, WorkerFailed
+from unisono.errors import Diverged, InvalidInput, LoadingFailed, UnisonoError, WorkerFailed
+from unisono.exits import describe as describe
 from unisono.launch.stopping import Interrupted
 
 SAY_ALL: dict[str, type[UnisonoError]] = {
-    "InvalidInput": InvalidInput,
-    "Diverged": Diverged,
-    "Interrupted": Interrupted,
+    each.__name__: each for each in (InvalidInput, Diverged, LoadingFailed, Interrupted)
 }
 """Errors whose message says all that there is to say: the launcher raises them again as they were."""
 
@@ -74,22 +72,3 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
     lines = {failure.rank: failure.line for failure in known if failure.line} if first.consequence else {}
     where = ", ".join(f"worker {rank} was at {line}" for rank, line in sorted(lines.items()))
     return replace(first, reason=f"{first.reason}; {where}") if len(lines) > 1 else first
-
-
-def describe(status: int) -> str:
-    """A process's end in words; `status` is its exit code, or minus the signal that killed it."""
-    if status >= 0:
-        return f"ended with exit code {status} and without a result"
-    known = {int(number): number for number in signal.Signals}
-    if -status not in known:
-        return f"killed by signal {-status}"
-    number = known[-status]
-    return f"killed by {number.name}" + _HINTS.get(number, "")
-
-
-_HINTS = {
-    signal.SIGKILL: " (out of memory?)",
-    signal.SIGSEGV: " (a fault in native code; the worker's log holds the stack)",
-    signal.SIGABRT: " (native code gave up; the worker's log holds the stack)",
-    signal.SIGBUS: " (shared memory or a mapped file too small?)",
-}

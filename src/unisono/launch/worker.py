@@ -24,7 +24,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from unisono.errors import CommunicationError, Diverged, InvalidInput
+from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFailed
 from unisono.launch.identity import Identity
 from unisono.launch.stopping import Interrupted, StopRequest
 from unisono.stack import raised_at
@@ -200,8 +200,8 @@ def _describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, InvalidInput):
         value = error.value if isinstance(error.value, str | int | float | None) else repr(error.value)
         found["said"] = ["InvalidInput", [error.field, value, error.problem, error.cure]]
-    elif isinstance(error, Diverged):
-        found["said"] = ["Diverged", list(error.args)]
+    elif isinstance(error, Diverged | LoadingFailed):
+        found["said"] = [type(error).__name__, list(error.args)]
     elif isinstance(error, Interrupted):
         found["said"] = ["Interrupted", [error.number, [], error.words]]
     elif isinstance(error, KeyboardInterrupt):  # how SIGTERM reaches a script: a worker ignores SIGINT
