@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -269,10 +270,25 @@ class Nobody:
 
 
 def succession() -> EachToItsEnd:
-    found = EachToItsEnd(Replaced(3, Nobody()))
+    found = EachToItsEnd(Replaced(3, Nobody()), range(3))
     for place in range(3):
         found.name(place)
+        found.heard({"kind": "loop", "place": place})
     return found
+
+
+def test_who_dies_before_all_have_come_to_the_loop_ends_the_run() -> None:
+    """What they do together before, from meeting each other to the same first weights, takes all of them."""
+    found, what = EachToItsEnd(Replaced(3, Nobody()), range(3)), Failure(1, 0.0, "killed by SIGKILL")
+    found.heard({"kind": "loop", "place": 0})
+    assert found.lost(replace(what, rank=0), 2, 1.0).another_in_seconds == 0
+    cause = found.lost(what, 2, 1.0).cause
+    assert cause is not None
+    assert cause.error().args[0] == (
+        "worker 1 failed: killed by SIGKILL, before its loop over world.steps began: only in there a lost worker is "
+        "replaced"
+    )
+    assert found.lost(replace(what, rank=2), 2, 1.0).another_in_seconds == 0  # the last of them
 
 
 def test_who_dies_in_the_loop_is_replaced_and_after_it_is_not() -> None:

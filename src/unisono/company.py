@@ -276,6 +276,7 @@ class Whoever:
     def begin(self, state: State) -> None:
         """See `Company`."""
         self._state = state
+        self._given.worker.report({"kind": "loop", "place": self._given.worker.identity.rank})
         if threading.current_thread() is threading.main_thread():
             self._given.leave_when_asked()
         self._end_watchdog()  # from now on the coordinator sees when this worker is stuck

@@ -4,6 +4,7 @@ import pytest
 
 from unisono.membership import Beat, Coordinator, Ended, Over, Policy, Standing
 from unisono.membership.quarrels import Quarrels
+from unisono.membership.values import StepCount
 
 
 def begun() -> Coordinator:
@@ -59,6 +60,35 @@ def test_who_is_seen_to_compute_is_not_lost_though_it_be_silent() -> None:
         assert not found.tick(seconds)
     found.hear(Beat("a", 1000, 1), 30.9)
     assert [each.over for each in found.tick(31.0) if isinstance(each, Ended)] == [Over.NOW]
+
+
+def test_steps_that_are_taken_again_count_again_and_what_a_view_begins_with_does_not() -> None:
+    found, counts = Coordinator(Policy(expected=2, maximum=2)), [StepCount()]
+
+    def hear(workers: str, count: int, step: int = 0, view: int = 0, *, works: bool = True) -> None:
+        standing = Standing(view, step) if view else Standing()
+        works_in, ended = (view, 0) if works else (0, found.view.number)
+        for worker in workers:
+            found.hear(Beat(worker, count, works_in, ended, standing), 0.0)
+            if found.step_count != counts[-1]:
+                counts.append(found.step_count)
+
+    hear("ab", 1, works=False)
+    hear("ab", 2, 40, 1)  # what was kept
+    hear("a", 3, 42, 1)
+    found.gone("b", 0.0)
+    hear("c", 1, works=False)
+    hear("a", 4, 43, 1, works=False)  # is heard of only now
+    assert found.view.members == ("a", "c")
+    hear("ac", 5, 43, 2)
+    hear("a", 6, 44, 2)
+    for worker in "ac":
+        found.gone(worker, 0.0)
+    hear("de", 1, works=False)
+    hear("d", 2, 40, found.view.number)
+    hear("d", 3, 41, found.view.number)
+    told = [(0, 0), (0, 40), (2, 42), (3, 43), (4, 44), (4, 0), (4, 40), (5, 41)]
+    assert counts == [StepCount(*each) for each in told]
 
 
 def at_work(first_step_seconds: float) -> Coordinator:

@@ -58,7 +58,8 @@ class Elastic:
         """What becomes of workers that end."""
         kind = Replaced if self.coordination else Joined
         found = kind(places, present, f"{self.launcher}:" if self.launcher else "")
-        return EachToItsEnd(found) if self.each_to_its_end else found
+        # Workers of another launcher come later.
+        return EachToItsEnd(found, () if self.launcher else range(places)) if self.each_to_its_end else found
 
 
 def prepare(preload: Sequence[str] = PRELOAD, name: str = "unisono") -> Forkserver:

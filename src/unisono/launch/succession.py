@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -235,10 +235,16 @@ class Joined(Replaced):
 class EachToItsEnd:
     """As `inner`, of workers that each have an end of their own to come to: a script goes on after its loop. Once the
     loop is over nobody is replaced any more, as nobody would hand over a state. When all for whom it is over have come
-    to their ends, the others, who are frozen or came too late, are not waited for any longer."""
+    to their ends, the others, who are frozen or came too late, are not waited for any longer.
 
-    def __init__(self, inner: Replaced) -> None:
+    Args:
+        together: places whose first processes meet before the loop: as long as one of them has yet to come to the loop,
+            all others are needed, and cannot be replaced.
+    """
+
+    def __init__(self, inner: Replaced, together: Iterable[int] = ()) -> None:
         self._inner = inner
+        self._before_loop = set(together)
         self._past_loop: set[int] = set()  # places
         self._ending = False
         self.stop = inner.stop
@@ -250,6 +256,8 @@ class EachToItsEnd:
 
     def heard(self, message: Mapping[str, Any]) -> None:
         """See `Succession`."""
+        if message.get("kind") == "loop":
+            self._before_loop.discard(message["place"])
         if message.get("kind") == "over":
             self._past_loop.add(message["place"])
             self._ending = True
@@ -272,7 +280,14 @@ class EachToItsEnd:
 
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
         """See `Succession`."""
-        return Verdict(cause=what) if self._ending else self._inner.lost(what, others, lived_seconds)
+        if self._ending:
+            return Verdict(cause=what)
+        needed = what.rank in self._before_loop and len(self._before_loop) > 1
+        self._before_loop.discard(what.rank)
+        if needed:
+            words = f"{what.reason}, before its loop over world.steps began: only in there a lost worker is replaced"
+            return Verdict(cause=replace(what, reason=words))
+        return self._inner.lost(what, others, lived_seconds)
 
     def over(self, results: Sequence[Any]) -> bool:
         """See `Succession`."""

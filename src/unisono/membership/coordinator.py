@@ -85,7 +85,7 @@ class Coordinator:
     _begun: bool = field(default=False, init=False)  # a step was done in the view
     _held_up: bool = field(default=False, init=False)  # the step in hand, by a member of which nothing was heard
     _furthest: tuple[int, int] = field(default=(0, 0), init=False)
-    _known: bool = field(default=True, init=False)  # with how many steps the view began
+    _known: bool = field(default=False, init=False)  # with how many steps the view began
     _taken: int = field(default=0, init=False)
     _ended_at: float = field(init=False)
 
