@@ -13,7 +13,7 @@ import torch
 from unisono.badstep import Judge
 from unisono.comm import Communicator
 from unisono.handover import Copies
-from unisono.pieces import At, Laid, Pieces, assemble
+from unisono.pieces import At, Laid, Pieces, assemble, distinct
 from unisono.state import Reached
 
 LOG = logging.getLogger("unisono")
@@ -110,7 +110,8 @@ class Keeper:
         if view.copies is not None:
             view.copies.close()
             kept = [Pieces.kept(each) for step in view.copies.steps() for each in view.copies.at(step)]
-        self._former = [*self._former, *kept, view.pieces(reached)]
+        # Where one view after the other breaks before its first step, each leaves what the one before has left.
+        self._former = distinct([*self._former, *kept, view.pieces(reached)])
 
     def _offer(self, view: _View, copies: Copies, reached: Reached) -> None:
         began = view.comm.now()

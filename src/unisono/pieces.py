@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,6 +113,11 @@ class Laid:
         part = part_of(self.parts, name)
         cut = part is not None and shape == (part.size if local else part.shape)
         return Box(part.shape, part.offset, part.size) if part and cut else None
+
+
+def distinct(pieces: Iterable[Pieces]) -> list[Pieces]:
+    """Of those that are the same part of the same state, one."""
+    return list({(each.at, each.walker, frozenset(each.held.holding.items())): each for each in pieces}.values())
 
 
 def assemble(

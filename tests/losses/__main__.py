@@ -32,7 +32,7 @@ def main() -> int:
                 at = (asked.keep or Path(directory)) / name.replace(", ", "-")
                 came = trial(KINDS[name], seed, at, asked.kills, asked.heirs)
                 struck = ", ".join(f"{each['worker']} after {each['step']}" for each in came.strikes)
-                verdict = came.wrong or ("given up, in words" if came.limit else "right")
+                verdict = came.wrong or ("given up, in words" if came.given_up else "right")
                 print(f"{name}, seed {seed}: {verdict} ({struck}; {came.seconds:.0f} s)", flush=True)
                 wrong += bool(came.wrong)
     print(f"{wrong} wrong")

@@ -48,7 +48,7 @@ class Plan:
     Args:
         run: its directory.
         over: a file that is made after the last kill.
-        first_step: after which the first worker is killed.
+        first_step: which is done before the first worker is killed; 0: this one may have just begun.
         strikes: that one, and all others.
     """
 
@@ -61,11 +61,11 @@ class Plan:
     def draw(seed: int, run: Path, over: Path, kills: int, heirs: float) -> Plan:
         """Of `kills`, of which a share of `heirs` hit the replacement for the last victim."""
         chance = random.Random(f"losses {seed}")
-        strikes = [Strike(0.0, False, False, chance.random())]
+        strikes = [Strike(chance.uniform(0, MOST_SECONDS), False, False, chance.random())]
         for number in range(1, kills):
             seconds, heir, whom = chance.uniform(0, MOST_SECONDS), chance.random() < heirs, chance.random()
             strikes.append(Strike(seconds, heir, number % 2 == 0, whom))
-        return Plan(str(run), str(over), chance.randrange(6, 18), tuple(strikes))
+        return Plan(str(run), str(over), chance.choice([0, *range(6, 18)]), tuple(strikes))
 
     @staticmethod
     def read(text: str) -> Plan:
@@ -118,6 +118,8 @@ class Raiding(Seen):
     def _raid(self) -> None:
         run = Path(self.plan.run)
         _await_steps(run, self.plan.first_step)
+        with self._news:
+            self._news.wait_for(lambda: self._there)
         for strike in self.plan.strikes:
             with self._news:
                 begun, taken = self._begun, len(steps(run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.layouts.runs import ROOT
 from tests.losses.raid import Plan, steps
 from tests.losses.tasks import BATCH, SAMPLES, STEPS
 from unisono.checkpoint import load_newest
-from unisono.launch.succession import WITHOUT_STEP
+from unisono.launch.succession import BEFORE_LOOP, WITHOUT_STEP
 
 STILL_SECONDS = 60.0  # without a step: the run waits for something
 CLOSE = 2e-5  # of losses around 3, as other replicas sum in another order
@@ -126,12 +127,12 @@ class Came:
 
     Args:
         wrong: empty if nothing is.
-        limit: it was given up, and said why.
+        given_up: it was given up, and said why.
         strikes: who was killed, and after which step.
     """
 
     wrong: str
-    limit: bool
+    given_up: bool
     strikes: Sequence[Any]
     seconds: float
 
@@ -149,16 +150,20 @@ def trial(kind: Kind, seed: int, directory: Path, kills: int, heirs: float) -> C
     code, said, seconds = conduct(kind, run, here, plan)
     struck = here / "strikes.jsonl"
     strikes = [json.loads(line) for line in struck.read_text().splitlines()] if struck.exists() else []
-    limit = code == 1 and WITHOUT_STEP in said.splitlines()[-1]
-    if limit and strikes[-1]["taken"] > strikes[-3]["taken"]:
-        wrong = "it was given up, though there was a step"
-    elif limit:
-        wrong = ""
-    elif code:
-        wrong = "it stood still" if code < 0 else f"it ended with {code}: {said.splitlines()[-1]}"
-    else:
-        wrong = kind.judge(run)
-    return Came(wrong, limit, strikes, seconds)
+    wrong = kind.judge(run) if code == 0 else ended_early(code, said.splitlines()[-1], strikes)
+    return Came(wrong, code == 1 and not wrong, strikes, seconds)
+
+
+def ended_early(code: int, last: str, strikes: Sequence[Any]) -> str:
+    """What is wrong with a run that did not come to its end, by its `last` words; nothing, if they are a reason."""
+    if code < 0:
+        return "it stood still"
+    limit = re.search(rf"; (\d+) processes of (?:worker (\d+)|\d+ workers) were lost in a row {WITHOUT_STEP}", last)
+    if limit is None:
+        return "" if BEFORE_LOOP in last else f"it ended with {code}: {last}"
+    places = [each["worker"].partition(".")[0] for each in strikes]
+    row = [each["taken"] for place, each in zip(places, strikes) if limit[2] in (None, place)][-int(limit[1]) :]
+    return "it was given up, though there was a step" if row[-1] > row[0] else ""
 
 
 def conduct(kind: Kind, run: Path, here: Path, plan: Plan | None) -> tuple[int, str, float]:

@@ -10,7 +10,7 @@ from torch import nn
 from unisono.comm import Simulated, outcomes
 from unisono.keeping import LONGEST_STEPS, SHARE, interval
 from unisono.layout import Part
-from unisono.pieces import At, Laid, Pieces, assemble
+from unisono.pieces import At, Laid, Pieces, assemble, distinct
 from unisono.state import Reached
 
 ROWS, PLACES = 6, 3
@@ -45,6 +45,15 @@ def pieces(place: int, at: At, committed: int) -> Pieces:
     """Of the state `at`, in which every number says which one it is."""
     reached = Reached(at[1], committed, loss=number(at))
     return laid(place, number(at)).pieces(at, reached, {"losses": [number(at)]})
+
+
+def test_the_same_part_of_the_same_state_is_kept_once() -> None:
+    parts = [pieces(place, at, 0) for place in range(PLACES) for at in AT]
+    assert len(distinct(parts)) == len(parts)
+    again = distinct([*parts, *(pieces(place, at, 0) for place in range(PLACES) for at in AT[:2])])
+    assert sorted((each.at, each.held.boxes["model/weight"]) for each in again) == sorted(
+        (each.at, each.held.boxes["model/weight"]) for each in parts
+    )
 
 
 def meet(comm: Simulated, has: list[list[tuple[int, At]]], committed: int) -> tuple[At, Reached, Laid] | None:

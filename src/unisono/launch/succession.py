@@ -285,7 +285,7 @@ class EachToItsEnd:
         needed = what.rank in self._before_loop and len(self._before_loop) > 1
         self._before_loop.discard(what.rank)
         if needed:
-            words = f"{what.reason}, before its loop over world.steps began: only in there a lost worker is replaced"
+            words = f"{what.reason}, {BEFORE_LOOP}: only in there a lost worker is replaced"
             return Verdict(cause=replace(what, reason=words))
         return self._inner.lost(what, others, lived_seconds)
 
@@ -299,6 +299,7 @@ class EachToItsEnd:
 
 
 WITHOUT_STEP = "without a step in between"
+BEFORE_LOOP = "before its loop over world.steps began"
 
 
 def _of(place: int, failures: Sequence[Failure]) -> list[Failure]:
