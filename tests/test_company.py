@@ -295,7 +295,9 @@ def test_who_dies_in_the_loop_is_replaced_and_after_it_is_not() -> None:
     found, what = succession(), Failure(1, 0.0, "killed by SIGKILL")
     assert found.lost(what, 2, 1.0).another_in_seconds == 0
     found.heard({"kind": "over", "place": 0})
-    assert found.lost(what, 2, 1.0).cause is what
+    cause = found.lost(what, 2, 1.0).cause
+    assert cause is not None
+    assert cause.reason == "killed by SIGKILL, when the loop over world.steps was over: nobody is replaced any more"
 
 
 def test_all_whose_loop_is_over_are_waited_for_and_nobody_else() -> None:

@@ -47,13 +47,15 @@ class Plan:
 
     Args:
         run: its directory.
-        over: a file that is made after the last kill.
+        over: a file that is made after the last kill, or, where that one is `late`, before: the run then comes to its
+            end, and it hits what it hits.
         first_step: which is done before the first worker is killed; 0: this one may have just begun.
         strikes: that one, and all others.
     """
 
     run: str
     over: str
+    late: bool
     first_step: int
     strikes: tuple[Strike, ...]
 
@@ -65,7 +67,7 @@ class Plan:
         for number in range(1, kills):
             seconds, heir, whom = chance.uniform(0, MOST_SECONDS), chance.random() < heirs, chance.random()
             strikes.append(Strike(seconds, heir, number % 2 == 0, whom))
-        return Plan(str(run), str(over), chance.choice([0, *range(6, 18)]), tuple(strikes))
+        return Plan(str(run), str(over), chance.random() < 0.3, chance.choice([0, *range(6, 18)]), tuple(strikes))
 
     @staticmethod
     def read(text: str) -> Plan:
@@ -125,6 +127,8 @@ class Raiding(Seen):
                 begun, taken = self._begun, len(steps(run))
                 if strike.heir:
                     self._news.wait_for(lambda begun=begun: self._begun > begun)  # type: ignore[misc]
+            if self.plan.late and strike is self.plan.strikes[-1]:
+                Path(self.plan.over).touch()
             time.sleep(strike.seconds)
             if strike.step:
                 _await_steps(run, taken + 1)
@@ -134,6 +138,8 @@ class Raiding(Seen):
     def _strike(self, strike: Strike, run: Path) -> None:
         with self._news:
             there = list(self._there)
+            if not there:  # the run is over
+                return
             victim = there[-1] if strike.heir else there[int(strike.whom * len(there))]
             os.kill(self._there.pop(victim), signal.SIGKILL)
         with Path(self.plan.over).with_name("strikes.jsonl").open("a") as file:

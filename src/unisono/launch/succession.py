@@ -281,12 +281,11 @@ class EachToItsEnd:
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
         """See `Succession`."""
         if self._ending:
-            return Verdict(cause=what)
+            return Verdict(cause=replace(what, reason=f"{what.reason}, {AFTER_LOOP}"))
         needed = what.rank in self._before_loop and len(self._before_loop) > 1
         self._before_loop.discard(what.rank)
         if needed:
-            words = f"{what.reason}, {BEFORE_LOOP}: only in there a lost worker is replaced"
-            return Verdict(cause=replace(what, reason=words))
+            return Verdict(cause=replace(what, reason=f"{what.reason}, {BEFORE_LOOP}"))
         return self._inner.lost(what, others, lived_seconds)
 
     def over(self, results: Sequence[Any]) -> bool:
@@ -299,7 +298,8 @@ class EachToItsEnd:
 
 
 WITHOUT_STEP = "without a step in between"
-BEFORE_LOOP = "before its loop over world.steps began"
+BEFORE_LOOP = "before its loop over world.steps began: only in there a lost worker is replaced"
+AFTER_LOOP = "when the loop over world.steps was over: nobody is replaced any more"
 
 
 def _of(place: int, failures: Sequence[Failure]) -> list[Failure]:
