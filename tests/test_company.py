@@ -46,6 +46,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer = world.bind(model, optimizer, sync=sync, compress=unisono.Exact(), clip=1.0)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.98)
 world.keep("scheduler", scheduler)
+saved, last = (sys.argv[5], int(sys.argv[6])) if len(sys.argv) > 5 else ("", STEPS)
+if saved:
+    world.load(saved)
 seen = []
 
 def hit():
@@ -53,7 +56,7 @@ def hit():
         (here / "hit").write_text(str(os.getpid()))
         os.kill(os.getpid(), getattr(signal, act))
 
-for batches in world.steps(data, global_batch=12, micro_batch=3, steps=STEPS, seed=1):
+for batches in world.steps(data, global_batch=12, micro_batch=3, steps=last, seed=1):
     (here / f"back-{place}").touch() if batches.step > HIT else None
     for x, y in batches:
         F.mse_loss(model(x), y).backward()
@@ -62,6 +65,8 @@ for batches in world.steps(data, global_batch=12, micro_batch=3, steps=STEPS, se
     taken = optimizer.step()
     scheduler.step()
     seen.append([batches.step, taken, world.size])
+    if saved and taken and batches.step % 10 == 4:
+        world.save(saved)
     mean = world.mean(1.0) if "asynchronous" not in sys.argv[4] else 1.0  # there each takes as many steps as it can
     if comes_back and batches.step > HIT and not (here / f"back-{struck}").exists():
         time.sleep(0.05)  # steps go on until the one that was hit is back
@@ -77,13 +82,13 @@ world.close()
 
 
 def looped(
-    path: Path, act: str, struck: str, *how: str, sync: str = "AllReduce()"
+    path: Path, act: str, struck: str, *how: str, sync: str = "AllReduce()", saved: tuple[str, ...] = ()
 ) -> tuple[dict[str, dict[str, Any]], subprocess.CompletedProcess[str]]:
     """What each worker told, by its place, and what the command printed."""
     path.mkdir(exist_ok=True)
     script = path / "loop.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, *how, str(script), str(path), act, struck, sync]
+    command = [sys.executable, *how, str(script), str(path), act, struck, sync, *saved]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=path, capture_output=True, text=True, timeout=150, stdin=subprocess.DEVNULL, env=environment
@@ -121,6 +126,17 @@ def test_weights_are_those_of_a_run_in_peace(tmp_path: Path, peace, act: str, st
     assert ("worker 0 was killed by SIGKILL (out of memory?): 2 go on, another one is started" in done.stderr) == (
         act == "SIGKILL"
     )
+
+
+def test_a_loop_that_goes_on_from_a_checkpoint_takes_no_step_twice(tmp_path: Path, peace) -> None:
+    """On another number of workers, one of which is killed: those that are left do not begin anew."""
+    before, _ = looped(tmp_path, "none", "", saved=("saved", "5"))
+    assert [step for step, _, _ in before["0"]["seen"]] == list(range(5))
+    told, _ = looped(tmp_path, "SIGKILL", "1", *LAUNCH, saved=("saved", str(STEPS)))
+    for place in ("0", "2"):
+        assert told[place]["weights"] == peace["weights"]
+        assert [step for step, taken, _ in told[place]["seen"] if taken] == list(range(5, STEPS))
+        assert HIT in [step for step, taken, _ in told[place]["seen"] if not taken]
 
 
 def test_a_worker_that_is_asked_to_leave_does(tmp_path: Path, peace) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training import train
 from unisono import Config, notation
+from unisono.checkpoint import fingerprint
 from unisono.config import FIELDS, INSIDE, NOTED
 from unisono.errors import InvalidInput
 from unisono.source import Source
@@ -178,6 +180,16 @@ def test_a_custom_loop_has_the_same_weights_alone_and_launched(tmp_path: Path) -
     found = re.fullmatch(r"loss (\S+)  weights [0-9a-f]{64}", last["alone"])
     assert found, last["alone"]
     assert float(found[1]) < 0.7  # three clouds, untrained: log 3 = 1.1
+
+
+def test_a_custom_loop_goes_on_where_it_was_stopped_and_its_weights_are_exported(tmp_path: Path) -> None:
+    loop = EXAMPLES / "custom_loop_saved.py"
+    whole = said(tmp_path, loop, "whole", "60")
+    said(tmp_path, *WAYS["launch"], loop, "cut", "40")
+    assert said(tmp_path, loop, "cut", "60") == whole
+    said(tmp_path, "-m", "unisono", "export", "cut", "--to", "model.pt")
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert whole == f"weights {fingerprint(weights)}\n"
 
 
 @pytest.mark.parametrize("way", ["alone", "launch"])

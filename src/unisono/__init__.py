@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unisono.data import Threads as Threads
     from unisono.layout import Layout as Layout
     from unisono.order import Result as Result
+    from unisono.order import load as load
     from unisono.run import train as train
     from unisono.schedule import Constant as Constant
     from unisono.schedule import Cosine as Cosine
@@ -74,7 +75,7 @@ _HOMES = {
     "config": ("Config",),
     "data": ("Inline", "Processes", "Threads"),
     "layout": ("Layout",),
-    "order": ("Result",),
+    "order": ("Result", "load"),
     "run": ("train",),
     "schedule": ("Constant", "Cosine", "Linear"),
     "sync": (

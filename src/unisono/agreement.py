@@ -77,6 +77,16 @@ def broadcast_text(comm: Communicator, text: str) -> str:
     return bytes(comm.broadcast(mine).wait().tolist()).decode()
 
 
+def broadcast_tensors(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Collective: copies of the `tensors` of worker 0, on all workers, in host memory."""
+    kinds = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    received = {}
+    for name, (kind, shape) in json.loads(broadcast_text(comm, json.dumps(kinds))).items():
+        mine = tensors[name].detach() if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, kind))
+        received[name] = comm.broadcast(mine.to("cpu", copy=True).contiguous()).wait()
+    return received
+
+
 def _first_difference(comm: Communicator, said: Mapping[str, str]) -> str:
     """In words, where `said` differs between workers; empty where it is the same on all."""
     mine = json.dumps(dict(sorted(said.items())))
@@ -116,12 +126,7 @@ def _shown(value: Any) -> str:
 def _share_state(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
     """Give all workers what the optimizer of worker 0 has: a checkpoint may have been loaded there alone."""
     tensors, numbers = state_of(optimizer, model)
-    kinds = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-    told, numbers_there = json.loads(broadcast_text(comm, json.dumps([kinds, numbers])))
-    if not (told or numbers_there or tensors or numbers):
-        return
-    received = {}
-    for name, (kind, shape) in told.items():
-        mine = tensors[name].detach() if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, kind))
-        received[name] = comm.broadcast(mine.to("cpu", copy=True).contiguous()).wait()
-    load_state(optimizer, model, received, numbers_there)
+    received = broadcast_tensors(comm, tensors)
+    numbers_there = json.loads(broadcast_text(comm, json.dumps(numbers)))
+    if received or numbers_there or tensors or numbers:
+        load_state(optimizer, model, received, numbers_there)

@@ -94,6 +94,7 @@ class Company(Protocol):
         recovers: whether a worker that is lost leaves the others in peace.
         ended: those who are there are to change before the next step.
         lost: one of them is not there any more.
+        late: this worker has not met the others yet, which are in their loop; it takes over their state there.
     """
 
     @property
@@ -110,6 +111,8 @@ class Company(Protocol):
     def ended(self) -> bool: ...
     @property
     def lost(self) -> bool: ...
+    @property
+    def late(self) -> bool: ...
 
     def agree(self, state: State) -> None:
         """Once, before `begin`: all start from the same weights."""
@@ -155,7 +158,7 @@ class Same:
         watchdog: sees when this worker is stuck, where nobody else does; closed with this.
     """
 
-    recovers = ended = lost = False
+    recovers = ended = lost = late = False
 
     def __init__(
         self, identity: Identity, comm: Communicator, watch: Watched, watchdog: Watchdog | None = None
@@ -261,6 +264,11 @@ class Whoever:
     def lost(self) -> bool:
         """See `Company`."""
         return self._error is not None
+
+    @property
+    def late(self) -> bool:
+        """See `Company`."""
+        return self._comm is None
 
     def agree(self, state: State) -> None:
         """See `Company`."""

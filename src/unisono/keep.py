@@ -50,8 +50,13 @@ class Kept:
         """All of it, as it is now; copies."""
         return {n: t for name, thing in self._things.items() for n, t in written(name, thing.state_dict()).items()}
 
-    def give(self, tensors: Mapping[str, Tensor]) -> None:
-        """Have all of it be as it was at `take`, here or on another worker.
+    def give(
+        self, tensors: Mapping[str, Tensor], theirs: str = "the others keep", cure: str = "keep the same on all workers"
+    ) -> None:
+        """Have all of it be as it was at `take`, here, on another worker, or in an earlier run.
+
+        Args:
+            theirs, cure: words for the error.
 
         Raises:
             InvalidInput: other things were kept there.
@@ -59,7 +64,7 @@ class Kept:
         names = {name.partition("/")[0] for name in tensors}
         if names != self._things.keys():
             here, there = (", ".join(sorted(each - {_GROUPS})) or "nothing" for each in (set(self._things), names))
-            raise InvalidInput("keep", here, f"the others keep {there}", "keep the same on all workers")
+            raise InvalidInput("keep", here, f"{theirs} {there}", cure)
         for name, thing in self._things.items():
             thing.load_state_dict(read(name, tensors))
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import cloudpickle
+from torch import Tensor
 
+from unisono.checkpoint import open_found, read_weights
+from unisono.errors import CheckpointError
 from unisono.launch.lock import Holder
 from unisono.membership import Contact
 from unisono.task import Task
+
+LOG = logging.getLogger("unisono")
 
 
 class TaskSource(Protocol):
@@ -117,3 +124,30 @@ class Result:
     ledger: Sequence[Mapping[str, float]] = ()
     skipped_steps: int = 0
     healed: int = 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The trained weights and buffers, for ``model.load_state_dict``: read from the run's last checkpoint.
+
+        Raises:
+            CheckpointError: that checkpoint was not written, or is damaged.
+        """
+        opened = open_found(Path(self.run), "run", LOG.warning)
+        if opened.step != self.steps:
+            raise CheckpointError(f"{opened.path}: this is the newest sound checkpoint, and the run has come to step "
+                                  f"{self.steps}; unisono.load({self.run!r}) gives what there is")  # fmt: skip
+        return read_weights(opened)
+
+
+def load(run: str | os.PathLike[str] | Result) -> dict[str, Tensor]:
+    """The weights and buffers in the newest sound checkpoint of `run`, for ``model.load_state_dict``: by the names in
+    the model's own ``state_dict()``, in host memory.
+
+    Args:
+        run: a run's directory, a directory of checkpoints, one of them, or a `Result`.
+
+    Raises:
+        InvalidInput: there is no checkpoint.
+        CheckpointDamaged: there are some, and not one is sound.
+    """
+    place = run.run if isinstance(run, Result) else run
+    return read_weights(open_found(Path(place), "run", LOG.warning))

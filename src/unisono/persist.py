@@ -33,10 +33,11 @@ from unisono.checkpoint import (
 from unisono.comm import Communicator
 from unisono.layout import Part
 from unisono.optimizer import load_state, state_of
-from unisono.replica import Replica, weights_of
+from unisono.replica import Replica, names_of, weights_of
 from unisono.state import Reached, part_of
 
 LOG = logging.getLogger("unisono")
+KEPT = "kept/"  # before the names of what a loop of the user's own keeps
 Receive = Callable[[str, Tensor], Tensor]  # of a checkpoint's tensor by name, and what it is like here
 
 
@@ -51,6 +52,7 @@ class Persistence:
         parts: where a replica lies on several workers, the box that each parameter here is of the whole one.
         replicas: one of the workers at the same place of all replicas, where that is not all of them.
         judge: whose memory of bad steps goes into checkpoints.
+        beside: further tensors that go into them, the same on all workers.
         newest: on worker 0, the checkpoint that `go_back` is to go back to.
     """
 
@@ -66,12 +68,13 @@ class Persistence:
         replicas: Communicator | None = None,
         *,
         judge: Judge | None = None,
+        beside: Mapping[str, Tensor] | None = None,
         newest: Callable[[], Loaded | Opened | None] = lambda: None,
     ) -> None:
         self._writer, self._model, self._optimizer, self._comm = writer, model, optimizer, comm
         self.every, self._meta = every, meta
         self.judge, self._newest = judge or Judge(Stop()), newest
-        self._parts, self._replicas = parts, replicas or comm
+        self._parts, self._replicas, self._beside = parts, replicas or comm, beside or {}
         self._holders: list[dict[str, Piece]] | None = None  # what each worker has of a checkpoint's tensors
         self._shared: dict[str, Tensor] = {}
         self._owed: dict[str, Tensor] = {}  # what this worker owed, as a checkpoint had it
@@ -149,6 +152,11 @@ class Persistence:
     def shared(self) -> Mapping[str, Tensor]:
         """What the synchronizer had in the state that was taken over."""
         return self._shared
+
+    @property
+    def owed(self) -> Mapping[str, Tensor]:
+        """What this worker owed in the state that was taken over; nothing, if other workers wrote it."""
+        return self._owed
 
     @property
     def last(self) -> int:
@@ -334,6 +342,7 @@ class Persistence:
             holders = self._agreed_holders(tensors)
             write = self._writer.write if still else self._writer.stage
             meta = {**self._meta, "numbers": self._everybodys(numbers), "judged": self.judge.state()}
+            meta |= names_of(self._model)
             write(done, tensors, meta, holders)
         self._pending = self._last = done
 
@@ -347,6 +356,7 @@ class Persistence:
         shared = self._replica.state_dict() if self._replica else {}
         owed = self._replica.owed() if self._replica and self._keeps_debts else {}
         tensors |= {f"owed/{self._comm.rank}/{name}": t for name, t in owed.items()}
+        tensors |= {f"{KEPT}{name}": t for name, t in self._beside.items()}
         return tensors | {f"sync/{name}": t for name, t in shared.items()}
 
     def _conclude(self) -> None:

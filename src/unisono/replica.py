@@ -481,3 +481,17 @@ def sparse_parameters(model: nn.Module) -> frozenset[str]:
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer under its global name, each tensor once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def names_of(model: nn.Module) -> dict[str, Any]:
+    """What `weights_of` does not tell of the names in ``model.state_dict()``, for a checkpoint's manifest.
+
+    Returns:
+        ``aliases``: further names of tensors that have several, and the first of them; ``transient``: buffers that
+        ``state_dict()`` leaves out.
+    """
+    first = {id(tensor): name for name, tensor in weights_of(model).items()}
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    aliases = {name: first[id(tensor)] for name, tensor in every if first[id(tensor)] != name}
+    own = [f"{path}.{key}".lstrip(".") for path, m in model.named_modules() for key in m._non_persistent_buffers_set]
+    return {"aliases": aliases, "transient": sorted(own)}

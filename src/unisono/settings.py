@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -130,14 +130,18 @@ def _check_spread(config: Config) -> None:
             "that the bits depend on the layout", "leave one out")  # fmt: skip
 
 
+def first_difference(now: Mapping[str, Any], before: Mapping[str, Any], fields: Sequence[str] = IDENTITY) -> str:
+    """The first of `fields` that is not the same in both configurations; empty if all are."""
+    return next((name for name in fields if now.get(name) != before.get(name)), "")
+
+
 def check_same_run(config: Config, before: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` if `config` differs from a checkpoint's in a field that makes the run what it is."""
     now = config.mapping()
-    for name in IDENTITY:
-        if now.get(name) != before.get(name):
-            raise InvalidInput(
-                name, now.get(name), f"the run to resume was started with {before.get(name)}",
-                "leave it out, or start a run of its own with another --run")  # fmt: skip
+    if name := first_difference(now, before):
+        raise InvalidInput(
+            name, now.get(name), f"the run to resume was started with {before.get(name)}",
+            "leave it out, or start a run of its own with another --run")  # fmt: skip
     if isinstance(config.compress, Exact) and config.threads != before.get("threads", 0):
         raise InvalidInput(
             "threads", config.threads, f"the run to resume was started with {before.get('threads', 0)}, and in exact "

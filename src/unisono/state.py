@@ -82,7 +82,7 @@ def committed_in(numbers: Mapping[str, float]) -> int:
 def part_of(parts: Mapping[str, Part], name: str) -> Part | None:
     """The part that belongs to a checkpoint's tensor `name`: that of its parameter; None where it has none."""
     kind, _, rest = name.partition("/")
-    if kind == "owed":
+    if kind in ("owed", "kept"):
         return None
     inner = {"model": rest, "optimizer": rest.rpartition("/")[0], "sync": rest.partition("/")[2]}[kind]
     return parts.get(inner)

@@ -52,6 +52,7 @@ from unisono.observe.written import SUMMARY
 from unisono.order import Order, Result
 from unisono.persist import Persistence, history
 from unisono.pieces import Laid
+from unisono.saving import same_directory
 from unisono.settings import check_same_run, recovers, settle, walks
 from unisono.state import Reached, describe, digest_of, take_over
 from unisono.task import Task, with_data
@@ -404,20 +405,11 @@ def _place(
         order = dataclasses.replace(
             order, path=stack.enter_context(claimed(config, order.source, holder)), holder=holder
         )
-    mine = str(order.path) if comm.rank == 0 else ""
-    with contextlib.suppress(OSError):  # then worker 0 writes alone
-        if comm.rank == 0:
-            Path(mine).mkdir(mode=0o700, parents=True, exist_ok=True)  # its host may not be the launcher's
-            Path(mine, f".{life}").touch(mode=0o600)
-    path = Path(broadcast_text(comm, mine))
+    path, writers = same_directory(comm, str(order.path) if comm.rank == 0 else "", life)
     told = json.loads(broadcast_text(comm, json.dumps(order.holder and dataclasses.asdict(order.holder))))
-    sees = comm.rank == 0 or (path / f".{life}").exists()
-    if sees and told:
+    if comm.rank in writers and told:
         share(path, Holder(**told))
-    seen = comm.gather(torch.tensor([sees])).wait()
-    if comm.rank == 0:
-        (path / f".{life}").unlink(missing_ok=True)
-    return _Place(path, life, tuple(rank for rank, sees in enumerate(seen.view(-1).tolist()) if sees))
+    return _Place(path, life, writers)
 
 
 def _writer(

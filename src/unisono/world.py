@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MethodType, TracebackType
 from typing import Any
 
@@ -28,7 +29,7 @@ from unisono.batch import Batch, samples_in
 from unisono.comm import Communicator, connect
 from unisono.company import STUCK_IN, Company, Same, State, Whoever, words_of
 from unisono.compress import Cast, Compressor
-from unisono.config import check_whole, checked
+from unisono.config import Config, check_whole, checked
 from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
 from unisono.doing import Phase
 from unisono.errors import InvalidInput, PeerLost, UnisonoError
@@ -37,6 +38,7 @@ from unisono.launch import Identity, claim
 from unisono.launch.script import takes_part
 from unisono.observe import Watchdog, Watched
 from unisono.replica import Replica, Step, check_fit, check_trainable
+from unisono.saving import Plan, Recalled, load, save
 from unisono.settings import LIBRARY_GLOBAL_BATCH, walk
 from unisono.sync import AllReduce, Synchronizer
 from unisono.task import build_dataset
@@ -164,6 +166,49 @@ class World:
             raise UnisonoError("call world.keep between world.bind and world.steps")
         self._bound.state.kept.add(name, thing)
 
+    def save(self, directory: str | os.PathLike[str], *, keep: int = 2) -> Path | None:
+        """Collective, between two steps: write a checkpoint of model, optimizer, synchronizer, what is kept by `keep`,
+        and the number of steps taken, from which `load` goes on.
+
+        Returns when it lies on disk, with its directory; None, if it could not be written (a warning is logged) or a
+        worker was lost meanwhile. Where replicas take steps of their own, they meet first.
+
+        Args:
+            directory: of the checkpoints; that of a run that `unisono train` made, will do.
+            keep: how many stay, the newest.
+
+        Raises:
+            CheckpointError: `directory` cannot be used.
+        """
+        if self._bound is None:
+            raise UnisonoError("world.save needs the model: call world.bind(model, optimizer) first")
+        most = checked(keep=keep)["keep"]
+        if self._company.lost:
+            return None
+        try:
+            return self._bound.save(Path(directory), most)
+        except PeerLost as error:
+            self._company.lose(error)
+            return None
+
+    def load(self, directory: str | os.PathLike[str]) -> int:
+        """Collective, between `bind` (and `keep`) and the first step: go on from the newest sound checkpoint in
+        `directory`, on any number of workers. Returns the steps that it holds; 0, and nothing has changed, where there
+        is none yet.
+
+        `steps` then begins with the step after those. Hyperparameters of the optimizer's groups are part of the state.
+        In a worker that comes later, nothing is read, and 0 returned: it
+        has the state of the others once its loop begins.
+
+        Raises:
+            InvalidInput: the checkpoint is of another model, optimizer or compressor, or holds other things than are
+                kept here.
+            CheckpointDamaged: there are checkpoints, and not one is sound.
+        """
+        if self._bound is None or self._bound.begun:
+            raise UnisonoError("call world.load between world.bind and the first step")
+        return self._bound.load(Path(directory))
+
     def steps(
         self,
         dataset: Any,
@@ -217,6 +262,7 @@ class World:
         if not asked["steps"] and self.rank == 0 and (words := plan.left_out(passes)):
             LOG.warning(words)
         count = asked["steps"] or plan.steps_in(passes)
+        self._bound.check_plan(plan)
         make = partial(Loader, dataset, plan, collate=collate, load=asked["load"], seed=plan.seed, last_step=count)
         return self._in_all_views(self._bound, plan, make, count)
 
@@ -248,7 +294,7 @@ class World:
         try:
             for t, share, batches in self._watch.each(Phase.COMMUNICATION, bound.turns(loader, mine, first, count)):
                 bound.turn()
-                yield Batches(t, self._micro_batches(t, share, batches, seed, bound))
+                yield Batches(t, self._micro_batches(t, share, batches, seed, bound), bound.skip)
                 if self._company.ended:
                     return
         finally:
@@ -316,8 +362,18 @@ class Batches:
         step: its number, from 0.
     """
 
-    def __init__(self, step: int, batches: Iterator[Batch]) -> None:
-        self.step, self._batches = step, batches
+    def __init__(self, step: int, batches: Iterator[Batch], skip: Callable[[], None]) -> None:
+        self.step, self._batches, self._skip = step, batches, skip
+
+    def skip(self) -> None:
+        """Collective, in place of ``optimizer.step()``: leave this step out. It counts as done, and model and optimizer
+        stay as they are; what was computed for it is dropped. Either before any of its data was asked for, or after
+        all.
+
+        Raises:
+            UnisonoError: some of the data was taken; or all was, and replicas take steps of their own.
+        """
+        self._skip()
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches
@@ -334,7 +390,9 @@ class _Bound:
         self._model, self._optimizer = model, optimizer = state.model, state.optimizer
         self._passes, self._options = passes, options
         self._replica: Replica | None = None
-        self.planned = self._under_way = self._last = False
+        self._plan: MicroBatchPlan | None = None
+        self._recalled = Recalled()
+        self.planned = self._given = self._entered = self._last = self._dealing = False
         self.micro_batches, self._reference = 0, 0.0
         self._held = 0  # steps that count
         self._left = True
@@ -351,6 +409,39 @@ class _Bound:
         # A bound method of the optimizer itself, since learning-rate schedulers wrap its function and bind it again.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         self._first_forward = before_forward(model.modules(), self._ready)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the training is under way."""
+        return self.planned or self._replica is not None or self.state.reached.steps > 0
+
+    def check_plan(self, plan: MicroBatchPlan) -> None:
+        """Raise `InvalidInput` if what was loaded was saved in steps of another `plan`."""
+        self._plan = plan
+        self._recalled.check(self._described())
+
+    def load(self, directory: Path) -> int:
+        """See `World.load`."""
+        if not self._company.late:
+            self._recalled = load(self._company.metrics, directory, self.state, self._described())
+        return self.state.reached.steps
+
+    def save(self, directory: Path, keep: int) -> Path | None:
+        """See `World.save`."""
+        if self._given or self._dealing or (not self.planned and self._replica is not None and self._came):
+            raise UnisonoError("world.save came in the middle of a step: call it between two steps, on all workers; "
+                               "after the loop where each takes steps at its own pace")  # fmt: skip
+        if not self.state.reached.steps:
+            raise UnisonoError("world.save has nothing to save: no step has been taken yet")
+        self.meet()
+        return save(self._company.metrics, directory, keep, self.state, self._described(), self._replica)
+
+    def _described(self) -> Plan:
+        plan = self._plan
+        given = {"workers": self._company.size, "threads": torch.get_num_threads(), **self._options}
+        if plan is not None:
+            given |= {"global_batch": plan.global_batch, "micro_batch": plan.micro_batch, "seed": plan.seed}
+        return Plan(Config(**given), plan.samples if plan is not None else None)
 
     def plan(self, micro_batches: int, reference: float) -> None:
         """`World.steps` deals out the data from now on."""
@@ -371,9 +462,17 @@ class _Bound:
         self._start(self.micro_batches, self._reference)
         assert self._replica is not None
         self._held = self.state.reached.steps
+        self._go_on()
+        self._next_step()
+
+    def _go_on(self) -> None:
+        """The new replica takes up what an earlier one shared and owed."""
+        assert self._replica is not None
         if self.state.reached.shared:
             self._replica.load_state_dict(self.state.reached.shared)
-        self._next_step()
+        if self._recalled.owed and self._recalled.meta["config"]["workers"] == self._company.size:
+            self._replica.owe(self._recalled.owed)
+        self._recalled = Recalled()
 
     def let_go(self) -> None:
         """Leave model and optimizer as the last step that was taken left them."""
@@ -392,8 +491,10 @@ class _Bound:
             if shares is None:
                 yield from ((t, mine, loader.batches(t)) for t in range(first, count))
                 return
+            self._dealing = True
             yield from loader.turns(shares)
-            first = replica.dealt
+            self._dealing, first = False, replica.dealt
+            self.state.reached = replace(self.state.reached, steps=first)
             if self._company.recovers and not self._company.lost:
                 self._meet_after(first)
 
@@ -421,10 +522,12 @@ class _Bound:
 
     def turn(self) -> None:
         """The next step's data is asked for."""
-        if self._under_way:
+        if self._given:
             raise UnisonoError(
-                "the next step's batches were asked for before optimizer.step(): one step is one global batch"
+                "the next step's batches were asked for before optimizer.step(): one step is one global batch; "
+                "batches.skip() leaves it out"
             )
+        self._given = True
         if self._company.recovers:
             self.state.begin()
             self._watch.be(Phase.COMPUTE, self._company.comm)
@@ -435,7 +538,7 @@ class _Bound:
         if not self._left:  # the one before had no backward pass
             self._leave(self._last)
         self._replica.enter(m, weight)
-        self._last, self._left, self._under_way = last, False, True
+        self._last, self._left, self._entered = last, False, True
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """In place of the optimizer's own: wait for the mean, then step. False if it was not taken."""
@@ -445,12 +548,34 @@ class _Bound:
             if self._options["clip"] is not None:
                 nn.utils.clip_grad_norm_(self._model.parameters(), self._options["clip"])
             self._plain_step()
-            self._watch.keep(self._watch.done + 1)
+            self._count()
             return True
         if self._replica is None:  # no forward pass here, but perhaps on other workers
             self._start_unplanned()
+        if self.planned and not self._given:
+            raise UnisonoError("optimizer.step() was called twice for one step, or outside of the loop of world.steps")
+        return self._end_step(lambda step: step.apply(self._plain_step))
+
+    def skip(self) -> None:
+        """See `Batches.skip`."""
+        assert self._replica is not None
+        if not self._given:
+            raise UnisonoError("batches.skip() came after optimizer.step(): call one of them in each step")
+        if self._entered and not self._replica.lockstep:
+            raise UnisonoError("batches.skip() came after data of the step was taken, and replicas take steps of their "
+                               "own: call it before")  # fmt: skip
+        if self._entered:
+            self._end_step(Step.drop)
+            return
+        self._count()
+        if self._company.recovers and not self.state.walks:
+            self._hold()
+        self._next_step()
+
+    def _end_step(self, end: Callable[[Step], Any]) -> bool:
+        """Have the step of all workers end by `end`; whether it has."""
         try:
-            self._take(self._settled())
+            self._take(self._settled(), end)
         except PeerLost as error:
             self._company.lose(error)
         taken = not self._company.lost
@@ -464,21 +589,25 @@ class _Bound:
         if not self._left:
             self._leave(last=self._last or not self.planned)
         if not self._last and self.planned:
-            raise UnisonoError("optimizer.step() came before all micro-batches of this worker and step were computed")
+            raise UnisonoError("optimizer.step(), or batches.skip(), came before all micro-batches of this worker and "
+                               "step were computed")  # fmt: skip
         with self._watch(Phase.COMMUNICATION):
             step = self._replica.settle()
         self._company.check()
         return step
 
-    def _take(self, step: Step) -> None:
-        step.apply(self._plain_step)
-        if not self._company.recovers:
-            self._watch.keep(self._watch.done + 1)
-            return
-        self.state.take()
-        self._company.stepped()
-        if step.extra is not None:
+    def _take(self, step: Step, end: Callable[[Step], Any]) -> None:
+        end(step)
+        self._count()
+        if self._company.recovers and step.extra is not None:
             self._met(step.extra)
+
+    def _count(self) -> None:
+        self.state.take()
+        if self._company.recovers:
+            self._company.stepped()
+        else:
+            self._watch.keep(self._watch.done + 1)
 
     def _hold(self) -> None:
         """All have met: what they have now counts."""
@@ -526,6 +655,7 @@ class _Bound:
         self._forget_hooks()
         self._company.stay()
         self._start(self._company.size, float(self._company.size))
+        self._go_on()
         self._next_step()
 
     def _start(self, micro_batches: int, reference: float) -> None:
@@ -537,14 +667,14 @@ class _Bound:
             reference=reference,
             listener=self._gradient,
             extra=words_of(self._company),
-            repeats=self._company.recovers,
+            repeats=self.planned,  # a worker may be lost, or the step skipped
             awaits=self._company.recovers and self.state.walks,
             **self._options,
         )
 
     def _next_step(self) -> None:
         """Without a plan, all that happens between two steps is this worker's one micro-batch."""
-        self._under_way, self._left = False, True
+        self._given, self._entered, self._left = False, False, True
         if self.planned:
             self._last = False
         else:

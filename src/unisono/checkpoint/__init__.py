@@ -6,6 +6,7 @@ from unisono.checkpoint.compare import compare
 from unisono.checkpoint.container import Spec
 from unisono.checkpoint.convert import save_plain, store
 from unisono.checkpoint.directory import checkpoints
+from unisono.checkpoint.find import home, open_found
 from unisono.checkpoint.fingerprint import digest, fingerprint, fingerprint_of
 from unisono.checkpoint.holding import Piece, decode_holding, encode_holding, holding
 from unisono.checkpoint.opened import Opened, open_checkpoint
@@ -13,6 +14,7 @@ from unisono.checkpoint.plain import Plain, open_plain
 from unisono.checkpoint.reader import Loaded, load, load_newest, newest, open_newest
 from unisono.checkpoint.share import share_out
 from unisono.checkpoint.verify import damages, verified
+from unisono.checkpoint.weights import read_weights
 from unisono.checkpoint.writer import Event, Phase, Progress, Writer
 
 __all__ = [
@@ -35,12 +37,15 @@ __all__ = [
     "fingerprint",
     "fingerprint_of",
     "holding",
+    "home",
     "load",
     "load_newest",
     "newest",
     "open_checkpoint",
+    "open_found",
     "open_newest",
     "open_plain",
+    "read_weights",
     "save_plain",
     "share_out",
     "store",

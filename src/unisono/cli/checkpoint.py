@@ -35,7 +35,6 @@ Look at what a run has written down. DIR is a run, its checkpoints, or one of th
                           [weights only, under the model's names]
   --max-shard-bytes SIZE  several files with an index, as transformers reads them, none larger than this: 5GB, 500MB
 """
-_WEIGHTS = "model/"
 _OURS = "unisono"  # in a file's metadata: the step, and what else the checkpoint said
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -77,9 +76,10 @@ def _show(directory: Path, options: Mapping[str, str]) -> int:
 def _verify(directory: Path, options: Mapping[str, str]) -> int:
     from unisono.checkpoint import damages, open_checkpoint
     from unisono.checkpoint.contents import printable
+    from unisono.checkpoint.find import found
 
     damaged = _latest_is_damaged(directory)
-    for path in _found(directory):
+    for path in found(directory, "DIR"):
         words = [printable(sentence) for sentence in damages(path)]
         if words:
             print(f"{path}: damaged\n" + "\n".join(f"  {sentence}" for sentence in words))
@@ -94,14 +94,22 @@ def _verify(directory: Path, options: Mapping[str, str]) -> int:
 def _convert(directory: Path, options: Mapping[str, str]) -> int:
     if ("--to" in options) == ("--from" in options):
         raise InvalidInput("convert", str(directory), "either --to or --from is needed", "write --to model.safetensors")
-    return (_to if "--to" in options else _from)(directory, options)
+    return (convert if "--to" in options else _from)(directory, options)
 
 
-def _to(directory: Path, options: Mapping[str, str]) -> int:
+def convert(directory: Path, options: Mapping[str, str]) -> int:
+    """Write a checkpoint to the safetensors file ``options["--to"]``; 0.
+
+    Raises:
+        InvalidInput: that is no such file, or it is there already.
+        OSError: the disk does not take it.
+    """
     from unisono.checkpoint import save_plain
     from unisono.checkpoint.plain import INDEX
+    from unisono.checkpoint.stream import Renamed
+    from unisono.checkpoint.weights import weights_in
 
-    path, most = Path(options["--to"]), _size(options)
+    path, most = Path(options["--to"]), size_of(options)
     if path.suffix != ".safetensors":
         raise InvalidInput("--to", str(path), "not a safetensors file", "write for instance --to model.safetensors")
     if not path.parent.is_dir():
@@ -113,7 +121,7 @@ def _to(directory: Path, options: Mapping[str, str]) -> int:
         told = json.dumps({"step": opened.step, "meta": opened.meta})
         files = save_plain(opened, path, most, {_OURS: told})
     else:
-        files = save_plain(_weights(opened, _WEIGHTS), path, most)
+        files = save_plain(Renamed(opened, weights_in(opened)), path, most)
     print("\n".join(map(str, files)))
     return 0
 
@@ -121,6 +129,7 @@ def _to(directory: Path, options: Mapping[str, str]) -> int:
 def _from(directory: Path, options: Mapping[str, str]) -> int:
     from unisono.checkpoint import open_plain, store
     from unisono.checkpoint.stream import Renamed
+    from unisono.checkpoint.weights import WEIGHTS
 
     if "--max-shard-bytes" in options:
         raise InvalidInput(
@@ -135,17 +144,11 @@ def _from(directory: Path, options: Mapping[str, str]) -> int:
     step, meta, ours = _told(plain.metadata, path)
     source: Source = plain
     if "--all" not in options:
-        source = _weights(plain, _WEIGHTS if ours else "")
-        source = Renamed(source, {_WEIGHTS + name: name for name in source.specs})
+        prefix = WEIGHTS if ours else ""
+        names = [name.removeprefix(prefix) for name in plain.specs if name.startswith(prefix)]
+        source = Renamed(plain, {WEIGHTS + name: prefix + name for name in names})
     print(store(source, directory, step, meta))
     return 0
-
-
-def _weights(source: Source, prefix: str) -> Source:
-    """The tensors whose names begin with `prefix`, without it."""
-    from unisono.checkpoint.stream import Renamed
-
-    return Renamed(source, {name.removeprefix(prefix): name for name in source.specs if name.startswith(prefix)})
 
 
 def _told(metadata: Mapping[str, str], path: Path) -> tuple[int, Any, bool]:
@@ -162,7 +165,12 @@ def _told(metadata: Mapping[str, str], path: Path) -> tuple[int, Any, bool]:
     return step, meta, True
 
 
-def _size(options: Mapping[str, str]) -> int | None:
+def size_of(options: Mapping[str, str]) -> int | None:
+    """``--max-shard-bytes`` in bytes; None where it is not given.
+
+    Raises:
+        InvalidInput: it is no size.
+    """
     text = options.get("--max-shard-bytes")
     if text is None:
         return None
@@ -173,45 +181,22 @@ def _size(options: Mapping[str, str]) -> int | None:
     return size
 
 
-def _found(directory: Path) -> list[Path]:
-    """The checkpoints in a run's directory, in a directory of checkpoints, or the one that `directory` is."""
-    from unisono.checkpoint import checkpoints
-    from unisono.checkpoint.directory import MANIFEST, step_of
-
-    if (directory / MANIFEST).exists() or (directory.is_dir() and step_of(directory.name) is not None):
-        return [directory]
-    found = [path for _, path in checkpoints(_home(directory))]
-    if not found:
-        raise InvalidInput(
-            "DIR", str(directory), "there is no checkpoint", "name a run, its checkpoints or one of them"
-        )
-    return found
-
-
-def _home(directory: Path) -> Path:
-    return directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
-
-
 def _newest(directory: Path) -> Opened:
-    from unisono.checkpoint import open_checkpoint, open_newest
     from unisono.checkpoint.contents import printable
+    from unisono.checkpoint.find import open_found
 
-    found = _found(directory)
-    if found == [directory]:
-        return open_checkpoint(directory)
-    opened = open_newest(_home(directory), lambda damage: print(printable(f"damaged: {damage}"), file=sys.stderr))
-    assert opened is not None  # else nothing would have been found
-    return opened
+    return open_found(directory, "DIR", lambda damage: print(printable(f"damaged: {damage}"), file=sys.stderr))
 
 
 def _latest_is_damaged(directory: Path) -> bool:
     from unisono.checkpoint.contents import printable
     from unisono.checkpoint.directory import read_latest
+    from unisono.checkpoint.find import found, home
 
-    if _found(directory) == [directory]:
+    if found(directory, "DIR") == [directory]:
         return False
     try:
-        read_latest(_home(directory))
+        read_latest(home(directory))
     except CheckpointDamaged as damage:
         print(printable(str(damage)))
         return True

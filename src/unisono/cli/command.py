@@ -23,6 +23,7 @@ commands:
   status URL     say who takes part in a run, what each does on which line, where the time goes, and what happened
   coordinator    agree on who trains, apart from all workers
   chaos TASK     kill, freeze and cut off workers of a training, and see whether that changes anything
+  export RUN     write the trained weights of a run to a safetensors or .pt file
   checkpoint     show and verify checkpoints, convert them to safetensors and back
 
   --version      print the version
@@ -133,6 +134,12 @@ def _checkpoint(given: list[str]) -> int:
     return checkpoint(given)
 
 
+def _export(given: list[str]) -> int:
+    from unisono.cli.export import export
+
+    return export(given)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "simulate": _simulate,
@@ -143,6 +150,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "status": _status,
     "coordinator": _coordinator,
     "chaos": _chaos,
+    "export": _export,
     "checkpoint": _checkpoint,
 }
 

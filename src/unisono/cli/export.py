@@ -1,0 +1,73 @@
+"""``unisono export``: the trained weights of a run as one file, by the model's names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from unisono.cli.checkpoint import convert, size_of
+from unisono.cli.words import read
+from unisono.errors import InvalidInput, UnisonoError
+
+USAGE = """\
+usage: unisono export RUN --to FILE.safetensors|FILE.pt [--max-shard-bytes SIZE]
+
+Write the trained weights and buffers of RUN, by the names in the model's state_dict(). RUN is a run, a directory of
+checkpoints, or one of them; of several, the newest sound one.
+
+  --to FILE               .safetensors, for any program that reads it, or .pt, for torch.load and load_state_dict
+  --max-shard-bytes SIZE  several safetensors files with an index, as transformers reads them, none larger: 5GB, 500MB
+"""
+_OPTIONS = {"--to": True, "--max-shard-bytes": True}
+
+
+def export(words: list[str]) -> int:
+    """Run the words after ``unisono export``; 0 when the file is there.
+
+    Raises:
+        UnisonoError: what was written cannot work, or what is read is damaged.
+    """
+    if not words or "--help" in words or "-h" in words:
+        print(USAGE, end="")
+        return 0
+    options, rest = read(words, _OPTIONS)
+    if len(rest) != 1:
+        raise InvalidInput(
+            "RUN", " ".join(rest) or "(nothing)", "one run is needed", "write unisono export RUN --to FILE"
+        )
+    if "--to" not in options:
+        raise InvalidInput("--to", "(nothing)", "no file is named", "write for instance --to model.safetensors")
+    run, path = Path(rest[0]), Path(options["--to"])
+    try:
+        if path.suffix == ".safetensors":
+            return convert(run, options)
+        if path.suffix != ".pt":
+            raise InvalidInput("--to", str(path), "neither .safetensors nor .pt", "write --to model.safetensors")
+        if size_of(options) is not None:
+            raise InvalidInput("--max-shard-bytes", options["--max-shard-bytes"], "a .pt file is one", "leave it out")
+        _save(run, path)
+    except OSError as error:
+        raise UnisonoError(f"{error.filename or path}: {error.strerror or error}") from error
+    print(path)
+    return 0
+
+
+def _save(run: Path, path: Path) -> None:
+    """Write a file that ``torch.load(path, weights_only=True)`` reads; it appears when it is complete."""
+    import torch
+
+    from unisono.checkpoint.directory import sync_directory
+    from unisono.order import load
+
+    if path.exists():
+        raise InvalidInput("--to", str(path), "it is there already", "name another file, or take it away")
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            torch.save(load(run), file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_directory(path.parent)
