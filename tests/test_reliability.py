@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -78,7 +81,7 @@ def command(*words: str | Path) -> list[str]:
 def unisono(at: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """The command with `words`, in directory `at`, to its end; in a process that has imported torch already."""
     line = [str(word) for word in words]
-    return subprocess.CompletedProcess(line, *processes.run(1, _unisono, at, line)[0])
+    return subprocess.CompletedProcess(line, *processes.run(1, _unisono, at, line, timeout_seconds=150)[0])
 
 
 def _unisono(rank: int, size: int, at: Path, words: list[str]) -> tuple[int, str, str]:
@@ -238,6 +241,79 @@ def test_the_last_worker_of_too_few_saves_what_it_has(home: Path) -> None:
     assert not complete
     assert [step for step, _ in checkpoints(home / "few" / "checkpoints")] == [step]
     assert step >= last_step(home / "few") - 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_there_are_workers_ends_the_command_in_words(number: signal.Signals, home: Path) -> None:
+    here = home / f"before-{number.name}"
+    (home / "slow.py").write_text(
+        "import pathlib, sys, time\n\ndef task(*, here: str):\n    pathlib.Path(here).touch()\n    time.sleep(600)\n"
+    )
+    line = command("train", "slow.py:task", "--here", here)
+    with subprocess.Popen(line, cwd=home, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert within(90, here.exists)
+            os.kill(process.pid, number)
+            assert said(process) == f"interrupted by {number.name}\n"
+            assert process.wait(30) == 128 + number
+            assert within(5, lambda: not session(process.pid)), session(process.pid)
+        finally:
+            for pid in session(process.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+# Nobody reads what is said.
+
+
+def test_a_run_goes_on_when_its_output_leads_nowhere(home: Path) -> None:
+    """Its reader is gone, as after `| head -1`; the disk is full; standard streams are closed from the start."""
+    reader, gone = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    ways: dict[str, dict[str, Any]] = {
+        "gone": {"stdout": gone, "stderr": gone},
+        "full": {"stdout": full, "stderr": full},
+        "closed": {"preexec_fn": lambda: os.closerange(0, 3)},
+    }
+    line = command("train", "own.py:task", *EXACT, "--steps", "50", "--run")
+    started = {name: subprocess.Popen([*line, f"unread-{name}"], cwd=home, **how) for name, how in ways.items()}
+    os.close(gone), os.close(full)
+    assert {name: process.wait(170) for name, process in started.items()} == dict.fromkeys(ways, 0)
+    assert {came(home / f"unread-{name}") for name in ways} == {(50, True, "all 50 steps are done")}
+
+
+def shown(terminal: int) -> bytes:
+    """What a terminal has been sent since the last call, or before."""
+    os.set_blocking(terminal, False)
+    with suppress(BlockingIOError):
+        return os.read(terminal, 1 << 16)
+    return b"nothing new"
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["as usual", "nohup"])
+def test_a_terminal_that_goes_away_asks_the_run_to_stop(ignored: bool, home: Path) -> None:
+    run, (terminal, ours) = home / f"terminal-{ignored}", pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    line = command("train", "own.py:task", *EXACT, "--steps", "600", "--checkpoint-every", "0", "--run", run)
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), ours)
+    process = subprocess.Popen(line, cwd=home, **streams, start_new_session=True, preexec_fn=take_terminal)
+    os.close(ours)
+    try:
+        assert within(90, lambda: shown(terminal) and last_step(run) >= 10)
+        os.close(terminal)
+        assert process.wait(90) == (0 if ignored else 129)
+        assert within(5, lambda: not session(process.pid)), session(process.pid)
+    finally:
+        for pid in session(process.pid):
+            os.kill(pid, signal.SIGKILL)
+    steps, complete, _ = came(run)
+    assert complete == ignored
+    assert [step for step, _ in checkpoints(run / "checkpoints")] == [steps]
 
 
 # Two commands, one directory.

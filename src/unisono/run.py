@@ -219,8 +219,9 @@ def _be_worker(
             "workers", said, f"{identity.launcher} started {identity.size}", "leave it out, or start as many"
         )
     settings = {**with_earlier(settings), "workers": identity.size}
-    worker = Worker(identity, lambda message: on_message(identity.rank, message), StopRequest())
-    result = work(worker, Order(source, settings, None, began))
+    with contextlib.closing(StopRequest()) as stop:
+        worker = Worker(identity, lambda message: on_message(identity.rank, message), stop)
+        result = work(worker, Order(source, settings, None, began))
     if result is None:
         return None
     if identity.rank == 0:

@@ -46,6 +46,14 @@ def wait_for_stop(worker: Worker) -> str:
     return "stopped"
 
 
+def stop_slowly(worker: Worker) -> str:
+    """Says that it was asked, and takes a while."""
+    wait_for_stop(worker)
+    worker.report({"asked": True})
+    time.sleep(0.3)
+    return "stopped"
+
+
 def ignore_stop(worker: Worker) -> None:
     worker.report({"pid": os.getpid()})
     threading.Event().wait()

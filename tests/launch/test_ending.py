@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,14 +21,21 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
 
 @contextmanager
 def toy(
-    marker: str, logs: Path, target: str, *preload: str, module: str = "tests.launch.toy"
+    marker: str, logs: Path, target: str, *preload: str, module: str = "tests.launch.toy", ignored: Iterable[int] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    """A launcher under way, of which nothing may be left 5 seconds after the block."""
+    """A launcher under way, started with signals `ignored`, of which nothing may be left 5 seconds after the block."""
     command = [sys.executable, "-m", module, marker, str(logs), target, *preload]
     temporary = logs / "temporary"
     temporary.mkdir()
     environ = os.environ | {"TMPDIR": str(temporary)}
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environ) as launcher:
+
+    def ignore() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=ignore
+    ) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "starting\n"
         try:
@@ -91,6 +98,26 @@ def test_workers_come_to_a_step_boundary_and_their_results_are_kept(
         launcher.send_signal(number)
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "interrupted ['stopped', 'stopped', 'stopped']\n"
+
+
+def test_a_terminal_that_closes_asks_more_than_once_and_kills_nobody(marker: str, tmp_path: Path) -> None:
+    with toy(marker, tmp_path, "stop_slowly") as launcher:
+        await_running(launcher)
+        launcher.send_signal(signal.SIGHUP)
+        await_running(launcher)  # each says that it was asked
+        launcher.send_signal(signal.SIGHUP)
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "interrupted ['stopped', 'stopped', 'stopped']\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_was_ignored_at_the_start_stays_so(number: signal.Signals, marker: str, tmp_path: Path) -> None:
+    """As after nohup, or in the background of a script; SIGTERM still ends the run."""
+    with toy(marker, tmp_path, "wait_for_stop", ignored=(number,)) as launcher:
+        await_running(launcher)
+        launcher.send_signal(number)
+        launcher.send_signal(signal.SIGTERM)
+    assert launcher.returncode == code(signal.SIGTERM)
 
 
 def test_a_worker_that_does_not_stop_in_time_is_killed(marker: str, tmp_path: Path) -> None:

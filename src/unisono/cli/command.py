@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
+from unisono.cli.terminal import Asked, endable, going_on_unread
 from unisono.errors import InvalidInput, UnisonoError, WorkerFailed
 from unisono.notation import nearest
 
@@ -46,16 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: a run failed. 2: what was written cannot work. 128 and a signal's number: interrupted by it.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    with going_on_unread() if given[:1] and given[0] in LONG else nullcontext():
+        return _main(given)
+
+
+def _main(given: list[str]) -> int:
     try:
-        return _command(given)
+        with endable():
+            return _command(given)
     except InvalidInput as error:
         return _say(str(error), 2)
     except WorkerFailed as error:
         return _say(f"{error.traceback.rstrip()}\n\n{error}".lstrip(), getattr(error, "exit_code", 1))
     except UnisonoError as error:
         return _say(str(error), getattr(error, "exit_code", 1))
-    except KeyboardInterrupt:
-        return _say("interrupted", 130)
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, Asked) else signal.SIGINT
+        return _say(f"interrupted by {signal.Signals(number).name}", 128 + number)
     except BrokenPipeError:  # the reader of our output went away, as head does
         sys.stderr.close()
         return 1
@@ -153,6 +163,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "export": _export,
     "checkpoint": _checkpoint,
 }
+
+
+LONG = ("train", "launch", "join", "coordinator", "chaos")
+"""Commands whose work is worth more than their output, which go on when nobody reads it."""
 
 
 def _version() -> str:

@@ -18,7 +18,7 @@ USAGE = f"""\
 usage: unisono coordinator [options]
 
 Agree on who trains. unisono train starts a coordinator of its own; one that runs elsewhere outlives every worker's
-host. It ends on Ctrl-C and SIGTERM; started again with the same --state and --port, it goes on where it was.
+host. It ends on Ctrl-C, SIGTERM and SIGHUP; started again with the same --state and --port, it goes on where it was.
 
   --host HOST         address to listen at; any but loopback is reached from other machines [127.0.0.1]
   --port PORT         0 takes a free one [0]

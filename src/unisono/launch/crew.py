@@ -4,8 +4,9 @@
        ├────── a failure, a signal ──────────────────┴─► ENDING ── time over, second signal ──┐
        └────── the run is over without the others ─────► PARTING ── time over, a signal ──────┴─► KILLED
 
-ENDING begins with a request to all to stop, KILLED with SIGKILL; every state may end by the workers having ended. What
-the end of a worker means while RUNNING, its `succession.Succession` decides.
+ENDING begins with a request to all to stop, KILLED with SIGKILL; every state may end by the workers having ended. A
+terminal that closes sends several SIGHUP, so that a second one is no second request. What the end of a worker means
+while RUNNING, its `succession.Succession` decides.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from unisono.launch.worker import Order
 _CAUSE_SECONDS = 2.0  # how long a cause is waited for after its consequence was heard
 _END_SECONDS = 3.0  # between a request to stop and SIGKILL to the others after a failure
 _PART_SECONDS = 10.0  # how long those who are still there may take when the run is over
+_AGAIN_SECONDS = 0.5  # after which a signal is a second one: timeout(1) and others send theirs twice at once
 _KILLED_SECONDS = 10.0  # until a kill must have been reported
 
 OnMessage = Callable[[int, Mapping[str, Any]], None]
@@ -91,6 +93,7 @@ class Crew:
         self._awaited: dict[int, float] = {}  # when another one is started there
         self._failures: list[Failure] = []
         self._signal: int | None = None
+        self._asked_seconds = float("-inf")
         self._phase, self._deadline_seconds = _Phase.RUNNING, float("inf")
         self._parted = False
 
@@ -236,9 +239,9 @@ class Crew:
             if not self._members:
                 raise Interrupted(number)
             if self._phase in (_Phase.RUNNING, _Phase.DOUBTING):
-                self._signal = number
+                self._signal, self._asked_seconds = number, time.monotonic()
                 self._enter(_Phase.ENDING, self._stop_seconds)
-            else:
+            elif number != signal.SIGHUP and time.monotonic() - self._asked_seconds > _AGAIN_SECONDS:
                 self._enter(_Phase.KILLED, _KILLED_SECONDS)
 
     def _escalate(self) -> None:

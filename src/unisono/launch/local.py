@@ -104,7 +104,7 @@ def launch(
             that one's, from so many bytes on.
         prepared: from `prepare`; is closed.
         stop_seconds: how long workers may take to a step boundary after Ctrl-C, SIGTERM or SIGHUP, before
-            they are killed. A second signal kills them at once.
+            they are killed. A second SIGINT or SIGTERM kills them at once.
         elastic: each process has a name of its own (``Worker.name``). One that dies is replaced, one that returns None
             has left, and the first other result is the run's, and comes first (but see `Elastic`).
 

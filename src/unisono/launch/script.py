@@ -79,6 +79,7 @@ def run_script(
     A request to stop reaches a script that does not listen for one as Ctrl-C would. Returns `DONE`, or None from a
     worker that has left the others before the end.
     """
+    worker.stop.close()  # a script does not look at it
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if contact is not None:
         signal.signal(STOP_ALL, _stop)

@@ -17,26 +17,38 @@ class StopRequest:
     the others go on.
 
     Args:
-        leaves: SIGTERM asks this worker to leave, and SIGUSR1 all to stop; else SIGTERM asks to stop.
+        leaves: SIGTERM asks this worker to leave, and SIGUSR1 all to stop; else SIGTERM, SIGHUP and SIGINT ask to stop,
+            unless they are ignored. A second SIGINT does what it did before `listen`.
     """
 
     def __init__(self, leaves: bool = False) -> None:
         self.requested = self.leaving = False
-        self._leaves = leaves
+        asks = {STOP_ALL: self._stop, signal.SIGTERM: self._leave}
+        self._asks = asks if leaves else dict.fromkeys((STOP, signal.SIGHUP, signal.SIGINT), self._stop)
+        self._former: dict[int, Any] = {}
 
     def listen(self) -> StopRequest:
         """From now on the signals are such requests. Only the main thread may call it."""
-
-        def stop(number: int, frame: Any) -> None:
-            self.requested = True
-
-        def leave(number: int, frame: Any) -> None:
-            self.leaving = True
-
-        signal.signal(STOP_ALL if self._leaves else STOP, stop)
-        if self._leaves:
-            signal.signal(signal.SIGTERM, leave)
+        for number, ask in self._asks.items():
+            former = signal.getsignal(number)
+            if former not in (signal.SIG_IGN, ask):
+                self._former[number] = former or signal.SIG_DFL  # None: it was not set by Python
+                signal.signal(number, ask)
         return self
+
+    def close(self) -> None:
+        """From now on the signals do what they did before. Only the main thread may call it."""
+        for number, former in self._former.items():
+            signal.signal(number, former)
+        self._former.clear()
+
+    def _stop(self, number: int, frame: Any) -> None:
+        self.requested = True
+        if number == signal.SIGINT:
+            signal.signal(number, self._former.get(number, signal.default_int_handler))
+
+    def _leave(self, number: int, frame: Any) -> None:
+        self.leaving = True
 
 
 class Interrupted(UnisonoError):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import faulthandler
 import importlib
-import io
 import json
 import mmap
 import os
@@ -28,6 +26,7 @@ from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFa
 from unisono.launch.identity import Identity
 from unisono.launch.stopping import Interrupted, StopRequest
 from unisono.stack import raised_at
+from unisono.streams import unfailing
 
 
 @dataclass(frozen=True)
@@ -133,23 +132,7 @@ def _redirect(log: str) -> None:
         os.dup2(source, stream)
     os.close(nothing)
     os.close(descriptor)
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.BufferedWriter(_Log(stream, "wb", closefd=False)), "utf-8", "backslashreplace",
-                         line_buffering=True)
-        for stream in (1, 2)
-    )  # fmt: skip
-
-
-class _Log(io.FileIO):
-    """What a worker prints. What a full disk does not take of it is lost, and training goes on."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            return len(data)
+    sys.stdout, sys.stderr = unfailing(1), unfailing(2)
 
 
 def _resolve(target: str) -> Callable[..., Any]:

@@ -62,8 +62,11 @@ class Serving:
     def run(self) -> None:
         """Answers until this process is asked to stop, or `stop` is called."""
         if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal goes away
+                signal.signal(signal.SIGHUP, lambda *_: self.stop())
             for number in (signal.SIGINT, signal.SIGTERM):  # the server raises them again once it has ended
-                signal.signal(number, lambda *_: None)
+                if signal.signal(number, lambda *_: None) is signal.SIG_IGN:
+                    self._server.ignored.add(number)
             gc.set_threshold(100_000, 50, 100)  # of what thousands of workers are, little is ever garbage
         allow_connections()
         try:
@@ -83,6 +86,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, release: Callable[[], None]) -> None:
         super().__init__(config)
         self._release = release
+        self.ignored: set[int] = set()  # signals
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def main_loop(self) -> None:
@@ -96,8 +100,9 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal asks for it."""
-        super().handle_exit(sig, frame)
-        self.end()
+        if sig not in self.ignored:
+            super().handle_exit(sig, frame)
+            self.end()
 
     def end(self) -> None:
         """From any thread."""

@@ -1,0 +1,89 @@
+"""What signals do to a command before there are workers, and what a command does without a terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.played import Played, Result, Said
+
+Unisono = Callable[..., Said]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_before_there_are_workers_is_one_sentence(
+    unisono: Unisono, played: Played, number: signal.Signals
+) -> None:
+    def asked(on_message: object) -> Result:
+        for _ in range(2):  # as timeout does, and a terminal that closes
+            os.kill(os.getpid(), number)
+        raise AssertionError
+
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    played.act = asked
+    said = unisono("train", "digits")
+    assert (said.code, said.err) == (128 + number, f"interrupted by {number.name}\n")
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_is_ignored_stays_so(unisono: Unisono, played: Played, number: signal.Signals) -> None:
+    def asked(on_message: object) -> Result:
+        os.kill(os.getpid(), number)
+        return Result()
+
+    signal.signal(number, signal.SIG_IGN)
+    played.act = asked
+    assert unisono("train", "digits").code == 0
+
+
+OPENS = """
+import os, sys
+from unisono.cli.terminal import going_on_unread
+
+with going_on_unread():
+    file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+    print("not for the file", flush=True)
+    print("nor this", file=sys.stderr, flush=True)
+    os.write(file, b"for the file")
+"""
+
+
+def test_a_closed_standard_stream_is_not_taken_for_a_file_that_is_opened_later(tmp_path: Path) -> None:
+    line = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", OPENS, str(tmp_path / "file")]
+    subprocess.run(line, check=True, timeout=60)
+    assert (tmp_path / "file").read_text() == "for the file"
+
+
+INHERITED = """
+import signal
+print(*(signal.getsignal(number) is signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)))
+"""
+
+
+def test_commands_that_tests_start_do_not_inherit_what_the_caller_of_the_tests_ignores() -> None:
+    code = f"import tests.conftest, subprocess, sys; subprocess.run([sys.executable, '-c', {INHERITED!r}], check=True)"
+
+    def ignore() -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    started = [sys.executable, "-c", code]
+    done = subprocess.run(started, preexec_fn=ignore, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False False False\n"
