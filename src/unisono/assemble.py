@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -21,11 +22,13 @@ from unisono.batchnorm import synchronize_batchnorm
 from unisono.comm import Communicator
 from unisono.compress import Exact
 from unisono.config import Config
+from unisono.coupling import Coupling, check_coupling
 from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, within
 from unisono.guard import Guard
-from unisono.layout import AXES, Compute, Held, Places, Sample, as_it_is, blocks
+from unisono.handover import tell
+from unisono.layout import AXES, CUTTING, Compute, Held, Places, Sample, as_it_is, blocks
 from unisono.milestone import Milestone
 from unisono.notation import show
 from unisono.observe import Recorder, Unwatched, Watch
@@ -39,6 +42,7 @@ from unisono.settings import recovers
 from unisono.sync import AllReduce
 from unisono.task import Task, batch_loss, build_dataset
 from unisono.trainer import Trainer
+from unisono.wholes import Wholes
 from unisono.wires import Wires
 
 LOG = logging.getLogger("unisono")
@@ -105,14 +109,16 @@ class Feed:
 
 
 def build(
-    task: Task, config: Config, device: torch.device, comm: Communicator, mesh: Any = None, sample: Sample | None = None
-) -> tuple[Held, Optimizer]:
+    task: Task, config: Config, device: torch.device, comm: Communicator, mesh: Any = None,
+    sample: Sample | None = None, inside: Communicator | None = None,
+) -> tuple[Held, Optimizer]:  # fmt: skip
     """What this worker holds of the model, with its first weights, and the optimizer of that.
 
     Args:
         comm: of the workers that compute micro-batches side by side.
         mesh: a DeviceMesh of all workers, where a replica lies on several.
         sample: there, what it may be tried on.
+        inside: there, of the workers of a replica.
 
     Raises:
         InvalidInput: what the task builds cannot be trained.
@@ -131,10 +137,29 @@ def build(
         for block in blocks(model):
             compute.prepare(block)
         held = Held.whole(model.to(device))
-    optimizer = optimizer_of(task.optimizer, [p for p in held.local.parameters() if p.requires_grad])
+    wholes = _wholes(task, config, held, device, mesh, inside) if mesh is not None and inside is not None else None
+    if wholes is None:
+        optimizer = optimizer_of(task.optimizer, [p for p in held.local.parameters() if p.requires_grad])
+    else:
+        held, optimizer = dataclasses.replace(held, stepping=wholes), wholes.optimizer
     check_fit(held.local, optimizer)
     prefer_fused(optimizer, sparse=bool(sparse_parameters(held.model)))
     return held, optimizer
+
+
+def _wholes(
+    task: Task, config: Config, held: Held, device: torch.device, mesh: Any, inside: Communicator
+) -> Wholes | None:
+    """Where the optimizer needs tensors whole, and workers have parts; all workers of a replica call it alike."""
+    mine = json.dumps([p.dim() for p in held.local.parameters() if p.requires_grad])
+    dims = {dim for text in tell(inside, mine) for dim in json.loads(text)}
+    if check_coupling(task.optimizer, dims, config.layout, device) is not Coupling.TENSOR:
+        return None
+    places, rank = Places(config.layout, mesh.size()), mesh.get_rank()
+    replica = places.along(rank, *AXES)
+    group = [replica.index(other) for other in places.along(rank, *CUTTING)]
+    lane = inside.lane("whole tensors")
+    return Wholes(task.optimizer, held.local, held.parts, lane, group, undo=recovers(config))
 
 
 def _check_offloaded(config: Config, places: Places, device: torch.device) -> None:

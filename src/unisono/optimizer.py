@@ -23,7 +23,8 @@ def optimizer_of(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters
     """What `make` makes of `parameters`, of which a worker may have none: all that it holds of a model is frozen."""
     if parameters:
         return make(parameters)
-    optimizer = make([nn.Parameter(torch.empty(0))])  # torch's have to have one when they are made
+    # Torch's have to have one when they are made; Muon, a matrix.
+    optimizer = make([nn.Parameter(torch.empty(0, 0))])
     for group in optimizer.param_groups:
         group["params"] = []
     optimizer.state.clear()

@@ -34,7 +34,7 @@ from unisono.comm import Communicator
 from unisono.layout import Part
 from unisono.optimizer import load_state, state_of
 from unisono.replica import Replica, names_of, weights_of
-from unisono.state import Reached, part_of
+from unisono.state import Parts, Reached
 
 LOG = logging.getLogger("unisono")
 KEPT = "kept/"  # before the names of what a loop of the user's own keeps
@@ -49,7 +49,7 @@ class Persistence:
         every: steps between checkpoints; 0 writes one at the end only.
         meta: JSON that goes into every checkpoint's manifest.
         comm: a lane of its own, of all workers.
-        parts: where a replica lies on several workers, the box that each parameter here is of the whole one.
+        parts: where a replica lies on several workers, the boxes that what lies here is of the whole.
         replicas: one of the workers at the same place of all replicas, where that is not all of them.
         judge: whose memory of bad steps goes into checkpoints.
         beside: further tensors that go into them, the same on all workers.
@@ -64,7 +64,7 @@ class Persistence:
         comm: Communicator,
         every: int,
         meta: Mapping[str, Any],
-        parts: Mapping[str, Part] | None = None,
+        parts: Parts | None = None,
         replicas: Communicator | None = None,
         *,
         judge: Judge | None = None,
@@ -291,12 +291,12 @@ class Persistence:
         return bool(before) and all(before["config"].get(f) == self._meta["config"].get(f) for f in fields)
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        part = (self._parts or {}).get(name)
+        part = self._part(f"model/{name}")
         return part.shape if part else tuple(tensor.shape)
 
     def _part(self, name: str) -> Part | None:
         """The part that belongs to a checkpoint's tensor `name`: that of its parameter."""
-        return part_of(self._parts or {}, name)
+        return self._parts.of(name) if self._parts else None
 
     def _is_here(self, name: str) -> bool:
         """Whether this worker has a part in the checkpoint's tensor `name`, which is a parameter's."""

@@ -22,9 +22,8 @@ from unisono.checkpoint import Box, Piece, decode_holding, encode_holding
 from unisono.comm import Communicator
 from unisono.errors import StateMissing
 from unisono.handover import Held, Kept, digest, hand_over, mean, tell
-from unisono.layout import Part
 from unisono.replica import weights_of
-from unisono.state import Reached, adopt, committed_in, describe, part_of
+from unisono.state import Parts, Reached, adopt, committed_in, describe
 
 LOG = logging.getLogger("unisono")
 At = tuple[int, int]
@@ -75,7 +74,7 @@ class Laid:
     """This worker's part of a replica: a module of plain tensors, the boxes that they are, and their optimizer."""
 
     model: nn.Module
-    parts: Mapping[str, Part]
+    parts: Parts
     optimizer: Optimizer
 
     def pieces(self, at: At, reached: Reached, judged: Mapping[str, Any], walker: int | None = None) -> Pieces:
@@ -105,12 +104,12 @@ class Laid:
 
     def _has(self, name: str) -> bool:
         kind, _, rest = name.partition("/")
-        return kind != "model" and ("/" not in rest or part_of(self.parts, name) is not None)
+        return kind != "model" and ("/" not in rest or self.parts.of(name) is not None)
 
     def _box(self, name: str, shape: tuple[int, ...], *, local: bool = False) -> Box | None:
         """Which one this worker's part of the tensor `name` is, where it is cut as its parameter is: `shape` is then
         that of the parameter, or where `local` that of the part."""
-        part = part_of(self.parts, name)
+        part = self.parts.of(name)
         cut = part is not None and shape == (part.size if local else part.shape)
         return Box(part.shape, part.offset, part.size) if part and cut else None
 

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -315,13 +316,12 @@ class Replica:
 
     def _take_what_lies_there(self) -> None:
         """Gradients that came past the hooks: the user's own, or of parameters that nobody told us of."""
+        for name in self._names.values():
+            gradient = self.held.take(name)
+            if gradient is not None:
+                self._arrived(name, gradient)
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-            name = self._names.get(id(parameter))
-            if name is not None:
-                gradient = self.held.take(name)
-                if gradient is not None:
-                    self._arrived(name, gradient)
-            elif parameter.grad is not None:
+            if id(parameter) not in self._names and parameter.grad is not None:
                 raise self._unknown(parameter)
 
     def _unknown(self, parameter: Tensor) -> InvalidInput:
@@ -393,7 +393,7 @@ class Step:
         for statistics in replica._statistics.values():
             statistics.fold()
         scale = self._scale()
-        result = self._change.apply(step or replica.optimizer.step, scale)
+        result = self._change.apply(partial(replica.held.step, step or replica.optimizer.step), scale)
         if replica._asking:
             replica._asking.applied()
         else:

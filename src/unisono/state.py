@@ -79,13 +79,26 @@ def committed_in(numbers: Mapping[str, float]) -> int:
     return int(numbers[_COMMITTED])
 
 
-def part_of(parts: Mapping[str, Part], name: str) -> Part | None:
-    """The part that belongs to a checkpoint's tensor `name`: that of its parameter; None where it has none."""
-    kind, _, rest = name.partition("/")
-    if kind in ("owed", "kept"):
-        return None
-    inner = {"model": rest, "optimizer": rest.rpartition("/")[0], "sync": rest.partition("/")[2]}[kind]
-    return parts.get(inner)
+@dataclass(frozen=True)
+class Parts:
+    """Which boxes of a checkpoint's tensors a worker holds, by the names of their parameters.
+
+    Args:
+        weights: of parameters.
+        stepped: of what the optimizer remembers of each, where it is this worker's to step.
+    """
+
+    weights: Mapping[str, Part]
+    stepped: Mapping[str, Part]
+
+    def of(self, name: str) -> Part | None:
+        """The part that belongs to a checkpoint's tensor `name`: that of its parameter; None where it has none."""
+        kind, _, rest = name.partition("/")
+        if kind in ("owed", "kept"):
+            return None
+        if kind == "optimizer":
+            return self.stepped.get(rest.rpartition("/")[0])
+        return self.weights.get({"model": rest, "sync": rest.partition("/")[2]}[kind])
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ from unisono.persist import Persistence, history
 from unisono.pieces import Laid
 from unisono.saving import same_directory
 from unisono.settings import check_same_run, recovers, settle, walks
-from unisono.state import Reached, describe, digest_of, take_over
+from unisono.state import Parts, Reached, describe, digest_of, take_over
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
 from unisono.views import Attended, MeetingPlace, Only, Views
@@ -195,8 +195,9 @@ class Life:
         """Build everything and bind it; returns the trainer and the steps that are in the state."""
         comm, config, path = wires.everybody, self.config, place.path
         mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if wires.spread else (None, None)
-        self.built = self.built or build(self.task, config, self.device, wires.lanes, mesh, sample)
+        self.built = self.built or build(self.task, config, self.device, wires.lanes, mesh, sample, wires.inside)
         held, optimizer = self.built
+        parts = Parts(held.parts, held.stepped)
         record = _recorder(self.worker, comm, path, config.record_seconds)
         stack.callback(record.close)
         tell = _teller(self.worker, comm, record)
@@ -207,10 +208,10 @@ class Life:
         judge = self.judge = self.judge or Judge(config.bad_step)
         persistence = Persistence(
             writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
-            held.parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None,
+            parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None,
             judge=judge, newest=partial(_sound, read, path, record))  # fmt: skip
         view = views.view
-        laid, hosts = Laid(held.local, held.parts, optimizer), [place.host for place in view.places]
+        laid, hosts = Laid(held.local, parts, optimizer), [place.host for place in view.places]
         taken = None
         if view.start.view and wires.spread:
             taken = self.keeper.assemble(comm, laid, judge, hosts)

@@ -9,4 +9,5 @@ from unisono.handover.mean import differing as differing
 from unisono.handover.mean import mean as mean
 from unisono.handover.mean import mean_of as mean_of
 from unisono.handover.pass_on import hand_over as hand_over
+from unisono.handover.route import Route as Route
 from unisono.handover.told import tell as tell

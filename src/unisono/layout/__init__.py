@@ -3,8 +3,10 @@ from unisono.layout.blocks import as_it_is as as_it_is
 from unisono.layout.blocks import blocks as blocks
 from unisono.layout.held import Held as Held
 from unisono.layout.held import Passage as Passage
+from unisono.layout.held import Stepping as Stepping
 from unisono.layout.held import Whole as Whole
 from unisono.layout.layout import AXES as AXES
+from unisono.layout.layout import CUTTING as CUTTING
 from unisono.layout.layout import LAYOUTS as LAYOUTS
 from unisono.layout.layout import SIDE_BY_SIDE as SIDE_BY_SIDE
 from unisono.layout.layout import Layout as Layout

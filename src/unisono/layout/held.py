@@ -33,6 +33,20 @@ class Gathering(Protocol):
         ...
 
 
+class Stepping(Protocol):
+    """Which worker steps what, where an optimizer has to see tensors whole of which each worker holds a part."""
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """For each parameter that this worker steps, the box of the whole tensor that the optimizer sees."""
+        ...
+
+    def step(self, step: Callable[[], Any]) -> Any:
+        """Take the optimizer's `step`, given the gradients of this worker's parts; all workers call it alike. Raises
+        `PeerLost`; what is here is then as it was."""
+        ...
+
+
 class AllHere:
     """`Gathering` where nothing is."""
 
@@ -60,6 +74,7 @@ class Held:
         pipeline: where layers lie on several workers, what runs this worker's; gradients then wait in the leaves until
             all micro-batches are through.
         gathering: told of backward passes and of the end of an evaluation.
+        stepping: None: each worker steps its parts.
     """
 
     model: nn.Module
@@ -70,6 +85,16 @@ class Held:
     passage: Passage = _all_of_it
     pipeline: Any = None
     gathering: Gathering = AllHere()
+    stepping: Stepping | None = None
+
+    @property
+    def stepped(self) -> Mapping[str, Part]:
+        """For each parameter whose optimizer state lies here, the box of the whole tensor that this is about."""
+        return self.stepping.parts if self.stepping else self.parts
+
+    def step(self, step: Callable[[], Any]) -> Any:
+        """Take the optimizer's `step`; see `Stepping.step`."""
+        return self.stepping.step(step) if self.stepping else step()
 
     @staticmethod
     def whole(model: nn.Module) -> Held:

@@ -10,6 +10,7 @@ from unisono.layout.words import WORDS, Names
 
 AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")  # outermost first: neighbours talk most
 SIDE_BY_SIDE = ("replicate", "shard", "expert")  # axes whose members compute micro-batches of their own
+CUTTING = ("shard", "expert", "context", "tensor")  # axes over whose members single parameters are cut
 SCHEDULES = {  # stages of each worker
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2,

@@ -13,39 +13,45 @@ from torch import Tensor, nn
 
 from unisono.batch import to_device
 from unisono.errors import InvalidInput
+from unisono.layout.blocks import Compute
 from unisono.layout.context import Split, attending, length, take, verify
 from unisono.layout.context.peers import Coming
 from unisono.layout.deferred import record
-from unisono.layout.expert import check_divides, standing_in
+from unisono.layout.expert import check_divides, derive, standing_in
 from unisono.layout.expert.find import experts, mixtures
 from unisono.layout.layout import SCHEDULES, Layout
 from unisono.layout.pipeline import joints, split
 from unisono.layout.places import Places
 from unisono.layout.sample import Sample
 from unisono.layout.staged import given_to
-from unisono.layout.tensor import refusal
+from unisono.layout.tensor import given, refusal
 
 _TRIED_BYTES = 1 << 26  # a model with parameters of no more is tried out with its numbers: it takes a second or two
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
-def check(build: Callable[[], nn.Module], places: Places, sample: Sample) -> None:
-    """Refuse what `lay` would refuse on every worker, as far as shapes tell.
+def check(build: Callable[[], nn.Module], places: Places, sample: Sample, compute: Compute) -> nn.Module:
+    """Refuse what `lay` would refuse on every worker, as far as shapes tell. Returns the model; where it is not built
+    at once, without numbers.
 
     Raises:
         InvalidInput: the model cannot be laid out so; names the bound, and the nearest layout that works.
     """
     layout = places.layout
     model = record(build).model
+    compute.check(model)
     if layout.context > 1:
         _check_context(build, model, places, sample)
     if layout.expert > 1:
         _check_experts(model, places)
     if layout.tensor > 1 and not layout.plan:
         _check_heads(model, places)
-    if layout.pipeline > 1:
-        with standing_in(model):
+    with standing_in(model):
+        if layout.plan:
+            given(model, layout.tensor, layout.plan, sample.arguments)
+        if layout.pipeline > 1:
             _check_pipeline(model, places, sample)
+    return model
 
 
 def near(places: Places, axis: str, values: Iterable[int]) -> Layout | None:
@@ -74,6 +80,7 @@ def _check_experts(model: nn.Module, places: Places) -> None:
         values = [n for n in range(1, places.workers + 1) if common % n == 0]
         found = near(places, "expert", values)
         raise InvalidInput(error.field, error.value, error.problem, f"write {found}" if found else error.cure) from None
+    derive(model, places.layout.expert)
 
 
 def _divides(model: nn.Module, degree: int) -> bool:

@@ -29,13 +29,13 @@ from unisono.layout.pipeline import split
 from unisono.layout.pipeline.schedules import worker_of
 from unisono.layout.pipeline.stage import by_name
 from unisono.layout.pipeline.wire import outline
-from unisono.layout.possible import check
 from unisono.layout.shares import axes, sizes
 from unisono.layout.staged import given_to
 from unisono.notation import show
 from unisono.optimizer import prefer_fused, state_of
 from unisono.order import TaskSource
 from unisono.plan.memory import Memory, memory_of
+from unisono.plan.possible import check_task
 from unisono.plan.rehearse import Outline, Step, Work, between, rehearsed, with_messages
 from unisono.settings import settle
 from unisono.sync import AllReduce
@@ -140,7 +140,7 @@ def foretell(task: Task, config: Config) -> Laid:
     with contextlib.ExitStack() as stack:
         feed = Feed(task, config, 0, config.workers, stack)
         places, sample = feed.places, feed.sample()
-        check(task.model, places, sample)
+        check_task(task, config, places, sample)
         batch = feed.micro_batch()
     seed_compute(stream(config.seed, 0, 0, "init"))
     autocast = autocast_of(config, device)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from unisono.assemble import Feed
-from unisono.launch import Worker
+from unisono.assemble import Feed, model_of
+from unisono.config import Config
+from unisono.coupling import check_coupling
+from unisono.launch import Identity, Worker
+from unisono.layout import Compute, Places, Sample
 from unisono.layout.possible import check as check_model
 from unisono.order import TaskSource
 from unisono.settings import settle
+from unisono.task import Task
+from unisono.world import choose_device
 
 
 def check(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> None:
@@ -20,4 +26,12 @@ def check(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> No
     config = settle(task, settings)
     with contextlib.ExitStack() as stack:
         feed = Feed(task, config, 0, config.workers, stack)
-        check_model(task.model, feed.places, feed.sample())
+        check_task(task, config, feed.places, feed.sample())
+
+
+def check_task(task: Task, config: Config, places: Places, sample: Sample) -> None:
+    """Raise `InvalidInput` where the model or the optimizer of `task` does not allow the layout of `config`."""
+    compute = Compute(config.precision, config.recompute, config.compile)
+    model = check_model(partial(model_of, task), places, sample, compute)
+    dims = {p.dim() for p in model.parameters() if p.requires_grad}
+    check_coupling(task.optimizer, dims, config.layout, choose_device(config.device, Identity()))

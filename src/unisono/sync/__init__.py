@@ -11,6 +11,7 @@ from unisono.sync.outer import Nesterov as Nesterov
 from unisono.sync.parameter_server import ParameterServer as ParameterServer
 from unisono.sync.periodic import Periodic as Periodic
 from unisono.sync.server import COMPENSATIONS as COMPENSATIONS
+from unisono.sync.server import ELEMENTWISE as ELEMENTWISE
 from unisono.sync.server import DelayCompensation as DelayCompensation
 from unisono.sync.server import ScaledByStaleness as ScaledByStaleness
 from unisono.sync.synchronizer import BoundSynchronizer as BoundSynchronizer
