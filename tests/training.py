@@ -118,6 +118,7 @@ def regression(
     makers = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+        "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
         "slowing": Slowing,
     }
     data = Noisy(96, noise)

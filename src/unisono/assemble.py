@@ -22,7 +22,7 @@ from unisono.batchnorm import synchronize_batchnorm
 from unisono.comm import Communicator
 from unisono.compress import Exact
 from unisono.config import Config
-from unisono.coupling import Coupling, check_coupling
+from unisono.coupling import needs_wholes
 from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
 from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, within
@@ -153,7 +153,7 @@ def _wholes(
     """Where the optimizer needs tensors whole, and workers have parts; all workers of a replica call it alike."""
     mine = json.dumps([p.dim() for p in held.local.parameters() if p.requires_grad])
     dims = {dim for text in tell(inside, mine) for dim in json.loads(text)}
-    if check_coupling(task.optimizer, dims, config.layout, device) is not Coupling.TENSOR:
+    if not needs_wholes(task.optimizer, dims, config.layout, device):
         return None
     places, rank = Places(config.layout, mesh.size()), mesh.get_rank()
     replica = places.along(rank, *AXES)

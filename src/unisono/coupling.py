@@ -61,11 +61,11 @@ def coupling(make: Make, dims: Collection[int], device: torch.device) -> Couplin
         "use one that steps by gradients alone") from failed  # fmt: skip
 
 
-def check_coupling(make: Make, dims: Collection[int], layout: Layout, device: torch.device) -> Coupling:
-    """As `coupling`, where that matters under `layout`.
+def needs_wholes(make: Make, dims: Collection[int], layout: Layout, device: torch.device) -> bool:
+    """Whether tensors that are cut under `layout` have to be stepped whole. See `coupling` for the arguments.
 
     Raises:
-        InvalidInput: the optimizer couples what lies on several workers.
+        InvalidInput: the optimizer couples parameters that lie on several workers.
     """
     apart = [f"{axis}={size}" for axis in ("pipeline", *CUTTING) if (size := getattr(layout, axis)) > 1]
     found = coupling(make, dims, device) if apart else Coupling.NUMBER
@@ -76,7 +76,7 @@ def check_coupling(make: Make, dims: Collection[int], layout: Layout, device: to
             f"{', '.join(apart)} no worker has all of them",
             "leave the layout out, so that each has the whole model, or use an optimizer that steps each parameter by "
             "itself")  # fmt: skip
-    return found
+    return found is Coupling.TENSOR and any(getattr(layout, axis) > 1 for axis in CUTTING)
 
 
 @dataclass(frozen=True)

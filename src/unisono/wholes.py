@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint import Box, Piece, decode_holding, encode_holding, share_out
+from unisono.checkpoint import Box, Piece, Spec, decode_holding, encode_holding, share_out
 from unisono.comm import Communicator
 from unisono.errors import CommunicationError
 from unisono.handover import Route, tell
@@ -49,7 +49,7 @@ class Wholes:
         told = [decode_holding(text) for text in tell(comm, encode_holding(mine))]
         held = [told[rank] if rank in group else {} for rank in range(comm.size)]
         cut = {name: each.whole for here in held for name, each in here.items() if not each.box.is_whole}
-        owned = dict(zip(group, share_out({name: whole.nbytes for name, whole in cut.items()}, len(group))))
+        owned = owners(cut, group)
         owns = [{name: Piece(cut[name].dtype, Box.whole(cut[name].shape)) for name in owned.get(rank, ())}
                 for rank in range(comm.size)]  # fmt: skip
         held = [{name: each for name, each in here.items() if name in cut} for here in held]
@@ -122,6 +122,11 @@ class Wholes:
                     self._parameters[name].copy_(weight)
 
         return undo
+
+
+def owners(cut: Mapping[str, Spec], group: Sequence[int]) -> dict[int, list[str]]:
+    """Which of `group`, all of whom hold parts of the tensors `cut`, owns which of these."""
+    return dict(zip(group, share_out({name: whole.nbytes for name, whole in cut.items()}, len(group))))
 
 
 def _box(part: Part) -> Box:

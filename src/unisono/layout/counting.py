@@ -23,10 +23,11 @@ class Message:
     """A message that all of `ranks` take part in.
 
     Args:
-        kind: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all``, ``broadcast`` or ``send``.
+        kind: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all``, ``broadcast``, ``send`` or
+            ``exchange``, of boxes that an optimizer needs whole.
         ranks: of the workers among whom it goes, this one included; of a send, who takes it is not told.
-        bytes: of the whole tensor; of a gather or scatter, all members' parts together; of an all-to-all, what is for
-            others.
+        bytes: of the whole tensor; of a gather or scatter, all members' parts together; of an all-to-all and an
+            exchange, what is for others.
     """
 
     kind: str
@@ -38,7 +39,7 @@ class Message:
         have them; but gloo makes a reduce-scatter of an all-reduce."""
         n = len(self.ranks)
         around = (n - 1) / n
-        passes = {"send": 1.0, "all-to-all": 1.0, "broadcast": 1 / n, "all-reduce": 2 * around}
+        passes = {"send": 1.0, "all-to-all": 1.0, "exchange": 1.0, "broadcast": 1 / n, "all-reduce": 2 * around}
         if backend == "gloo":
             passes["reduce-scatter"] = 2 * around
         return self.bytes * passes.get(self.kind, around)

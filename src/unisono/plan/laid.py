@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unisono.assemble import Feed, autocast_of, model_of
 from unisono.config import Config
@@ -32,11 +32,11 @@ from unisono.layout.pipeline.wire import outline
 from unisono.layout.shares import axes, sizes
 from unisono.layout.staged import given_to
 from unisono.notation import show
-from unisono.optimizer import prefer_fused, state_of
 from unisono.order import TaskSource
 from unisono.plan.memory import Memory, memory_of
 from unisono.plan.possible import check_task
 from unisono.plan.rehearse import Outline, Step, Work, between, rehearsed, with_messages
+from unisono.plan.stepped import Stepped, optimizer_bytes
 from unisono.settings import settle
 from unisono.sync import AllReduce
 from unisono.task import Task
@@ -140,7 +140,7 @@ def foretell(task: Task, config: Config) -> Laid:
     with contextlib.ExitStack() as stack:
         feed = Feed(task, config, 0, config.workers, stack)
         places, sample = feed.places, feed.sample()
-        check_task(task, config, places, sample)
+        whole = check_task(task, config, places, sample)
         batch = feed.micro_batch()
     seed_compute(stream(config.seed, 0, 0, "init"))
     autocast = autocast_of(config, device)
@@ -154,32 +154,36 @@ def foretell(task: Task, config: Config) -> Laid:
     for at in range(places.layout.pipeline):
         rank = next(r for r in range(places.workers) if places.of(r).pipeline == at)
         with _told(notes if rank == 0 else []):
-            holdings += _imagine(task, config, places, rank, sample, device, work, notes)
-    whole = record(partial(model_of, task)).model
+            holdings += _imagine(task, config, places, rank, sample, device, work, notes, whole)
+    model = record(partial(model_of, task)).model
     notes += _between_replicas(config, places)
     notes += _uncounted(config)
     return Laid(
-        show(config.layout), places.workers, places.replicas, sum(p.numel() for p in whole.parameters()),
+        show(config.layout), places.workers, places.replicas, sum(p.numel() for p in model.parameters()),
         feed.plan.micro_batch, len(feed.mine), tuple(_joined(holdings)), tuple(dict.fromkeys(notes)),
         memory_of(device))  # fmt: skip
 
 
 def _imagine(
     task: Task, config: Config, places: Places, rank: int, sample: Sample, device: torch.device, work: Work,
-    notes: list[str],
+    notes: list[str], whole: bool,
 ) -> list[Holding]:  # fmt: skip
-    """Without memory if that can be, else with it."""
+    """Without memory if that can be, else with it.
+
+    Args:
+        whole: whether the optimizer steps tensors whole that are cut.
+    """
     build, compute = partial(model_of, task), Compute(config.precision, config.recompute)
     try:
         with imagined(build, places, rank, sample, device, compute, memory=False) as worker:
-            return _holdings(task, config, places, rank, worker, work)
+            return _holdings(task, config, places, rank, worker, work, whole)
     except InvalidInput:
         raise
     except Exception as error:  # the model's own code may do anything where it finds no numbers
         notes.append(f"computed with numbers, in memory, as shapes alone do not do: {_first_line(error)}")
     try:
         with imagined(build, places, rank, sample, device, compute, memory=True) as worker:
-            return _holdings(task, config, places, rank, worker, work)
+            return _holdings(task, config, places, rank, worker, work, whole)
     except UnisonoError:
         raise
     except Exception as error:
@@ -187,7 +191,9 @@ def _imagine(
                            "see whether it trains on one worker") from error  # fmt: skip
 
 
-def _holdings(task: Task, config: Config, places: Places, rank: int, worker: Imagined, work: Work) -> list[Holding]:
+def _holdings(
+    task: Task, config: Config, places: Places, rank: int, worker: Imagined, work: Work, whole: bool
+) -> list[Holding]:
     """Of all workers at the same place of the pipeline as `rank`."""
     held, step = worker.held, rehearsed(worker, work)
     if held.pipeline is not None:
@@ -196,48 +202,32 @@ def _holdings(task: Task, config: Config, places: Places, rank: int, worker: Ima
         summed = sum(places_bytes(held.leaves[name], places, rank, width) for name, width in step.gradients.items())
         step = with_messages(step, {Message("all-reduce", places.along(rank, "replica"), summed): 1})
     here = places.of(rank).pipeline
-    alike: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
+    alike: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     for other in (r for r in range(places.workers) if places.of(r).pipeline == here):
-        alike[tuple(sizes(leaf, places, other) for leaf in held.leaves.values())].append(other)
-    return [_holding(task, places, rank, worker, step, dict(zip(held.leaves, parts)), workers)
-            for parts, workers in alike.items()]  # fmt: skip
+        parts = {name: sizes(leaf, places, other) for name, leaf in held.leaves.items()}
+        stepped = Stepped.wholes(held.leaves, places, other) if whole else Stepped.parts(parts)
+        alike[tuple(parts.items()), stepped].append(other)
+    return [_holding(task, places, rank, worker, step, dict(parts), stepped, workers)
+            for (parts, stepped), workers in alike.items()]  # fmt: skip
 
 
 def _holding(
     task: Task, places: Places, rank: int, worker: Imagined, step: Step, parts: Mapping[str, tuple[int, ...]],
-    workers: list[int],
+    stepped: Stepped, workers: list[int],
 ) -> Holding:  # fmt: skip
-    leaves = worker.held.leaves
+    leaves, step = worker.held.leaves, with_messages(step, Counter(stepped.messages))
     numbers = {name: torch.Size(part).numel() for name, part in parts.items()}
     return Holding(
         tuple(workers),
         sum(numbers[name] * leaf.element_size() for name, leaf in leaves.items()),
         sum(buffer.nbytes for buffer in worker.held.local.buffers()),
         sum(numbers[name] * width for name, width in step.gradients.items()),
-        _optimizer_bytes(task, worker, parts, step.gradients),
+        optimizer_bytes(task, worker, stepped, step.gradients),
         step.activations,
         step.in_flight,
         step.gathered,
         tuple(traffic(step.messages, places, "nccl" if worker.device.type == "cuda" else "gloo")),
     )
-
-
-def _optimizer_bytes(
-    task: Task, worker: Imagined, parts: Mapping[str, tuple[int, ...]], gradients: Mapping[str, int]
-) -> int:
-    """Of the state that the task's optimizer has after a step on these parts."""
-    local = nn.Module()
-    with worker.shapes():
-        for i, (name, parameter) in enumerate(worker.held.local.named_parameters()):
-            like = torch.zeros(parts[name], dtype=parameter.dtype, device=parameter.device)
-            local.register_parameter(str(i), nn.Parameter(like, parameter.requires_grad))
-            if name in gradients:
-                getattr(local, str(i)).grad = torch.zeros_like(like)
-        optimizer = task.optimizer([p for p in local.parameters() if p.requires_grad])
-        prefer_fused(optimizer, sparse=False)
-        optimizer.step()
-    tensors, _ = state_of(optimizer, local)
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _arrivals(task: Task, batch: Any, places: Places, sample: Sample) -> tuple[tuple[str, ...], dict[int, Outline]]:

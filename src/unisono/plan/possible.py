@@ -9,7 +9,7 @@ from typing import Any
 
 from unisono.assemble import Feed, model_of
 from unisono.config import Config
-from unisono.coupling import check_coupling
+from unisono.coupling import needs_wholes
 from unisono.launch import Identity, Worker
 from unisono.layout import Compute, Places, Sample
 from unisono.layout.possible import check as check_model
@@ -29,9 +29,10 @@ def check(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> No
         check_task(task, config, feed.places, feed.sample())
 
 
-def check_task(task: Task, config: Config, places: Places, sample: Sample) -> None:
-    """Raise `InvalidInput` where the model or the optimizer of `task` does not allow the layout of `config`."""
+def check_task(task: Task, config: Config, places: Places, sample: Sample) -> bool:
+    """Raise `InvalidInput` where the model or the optimizer of `task` does not allow the layout of `config`. Returns
+    `needs_wholes`."""
     compute = Compute(config.precision, config.recompute, config.compile)
     model = check_model(partial(model_of, task), places, sample, compute)
     dims = {p.dim() for p in model.parameters() if p.requires_grad}
-    check_coupling(task.optimizer, dims, config.layout, choose_device(config.device, Identity()))
+    return needs_wholes(task.optimizer, dims, config.layout, choose_device(config.device, Identity()))
