@@ -109,6 +109,20 @@ def test_what_a_killed_start_leaves_is_no_run(tmp_path) -> None:
     make(tmp_path / "r")
 
 
+def test_what_killed_processes_left_is_gone_when_the_run_goes_on(tmp_path) -> None:
+    run = make(tmp_path / "r")
+    (run / "coordinator").mkdir()
+    (run / "checkpoints" / "step-00000050").mkdir(parents=True)
+    (run / "checkpoints" / ".step-00000100.7f.tmp").mkdir()
+    (run / "checkpoints" / ".step-00000100.7f.tmp" / "part-0.safetensors").touch()
+    kept = sorted(path for path in run.rglob("*") if ".step" not in str(path))
+    for name in ("coordinator/contact.json", "coordinator/.contact.json.9.tmp", "checkpoints/.LATEST.9.tmp",
+                 ".config.toml.9.tmp", ".summary.json.9.tmp", ".0123456789abcdef.seen"):  # fmt: skip
+        (run / name).touch()
+    make(run, resume=True)
+    assert sorted(run.rglob("*")) == kept
+
+
 def test_another_failure_leaves_the_run_to_be_resumed(tmp_path) -> None:
     with pytest.raises(RuntimeError), claimed(Config(run=str(tmp_path / "r")), SOURCE, Holder.here()):
         raise RuntimeError

@@ -8,15 +8,22 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from unisono.atomic import unfinished
+from unisono.checkpoint.directory import sweep
 from unisono.config import Config
 from unisono.errors import InvalidInput
 from unisono.launch.lock import LOCK, Holder, fresh, held
+from unisono.membership.card import forget
 from unisono.observe import write_config
-from unisono.observe.written import CONFIG
+from unisono.observe.written import CONFIG, SUMMARY
 from unisono.order import TaskSource
+
+CHECKPOINTS = "checkpoints"
+MARKER = ".{}.seen"  # of a name: a file by which workers find out whether they see the same directory
 
 
 @contextlib.contextmanager
@@ -83,11 +90,20 @@ def _locked(path: Path, holder: Holder) -> Iterator[None]:
 
 def _make(path: Path, config: Config, source: TaskSource, begun: bool) -> None:
     with _written(path):
+        _clear(path)
         (path / "logs").mkdir(mode=0o700, exist_ok=True)
         if not begun:
             write_config(path, config.mapping(), source.absolute(), source.arguments)
         with tempfile.TemporaryFile(dir=path):
             pass  # the user who resumes a run may not be the one who may write here
+
+
+def _clear(path: Path) -> None:
+    """Remove what processes of an earlier life have left that were killed: no other process writes there now."""
+    forget(path)
+    sweep(path / CHECKPOINTS)
+    for left in chain(*(unfinished(path, name) for name in (CONFIG, SUMMARY)), path.glob(MARKER.format("*"))):
+        left.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -103,7 +119,7 @@ def _written(path: Path) -> Iterator[None]:
 
 def _begun(path: Path) -> bool:
     """Whether there is a run in `path`."""
-    return (path / CONFIG).exists() or (path / "checkpoints").exists()
+    return (path / CONFIG).exists() or (path / CHECKPOINTS).exists()
 
 
 def _is_free(path: Path) -> bool:

@@ -21,6 +21,7 @@ from unisono.comm import Communicator
 from unisono.company import State
 from unisono.compress import Exact
 from unisono.config import Config
+from unisono.directory import MARKER
 from unisono.errors import CheckpointError, CheckpointMismatch, InvalidInput
 from unisono.persist import KEPT, Persistence, history
 from unisono.replica import Replica
@@ -129,12 +130,12 @@ def same_directory(comm: Communicator, path: str, mark: str) -> tuple[Path, tupl
     with contextlib.suppress(OSError):  # then worker 0 writes alone, or says what is wrong
         if comm.rank == 0:
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-            Path(path, f".{mark}").touch(mode=0o600)
+            Path(path, MARKER.format(mark)).touch(mode=0o600)
     directory = Path(broadcast_text(comm, path))
-    seen = comm.gather(torch.tensor([(directory / f".{mark}").exists() or comm.rank == 0])).wait()
+    seen = comm.gather(torch.tensor([(directory / MARKER.format(mark)).exists() or comm.rank == 0])).wait()
     with contextlib.suppress(OSError):
         if comm.rank == 0:
-            (directory / f".{mark}").unlink()
+            (directory / MARKER.format(mark)).unlink()
     return directory, tuple(rank for rank, sees in enumerate(seen.view(-1).tolist()) if sees)
 
 

@@ -36,7 +36,7 @@ from unisono.checkpoint import (
 )
 from unisono.comm import Alone, Communicator
 from unisono.config import Config
-from unisono.directory import claimed
+from unisono.directory import CHECKPOINTS, claimed
 from unisono.doing import Phase
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput
 from unisono.keeping import Keeper
@@ -367,7 +367,7 @@ def _hash(trainer: Trainer, path: Path, steps: int) -> str:
         return fingerprint(Whole(trainer.model))
     if trainer.comm.rank == 0:
         with contextlib.suppress(CheckpointDamaged):
-            opened = open_newest(path / "checkpoints", log.warning)
+            opened = open_newest(path / CHECKPOINTS, log.warning)
             if opened is not None and opened.step == steps:
                 return fingerprint_of(opened)
     return ""
@@ -429,7 +429,7 @@ def _writer(
     if comm.rank not in place.writers:
         return None
     rank, size = place.writers.index(comm.rank), len(place.writers)
-    writer = make(place.path / "checkpoints", rank, size)
+    writer = make(place.path / CHECKPOINTS, rank, size)
     stack.callback(writer.close)
     return writer
 
@@ -487,7 +487,7 @@ def _damaged(record: Recorder, error: CheckpointDamaged) -> None:
 def _sound(read: Read, path: Path, record: Recorder) -> Found | None:
     """The newest checkpoint of a run that is under way, if there is a sound one."""
     try:
-        return read(path / "checkpoints", partial(_damaged, record))
+        return read(path / CHECKPOINTS, partial(_damaged, record))
     except CheckpointDamaged as error:
         _damaged(record, error)
         return None
@@ -506,7 +506,7 @@ def _newest(
     """
 
     try:
-        loaded = read(path / "checkpoints", partial(_damaged, record))
+        loaded = read(path / CHECKPOINTS, partial(_damaged, record))
     except CheckpointDamaged as error:
         raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
     if loaded is None:

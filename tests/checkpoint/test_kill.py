@@ -18,8 +18,9 @@ from tests.checkpoint.states import unexpected
 from tests.processes import start
 from unisono.checkpoint import Writer, checkpoints, fingerprint, load, load_newest
 
-PACKAGE = os.path.join("unisono", "checkpoint", "")
-COMMIT = {"commit_parts", "put_in_place", "write_latest", "write_durably", "prune", "remove", "sweep"}
+PLACES = (os.path.join("unisono", "checkpoint", ""), os.path.join("unisono", "atomic.py"))
+COMMIT = {"commit_parts", "put_in_place", "write_latest", "write_durably", "move", "attempt", "_replace", "prune",
+          "remove", "sweep"}  # fmt: skip
 LINES_OF_A_CHECKPOINT = 2000  # at most
 LINES_OF_A_COMMIT = 100  # at most, in the functions named
 
@@ -36,7 +37,7 @@ def _die_at(line: int, only_commit: bool) -> None:
     def count(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
         code = frame.f_code
-        if PACKAGE not in code.co_filename or (only_commit and code.co_name not in COMMIT):
+        if not any(place in code.co_filename for place in PLACES) or (only_commit and code.co_name not in COMMIT):
             return None
         left -= event == "line"
         if left <= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -100,6 +101,13 @@ def vanish(worker: Worker) -> None:
 
 def leave(worker: Worker, code: Any) -> None:
     sys.exit(code)
+
+
+def with_semaphore(worker: Worker) -> None:
+    """Has what a killed process does not remove: only multiprocessing's resource tracker does."""
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    worker.report({"name": semaphore._semlock.name})
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def unspeakable(worker: Worker) -> Any:

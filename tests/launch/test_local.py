@@ -56,6 +56,14 @@ def test_logs_are_private_and_hold_what_was_printed(tmp_path: Path) -> None:
         assert log.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_killed_worker_leaves_no_semaphore(tmp_path: Path) -> None:
+    names: list[str] = []
+    with pytest.raises(WorkerFailed, match="killed by SIGKILL"):
+        start("with_semaphore", tmp_path, workers=1, on_message=lambda rank, message: names.append(message["name"]))
+    (name,) = names
+    assert within(5, lambda: not Path("/dev/shm", f"sem.{name.removeprefix('/')}").exists())
+
+
 def test_a_failure_ends_the_others_and_comes_with_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed) as caught:
         start("fail_at", tmp_path, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from unisono.atomic import sync_directory, write_durably
 from unisono.checkpoint import directory as place
 from unisono.checkpoint.manifest import Part, decode_part, encode_manifest, merged, part_file
 from unisono.checkpoint.part import report_file
@@ -27,10 +28,10 @@ def commit_parts(temporary: Path, directory: Path, step: int, size: int, meta: A
         raise CheckpointError(str(error)) from None
     if len(manifest) > place.JSON_LIMIT:
         raise CheckpointError(f"a manifest of {len(manifest)} bytes exceeds the {place.JSON_LIMIT} that are read again")
-    place.write_durably(temporary / place.MANIFEST, manifest)
+    write_durably(temporary / place.MANIFEST, manifest)
     for rank in range(size):
         (temporary / report_file(rank)).unlink()
-    place.sync_directory(temporary)
+    sync_directory(temporary)
     place.put_in_place(temporary, directory, step)
     place.write_latest(directory, step)
     return sum(part.nbytes for part in parts)

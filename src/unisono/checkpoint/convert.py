@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from unisono import atomic
 from unisono.checkpoint import directory as place
 from unisono.checkpoint.box import Box
 from unisono.checkpoint.commit import commit_parts
@@ -47,13 +48,13 @@ def save_plain(
             partial[file].unlink(missing_ok=True)
             write_file(partial[file], container({name: source.specs[name] for name in group}, metadata), source)
         for file in names:
-            partial[file].replace(file)
+            atomic.move(partial[file], file)
     finally:
         for file in partial.values():
             file.unlink(missing_ok=True)
     for file in index:
-        place.write_durably(file, _index(source.specs, names))
-    place.sync_directory(path.parent)
+        atomic.write_durably(file, _index(source.specs, names))
+    atomic.sync_directory(path.parent)
     return [*names, *index]
 
 
@@ -73,7 +74,7 @@ def store(source: Source, directory: Path, step: int, meta: object) -> Path:
         digests = write_file(temporary / part_file(0), file, source)
         pieces = {slot.name: Piece(slot.spec.dtype, Box.whole(slot.spec.shape)) for slot in file.slots}
         part = Part(file.nbytes, {name: Entry(piece, digests[name]) for name, piece in pieces.items()})
-        place.write_durably(temporary / report_file(0), encode_part(step, part))
+        atomic.write_durably(temporary / report_file(0), encode_part(step, part))
         commit_parts(temporary, directory, step, 1, meta)
     finally:
         place.remove(temporary)

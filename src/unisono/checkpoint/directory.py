@@ -19,6 +19,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from unisono import atomic
 from unisono.checkpoint.manifest import seal, unseal
 from unisono.errors import CheckpointDamaged
 
@@ -26,7 +27,7 @@ MANIFEST = "manifest.json"
 LATEST = "LATEST"
 _STEP = re.compile(r"step-(\d{8,18})")
 _REPLACED = re.compile(r"\.(step-\d{8,18})\.replaced")
-_LEFTOVER = re.compile(r"\.(step-\d{8,18}\..*|LATEST)\.tmp")
+_LEFTOVER = re.compile(r"\.step-\d{8,18}\..*\.tmp")
 JSON_LIMIT = 1 << 28  # bytes; a longer manifest is not read
 
 
@@ -101,7 +102,7 @@ def read_latest(directory: Path) -> int | None:
 
 def write_latest(directory: Path, step: int) -> None:
     """Point at the checkpoint of `step` as the newest."""
-    write_durably(directory / LATEST, seal({"checkpoint": step_name(step)}))
+    atomic.write_durably(directory / LATEST, seal({"checkpoint": step_name(step)}))
 
 
 def put_in_place(temporary: Path, directory: Path, step: int) -> None:
@@ -109,9 +110,9 @@ def put_in_place(temporary: Path, directory: Path, step: int) -> None:
     be read."""
     final, replaced = directory / step_name(step), directory / f".{step_name(step)}.replaced"
     if final.exists():
-        final.rename(replaced)
-    temporary.rename(final)
-    sync_directory(directory)
+        atomic.move(final, replaced)
+    atomic.move(temporary, final)
+    atomic.sync_directory(directory)
     remove(replaced)
 
 
@@ -129,10 +130,11 @@ def sweep(directory: Path) -> None:
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (directory / replaced[1]).exists():
             with contextlib.suppress(FileNotFoundError):  # a straggler of that life has just done it itself
-                path.rename(directory / replaced[1])
+                atomic.move(path, directory / replaced[1])
         elif replaced or _LEFTOVER.fullmatch(path.name):
             remove(path)
-    (directory / f".{LATEST}.tmp").unlink(missing_ok=True)
+    for path in atomic.unfinished(directory, LATEST):
+        path.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
@@ -140,7 +142,7 @@ def remove(path: Path) -> None:
     the same at the same time."""
     nameless = path.with_name(f".{path.name.strip('.')}.{secrets.token_hex(4)}.removed.tmp")
     try:
-        path.rename(nameless)
+        atomic.move(path, nameless)
     except FileNotFoundError:
         return
     shutil.rmtree(nameless, ignore_errors=True)  # what stays, the next sweep removes
@@ -168,28 +170,3 @@ def open_to_read(path: Path) -> int:
         os.close(descriptor)
         raise ValueError("not a regular file")
     return descriptor
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a private file so that it is there whole or not at all, also after a power cut. Raises
-    OSError."""
-    partial = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from unisono.atomic import write_durably
 from unisono.checkpoint.container import PAGE
-from unisono.checkpoint.directory import write_durably
 from unisono.checkpoint.manifest import Part, encode_part, part_file
 from unisono.checkpoint.staging import Image
 

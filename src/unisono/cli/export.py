@@ -56,7 +56,7 @@ def _save(run: Path, path: Path) -> None:
     """Write a file that ``torch.load(path, weights_only=True)`` reads; it appears when it is complete."""
     import torch
 
-    from unisono.checkpoint.directory import sync_directory
+    from unisono.atomic import move, sync_directory
     from unisono.order import load
 
     if path.exists():
@@ -67,7 +67,7 @@ def _save(run: Path, path: Path) -> None:
             torch.save(load(run), file)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        move(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     sync_directory(path.parent)

@@ -21,7 +21,7 @@ from unisono.launch.lock import Holder, fresh, held
 from unisono.launch.process import age_seconds
 from unisono.launch.rally import rallied
 from unisono.membership import Policy
-from unisono.membership.card import refused
+from unisono.membership.card import forget, refused
 from unisono.membership.place import Calling
 from unisono.notation import nearest
 
@@ -139,6 +139,7 @@ def _locked(asked: Launch) -> Iterator[Launch]:
             for directory in (asked.run, asked.logs):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             stack.enter_context(held(asked.run, Holder.here()))
+            forget(asked.run)
         except OSError as error:
             raise refused(asked.run, error) from None
         yield asked

@@ -203,8 +203,8 @@ class _Server:
             dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if dead is None:
                 return
-            process.kill_group(dead.si_pid)  # before its number is given back: nobody else can have it
             _, status = os.waitpid(dead.si_pid, 0)
+            process.kill_group(dead.si_pid)  # no other process gets this number as long as the group has members
             if dead.si_pid in self._workers:
                 self._send(rank=self._workers.pop(dead.si_pid), status=os.waitstatus_to_exitcode(status))
 

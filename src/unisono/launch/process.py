@@ -25,9 +25,18 @@ def outlive_parent() -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process and all that it started and that stayed in its group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
+    """Kill a process and all that it started and that stayed in its group.
+
+    multiprocessing's resource trackers are spared: they remove the semaphores and the shared memory of processes that
+    were killed, and end by themselves once none of those is left.
+    """
+    try:
+        os.killpg(leader, signal.SIGSTOP)  # so that none starts another one meanwhile
+    except ProcessLookupError:
+        return
+    for number in _group(leader):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGCONT if _is_tracker(number) else signal.SIGKILL)
 
 
 def lead_group(process: int) -> None:
@@ -50,6 +59,22 @@ def has_ended(number: int) -> bool:
         return _status(str(number))[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def _group(leader: int) -> list[int]:
+    """The processes in the group of `leader`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if entry.name.isdecimal() and int(_status(entry.name)[2]) == leader:
+                found.append(int(entry.name))
+    return found
+
+
+def _is_tracker(number: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"resource_tracker import main" in Path(f"/proc/{number}/cmdline").read_bytes()
+    return False
 
 
 def _status(number: str) -> list[str]:

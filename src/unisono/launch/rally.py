@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unisono import atomic
 from unisono.errors import InvalidInput
 from unisono.launch.coordination import Coordination
 from unisono.launch.forkserver import Forkserver
@@ -101,8 +102,9 @@ def _give(contact: Contact, order: Order) -> None:
     answer = heard(contact, Line(contact).ask("PUT", "/v1/order", json.loads(json.dumps(order, default=str))))
     if answer.status == 409:
         raise InvalidInput(
-            "--coordinator", contact.url, "it is another run's", "join that with unisono join, or start a coordinator "
-            "with another --state")  # fmt: skip
+            "--coordinator", contact.url, "it is another run's, and a coordinator serves one run",
+            f"take part in that run with unisono join {contact.url}; if it has ended, start unisono coordinator with "
+            "another --state for this one")  # fmt: skip
     if answer.status != 204:
         raise InvalidInput("--coordinator", contact.url, f"it refuses the run ({answer.status})", "see its log")
 
@@ -126,7 +128,7 @@ def _new_life(run: Path) -> Path:
         number = 1
         while (state := directory / f"{number}.sqlite").exists():
             number += 1
-        card.write(state, "")
+        atomic.write(state, b"")
     except OSError as error:
         raise card.refused(run, error) from None
     return state

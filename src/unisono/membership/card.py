@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
+from unisono import atomic
 from unisono.errors import InvalidInput
 from unisono.membership.values import Contact
 
@@ -22,7 +22,7 @@ def keep(run: Path, contact: Contact) -> Path:
     """
     path = directory(run) / CONTACT
     try:
-        write(path, json.dumps(asdict(contact)))
+        atomic.write(path, json.dumps(asdict(contact)).encode())
     except OSError as error:
         raise refused(run, error) from None
     return path
@@ -59,11 +59,8 @@ def contact_in(run: Path) -> Contact:
         raise InvalidInput("run", str(run), "no coordinator of it is up", "name a run that is under way") from None
 
 
-def write(path: Path, text: str) -> None:
-    """For this user only, whole or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    new.replace(path)
+def forget(run: Path) -> None:
+    """Remove what an earlier life of the run has left of it, which nobody answers any more. Raises OSError."""
+    place = run / DIRECTORY
+    for path in (place / CONTACT, *atomic.unfinished(place, CONTACT)):
+        path.unlink(missing_ok=True)

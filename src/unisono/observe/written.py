@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from unisono import atomic
 from unisono.observe.events import plain
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
@@ -51,13 +51,7 @@ def replace(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():  # /dev/stdout, a pipe
         path.write_text(text, encoding="utf-8")
         return
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.touch(mode=0o600)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    atomic.write(path, text.encode())
 
 
 def _toml(value: Any) -> Any:

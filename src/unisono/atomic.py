@@ -1,0 +1,98 @@
+"""Files and directories that appear whole or not at all: written under another name, and renamed.
+
+On a network file system a call may fail for a reason that passes, for instance because the server has restarted. Such
+calls are repeated a few times here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_PASSING = (errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.EBUSY)
+_PAUSES_SECONDS = (0.05, 0.2, 0.5)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a private file so that it is there whole or not at all; what was there before stays until then.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    _repeated(lambda: _replace(path, data, durably=False))
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """As `write`, also after a power cut."""
+
+    def attempt() -> None:
+        _replace(path, data, durably=True)
+        sync_directory(path.parent)
+
+    _repeated(attempt)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename a file or a directory; a file at `target` is replaced.
+
+    Raises:
+        OSError: it cannot be renamed; FileNotFoundError if it is not there.
+    """
+    moved = _repeated(source.lstat)
+
+    def attempt() -> None:
+        try:
+            source.rename(target)
+        except FileNotFoundError:
+            if not os.path.samestat(target.lstat(), moved):  # else a call that failed had its effect all the same
+                raise
+
+    _repeated(attempt)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unfinished(directory: Path, name: str) -> list[Path]:
+    """What writers of the file `name` in `directory` have left that were killed."""
+    return list(directory.glob(f".{name}.*.tmp"))
+
+
+def _replace(path: Path, data: bytes, *, durably: bool) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(part, flags, 0o600), "wb") as file:
+            file.write(data)
+            if durably:
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one that tells
+            part.unlink()
+        raise
+
+
+def _repeated(call: Callable[[], T]) -> T:
+    for pause in _PAUSES_SECONDS:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+        time.sleep(pause)
+    return call()
