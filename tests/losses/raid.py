@@ -67,7 +67,7 @@ class Plan:
         for number in range(1, kills):
             seconds, heir, whom = chance.uniform(0, MOST_SECONDS), chance.random() < heirs, chance.random()
             strikes.append(Strike(seconds, heir, number % 2 == 0, whom))
-        return Plan(str(run), str(over), chance.random() < 0.3, chance.choice([0, *range(6, 18)]), tuple(strikes))
+        return Plan(str(run), str(over), chance.random() < 0.3, chance.choice([0, *range(6, 14)]), tuple(strikes))
 
     @staticmethod
     def read(text: str) -> Plan:

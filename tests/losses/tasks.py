@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from tests.layouts import tasks
 from unisono import Task
 
-STEPS, LAST = 96, 8
+STEPS, LAST = 60, 6
 """Steps of a run, and how many of them are taken after the raid."""
 SAMPLES, BATCH = 48, 24
 STEP_SECONDS = 0.03
