@@ -128,3 +128,41 @@ def test_a_script_may_train_twice_under_torchrun(tmp_path: Path) -> None:
     alone = printed([sys.executable, str(script)], tmp_path).splitlines()
     assert [line.split()[0] for line in alone] == ["3", "6"]
     assert printed([*TORCHRUN, sys.executable, str(script)], tmp_path).splitlines() == alone
+
+
+DDP = """
+import os
+from datetime import timedelta
+from pathlib import Path
+import torch
+from torch import distributed as dist, nn
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+assert dist.get_world_size() == int(os.environ["LOCAL_WORLD_SIZE"]) == 2
+assert dist.get_rank() == int(os.environ["LOCAL_RANK"])
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+random = torch.Generator().manual_seed(dist.get_rank())
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4, generator=random)).square().mean().backward()
+    optimizer.step()
+where = [line.split()[1:4] for kind in ("tcp", "tcp6") for line in Path("/proc/net", kind).open()]
+port = f"{int(os.environ['MASTER_PORT']):04X}"
+listens = {at.split(":")[0] for at, _, state in where if at.endswith(f":{port}") and state == "0A"}
+dist.barrier()
+if dist.get_rank() == 0:
+    print("listens on", listens, flush=True)
+    print([p.flatten().tolist() for p in model.parameters()])
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_of_torch_distributed_runs_as_under_torchrun(tmp_path: Path) -> None:
+    """And what it meets in can be reached from this host alone."""
+    (tmp_path / "ddp.py").write_text(DDP)
+    theirs = printed([*TORCHRUN, sys.executable, "ddp.py"], tmp_path).splitlines()
+    ours = printed([*UNISONO, "launch", "--workers", "2", "ddp.py"], tmp_path).splitlines()
+    assert ours[-1] == theirs[-1]
+    assert ours[0] == "listens on {'0100007F'}"

@@ -77,7 +77,7 @@ def train(task: Task, config: Config | None = None, *, json: Path | None = None,
 
 def start(
     source: TaskSource, settings: Mapping[str, Any], *, json: Path | None, on_message: Messages,
-    calling: Calling | None = None,
+    calling: Calling | None = None, debug: int | None = None,
 ) -> Result | None:  # fmt: skip
     """Run the task of `source` under `settings` (Config fields that the user gave).
 
@@ -88,6 +88,7 @@ def start(
         json: where to write the result as JSON besides ``summary.json``.
         on_message: told of progress, notices and where the run lies, with the rank of the worker that says so.
         calling: where the workers find their coordinator, if that is said.
+        debug: the worker that has this terminal for ``breakpoint()``. Default: one that is alone.
     """
     began = time.time() - age_seconds()
     identity = claim()
@@ -101,6 +102,8 @@ def start(
     with prepare(preload) as server:  # imports torch while this process checks what was written
         settings = with_earlier(settings)
         config = settle(source.load(), settings)
+        if debug is not None and not 0 <= debug < config.workers:
+            raise InvalidInput("debug", debug, f"there are workers 0 to {config.workers - 1}", "choose one of them")
         if config.layout.workers > 1:  # what workers would refuse is refused before there are any
             _ask("unisono.plan.possible:check", source, settings, server)
         holder = Holder.here()
@@ -118,6 +121,7 @@ def start(
                     prepared=server,
                     on_message=on_message,
                     elastic=elastic,
+                    debugs=debug,
                 )
             except Interrupted as stopped:
                 result = next((result for result in stopped.results if result is not None), None)

@@ -38,11 +38,13 @@ class Played:
     settings: Mapping[str, Any] | None = None
     json: Path | None = None
     calling: Calling | None = None
+    debug: int | None = None
 
     def start(
         self, source: Source, settings: Mapping[str, Any], *, json: Path | None, on_message: Any,
-        calling: Calling | None = None,
+        calling: Calling | None = None, debug: int | None = None,
     ) -> Result | None:  # fmt: skip
+        self.debug = debug
         self.source, self.settings, self.json, self.calling = source, settings, json, calling
         return self.act(on_message)
 

@@ -43,6 +43,8 @@ MPI_URL = identify(OPEN_MPI).rendezvous
         (OURS, Identity(2, 4, 0, 2, "tcp://a:1?attempt=0", "unisono")),
         (Identity(0, 1, 0, 1, "", "unisono").environ(), Identity(launcher="unisono")),
         (OURS | TORCHRUN | OPEN_MPI | SLURM, identify(OURS)),
+        (OURS | identify(OURS).torch_environ(29500), identify(OURS)),
+        (identify(OURS).torch_environ(7), Identity(2, 4, 0, 2, "tcp://127.0.0.1:7?attempt=0&served=1", "torchrun")),
         (TORCHRUN, Identity(3, 4, 1, 2, "tcp://node0:29500?attempt=2&served=1", "torchrun")),
         (TORCHRUN | OPEN_MPI | SLURM, identify(TORCHRUN)),
         (

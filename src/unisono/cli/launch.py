@@ -32,17 +32,19 @@ usage: unisono launch [options] SCRIPT.py [arguments of the script …]
 
 Run SCRIPT.py on N workers of this host. In it, unisono.join() is all that a worker needs to find the others.
 What worker 0 prints is shown; what each prints is kept in DIR/logs/worker-<number>.log. In the loop of world.steps
-workers may come and go: one that dies is replaced.
+workers may come and go: one that dies is replaced. RANK, WORLD_SIZE, MASTER_PORT and the others of torchrun are set, so
+that a script that calls torch.distributed.init_process_group() runs too; a worker that replaces another has its RANK.
 
   --workers N            processes to start; 2:4 goes on with 2 at least, and others may join up to 4 [1]
   --run DIR              the run's directory [runs/<script>-<date>]
   --logs DIR             where the logs go [DIR/logs]
   --no-elastic           a worker that is lost ends the run
+  --debug RANK           the worker that reads from this terminal, and whose breakpoint() has it [one that is alone]
   --listen HOST[:PORT]   have workers of other hosts join (unisono join); this, --coordinator and what belongs to them
                          are as in unisono train --help
 """
 _STOP_SECONDS = 10.0
-_VALUES = ("--workers", "--run", "--logs", *CALLING)
+_VALUES = ("--workers", "--run", "--logs", "--debug", *CALLING)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Launch:
         fewest, most: workers, if some come and go; None: as many as there are processes.
         elastic: whether they may.
         calling: where they find their coordinator, if that is said.
+        debug: the worker that has the terminal, if that is said.
     """
 
     script: Path
@@ -70,6 +73,7 @@ class Launch:
     elastic: bool = True
     calling: Calling | None = None
     named: bool = True
+    debug: int | None = None
 
     @property
     def largest(self) -> int:
@@ -104,6 +108,7 @@ def launch(words: list[str]) -> int:
             stop_seconds=_STOP_SECONDS,
             on_message=told,
             elastic=elastic,
+            debugs=asked.debug,
         )
     return 0
 
@@ -179,7 +184,10 @@ def read(words: list[str]) -> Launch:
         raise InvalidInput("--no-elastic", "(given)", "then no worker can come or go",
                            "leave it out, or give one number of workers and no coordinator")  # fmt: skip
     found, named = Path(logs) if logs else run / "logs", bool(logs or options.get("--run"))
-    return Launch(script, tuple(rest[1:]), workers, found, run, fewest, most, elastic, where, named)
+    debug = whole("--debug", options["--debug"], 0) if "--debug" in options else None
+    if debug is not None and debug >= workers:
+        raise InvalidInput("--debug", debug, f"there are workers 0 to {workers - 1}", "choose one of them")
+    return Launch(script, tuple(rest[1:]), workers, found, run, fewest, most, elastic, where, named, debug)
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -14,7 +14,7 @@ from unisono.errors import InvalidInput
 _DESCRIPTION = """\
 Train TASK: a built-in one (see unisono tasks), path/to/file.py:function or package.module:function.
 Values are written as in Python: --compress 'Exact()'."""
-_OWN = ("--config", "--set", "--json", "--help", *CALLING)
+_OWN = ("--config", "--set", "--json", "--debug", "--help", *CALLING)
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Given:
         config: the TOML file.
         json: where the result is written.
         calling: options that say where the coordinator is, see `unisono.cli.calling`.
+        debug: the worker that has the terminal.
     """
 
     task: str | None
@@ -38,6 +39,7 @@ class Given:
     config: str | None
     json: str | None
     calling: Mapping[str, str]
+    debug: str | None = None
 
 
 def given(words: Sequence[str]) -> Given:
@@ -51,9 +53,9 @@ def given(words: Sequence[str]) -> Given:
         cure = "give one, and options as --name value"
         raise InvalidInput("task", " ".join(tasks), "more than one task is given", cure)
     read = vars(parser().parse_args(ours))
-    config, json, sets = (read.pop(name) for name in ("config_file", "json_file", "sets"))
+    config, json, sets, debug = (read.pop(name) for name in ("config_file", "json_file", "sets", "debug_rank"))
     calling = {name: read.pop(name) for name in CALLING if name in read}
-    return Given(tasks[0] if tasks else None, read, theirs, sets, config, json, calling)
+    return Given(tasks[0] if tasks else None, read, theirs, sets, config, json, calling, debug)
 
 
 def flags(known: Mapping[str, Field]) -> dict[str, int]:
@@ -121,6 +123,13 @@ def parser(task_options: str = "") -> argparse.ArgumentParser:
         help="any setting or task option; repeatable",
     )
     command.add_argument("--json", dest="json_file", metavar="FILE", default=None, help="write the result there")
+    command.add_argument(
+        "--debug",
+        dest="debug_rank",
+        metavar="RANK",
+        default=None,
+        help="the worker whose breakpoint() has this terminal [a worker that is alone]",
+    )
     others = made.add_argument_group("workers of other hosts")
     for name, (metavar, meaning) in CALLING.items():
         others.add_argument(name, dest=name, metavar=metavar, help=meaning)

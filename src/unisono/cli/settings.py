@@ -13,6 +13,7 @@ from unisono.arguments import merged, nested
 from unisono.cli.calling import calling
 from unisono.cli.fields import Field, fields
 from unisono.cli.options import Given
+from unisono.cli.words import whole
 from unisono.errors import InvalidInput
 from unisono.membership.place import Calling
 from unisono.notation import nearest
@@ -29,12 +30,14 @@ class Request:
         settings: the Config fields that were given.
         json: where the result is written.
         calling: where the coordinator is, if that is said.
+        debug: the worker that has the terminal for ``breakpoint()``, if that is said.
     """
 
     source: Source
     settings: Mapping[str, Any]
     json: Path | None
     calling: Calling | None = None
+    debug: int | None = None
 
 
 def request(given: Given) -> Request:
@@ -61,6 +64,7 @@ def request(given: Given) -> Request:
         {key: _plain(known[key], value) for key, value in chosen.items()},
         _json(given.json),
         calling(given.calling),
+        whole("--debug", given.debug, 0) if given.debug is not None else None,
     )
 
 

@@ -46,7 +46,9 @@ def run_of(asked: Request, on_message: Callable[[int, Mapping[str, Any]], None])
     """Start what was asked for: the fields of its `Result`, or None for a worker of another launcher."""
     from unisono import run  # imports torch
 
-    result = run.start(asked.source, asked.settings, json=asked.json, on_message=on_message, calling=asked.calling)
+    result = run.start(
+        asked.source, asked.settings, json=asked.json, on_message=on_message, calling=asked.calling, debug=asked.debug
+    )
     return None if result is None else dataclasses.asdict(result)
 
 

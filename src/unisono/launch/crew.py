@@ -70,6 +70,7 @@ class Crew:
         on_message: called with the rank and what a worker reported.
         stop_seconds: see `launch`.
         succession: decides what the end of a worker means.
+        terminal: descriptors for the worker whose order has a `terminal`.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class Crew:
         on_message: OnMessage,
         stop_seconds: float,
         succession: Succession | None = None,
+        terminal: Sequence[int] = (),
     ) -> None:
-        self._server, self._inbox = server, inbox
+        self._server, self._inbox, self._terminal = server, inbox, terminal
         self._on_message, self._stop_seconds = on_message, stop_seconds
         self._succession: Succession = succession or Together()
         self._sources = selectors.DefaultSelector()
@@ -124,7 +126,8 @@ class Crew:
         member = Member(replace(order, worker=self._succession.name(order.rank)), ours)
         self._sources.register(ours, selectors.EVENT_READ, partial(self._hear, member))
         with theirs:
-            self._server.fork(member.order, [theirs.fileno(), self._payload])
+            terminal = self._terminal if order.terminal else ()
+            self._server.fork(member.order, [theirs.fileno(), self._payload, *terminal])
         return member
 
     def _listen(self) -> None:
@@ -158,6 +161,8 @@ class Crew:
         if "message" in news:
             self._succession.heard(news["message"])
             self._on_message(member.rank, news["message"])
+            if news["message"].get("kind") == "breakpoint":
+                member.channel.send(b".")  # it waits until whoever shows messages has let go of the terminal
         elif "result" in news:
             member.returned, member.result = True, news["result"]
             if self._over and self._phase in (_Phase.RUNNING, _Phase.DOUBTING):

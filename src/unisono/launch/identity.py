@@ -65,6 +65,13 @@ class Identity:
         numbers = (self.rank, self.size, self.local_rank, self.local_size)
         return dict(zip(OURS, map(str, numbers))) | {"UNISONO_RENDEZVOUS": self.rendezvous}
 
+    def torch_environ(self, port: int) -> dict[str, str]:
+        """What torchrun sets, for scripts that call ``init_process_group`` themselves: ``env://`` finds the store that
+        the launcher serves at `port` of this host."""
+        numbers = (self.rank, self.size, self.local_rank, self.local_size)
+        where = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return dict(zip(TORCHRUN, map(str, numbers))) | where
+
 
 def identify(environ: Mapping[str, str]) -> Identity:
     """The identity that a launcher left in `environ`; rank 0 of 1 where there is none.

@@ -14,7 +14,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +29,7 @@ from unisono.launch.seen import Seen
 from unisono.launch.signals import Inbox
 from unisono.launch.succession import EachToItsEnd, Joined, Present, Replaced, Succession
 from unisono.launch.tail import Tail
+from unisono.launch.terminal import descriptors
 from unisono.launch.worker import Order
 from unisono.membership.values import Contact
 
@@ -89,6 +90,8 @@ def launch(
     prepared: Forkserver | None = None,
     stop_seconds: float = 30.0,
     elastic: Elastic | None = None,
+    beside: Sequence[Source] = (),
+    debugs: int | None = None,
 ) -> list[Any]:
     """Run ``target(worker, *arguments)`` in `workers` processes; their results (of JSON's kinds) by rank.
 
@@ -107,6 +110,9 @@ def launch(
             they are killed. A second SIGINT or SIGTERM kills them at once.
         elastic: each process has a name of its own (``Worker.name``). One that dies is replaced, one that returns None
             has left, and the first other result is the run's, and comes first (but see `Elastic`).
+        beside: looked after meanwhile.
+        debugs: the worker that has this process's terminal, or whatever it reads from, for ``breakpoint()`` and its
+            standard input. Default: one that is alone.
 
     Raises:
         InvalidInput: the first failing worker raised it; or `logs` cannot be written.
@@ -123,18 +129,21 @@ def launch(
             Order(rank, workers, target, log, threads, name, sys.path, os.getcwd())
             for rank, log in enumerate(_logs(logs, workers))
         ]
-        beside: list[Source] = []
+        terminal = descriptors()
+        if terminal and (debugs is not None or workers == 1):
+            orders[debugs or 0] = replace(orders[debugs or 0], terminal=os.getpgrp())
+        beside = list(beside)
         if echo:
             tail = stack.enter_context(Tail(Path(orders[0].log), echo))
             beside.append(tail)
             on_message = _shown(tail, orders, on_message)
         payload = stack.enter_context(_in_memory(cloudpickle.dumps(arguments)))
         if elastic is None:
-            return Crew(server, inbox, beside, on_message, stop_seconds).run(orders, payload)
+            return Crew(server, inbox, beside, on_message, stop_seconds, terminal=terminal).run(orders, payload)
         if elastic.coordination:
             beside.append(elastic.coordination)
         succession = elastic.succession(workers, stack.enter_context(Seen(elastic.contact)))
-        results = Crew(server, inbox, beside, on_message, stop_seconds, succession).run(orders, payload)
+        results = Crew(server, inbox, beside, on_message, stop_seconds, succession, terminal).run(orders, payload)
         return sorted(results, key=lambda result: result is None)
 
 
@@ -154,6 +163,8 @@ def _shown(tail: Tail, orders: Sequence[Order], on_message: OnMessage) -> OnMess
     def hear(rank: int, message: Mapping[str, Any]) -> None:
         if message.get("kind") == "speaks":
             tail.turn_to(Path(orders[rank].log), message["at"])
+        if message.get("kind") == "breakpoint":
+            tail.attend()  # what was printed before stands above the prompt
         on_message(rank, message)
 
     return hear

@@ -17,6 +17,7 @@ from unisono.launch.crew import OnMessage
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.local import PRELOAD, Elastic, launch
 from unisono.launch.stopping import STOP_ALL
+from unisono.launch.torch_store import TorchStore
 from unisono.launch.worker import Worker
 from unisono.membership.values import Contact
 
@@ -37,8 +38,10 @@ def launch_script(
     stop_seconds: float = 30.0,
     on_message: OnMessage = lambda rank, message: None,
     elastic: Elastic | None = None,
+    debugs: int | None = None,
 ) -> bool:
-    """Run the script at `path` in `workers` processes; see `launch`, whose `echo` shows worker 0 live.
+    """Run the script at `path` in `workers` processes; see `launch`, whose `echo` shows worker 0 live, and whose
+    `debugs` has the terminal.
 
     Returns whether any has come to its end; all have, but those that left the others before.
 
@@ -54,33 +57,46 @@ def launch_script(
         raise InvalidInput("script", str(path), "there is no such file", "give the path of a Python script")
     target = f"{__name__}:{run_script.__name__}"
     contact = elastic.contact if elastic else None
-    given = (str(path.absolute()), list(arguments), str(path), contact)
-    results = launch(
-        target,
-        given,
-        workers,
-        logs=logs,
-        preload=preload,
-        threads=threads,
-        echo=echo,
-        prepared=prepared,
-        stop_seconds=stop_seconds,
-        on_message=on_message,
-        elastic=elastic,
-    )
+    with TorchStore() as store:
+        # Workers of several launchers are not numbered together, as such a script would need.
+        port = None if elastic and elastic.coordination is None else store.port
+        given = (str(path.absolute()), list(arguments), str(path), contact, port)
+        results = launch(
+            target,
+            given,
+            workers,
+            logs=logs,
+            preload=preload,
+            threads=threads,
+            echo=echo,
+            prepared=prepared,
+            stop_seconds=stop_seconds,
+            on_message=on_message,
+            elastic=elastic,
+            beside=[store],
+            debugs=debugs,
+        )
     return any(result is DONE for result in results)
 
 
 def run_script(
-    worker: Worker, path: str, arguments: Sequence[str], shown: str, contact: Contact | None = None
+    worker: Worker,
+    path: str,
+    arguments: Sequence[str],
+    shown: str,
+    contact: Contact | None = None,
+    port: int | None = None,
 ) -> bool | None:
-    """The target: run `path` as ``__main__`` with ``sys.argv = [shown, *arguments]``.
+    """The target: run `path` as ``__main__`` with ``sys.argv = [shown, *arguments]``, and the environment of torchrun
+    where torch's store can be reached at `port`.
 
     A request to stop reaches a script that does not listen for one as Ctrl-C would. Returns `DONE`, or None from a
     worker that has left the others before the end.
     """
     worker.stop.close()  # a script does not look at it
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if port is not None:
+        os.environ.update(worker.identity.torch_environ(port))
     if contact is not None:
         signal.signal(STOP_ALL, _stop)
         _TAKES_PART.set(TakesPart(worker, contact))

@@ -25,6 +25,7 @@ from setproctitle import setproctitle
 from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFailed
 from unisono.launch.identity import Identity
 from unisono.launch.stopping import Interrupted, StopRequest
+from unisono.launch.terminal import attach, refuse
 from unisono.stack import raised_at
 from unisono.streams import unfailing
 
@@ -41,6 +42,7 @@ class Order:
         name: what processes of this run are called in ``ps``.
         path: the launcher's ``sys.path``; `directory` is its working directory.
         worker: a name that no other process of the run ever has; empty where nobody replaces workers.
+        terminal: the process group whose terminal this worker may read from; 0: none.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class Order:
     path: list[str]
     directory: str
     worker: str = ""
+    terminal: int = 0
 
 
 class Report:
@@ -63,6 +66,11 @@ class Report:
     def __call__(self, message: Mapping[str, Any]) -> None:
         """Have the launcher call ``on_message(rank, message)``; `message` is made of what JSON knows."""
         self.send("message", message)
+
+    def ask(self, message: Mapping[str, Any]) -> None:
+        """As a call, and wait until the launcher has heard it."""
+        self(message)
+        self._channel.recv(1)
 
     def send(self, kind: str, body: Any) -> None:
         line = json.dumps({kind: body}).encode() + b"\n"
@@ -87,18 +95,23 @@ class Worker:
     name: str = ""
 
 
-def main(order: Order, rendezvous: str, channel: int, payload: int) -> int:
+def main(order: Order, rendezvous: str, channel: int, payload: int, *terminal: int) -> int:
     """Carry `order` out in this freshly forked process; the process's exit code.
 
     Args:
         rendezvous: where the workers meet.
         channel: descriptor of the socket to the launcher.
         payload: descriptor of the pickled arguments, written by the launcher into anonymous memory.
+        terminal: descriptors of the launcher's input and output, for a worker that may read from there.
     """
     identity = Identity(order.rank, order.size, order.rank, order.size, rendezvous, "unisono")
     report = Report(socket.socket(fileno=channel))
     try:
         _settle_in(order, identity)
+        if terminal:
+            attach(order.terminal, list(terminal), lambda: report.ask({"kind": "breakpoint"}))
+        else:
+            refuse(order.rank)
         worker = Worker(identity, report, StopRequest(leaves=bool(order.worker)).listen(), order.worker)
         report.send("result", _call(_resolve(order.target), worker, _arguments(payload)))
         status = 0

@@ -30,7 +30,8 @@ class Display:
     """Shows the messages of a run; used as a context, so that the terminal is whole again whatever happens.
 
     Messages are mappings with a ``kind``: ``run`` (path), ``notice`` (text), ``finding`` (text, which every worker
-    reports and is shown once), ``progress`` (step, steps, loss, samples_per_second, metrics). Other kinds are left out.
+    reports and is shown once), ``progress`` (step, steps, loss, samples_per_second, metrics), ``breakpoint`` (from then
+    on nothing moves). Other kinds are left out.
 
     Args:
         name: what is trained.
@@ -94,6 +95,9 @@ class Display:
                 self._say(Text.assemble(("stuck ", "red"), str(message["text"])))
             case "progress":
                 self._take(message)
+            case "breakpoint":
+                self.close()
+                self._live = None
 
     def _take(self, progress: Mapping[str, Any]) -> None:
         self._progress = progress
