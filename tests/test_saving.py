@@ -243,6 +243,11 @@ def no_step(batches: Any, optimizer: Any) -> None:
     pass
 
 
+def no_last_step(batches: Any, optimizer: Any) -> None:
+    if batches.step < STEPS - 1:
+        batches.skip()
+
+
 def twice(batches: Any, optimizer: Any) -> None:
     batches.skip()
     batches.skip()
@@ -261,6 +266,7 @@ def again(batches: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [(no_step, r"before optimizer.step\(\): .* batches.skip\(\) leaves it out"),
+     (no_last_step, r"before optimizer.step\(\)"),
      (twice, "batches.skip\\(\\) came after optimizer.step"), (half, "before all micro-batches of this worker"),
      (again, "called twice for one step, or outside of the loop")],
 )  # fmt: skip

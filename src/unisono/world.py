@@ -297,6 +297,7 @@ class World:
                 yield Batches(t, self._micro_batches(t, share, batches, seed, bound), bound.skip)
                 if self._company.ended:
                     return
+                bound.check_ended()
         finally:
             loader.close()
 
@@ -521,16 +522,19 @@ class _Bound:
             self._hold()
 
     def turn(self) -> None:
-        """The next step's data is asked for."""
+        """A step's data is given out."""
+        self._given = True
+        if self._company.recovers:
+            self.state.begin()
+            self._watch.be(Phase.COMPUTE, self._company.comm)
+
+    def check_ended(self) -> None:
+        """Raise `UnisonoError` if the step that was given out was neither taken nor left out."""
         if self._given:
             raise UnisonoError(
                 "the next step's batches were asked for before optimizer.step(): one step is one global batch; "
                 "batches.skip() leaves it out"
             )
-        self._given = True
-        if self._company.recovers:
-            self.state.begin()
-            self._watch.be(Phase.COMPUTE, self._company.comm)
 
     def enter(self, m: int, weight: float, last: bool) -> None:
         """A micro-batch begins; `last` of this worker in this step."""
