@@ -78,8 +78,8 @@ def test_more_workers_than_micro_batches_get_one_each_unless_the_batch_was_given
     assert (fits.global_batch, fits.micro_batch) == (64, 4)
     (many,) = ways(regression(), {"workers": 40}, []).values()
     assert (many.global_batch, many.micro_batch) == (80, 2)  # of 96 samples
-    (said,) = ways(regression(), {"workers": 16, "global_batch": 24}, []).values()
-    assert said.global_batch == 24
+    with pytest.raises(InvalidInput, match="workers = 16: a step has only 4 micro-batches"):
+        ways(regression(), {"workers": 16, "global_batch": 24}, [])
     (few,) = ways(regression(), {"workers": 6}, []).values()
     assert (few.global_batch, few.micro_batch) == (24, 4)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from unisono.comm import Link
@@ -32,7 +31,7 @@ def ways(task: Task, settings: Mapping[str, Any], against: Sequence[str]) -> dic
     found: dict[str, Config] = {}
     for text in ["", *against]:
         changed = changes("--against", text) if text else {}
-        config = fitted(task, settle(task, {**settings, **changed}), {*settings, *changed})
+        config = settle(task, fitted(task, {**settings, **changed}))
         if config.layout.workers > 1:
             raise InvalidInput(
                 "layout",
@@ -46,16 +45,18 @@ def ways(task: Task, settings: Mapping[str, Any], against: Sequence[str]) -> dic
     return found
 
 
-def fitted(task: Task, config: Config, said: set[str]) -> Config:
-    """`config`, with a global batch of one micro-batch per worker where its own has fewer and nobody has `said` what it
-    shall be."""
+def fitted(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings `given`, with a global batch of one micro-batch per worker where the task's or the library's own has
+    fewer micro-batches, and `given` does not say what it is to be."""
+    asked = Config.of({**task.defaults, **given})
+    config = settle(task, {**given, "workers": asked.layout.workers})
     batch, micro = config.global_batch, config.micro_batch
     assert batch is not None  # it is settled
     assert micro is not None
-    if config.workers <= batch // micro or said & {"global_batch", "micro_batch"}:
-        return config
-    micro = max(1, min(micro, len(build_dataset(task.data)) // config.workers))
-    return replace(config, global_batch=micro * config.workers, micro_batch=micro)
+    if asked.workers <= batch // micro or given.keys() & {"global_batch", "micro_batch"}:
+        return dict(given)
+    micro = max(1, min(micro, len(build_dataset(task.data)) // asked.workers))
+    return {**given, "global_batch": micro * asked.workers, "micro_batch": micro}
 
 
 def measured(task: Task, config: Config, compute: str) -> str:
