@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -200,6 +201,34 @@ def leave_early(rank: int, size: int, directory: str) -> tuple[int, ...]:
 
 def test_a_peer_that_closed_is_named(tmp_path: Path) -> None:
     assert run(2, leave_early, str(tmp_path)) == [(1,), ()]
+
+
+def outlive_the_first(rank: int, size: int, directory: str) -> str:
+    """Worker 0 dies when it has given the memory of a lane away and said that it has that itself, and the other one is
+    about to open it."""
+    comm = joined(rank, size, directory)
+    if rank == 0:
+        comm.lane("next")  # it is waited for
+        threading.Event().wait()
+    peers, opened = comm._host.peers, shared_memory.open_of
+
+    def too_late(pid: int, number: int, nbytes: int) -> torch.Tensor:
+        assert within(20.0, lambda: comm._words[comm._posted[0]] > comm._turn)
+        os.kill(pid, signal.SIGKILL)
+        assert within(20.0, lambda: 0 in peers.lost())
+        return opened(pid, number, nbytes)
+
+    shared_memory.open_of = too_late
+    with pytest.raises(PeerLost) as lost:
+        comm.lane("next")
+    comm.close()
+    return str(lost.value)
+
+
+def test_memory_whose_owner_is_gone_is_that_of_a_lost_peer(tmp_path: Path) -> None:
+    with start(2, outlive_the_first, str(tmp_path)) as workers:
+        _, words = workers.results(lost={0})
+    assert "worker 0" in words
 
 
 def one_notices(rank: int, size: int, directory: str) -> float:

@@ -357,7 +357,7 @@ class SharedMemory(Conversation):
         """Memory that all peers map, or None and why; two rounds, so that all know whether all have it.
 
         Raises:
-            PeerLost: worker 0 has given up, and closed the file: its number may be another file's by now.
+            PeerLost: worker 0 has died, or given up and closed the file: its number may be another file's by now.
         """
         number, memory, failure = 0, None, 0
         if self.rank == 0:
@@ -376,6 +376,9 @@ class SharedMemory(Conversation):
                 self._check_open(verb)
                 try:
                     memory = open_of(self._host.first_pid, number_there - 1, nbytes)
+                except FileNotFoundError as error:  # worker 0 closes it when all are done, or by dying
+                    self._check_open(verb)
+                    raise PeerLost([0], verb, "its process is gone") from error
                 except OSError as error:
                     self._check_open(verb)
                     failure = error.errno or -1
