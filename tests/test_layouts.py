@@ -86,6 +86,45 @@ def test_a_pipeline_computes_what_one_worker_does(layout, workers, task, tmp_pat
     assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **settings), alone) <= SAME
 
 
+WHOLES = [
+    ("Layout(shard=2)", 2, {}),
+    ("Layout(tensor=2)", 2, {"clip": 0.05}),
+    ("Layout(replicate=2, shard=2)", 4, {"clip": 0.05}),
+    ("Layout(shard=2, pipeline=2)", 4, {}),
+    ("Layout(shard=2, zero=1)", 4, {"sync": "LocalSGD(every=4)"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "workers", "options"), WHOLES)
+def test_an_optimizer_that_looks_at_whole_tensors_sees_them(layout, workers, options, tmp_path) -> None:
+    task, settings = source("regression", optimizer="adafactor"), {**EVEN, **options}
+    alone = losses(tmp_path / "alone", 2 if "sync" in options else 1, task, **settings)
+    assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **settings), alone) <= SAME
+
+
+@pytest.mark.parametrize(
+    ("layout", "workers"), [("Layout(tensor=2)", 2), ("Layout(pipeline=2)", 2), ("Layout(tensor=2, pipeline=2)", 4)]
+)
+def test_blocks_that_share_weights_learn_what_they_do_on_one_worker(layout, workers, tmp_path) -> None:
+    alone = losses(tmp_path / "alone", 1, source("tied"), **EVEN)
+    assert differ(losses(tmp_path / "laid", workers, source("tied"), layout=layout, **EVEN), alone) <= SAME
+
+
+@pytest.mark.parametrize(
+    ("layout", "workers", "dtype", "near"),
+    [
+        ("Layout(shard=2)", 2, "float64", SAME),
+        ("Layout(shard=2)", 2, "bfloat16", 1e-2),  # gradients are added in another order
+        ("Layout(replicate=2, shard=2, zero=1)", 4, "float64", SAME),
+        ("Layout(shard=2, pipeline=2)", 4, "float64", SAME),
+    ],
+)
+def test_layers_of_another_dtype_are_gathered_by_themselves(layout, workers, dtype, near, tmp_path) -> None:
+    task = source("dtypes", dtype=dtype)
+    alone = losses(tmp_path / "alone", 1, task, **EVEN)
+    assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **EVEN), alone) <= near
+
+
 OPTIONS = [
     ("Layout(replicate=2)", 2, "clip", {}),
     ("Layout(replicate=2, shard=2)", 4, "adamw", {}),
@@ -251,6 +290,25 @@ def test_a_checkpoint_opens_under_any_other_layout(saved, loaded, tmp_path) -> N
     assert last["steps"] == 12
     assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
     assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((4, "Layout(shard=2, tensor=2)"), (2, "Layout(shard=2)")),
+        ((2, "Layout(tensor=2)"), (1, "Layout()")),
+        ((2, "Layout(pipeline=2)"), (2, "Layout(tensor=2)")),
+    ],
+    ids=str,
+)
+def test_what_is_remembered_of_whole_tensors_opens_under_any_other_layout(saved, loaded, tmp_path) -> None:
+    task, settings = source("regression", optimizer="adafactor", norm=False), {**EVEN, "schedule": "Constant()"}
+    whole = train(1, task, tmp_path / "whole", steps=12, workers=1, **settings)
+    run = tmp_path / "parts"
+    for (workers, layout), steps in ((saved, 5), (loaded, 12)):
+        last = train(workers, task, run, steps=steps, workers=workers, layout=layout, run=str(run), resume=steps == 12,
+                     **settings)  # fmt: skip
+    assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
 
 
 def test_plain_numbers_of_every_stages_optimizer_are_saved(tmp_path) -> None:

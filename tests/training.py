@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,63 @@ def regression(
         defaults={"steps": 8, "global_batch": 24, "micro_batch": 4},
         name="regression",
     )
+
+
+class Tied(nn.Module):
+    """Three blocks that share a matrix, a gain and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+        for block in self.blocks[1:]:
+            block.up.weight, block.gain = self.blocks[0].up.weight, self.blocks[0].gain
+            block.register_buffer("scale", self.blocks[0].scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gain = nn.Parameter(torch.rand(width))
+        self.register_buffer("scale", torch.rand(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(self.up(x).relu()) * self.gain * self.scale
+        return out
+
+
+def tied() -> Task:
+    """`regression` with `Tied`."""
+    return replace(regression(optimizer="sgd"), model=Tied, name="tied")
+
+
+class Wide(nn.Module):
+    """Computes in another dtype than what is around it."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.LayerNorm(width)).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.inner(x.to(self.inner[0].weight.dtype)).to(x.dtype)
+        return out
+
+
+def dtypes(*, dtype: str) -> Task:
+    """`regression` with layers of `dtype` among those of float32."""
+    between = getattr(torch, dtype)
+    model = lambda: nn.Sequential(
+        nn.Linear(8, 16), Wide(16, between), nn.Linear(16, 16), Wide(16, between), nn.Linear(16, 1)
+    )
+    return replace(regression(optimizer="sgd"), model=model, name="dtypes")
 
 
 def wider() -> Task:

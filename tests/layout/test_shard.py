@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes import run
+from unisono.errors import InvalidInput
 from unisono.layout import Compute, Layout, Places, Sample
+from unisono.layout.shard import others
 from unisono.tasks.gpt import GPT
 
 NETWORK = GPT(layers=3, width=32, heads=4, context=16, dropout=0.0)
@@ -174,3 +176,25 @@ def test_what_changes_after_an_evaluation_is_seen(layout: Layout, tmp_path: Path
         assert abs(found["before"]) < 1e-6
         assert abs(found["after"]) < 1e-6
         assert abs(found["change"]) > 1e-2
+
+
+class Both(nn.Module):
+    """Has parameters of two dtypes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+        self.shift = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+
+def test_a_module_with_parameters_of_several_dtypes_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInput, match="Both: this module holds parameters of float32 and float64 itself"):
+        others(nn.Sequential(nn.Linear(4, 4), Both()), [])
+
+
+def test_what_lies_together_is_of_the_dtype_of_most_of_its_numbers() -> None:
+    few, many = nn.Linear(2, 2), nn.Linear(9, 9).double()
+    assert others(nn.Sequential(few, many), []) == [few]
+    assert others(nn.Sequential(few, many), [many]) == []
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert others(nn.Sequential(frozen, many), []) == []

@@ -20,7 +20,11 @@ from unisono.work import work
 
 ROOT = str(Path(__file__).resolve().parents[2])
 # Once, where workers are forked from, and not in each of them.
-processes.PRELOAD += ["transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"]
+processes.PRELOAD += [
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bart.modeling_bart",
+]
 
 
 class Refused(Exception):

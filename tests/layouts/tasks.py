@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.2),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.1),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.02),  # sees tensors whole
 }
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -54,6 +55,19 @@ def bert(*, optimizer: str = "sgd") -> Task:
     config = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     task = _task("bert", lambda: BertForMaskedLM(config), Sentences(masked=True), optimizer, inputs=_padded, loss=_next)
     return replace(task, weight=_targets)
+
+
+def bart(*, optimizer: str = "sgd") -> Task:
+    """An encoder and a decoder of transformers, of texts of unequal lengths; it makes masks of ones itself."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sides = {f"{side}_{what}": n for side in ("encoder", "decoder")
+             for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=32, max_position_embeddings=LENGTH, dropout=0.0, use_cache=False, **sides
+    )
+    model = lambda: BartForConditionalGeneration(config)
+    return _task("bart", model, Sentences(), optimizer, inputs=_translated, loss=_next)
 
 
 def cnn(*, optimizer: str = "sgd") -> Task:
@@ -191,6 +205,11 @@ def _given(batch: dict[str, Tensor]) -> Tensor:
 
 def _named(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"input_ids": batch["input_ids"]}
+
+
+def _translated(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    words = batch["input_ids"]
+    return {"input_ids": words[:, : LENGTH - 4], "decoder_input_ids": words}
 
 
 def _padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -54,6 +54,19 @@ def test_what_the_only_replica_lost_with_a_worker_comes_from_the_others_memory(c
     assert losses[STEPS] == calm[1][STEPS]
 
 
+def test_what_a_lost_worker_remembered_of_whole_tensors_comes_from_memory_too(tmp_path) -> None:
+    settings = {"layout": LAYOUT, "optimizer": "adafactor", "steps": STEPS}
+    with under_way("gpt", tmp_path / "calm", 2, **settings) as run:
+        calm = run.result()["weights_sha256"]
+    with under_way("gpt", tmp_path / "rough", 2, **settings) as run:
+        run.until(LOST_AT)
+        run.kill("1")
+        run.start(["1.2"])
+        assert run.result()["weights_sha256"] == calm
+        (event,) = run.events("view")
+    assert event["step"] > 0
+
+
 def test_a_lost_worker_takes_its_replica_out_and_survivors_make_others(calm, tmp_path) -> None:
     with without_end(tmp_path, 4) as run:
         run.until(5)

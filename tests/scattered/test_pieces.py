@@ -11,7 +11,7 @@ from unisono.comm import Simulated, outcomes
 from unisono.keeping import LONGEST_STEPS, SHARE, interval
 from unisono.layout import Part
 from unisono.pieces import At, Laid, Pieces, assemble, distinct
-from unisono.state import Reached
+from unisono.state import Parts, Reached
 
 ROWS, PLACES = 6, 3
 AT: list[At] = [(1, 4), (1, 7), (2, 5)]
@@ -38,7 +38,8 @@ def laid(place: int, value: float) -> Laid:
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     optimizer.state[model.weight]["momentum_buffer"].copy_(-model.weight)
-    return Laid(model, {"weight": Part((ROWS, 2), (place * _EACH, 0), (_EACH, 2))}, optimizer)
+    parts = {"weight": Part((ROWS, 2), (place * _EACH, 0), (_EACH, 2))}
+    return Laid(model, Parts(parts, parts), optimizer)
 
 
 def pieces(place: int, at: At, committed: int) -> Pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from unisono.errors import InvalidInput
 from unisono.layout.layout import Layout
 
 
@@ -28,7 +30,8 @@ def shard(
     """Shard the parameters of `model` over `mesh`, in place; names stay as they are, and those `apart` as they lie.
 
     Each block is gathered when it is called and let go as ``layout.zero`` says; what is left together, at the root.
-    Gradients of the members' micro-batches add up: nothing is averaged.
+    What lies together is of one dtype: modules with parameters of another are gathered by themselves. Gradients of the
+    members' micro-batches add up: nothing is averaged.
 
     Args:
         mesh: of one dimension; or of two, over the first of which everything is there several times.
@@ -43,13 +46,43 @@ def shard(
         "mesh": mesh, "reshard_after_forward": let_go, "offload_policy": offload, "ignored_params": set(apart),
         "shard_placement_fn": partial(placed, mesh.size(mesh.ndim - 1)),
     }  # fmt: skip
-    for block in [m for m in model.modules() if m in repeated and m is not model]:
+    blocks = [m for m in model.modules() if m in repeated and m is not model]
+    for block in [*(other for group in (*blocks, model) for other in others(group, blocks)), *blocks]:
         fully_shard(block, mp_policy=inner, **given)
     fully_shard(model, mp_policy=outer, **given)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         # Where a backend cannot scale while it sums (gloo).
         module.set_force_sum_reduction_for_comms(True)
+
+
+def others(group: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules in `group`, but for those in `blocks` further in, that have parameters to train of another dtype than
+    it has itself, or than most of its numbers.
+
+    Raises:
+        InvalidInput: a module that has several dtypes itself.
+    """
+    inside = {m for block in blocks if block is not group for m in block.modules() if group not in block.modules()}
+    kinds = {m: _kinds(m) for m in group.modules() if m not in inside}
+    sizes = sum(kinds.values(), Counter[torch.dtype]())
+    first, *_ = kinds[group] or [kind for kind, _ in sizes.most_common(1)] or [torch.float32]
+    for module, found in kinds.items():
+        if len(found) > 1:
+            names = " and ".join(str(kind).removeprefix("torch.") for kind in found)
+            raise InvalidInput(
+                "layout", type(module).__name__, f"this module holds parameters of {names} itself, and those of one "
+                "module are gathered together", "give them modules of their own, or one dtype")  # fmt: skip
+    return [module for module, found in kinds.items() if module is not group and found and first not in found]
+
+
+def _kinds(module: nn.Module) -> Counter[torch.dtype]:
+    """How many numbers that are trained the module holds itself, by dtype."""
+    found = Counter[torch.dtype]()  # in the order of the parameters, which all workers have alike
+    for parameter in module.parameters(recurse=False):
+        if parameter.requires_grad:
+            found[parameter.dtype] += parameter.numel()
+    return found
 
 
 def placed(members: int, parameter: nn.Parameter) -> Shard | None:
