@@ -85,8 +85,22 @@ class MicroBatchPlan:
 
     def _of_epoch(self, epoch: int, positions: range) -> NDArray[np.int64]:
         start = epoch * self.samples
-        offsets = range(max(positions.start - start, 0), min(positions.stop - start, self.samples))
-        return _order(self.samples, self.seed, epoch)(np.arange(offsets.start, offsets.stop))
+        first, last = max(positions.start - start, 0), min(positions.stop - start, self.samples)
+        if last - first >= _BLOCK:
+            return _order(self.samples, self.seed, epoch)(np.arange(first, last))
+        blocks = [_block(self.samples, self.seed, epoch, n) for n in range(first // _BLOCK, (last - 1) // _BLOCK + 1)]
+        begun = first % _BLOCK
+        return (np.concatenate(blocks) if len(blocks) > 1 else blocks[0])[begun : begun + last - first]
+
+
+_BLOCK = 1024
+"""Positions that are computed at once. An array's fixed costs are those of some 1,000 positions: it is worth while as
+soon as a worker computes two of the micro-batches in it."""
+
+
+@lru_cache(maxsize=8)
+def _block(samples: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
+    return _order(samples, seed, epoch)(np.arange(number * _BLOCK, min((number + 1) * _BLOCK, samples)))
 
 
 @lru_cache(maxsize=4)
