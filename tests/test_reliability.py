@@ -50,7 +50,12 @@ def task(*, fails: str = "", samples: int = 96, width: int = 32) -> unisono.Task
             raise ValueError("spilled milk")  # the user's line
         return (output - batch[1]).square().mean()
 
+    def weight(batch):
+        bad = fails == "weight at once" or (fails == "weight" and next(calls) >= 12 * 6)
+        return float("nan") if bad else 1.0
+
     return unisono.Task(
+        weight=weight,
         model=lambda: nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1)),
         data=TensorDataset(x, y),
         loss=loss,
@@ -141,6 +146,11 @@ def came(run: Path) -> tuple[int, bool, str]:
     return summary["steps"], summary["complete"], summary["ending"]
 
 
+def goes_on(run: Path) -> str:
+    """The last line of a command whose run can be resumed."""
+    return f"the run lies in {run}; go on with  unisono train --run {run} --resume\n"
+
+
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
     """The process numbers of the workers, in their order."""
     return [pid for _, pid in sorted((name, pid) for pid, name in session(process.pid).items() if "worker" in name)]
@@ -206,7 +216,7 @@ def test_processes_have_names_and_a_killed_worker_is_named_and_ends_the_run(home
         os.kill(by_name["unisono worker 1"], signal.SIGKILL)
         words = said(process)
     assert process.returncode == 1
-    assert words.endswith("worker 1 failed: killed by SIGKILL (out of memory?)\n")
+    assert words.endswith(f"worker 1 failed: killed by SIGKILL (out of memory?)\n{goes_on(run)}")
     assert "Traceback" not in words
     done = unisono(home, "train", "own.py:task", "--run", "killed", "--resume")
     assert done.returncode == 0, done.stderr
@@ -350,8 +360,44 @@ def test_an_error_in_one_worker_is_shown_once_and_first(home: Path) -> None:
     assert done.stderr.count("Traceback") == 1
     trace = done.stderr[done.stderr.index("Traceback") :]
     assert 'raise ValueError("spilled milk")  # the user\'s line' in trace
-    assert trace.endswith("\nValueError: spilled milk\n\nworker 1 failed: ValueError: spilled milk\n")
+    error = r"\nValueError: spilled milk\n(after \d+ steps)\n\nworker 1 failed: ValueError: spilled milk \(\1\)\n"
+    assert re.search(error + re.escape(goes_on(home / "raise")) + "$", trace), trace
     assert "worker 0" not in trace
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_value_that_comes_late_leaves_the_run_and_its_checkpoints(workers: int, home: Path) -> None:
+    name = f"late-{workers}"
+    settings = ["--workers", str(workers), "--checkpoint-every", "2", "--load", "Inline()"]
+    done = unisono(home, "train", "own.py:task", "--fails", "weight", "--run", name, *settings)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    found = re.search(r"worker \d after (\d+) steps: weight = nan: a batch cannot count that much; .*\n", done.stderr)
+    assert found, done.stderr
+    assert int(found[1]) >= 12
+    assert done.stderr.endswith(goes_on(home / name))
+    assert checkpoints(home / name / "checkpoints")
+
+
+@pytest.mark.parametrize("launched", [(), ("-m", "unisono", "launch", "--workers", "2")], ids=["alone", "launched"])
+def test_a_bad_value_that_comes_late_leaves_the_run_of_a_script(launched: tuple[str, ...], home: Path) -> None:
+    name = f"script-{len(launched)}"
+    (home / "script.py").write_text(
+        "import sys\n\nimport unisono\nfrom own import task\n\n"
+        "unisono.train(task(fails='weight'), unisono.Config(run=sys.argv[1], load=unisono.Inline()))\n"
+    )
+    line = [sys.executable, *launched, "script.py", name]
+    done = subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"worker \d after \d+ steps: weight = nan: ", done.stderr), done.stderr
+    assert f"the run lies in {home / name}; go on with Config(run='{home / name}', resume=True)" in done.stderr
+    assert (home / name / "config.toml").exists()
+
+
+def test_a_bad_value_that_comes_first_takes_the_new_run_away(home: Path) -> None:
+    done = unisono(home, "train", "own.py:task", "--fails", "weight at once", "--run", "early")
+    assert (done.returncode, (home / "early").exists()) == (2, False), done.stderr
+    assert done.stderr.startswith("weight = nan: ")
 
 
 def test_a_loss_that_is_not_a_number_is_one_sentence(home: Path) -> None:

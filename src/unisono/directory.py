@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.atomic import unfinished
-from unisono.checkpoint.directory import sweep
+from unisono.checkpoint.directory import checkpoints, sweep
 from unisono.config import Config
 from unisono.errors import InvalidInput
 from unisono.launch.lock import LOCK, Holder, fresh, held
@@ -29,7 +29,7 @@ MARKER = ".{}.seen"  # of a name: a file by which workers find out whether they 
 @contextlib.contextmanager
 def claimed(config: Config, source: TaskSource, holder: Holder) -> Iterator[Path]:
     """The run's directory, locked for `holder`, with its configuration if it is new. Invalid input inside takes a new
-    run away again.
+    run away again, unless it has a checkpoint.
 
     A directory holds a run as soon as ``config.toml`` is in it: until then it can be started, from then on resumed.
 
@@ -49,13 +49,25 @@ def claimed(config: Config, source: TaskSource, holder: Holder) -> Iterator[Path
                 _make(path, config, source, begun)
                 yield path
             except InvalidInput:
-                if not begun:
+                if not (begun or checkpoints(path / CHECKPOINTS)):
                     _empty(path)
                 raise
     except InvalidInput:
         with contextlib.suppress(OSError):  # what is in there is not this command's
             for place in missing:
                 place.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def resumable(path: Path) -> Iterator[None]:
+    """Have errors that leave the run in `path` as it is say how to go on with it, in a note."""
+    try:
+        yield
+    except InvalidInput:
+        raise
+    except Exception as error:
+        error.add_note(f"the run lies in {path}; go on with Config(run={str(path)!r}, resume=True)")
         raise
 
 

@@ -13,6 +13,7 @@ UnisonoError
 │   └── StateDamaged           what came from another worker's memory is not what was sent
 ├── Diverged                   a step is bad, or replicas differ: names step, micro-batch, samples, worker
 ├── LoadingFailed              every process that fetches some sample dies: names the sample
+├── RunFailed                  what the user wrote turned out not to work after the first step
 └── WorkerFailed               a worker process ended badly: carries its traceback
 """
 
@@ -116,6 +117,11 @@ class Diverged(UnisonoError):
 
 class LoadingFailed(UnisonoError):
     """A process that fetches samples dies again and again on the same one; names the sample and how it ended."""
+
+
+class RunFailed(UnisonoError):
+    """What the user wrote turned out not to work after the first step: as `InvalidInput`, with the steps that are done.
+    The run stays as it is, and can be resumed from its last checkpoint."""
 
 
 class WorkerFailed(UnisonoError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config import Config, ranged
-from unisono.directory import claimed, with_earlier
+from unisono.directory import claimed, resumable, with_earlier
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.gathering import Script, called, gathered
 from unisono.launch import (
@@ -107,7 +107,7 @@ def start(
         if config.layout.workers > 1:  # what workers would refuse is refused before there are any
             _ask("unisono.plan.possible:check", source, settings, server)
         holder = Holder.here()
-        with claimed(config, source, holder) as path, contextlib.ExitStack() as stack:
+        with claimed(config, source, holder) as path, resumable(path), contextlib.ExitStack() as stack:
             on_message(0, {"kind": "run", "path": str(path)})
             order = Order(source, settings, path, began, holder=holder)
             elastic = stack.enter_context(_may_come_and_go(config, order, server, on_message, calling))

@@ -10,7 +10,7 @@ import resource
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ from unisono.checkpoint import (
 )
 from unisono.comm import Alone, Communicator
 from unisono.config import Config
-from unisono.directory import CHECKPOINTS, claimed
+from unisono.directory import CHECKPOINTS, claimed, resumable
 from unisono.doing import Phase
-from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, InvalidInput
+from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, Diverged, InvalidInput, RunFailed
 from unisono.keeping import Keeper
 from unisono.launch import Worker, claim
 from unisono.launch.lock import Holder, held
@@ -147,6 +147,22 @@ class Life:
             views.ended(self.digest())
         return None
 
+    @contextlib.contextmanager
+    def _late(self) -> Iterator[None]:
+        """Have errors say how many steps were done, if any; input that is found invalid by then raises `RunFailed`."""
+        try:
+            yield
+        except (CommunicationError, Diverged):  # which name the step, where it matters
+            raise
+        except Exception as error:
+            if not self.step_seconds or self.reached is None:
+                raise
+            done = f"after {self.reached.steps:,} steps"
+            if isinstance(error, InvalidInput):
+                raise RunFailed(f"worker {self.worker.identity.rank} {done}: {error}") from error
+            error.add_note(done)
+            raise
+
     def live(self, views: Views) -> Result | None:
         """Train in the view at hand; None if it ended at a boundary.
 
@@ -162,6 +178,9 @@ class Life:
             torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
             feed = Feed(self.task, self.config, comm.rank, size, stack, partial(_notice, self.worker))
             place = _place(comm, self.config, self.order, stack, self._share)
+            if self.order.path is None:  # no launcher of ours has it, and could say how to go on
+                stack.enter_context(resumable(place.path))
+            stack.enter_context(self._late())
             keeps = bool(self.order.contact) and self.config.copies
             wires = _wires(meeting, comm, feed.places, comm.rank, stack, keeps)
             stack.callback(wires.close)

@@ -179,7 +179,8 @@ def test_the_traceback_of_a_worker_comes_first_and_once(unisono: Unisono, played
     played.act = raising(WorkerFailed(2, "ValueError: bad", trace))
     said = unisono("train", "digits")
     assert said.code == 1
-    assert said.err.endswith(f"{trace}\n\nworker 2 failed: ValueError: bad\n")
+    going_on = "the run lies in runs/a b; go on with  unisono train --run 'runs/a b' --resume\n"
+    assert said.err.endswith(f"{trace}\n\nworker 2 failed: ValueError: bad\n{going_on}")
     assert said.err.count("Traceback") == 1
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from unisono.cli.terminal import Asked, endable, going_on_unread
-from unisono.errors import InvalidInput, UnisonoError, WorkerFailed
+from unisono.cli.words import ended
+from unisono.errors import InvalidInput, UnisonoError
 from unisono.notation import nearest
 
 USAGE = """\
@@ -57,12 +58,8 @@ def _main(given: list[str]) -> int:
     try:
         with endable():
             return _command(given)
-    except InvalidInput as error:
-        return _say(str(error), 2)
-    except WorkerFailed as error:
-        return _say(f"{error.traceback.rstrip()}\n\n{error}".lstrip(), getattr(error, "exit_code", 1))
     except UnisonoError as error:
-        return _say(str(error), getattr(error, "exit_code", 1))
+        return _say(*ended(error))
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Asked) else signal.SIGINT
         return _say(f"interrupted by {signal.Signals(number).name}", 128 + number)

@@ -10,6 +10,8 @@ from typing import Any
 from unisono.cli.describe import task_options
 from unisono.cli.options import given, parser
 from unisono.cli.settings import Request, request
+from unisono.cli.words import ended
+from unisono.errors import Diverged, InvalidInput, UnisonoError
 from unisono.launch import identity_here
 from unisono.launch.stopping import Interrupted
 from unisono.observe.display import Display, summary
@@ -36,7 +38,11 @@ def train(words: list[str]) -> int:
         try:
             result = run_of(asked, display.handle)
         except Interrupted as stopped:
-            return _interrupted(stopped, display)
+            return _stopped(stopped, display)
+        except (InvalidInput, Diverged):
+            raise
+        except UnisonoError as error:
+            return _stopped(error, display)
     if result is not None:
         summary(asked.source.name, result, sys.stdout)
     return 0
@@ -52,12 +58,14 @@ def run_of(asked: Request, on_message: Callable[[int, Mapping[str, Any]], None])
     return None if result is None else dataclasses.asdict(result)
 
 
-def _interrupted(stopped: Interrupted, display: Display) -> int:
+def _stopped(error: UnisonoError, display: Display) -> int:
+    """Say why the run ended before its end, and how to go on with it."""
     display.close()
-    print(stopped, file=sys.stderr)
+    words, code = ended(error)
+    print(words, file=sys.stderr)
     if display.run is not None:
         print(f"the run lies in {display.run}; go on with  {resume_command(display.run)}", file=sys.stderr)
-    return stopped.exit_code
+    return code
 
 
 def _quiet(rank: int, message: Mapping[str, Any]) -> None:

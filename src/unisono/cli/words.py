@@ -1,10 +1,10 @@
-"""The words of a command that has options of its own, and few."""
+"""The words of a command that has options of its own, and few; and those with which a command ends."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from unisono.errors import InvalidInput
+from unisono.errors import InvalidInput, UnisonoError, WorkerFailed
 from unisono.notation import nearest
 
 
@@ -34,6 +34,14 @@ def read(words: Sequence[str], known: Mapping[str, bool]) -> tuple[dict[str, str
             raise InvalidInput(name, "(nothing)", "a value is missing", f"write {name} VALUE")
         found[name] = value if equals or not known[name] else left.pop(0)
     return found, rest
+
+
+def ended(error: UnisonoError) -> tuple[str, int]:
+    """What a command that `error` ends has to say, and its exit code."""
+    if isinstance(error, InvalidInput):
+        return str(error), 2
+    traceback = error.traceback.rstrip() + "\n\n" if isinstance(error, WorkerFailed) and error.traceback else ""
+    return traceback + str(error), getattr(error, "exit_code", 1)
 
 
 def whole(name: str, text: str, least: int = 1) -> int:

@@ -23,7 +23,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
-from unisono.errors import WorkerFailed
+from unisono.errors import InvalidInput, RunFailed, WorkerFailed
 from unisono.launch import failure, process
 from unisono.launch.failure import Failure
 from unisono.launch.forkserver import Forkserver
@@ -98,6 +98,7 @@ class Crew:
         self._asked_seconds = float("-inf")
         self._phase, self._deadline_seconds = _Phase.RUNNING, float("inf")
         self._parted = False
+        self._furthest = 0  # step that is done
 
     def run(self, orders: Sequence[Order], payload: int) -> list[Any]:
         """Have `orders` carried out and return the results by rank; raises as `launch` does.
@@ -159,6 +160,8 @@ class Crew:
 
     def _note(self, member: Member, **news: Any) -> None:
         if "message" in news:
+            if news["message"].get("kind") == "progress":
+                self._furthest = max(self._furthest, news["message"]["step"])
             self._succession.heard(news["message"])
             self._on_message(member.rank, news["message"])
             if news["message"].get("kind") == "breakpoint":
@@ -280,6 +283,8 @@ class Crew:
 
     def _outcome(self) -> list[Any]:
         cause = failure.first_cause(self._failures).error() if self._failures else None
+        if isinstance(cause, InvalidInput) and self._furthest:  # of a worker that came later
+            cause = RunFailed(f"after {self._furthest} steps: {cause}")
         results = [member.result for member in self._members]
         if self._signal is not None:
             complete = self._over or all(member.returned for member in self._members)

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.errors import Diverged, InvalidInput, LoadingFailed, UnisonoError, WorkerFailed
+from unisono.errors import Diverged, InvalidInput, LoadingFailed, RunFailed, UnisonoError, WorkerFailed
 from unisono.exits import describe as describe
 from unisono.launch.stopping import Interrupted
 
 SAY_ALL: dict[str, type[UnisonoError]] = {
-    each.__name__: each for each in (InvalidInput, Diverged, LoadingFailed, Interrupted)
+    each.__name__: each for each in (InvalidInput, Diverged, LoadingFailed, RunFailed, Interrupted)
 }
 """Errors whose message says all that there is to say: the launcher raises them again as they were."""
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFailed
+from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFailed, RunFailed
 from unisono.launch.identity import Identity
 from unisono.launch.stopping import Interrupted, StopRequest
 from unisono.launch.terminal import attach, refuse
@@ -196,8 +196,8 @@ def _describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, InvalidInput):
         value = error.value if isinstance(error.value, str | int | float | None) else repr(error.value)
         found["said"] = ["InvalidInput", [error.field, value, error.problem, error.cure]]
-    elif isinstance(error, Diverged | LoadingFailed):
-        found["said"] = [type(error).__name__, list(error.args)]
+    elif isinstance(error, Diverged | LoadingFailed | RunFailed):
+        found["said"] = [type(error).__name__, [_noted(str(error), error)]]
     elif isinstance(error, Interrupted):
         found["said"] = ["Interrupted", [error.number, [], error.words]]
     elif isinstance(error, KeyboardInterrupt):  # how SIGTERM reaches a script: a worker ignores SIGINT
@@ -211,7 +211,12 @@ def _reason(error: BaseException) -> str:
     notes = [str(note) for note in getattr(error, "__notes__", [])]
     lines = traceback.format_exception_only(error)
     said = lines[-1 - sum(len(note.split("\n")) for note in notes)].strip()
-    short = [note for note in notes if "\n" not in note]
+    return _noted(said, error)
+
+
+def _noted(said: str, error: BaseException) -> str:
+    """`said` with the short notes on `error`."""
+    short = [note for note in map(str, getattr(error, "__notes__", [])) if "\n" not in note]
     return f"{said} ({', '.join(short)})" if short else said
 
 
