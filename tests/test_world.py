@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import math
 import os
 import pickle
@@ -20,11 +21,11 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import unisono
 from tests import processes
-from unisono import AllReduce, Exact, World
+from unisono import AllReduce, Exact, LocalSGD, ParameterServer, World
 from unisono.checkpoint import fingerprint
-from unisono.comm import simulate
+from unisono.comm import outcomes, simulate
 from unisono.company import Same
-from unisono.errors import InvalidInput, UnisonoError
+from unisono.errors import InvalidInput, UnisonoError, Unlike
 from unisono.launch import Identity
 from unisono.observe import Watched
 from unisono.replica import weights_of
@@ -797,3 +798,95 @@ def test_real_processes_join_twice_and_compute_the_same(size) -> None:
         for moved, mine in lives:
             torch.testing.assert_close(moved, plain(size, "adamw", clip=0.5), rtol=1e-4, atol=2e-6)
             assert mine == digest
+
+
+# --- data of one's own that was not divided
+
+
+def loop_on(world: World, parts: Callable[[int, int], torch.Tensor], steps: int = 8, **options) -> None:
+    """A loop over ``parts(step, rank)``."""
+    model = net()
+    optimizer = MAKERS["sgd"](model.parameters())
+    world.bind(model, optimizer, **options)
+    for step in range(steps):
+        x = parts(step, world.rank)
+        F.mse_loss(model(x), x[:, :1]).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(x)  # as an evaluation does
+
+
+def part(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+SYNCS = [AllReduce(), ParameterServer(), LocalSGD(every=2)]
+
+
+@pytest.mark.parametrize("sync", SYNCS, ids=type)
+def test_workers_that_all_compute_the_same_input_are_told_so_once(sync, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        simulate(3, lambda comm: loop_on(world_of(comm), lambda step, rank: part(step, 0), sync=sync))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "all 3 workers computed the same input in the first 3 steps" in said
+    assert "DistributedSampler(data, num_replicas=world.size, rank=world.rank)" in said
+
+
+@pytest.mark.parametrize("sync", SYNCS, ids=type)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        part,
+        lambda step, rank: part(step, min(rank, 1)),  # two of three have the same
+        lambda step, rank: part(step, 0 if step < 2 else rank),  # the first two steps alone
+    ],
+)
+def test_workers_with_inputs_of_their_own_are_told_nothing(sync, parts, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        simulate(3, lambda comm: loop_on(world_of(comm), parts, sync=sync))
+    assert not caplog.records
+
+
+def test_one_worker_alone_is_told_nothing(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        simulate(1, lambda comm: loop_on(world_of(comm), part))
+    assert not caplog.records
+
+
+def test_looking_at_inputs_changes_no_bit_and_ends() -> None:
+    def run(comm) -> int:
+        world = world_of(comm)
+        model = net()
+        optimizer = MAKERS["sgd"](model.parameters())
+        world.bind(model, optimizer)
+        for step in range(3):
+            x = part(step, 0)
+            F.mse_loss(model(x), x[:, :1]).backward()
+            optimizer.step()
+        return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+    assert simulate(2, run) == [0, 0]
+
+
+# --- workers that differ
+
+
+def test_a_loop_whose_workers_have_other_data_or_hyperparameters_is_refused() -> None:
+    def run(comm, what: str) -> None:
+        world, odd, model = world_of(comm), comm.rank == 1, net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if odd and what == "lr" else 0.1)
+        world.bind(model, optimizer)
+        mine = data(41 if odd and what == "samples" else 40)
+        if odd and what == "data":
+            mine = TensorDataset(mine.tensors[0].flip(0), mine.tensors[1])
+        next(iter(world.steps(mine, global_batch=12 if odd or what != "batch" else 9, micro_batch=3)))
+
+    for what, words in {
+        "lr": "optimizer.lr = 0.2: that is worker 1's, and worker 0 has 0.1",
+        "samples": "samples = 41: that is worker 1's, and worker 0 has 40",
+        "data": "data = sample 0: that is worker 1's, and worker 0 has another one under this number",
+        "batch": "global_batch = 12: that is worker 1's, and worker 0 has 9",
+    }.items():
+        found = outcomes(2, run, what)
+        assert all(isinstance(each, Unlike) and words in str(each) for each in found), found
+    simulate(2, run, "nothing")

@@ -108,17 +108,17 @@ def _hyperparameters(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     found = {"the class": type(optimizer).__name__}
     for i, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            shown = ", ".join(names[id(p)] for p in value) if key == "params" else _shown(value)
-            found[f"{key} of group {i}"] = shown
+            text = ", ".join(names[id(p)] for p in value) if key == "params" else shown(value)
+            found[f"{key} of group {i}"] = text
     return found
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """The same text on all workers where `value` is the same: objects may show where they are in memory."""
     if isinstance(value, Tensor):
         return repr(value.tolist())
     if isinstance(value, list | tuple):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(shown, value))})"
     plain = value is None or isinstance(value, bool | int | float | str)
     return repr(value) if plain else type(value).__name__
 

@@ -52,7 +52,7 @@ class Asking:
                 self._hooks += before_forward([module], partial(self._before, own), prepend=True)
         self._watches = [
             *before_forward([model], self._watch, prepend=True),
-            model.register_forward_hook(Attached(self._watch_no_more), always_call=True),
+            model.register_forward_hook(Attached(lambda *_: self._watch_no_more()), always_call=True),
         ]
 
     @staticmethod

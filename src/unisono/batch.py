@@ -20,7 +20,7 @@ def tensors(batch: Batch) -> Iterator[Tensor]:
     """All tensors of a batch, from the first to the last."""
     if isinstance(batch, Tensor):
         yield batch
-    for part in _parts(batch):
+    for part in parts(batch):
         yield from tensors(part)
 
 
@@ -66,23 +66,23 @@ def samples_in(batch: Batch) -> int:
 
 
 def _length(batch: Batch) -> int:
-    parts = _parts(batch)
-    if parts and (not _is_sequence(batch) or _parts(parts[0])):
-        return _length(parts[0])
+    inside = parts(batch)
+    if inside and (not _is_sequence(batch) or parts(inside[0])):
+        return _length(inside[0])
     if isinstance(batch, str | Mapping):
         raise TypeError("its length is no number of samples")
     return len(batch)
 
 
 def _leaves(batch: Batch) -> Iterator[Any]:
-    parts = [] if isinstance(batch, PackedSequence) else _parts(batch)
-    if not parts:
+    inside = [] if isinstance(batch, PackedSequence) else parts(batch)
+    if not inside:
         yield batch
-    for part in parts:
+    for part in inside:
         yield from _leaves(part)
 
 
-def _parts(batch: Batch) -> list[Any]:
+def parts(batch: Batch) -> list[Any]:
     """What a container holds; nothing for what is none."""
     if isinstance(batch, Mapping):
         return list(batch.values())
@@ -110,8 +110,8 @@ def _rebuilt(change: Callable[[Any], Any], batch: Batch) -> Batch:
     if isinstance(batch, Mapping):
         return _with_items(batch, {key: _rebuilt(change, value) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
-        parts = (_rebuilt(change, part) for part in batch)
-        return type(batch)(parts) if _is_sequence(batch) else type(batch)(*parts)
+        inside = (_rebuilt(change, part) for part in batch)
+        return type(batch)(inside) if _is_sequence(batch) else type(batch)(*inside)
     if names := _fields(batch):
         return _with_fields(batch, {name: _rebuilt(change, getattr(batch, name)) for name in names})
     return change(batch)

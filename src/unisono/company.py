@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from unisono.admission import admit, compare
 from unisono.agreement import start_alike
 from unisono.comm import Communicator
 from unisono.config import Config
@@ -27,6 +28,7 @@ from unisono.milestone import Milestone
 from unisono.observe import Watchdog, Watched
 from unisono.said import NUMBERS, Said, heard, numbers
 from unisono.state import Reached, describe, digest_of, take_over
+from unisono.traits import Traits
 from unisono.views import Attended
 
 # What a loop of the user's own computes may be anything, for as long as it likes.
@@ -117,6 +119,9 @@ class Company(Protocol):
     def agree(self, state: State) -> None:
         """Once, before `begin`: all start from the same weights."""
 
+    def admit(self, traits: Callable[[], Traits]) -> None:
+        """Once, before `begin` or `stay`: all have the same `traits`. Raises `Unlike` if they have not."""
+
     def stay(self) -> None:
         """There will be no `begin`: nobody comes or goes any more."""
 
@@ -170,6 +175,9 @@ class Same:
 
     def agree(self, state: State) -> None:
         state.agree(self.comm)
+
+    def admit(self, traits: Callable[[], Traits]) -> None:
+        compare(self.comm, traits)
 
     def stay(self) -> None:
         pass
@@ -274,6 +282,11 @@ class Whoever:
         """See `Company`."""
         if self._comm is not None:
             state.agree(self._comm)
+
+    def admit(self, traits: Callable[[], Traits]) -> None:
+        """See `Company`."""
+        given = self._given
+        admit(given.contact, given.worker, traits(), lambda: given.worker.stop.leaving)
 
     def stay(self) -> None:
         """See `Company`."""

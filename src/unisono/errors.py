@@ -2,6 +2,7 @@
 
 UnisonoError
 ├── InvalidInput               what the user wrote cannot work: names the field, the value, the cure
+│   └── Unlike                 a worker would train something else than the others: names what differs
 ├── CommunicationError
 │   ├── PeerLost               a peer is gone or silent beyond the deadline
 │   └── MessageMismatch        two workers sent different messages where the same one was due
@@ -44,6 +45,11 @@ class InvalidInput(UnisonoError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.field, self.value, self.problem, self.cure)
+
+
+class Unlike(InvalidInput):
+    """A worker would train something else than the other workers of its run; `field` is the first thing that differs
+    and `value` what this worker has."""
 
 
 class CommunicationError(UnisonoError):

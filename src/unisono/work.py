@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.admission import admit, compare
 from unisono.agreement import broadcast_text
 from unisono.assemble import Feed, bind, build
 from unisono.badstep import Judge
@@ -57,6 +58,7 @@ from unisono.settings import check_same_run, recovers, settle, walks
 from unisono.state import Parts, Reached, describe, digest_of, take_over
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
+from unisono.traits import Traits, of_config, of_data, of_model, of_optimizer, of_task
 from unisono.views import Attended, MeetingPlace, Only, Views
 from unisono.wires import Wires
 from unisono.world import choose_device, fair_threads
@@ -84,6 +86,8 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
     life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
     if order.contact and recovers(config) and config.layout.workers == 1:
         life.build()
+    if order.contact:
+        admit(order.contact, worker, life.traits(), lambda: worker.stop.requested or worker.stop.leaving)
     views = Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch)
     with life.lock, views:
         result = life.go_through(views)
@@ -122,6 +126,14 @@ class Life:
     startup_seconds: float | None = None
     trained: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def traits(self) -> Traits:
+        """What other workers are to have as well, as far as it is known by now."""
+        found = {**of_task(self.task), **of_config(self.config), **of_data(self.task.data)}
+        if self.built is None:
+            return found
+        held, optimizer = self.built
+        return {**found, **of_model(held.model), **of_optimizer(optimizer)}
 
     def build(self) -> None:
         """Make the model and its optimizer, which needs nobody where workers come and go: so who trains already does
@@ -173,6 +185,8 @@ class Life:
             meeting, size = views.meeting(self.device), len(views.view.members)
             comm = meeting.among(range(size))
             stack.callback(comm.close)
+            if not views.changing:  # elsewhere, a worker that differs was refused before
+                compare(comm, self.traits)
             # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
             self.config = Config.of(json.loads(broadcast_text(comm, json.dumps(self.config.mapping()))))
             torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))

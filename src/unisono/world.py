@@ -38,10 +38,12 @@ from unisono.launch import Identity, claim
 from unisono.launch.script import takes_part
 from unisono.observe import Watchdog, Watched
 from unisono.replica import Replica, Step, check_fit, check_trainable
+from unisono.same_inputs import SameInputs
 from unisono.saving import Plan, Recalled, load, save
 from unisono.settings import LIBRARY_GLOBAL_BATCH, walk
 from unisono.sync import AllReduce, Synchronizer
 from unisono.task import build_dataset
+from unisono.traits import Traits, of_data, of_model, of_optimizer, of_script
 
 LOG = logging.getLogger("unisono")
 
@@ -264,6 +266,7 @@ class World:
         count = asked["steps"] or plan.steps_in(passes)
         self._bound.check_plan(plan)
         make = partial(Loader, dataset, plan, collate=collate, load=asked["load"], seed=plan.seed, last_step=count)
+        self._company.admit(partial(_traits, dataset, plan, count, self._bound.state))
         return self._in_all_views(self._bound, plan, make, count)
 
     def _in_all_views(
@@ -356,6 +359,18 @@ class World:
             yield batch
 
 
+def _traits(dataset: Any, plan: MicroBatchPlan, steps: int, state: State) -> Traits:
+    """What all workers of a loop are to have in common."""
+    numbers = {"steps": steps, "global_batch": plan.global_batch, "micro_batch": plan.micro_batch, "seed": plan.seed}
+    return {
+        **{name: str(value) for name, value in numbers.items()},
+        **of_script(),
+        **of_model(state.model),
+        **of_optimizer(state.optimizer),
+        **of_data(dataset),
+    }
+
+
 class Batches:
     """This worker's micro-batches of one step.
 
@@ -409,6 +424,8 @@ class _Bound:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # A bound method of the optimizer itself, since learning-rate schedulers wrap its function and bind it again.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        # Data that the loop reads by itself may be the same on all workers by mistake.
+        self._inputs = SameInputs(model, company.rank, company.size) if company.size > 1 else None
         self._first_forward = before_forward(model.modules(), self._ready)
 
     @property
@@ -453,6 +470,7 @@ class _Bound:
         self.planned = True
         self.micro_batches, self._reference = micro_batches, reference
         self._forget_hooks()
+        self._forget_inputs()
         if self.state.walks or isinstance(self._options["sync"], AllReduce):
             self._company.begin(self.state)
         else:
@@ -602,6 +620,8 @@ class _Bound:
 
     def _take(self, step: Step, end: Callable[[Step], Any]) -> None:
         end(step)
+        if self._inputs is not None and step.extra is not None:
+            self._inputs.hear(step.extra)
         self._count()
         if self._company.recovers and step.extra is not None:
             self._met(step.extra)
@@ -626,6 +646,7 @@ class _Bound:
     def release(self) -> None:
         """Give the optimizer its own step back."""
         self._forget_hooks()
+        self._forget_inputs()
         if self._own is None:
             self._optimizer.__dict__.pop("step", None)
         else:
@@ -651,6 +672,11 @@ class _Bound:
                 "world.steps, or call the model itself first"
             )
 
+    def _forget_inputs(self) -> None:
+        if self._inputs is not None:
+            self._inputs.close()
+            self._inputs = None
+
     def _forget_hooks(self) -> None:
         for hook in self._first_forward:
             hook.remove()
@@ -670,7 +696,7 @@ class _Bound:
             micro_batches=micro_batches,
             reference=reference,
             listener=self._gradient,
-            extra=words_of(self._company),
+            extra=words_of(self._company) + (self._inputs.words if self._inputs else 0),
             repeats=self.planned,  # a worker may be lost, or the step skipped
             awaits=self._company.recovers and self.state.walks,
             **self._options,
@@ -695,10 +721,14 @@ class _Bound:
         if not self._left and (self._last or self.planned):
             self._leave(self._last)
 
+    def _says(self) -> list[float]:
+        """This worker's numbers for the control word."""
+        return self._company.says() + (self._inputs.says() if self._inputs else [])
+
     def _leave(self, last: bool) -> None:
         assert self._replica is not None
         try:
-            self._replica.leave(last=last, extra=self._company.says() if last else None)
+            self._replica.leave(last=last, extra=self._says() if last else None)
         except PeerLost as error:  # perhaps inside of the user's backward pass
             self._replica.fail(error)
         self._left, self._last = True, last

@@ -177,7 +177,7 @@ def test_a_process_that_is_killed_while_it_waits_is_replaced_again_and_again(tak
 
 
 def test_a_process_that_dies_at_its_start_is_not_started_for_ever(monkeypatch) -> None:
-    monkeypatch.setattr("unisono.data.processes.setproctitle", lambda title: os._exit(5))
+    monkeypatch.setattr("unisono.data.forked.setproctitle", lambda title: os._exit(5))
     with pytest.raises(
         LoadingFailed, match="every loading process dies at its start: the first ended with exit code 5"
     ):

@@ -46,7 +46,7 @@ class Fetch:
         self._dataset, self._plan, self._seed = dataset, plan, seed
         self.on_sample: Callable[[int], None] = lambda sample: None
         self._collate = collate or default_collate
-        self._tensors = _tensors(dataset) if self._collate is default_collate else None
+        self._tensors = plain_tensors(dataset) if self._collate is default_collate else None
 
     @property
     def bulk(self) -> bool:
@@ -91,9 +91,9 @@ class Fetch:
         """As `seeded`, and whether the dataset drew random numbers."""
         before = _states()
         seed_load(stream(self._seed, step, micro_batch, "load"))
-        seeded = _states()
         try:
-            return self(step, micro_batch), not _equal(seeded, _states())
+            with draws() as drew:
+                return self(step, micro_batch), drew()
         finally:
             _restore(before)
 
@@ -122,13 +122,20 @@ def _noted(note: str) -> Iterator[None]:
         raise
 
 
-def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], list[Tensor]] | None:
+def plain_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], list[Tensor]] | None:
     """The tensors of a tensor dataset, and the rows that each subset around it keeps, outermost first."""
     subsets: list[Tensor] = []
     while type(dataset) is Subset:
         subsets.append(torch.as_tensor(dataset.indices, dtype=torch.int64))
         dataset = dataset.dataset
     return (dataset.tensors, subsets) if type(dataset) is TensorDataset else None
+
+
+@contextmanager
+def draws() -> Iterator[Callable[[], bool]]:
+    """Gives a function that says whether random numbers were drawn since, of torch, of Python or of numpy."""
+    before = _states()
+    yield lambda: not _equal(before, _states())
 
 
 _States = tuple[Tensor, object, dict[str, Any]]

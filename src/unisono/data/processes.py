@@ -10,12 +10,10 @@ A micro-batch depends on nothing but seed, step and number, so that it is the sa
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import multiprocessing
 import os
 import queue
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,11 +25,8 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.multiprocessing  # how tensors are pickled
-from setproctitle import getproctitle, setproctitle
-
 from unisono.data.fetch import ALL, Fetch, Fetched, Key, timed
+from unisono.data.forked import settle_in
 from unisono.data.load import Processes
 from unisono.data.raised import Raised
 from unisono.data.stacks import Stacks
@@ -41,7 +36,6 @@ from unisono.exits import ended
 _FORK = multiprocessing.get_context("fork")
 _HERE = str(Path(__file__).parent)
 _END_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1
 _STARTING, _WAITING = -3, -2  # in place of the number of a sample
 _NOT_FETCHING = {_STARTING: "at its start", _WAITING: "while waiting for work"}
 _SHOWN = 8
@@ -241,14 +235,7 @@ class _Place:
 
 def _live(number: int, fetch: Fetch, journal: _Journal, stacks: Stacks, connection: Connection, parent: int) -> None:
     """The life of a loading process."""
-    # It dies with the worker, however that dies; Ctrl-C and SIGTERM are the worker's, which then ends it.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    for request in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(request, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    setproctitle(f"{getproctitle()} loader {number}")
+    settle_in(parent, f"loader {number}")
     stacks.answer(number)
     fetch.on_sample = journal.at_sample
     messages: queue.SimpleQueue[memoryview] = queue.SimpleQueue()

@@ -173,7 +173,13 @@ class Crew:
                 self._enter(_Phase.PARTING, _PART_SECONDS)
         else:
             member.failed = True
-            self._fail(Failure(member.rank, **news["failure"]))
+            what = Failure(member.rank, **news["failure"])
+            if what.unlike and self._phase is _Phase.RUNNING:
+                others = sum(not other.ended for other in self._members if other is not member)
+                lived = what.at_seconds - member.began_seconds
+                self._carry_out(member, self._succession.lost(what, others, lived))
+            else:
+                self._fail(what)
 
     def _hear_server(self) -> None:
         news = self._server.receive()

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.errors import Diverged, InvalidInput, LoadingFailed, RunFailed, UnisonoError, WorkerFailed
+from unisono.errors import Diverged, InvalidInput, LoadingFailed, RunFailed, UnisonoError, Unlike, WorkerFailed
 from unisono.exits import describe as describe
 from unisono.launch.stopping import Interrupted
 
 SAY_ALL: dict[str, type[UnisonoError]] = {
-    each.__name__: each for each in (InvalidInput, Diverged, LoadingFailed, RunFailed, Interrupted)
+    each.__name__: each for each in (InvalidInput, Unlike, Diverged, LoadingFailed, RunFailed, Interrupted)
 }
 """Errors whose message says all that there is to say: the launcher raises them again as they were."""
 
@@ -50,6 +50,11 @@ class Failure:
     exit_code: int | None = None
     said: tuple[str, Sequence[Any]] | None = None
     line: str = ""
+
+    @property
+    def unlike(self) -> bool:
+        """Whether the worker would have trained something else than the others, and so never took part."""
+        return self.said is not None and self.said[0] == Unlike.__name__
 
     def error(self) -> UnisonoError:
         """What the launcher raises for it."""

@@ -167,6 +167,8 @@ class Replaced:
 
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
         """See `Succession`."""
+        if what.unlike:
+            return self._refused(what, others)
         self._look(self._present.count)
         self._without_step.append(what)
         self._in_vain.append(what)
@@ -184,6 +186,12 @@ class Replaced:
     def lacking(self, results: Sequence[Any]) -> str:
         """See `Succession`."""
         return "" if self.over(results) else "every worker was asked to leave before the run was over"
+
+    def _refused(self, what: Failure, others: int) -> Verdict:
+        """A replacement found other files than its predecessor, on which the others may still depend."""
+        if self._lives[what.rank] == 1 or not others:
+            return Verdict(cause=what)
+        return Verdict(f"worker {self._name(what.rank)} cannot take part, {_on(others)} without it: {what.error()}")
 
     def _look(self, count: StepCount) -> None:
         if count.taken > self._count.taken:

@@ -49,8 +49,16 @@ class OrderMessage(BaseModel):
     holder: HolderMessage | None = None
 
 
+class TraitsMessage(BaseModel):
+    """What all workers of the run must have in common, see `unisono.traits`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    traits: Annotated[dict[Annotated[str, Field(max_length=256)], Text], Field(max_length=64)]
+
+
 def offer(app: FastAPI, store: Store) -> None:
-    """Have `app` take one order, and give it to whoever asks."""
+    """Have `app` take one order and one set of traits, and give them to whoever asks."""
 
     @app.get("/v1/order", responses={404: {"description": "there is none"}}, response_model=OrderMessage)
     async def order() -> Response:
@@ -62,3 +70,14 @@ def offer(app: FastAPI, store: Store) -> None:
     async def give(message: OrderMessage) -> Response:
         """What they are to do; said once, since a coordinator is one run's."""
         return Response(status_code=204 if store.keep_order(message.model_dump_json()) else 409)
+
+    @app.get("/v1/traits", responses={404: {"description": "there are none"}}, response_model=TraitsMessage)
+    async def traits() -> Response:
+        """What a worker must have in common with those of this run."""
+        told = store.traits()
+        return Response(told, 200 if told else 404, media_type="application/json")
+
+    @app.put("/v1/traits", response_model=TraitsMessage)
+    async def keep(message: TraitsMessage) -> Response:
+        """The same, from a worker of the run's own launcher; answered with what the first of them told."""
+        return Response(store.keep_traits(message.model_dump_json()), media_type="application/json")

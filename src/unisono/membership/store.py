@@ -16,6 +16,7 @@ _SCHEMA = """
 create table if not exists decided (one integer primary key check (one = 1), over text not null);
 create table if not exists views (number integer primary key, said text not null);
 create table if not exists ordered (one integer primary key check (one = 1), told text not null);
+create table if not exists shared (one integer primary key check (one = 1), traits text not null);
 create table if not exists happened (number integer primary key, at_seconds real not null, words text not null);
 """
 
@@ -74,6 +75,20 @@ class Store:
         """
         self._file.execute("insert or ignore into ordered values (1, ?)", (told,))
         return self.order() == told
+
+    def traits(self) -> str:
+        """What all workers of the run must have in common, as its first worker told it; empty before it did."""
+        row = self._file.execute("select traits from shared").fetchone()
+        return str(row[0]) if row else ""
+
+    def keep_traits(self, told: str) -> str:
+        """What is kept from now on: of several that are `told`, the first.
+
+        Raises:
+            sqlite3.Error: it could not be written, and is not.
+        """
+        self._file.execute("insert or ignore into shared values (1, ?)", (told,))
+        return self.traits()
 
     def happened(self, last: int = 100) -> list[tuple[float, str]]:
         """The latest decisions in words, each with its time in seconds since the epoch."""

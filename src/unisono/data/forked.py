@@ -1,0 +1,23 @@
+"""What every process begins with that a worker forks to read its data."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+import torch
+from setproctitle import getproctitle, setproctitle
+
+_PR_SET_PDEATHSIG = 1
+
+
+def settle_in(parent: int, role: str) -> None:
+    """Die with the worker `parent`, however it dies; leave Ctrl-C and SIGTERM to it; compute in one thread."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    for request in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(request, signal.SIG_IGN)
+    torch.set_num_threads(1)  # threads of the parent's pool are not there any more
+    setproctitle(f"{getproctitle()} {role}")

@@ -1,0 +1,169 @@
+"""What all workers of a run must have in common, as named texts that are compared before a worker takes part.
+
+A worker on another host may find another file under the task's name, other data, other hyperparameters. What can be
+seen of that is a trait: short values as they are, long ones as a digest. A trait that only one side has is not
+compared, so that versions of torch with more hyperparameters, or data that cannot be read twice, raise no alarm. For
+the same reason weights are compared by names and shapes alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.agreement import shown
+from unisono.config import Config
+from unisono.data.content import read, sample_of, written
+from unisono.errors import Unlike
+from unisono.replica import weights_of
+from unisono.settings import IDENTITY
+from unisono.stack import is_theirs
+from unisono.task import Evaluation, Task
+
+Traits = Mapping[str, str]
+
+# What of a config changes what is computed, and is not a matter of one host.
+_SETTINGS = (*IDENTITY, "steps", "epochs", "sync", "layout", "lr", "clip", "schedule", "bad_step")
+# How an optimizer computes, which may differ with the device; and what is no hyperparameter.
+_LEFT_OUT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+_DATA, _CODE = "data", "code"
+_SHORT = 120
+_MOST_FILES = 32
+_CURE = "give every host the same task, data and settings"
+
+
+def of_task(task: Task) -> Traits:
+    """Of the user's files that define a task, as far as its functions and its dataset tell them, and of the number of
+    samples for evaluation."""
+    evaluation = task.evaluate.data if isinstance(task.evaluate, Evaluation) else task.evaluate
+    makers = [getattr(task, field.name) for field in fields(task) if callable(getattr(task, field.name))]
+    return {**_code([*makers, type(evaluation)]), **_length("evaluation samples", evaluation)}
+
+
+def of_script() -> Traits:
+    """Of the user's script that runs in this process, if there is one."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return _code_in([file] if file and is_theirs(file) else [])
+
+
+def of_data(dataset: Any) -> Traits:
+    """Of a dataset's length, of some of its items, and of the user's file that defines it."""
+    items = sample_of(dataset)
+    content = {_DATA: written(items)} if items else {}
+    return {**_code([type(dataset)]), **_length("samples", dataset), **content}
+
+
+def of_model(model: nn.Module) -> Traits:
+    """Of the names, shapes and dtypes of all parameters and buffers, and of the user's files that define modules."""
+    told = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(weights_of(model).items())]
+    numbers = sum(tensor.numel() for tensor in weights_of(model).values())
+    shown = f"{len(told)} tensors of {numbers} numbers, {_digest(chr(10).join(told))}"
+    return {"model": shown, **_code(type(module) for module in model.modules())}
+
+
+def of_optimizer(optimizer: Optimizer) -> Traits:
+    """Of an optimizer's class, and of the hyperparameters of its groups."""
+    groups = optimizer.param_groups
+    found = {"optimizer": type(optimizer).__name__, "optimizer.groups": str([len(group["params"]) for group in groups])}
+    for key in dict.fromkeys(key for group in groups for key in group if key not in _LEFT_OUT):
+        values = [shown(group.get(key)) for group in groups]
+        found[f"optimizer.{key}"] = values[0] if len(set(values)) == 1 else str(values)
+    return {name: _short(value) for name, value in found.items()}
+
+
+def of_config(config: Config) -> Traits:
+    """Of the settings that decide what is computed; nothing of a run that is resumed, which not all hosts know."""
+    if config.resume:
+        return {}
+    told = config.mapping()
+    return {name: _short(str(told[name])) for name in _SETTINGS}
+
+
+def check(mine: Traits, theirs: Traits, where: str, whose: str) -> None:
+    """Compare.
+
+    Args:
+        mine, theirs: of a worker, and of whom it is to train with.
+        where: who has `mine`: ``this worker's``.
+        whose: who has `theirs`: ``the run``.
+
+    Raises:
+        Unlike: they differ; says in what, and what both have where that is short.
+    """
+    # That code differs says less than what it makes does.
+    names = sorted(theirs, key=lambda name: name.startswith(_CODE))
+    found = [(name, *values) for name in names if (values := _difference(name, mine, theirs)) is not None]
+    if not found:
+        return
+    name, here, there = found[0]
+    others = ", ".join(name for name, *_ in found[1:])
+    also = f" (they differ in {others} as well)" if others else ""
+    raise Unlike(name, here, f"that is {where}, and {whose} has {there}{also}", _CURE)
+
+
+def _difference(name: str, mine: Traits, theirs: Traits) -> tuple[str, str] | None:
+    """What both have, in words."""
+    if name not in mine or mine[name] == theirs[name]:
+        return None
+    return _items_that_differ(mine[name], theirs[name]) if name == _DATA else (mine[name], theirs[name])
+
+
+def _items_that_differ(mine: str, theirs: str) -> tuple[str, str] | None:
+    with suppress(ValueError, TypeError):
+        here, there = ({item.index: item for item in read(text)} for text in (mine, theirs))
+        odd = [index for index, item in here.items() if index in there and not item.like(there[index])]
+        return (f"sample {odd[0]}", "another one under this number") if odd else None
+    return None
+
+
+def _code(makers: Iterable[Any]) -> dict[str, str]:
+    """Of the source files of functions and classes, as far as the user wrote them."""
+    return _code_in({file for maker in makers for file in _files(maker)})
+
+
+def _code_in(files: Iterable[str]) -> dict[str, str]:
+    by_name: dict[str, list[str]] = {}
+    for file in files:
+        by_name.setdefault(Path(file).name, []).append(_source(file))
+    found = {f"{_CODE} of {name}": _digest(" ".join(sorted(sources))) for name, sources in sorted(by_name.items())}
+    return found if len(found) <= _MOST_FILES else {_CODE: _digest(str(found))}
+
+
+def _files(maker: Any) -> list[str]:
+    """Where a function or class is defined, or an object's class; what functions of functions are made of."""
+    if isinstance(maker, functools.partial):
+        return [file for part in (maker.func, *maker.args, *maker.keywords.values()) for file in _files(part)]
+    named = maker if inspect.isfunction(maker) or inspect.isclass(maker) or inspect.ismethod(maker) else type(maker)
+    module = sys.modules.get(inspect.unwrap(named).__module__)
+    file = getattr(module, "__file__", None)
+    return [file] if file and is_theirs(file) else []
+
+
+def _source(file: str) -> str:
+    """The code in `file`, without blank lines, comments of whole lines and the ends of lines."""
+    with suppress(OSError, UnicodeDecodeError):
+        lines = [line.rstrip() for line in Path(file).read_text().splitlines()]
+        return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
+    return ""
+
+
+def _length(name: str, dataset: Any) -> dict[str, str]:
+    return {name: str(len(dataset))} if hasattr(dataset, "__len__") else {}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHORT else f"{text[: _SHORT // 2]}… {_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
