@@ -828,8 +828,15 @@ def test_workers_that_all_compute_the_same_input_are_told_so_once(sync, caplog) 
     with caplog.at_level(logging.WARNING):
         simulate(3, lambda comm: loop_on(world_of(comm), lambda step, rank: part(step, 0), sync=sync))
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "all 3 workers computed the same input in the first 3 steps" in said
+    assert said.startswith("workers 0 to 2 computed the same inputs in their first 3 forward passes")
     assert "DistributedSampler(data, num_replicas=world.size, rank=world.rank)" in said
+
+
+def test_the_inputs_of_the_first_eight_of_many_workers_are_compared(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        simulate(9, lambda comm: loop_on(world_of(comm), lambda step, rank: part(step, rank // 8)))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("workers 0 to 7 computed the same inputs")
 
 
 @pytest.mark.parametrize("sync", SYNCS, ids=type)
@@ -839,6 +846,7 @@ def test_workers_that_all_compute_the_same_input_are_told_so_once(sync, caplog) 
         part,
         lambda step, rank: part(step, min(rank, 1)),  # two of three have the same
         lambda step, rank: part(step, 0 if step < 2 else rank),  # the first two steps alone
+        lambda step, rank: part(step, rank if step < 1 else 0),  # all steps but the first
     ],
 )
 def test_workers_with_inputs_of_their_own_are_told_nothing(sync, parts, caplog) -> None:
@@ -871,18 +879,16 @@ def test_looking_at_inputs_changes_no_bit_and_ends() -> None:
 # --- workers that differ
 
 
-def test_a_loop_whose_workers_have_other_data_or_hyperparameters_is_refused() -> None:
+def test_a_loop_whose_workers_have_other_data_or_batches_is_refused() -> None:
     def run(comm, what: str) -> None:
         world, odd, model = world_of(comm), comm.rank == 1, net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if odd and what == "lr" else 0.1)
-        world.bind(model, optimizer)
+        world.bind(model, MAKERS["sgd"](model.parameters()))
         mine = data(41 if odd and what == "samples" else 40)
         if odd and what == "data":
             mine = TensorDataset(mine.tensors[0].flip(0), mine.tensors[1])
         next(iter(world.steps(mine, global_batch=12 if odd or what != "batch" else 9, micro_batch=3)))
 
     for what, words in {
-        "lr": "optimizer.lr = 0.2: that is worker 1's, and worker 0 has 0.1",
         "samples": "samples = 41: that is worker 1's, and worker 0 has 40",
         "data": "data = sample 0: that is worker 1's, and worker 0 has another one under this number",
         "batch": "global_batch = 12: that is worker 1's, and worker 0 has 9",

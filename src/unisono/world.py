@@ -361,13 +361,15 @@ class World:
 
 def _traits(dataset: Any, plan: MicroBatchPlan, steps: int, state: State) -> Traits:
     """What all workers of a loop are to have in common."""
-    numbers = {"steps": steps, "global_batch": plan.global_batch, "micro_batch": plan.micro_batch, "seed": plan.seed}
     return {
-        **{name: str(value) for name, value in numbers.items()},
+        "global_batch": str(plan.global_batch),
+        "micro_batch": str(plan.micro_batch),
+        "seed": str(plan.seed),
         **of_script(),
         **of_model(state.model),
         **of_optimizer(state.optimizer),
         **of_data(dataset),
+        "steps": str(steps),  # which depends on what comes before
     }
 
 
