@@ -98,7 +98,7 @@ def test_a_coordinator_that_is_away_keeps_nobody_for_ever(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{}, [], {"traits": []}, {"traits": {"a": 5}}, {"traits": {"a": "x" * 5000}}, {"traits": {"x" * 300: "a"}},
-     {"traits": {str(i): "" for i in range(65)}}, {"traits": {}, "more": 1}],
+     {"traits": {str(i): "" for i in range(257)}}, {"traits": {}, "more": 1}],
 )  # fmt: skip
 def test_what_no_traits_are_is_refused(wrong: Any, tmp_path: Path) -> None:
     with serving(tmp_path / "state") as served:

@@ -2,8 +2,8 @@
 
 A worker on another host may find another file under the task's name, other data, other hyperparameters. What can be
 seen of that is a trait: short values as they are, long ones as a digest. A trait that only one side has is not
-compared, so that versions of torch with more hyperparameters, or data that cannot be read twice, raise no alarm. For
-the same reason weights are compared by names and shapes alone.
+compared, so that versions of torch with more hyperparameters, or data that cannot be read, raise no alarm. Weights are
+compared by names and shapes alone, since all workers take those of one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SETTINGS = (*IDENTITY, "steps", "epochs", "sync", "layout", "lr", "clip", "sche
 _LEFT_OUT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _DATA, _CODE = "data", "code"
 _SHORT = 120
-_MOST_FILES = 32
+_MOST_FILES = 64
 _CURE = "give every host the same task, data and settings"
 
 
@@ -67,18 +67,23 @@ def of_model(model: nn.Module) -> Traits:
     """Of the names, shapes and dtypes of all parameters and buffers, and of the user's files that define modules."""
     told = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(weights_of(model).items())]
     numbers = sum(tensor.numel() for tensor in weights_of(model).values())
-    shown = f"{len(told)} tensors of {numbers} numbers, {_digest(chr(10).join(told))}"
-    return {"model": shown, **_code(type(module) for module in model.modules())}
+    text = f"{len(told)} tensors of {numbers} numbers, {_digest(chr(10).join(told))}"
+    return {"model": text, **_code(type(module) for module in model.modules())}
+
+
+def of_groups(optimizer: Optimizer) -> Traits:
+    """Of an optimizer's class, and of the number of parameters in each of its groups."""
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    return {"optimizer": type(optimizer).__name__, "optimizer.groups": _short(str(counts))}
 
 
 def of_optimizer(optimizer: Optimizer) -> Traits:
-    """Of an optimizer's class, and of the hyperparameters of its groups."""
-    groups = optimizer.param_groups
-    found = {"optimizer": type(optimizer).__name__, "optimizer.groups": str([len(group["params"]) for group in groups])}
+    """The same, and of the hyperparameters of all groups."""
+    groups, found = optimizer.param_groups, dict(of_groups(optimizer))
     for key in dict.fromkeys(key for group in groups for key in group if key not in _LEFT_OUT):
         values = [shown(group.get(key)) for group in groups]
-        found[f"optimizer.{key}"] = values[0] if len(set(values)) == 1 else str(values)
-    return {name: _short(value) for name, value in found.items()}
+        found[f"optimizer.{key}"] = _short(values[0] if len(set(values)) == 1 else str(values))
+    return found
 
 
 def of_config(config: Config) -> Traits:
@@ -134,7 +139,8 @@ def _code(makers: Iterable[Any]) -> dict[str, str]:
 def _code_in(files: Iterable[str]) -> dict[str, str]:
     by_name: dict[str, list[str]] = {}
     for file in files:
-        by_name.setdefault(Path(file).name, []).append(_source(file))
+        if source := _source(file):
+            by_name.setdefault(Path(file).name, []).append(source)
     found = {f"{_CODE} of {name}": _digest(" ".join(sorted(sources))) for name, sources in sorted(by_name.items())}
     return found if len(found) <= _MOST_FILES else {_CODE: _digest(str(found))}
 
@@ -151,8 +157,8 @@ def _files(maker: Any) -> list[str]:
 
 def _source(file: str) -> str:
     """The code in `file`, without blank lines, comments of whole lines and the ends of lines."""
-    with suppress(OSError, UnicodeDecodeError):
-        lines = [line.rstrip() for line in Path(file).read_text().splitlines()]
+    with suppress(OSError):
+        lines = [line.rstrip() for line in Path(file).read_text("utf-8", errors="replace").splitlines()]
         return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
     return ""
 

@@ -43,7 +43,7 @@ from unisono.saving import Plan, Recalled, load, save
 from unisono.settings import LIBRARY_GLOBAL_BATCH, walk
 from unisono.sync import AllReduce, Synchronizer
 from unisono.task import build_dataset
-from unisono.traits import Traits, of_data, of_model, of_optimizer, of_script
+from unisono.traits import Traits, of_data, of_groups, of_model, of_script
 
 LOG = logging.getLogger("unisono")
 
@@ -367,7 +367,7 @@ def _traits(dataset: Any, plan: MicroBatchPlan, steps: int, state: State) -> Tra
         "seed": str(plan.seed),
         **of_script(),
         **of_model(state.model),
-        **of_optimizer(state.optimizer),
+        **of_groups(state.optimizer),  # a worker that comes later has the others' hyperparameters
         **of_data(dataset),
         "steps": str(steps),  # which depends on what comes before
     }

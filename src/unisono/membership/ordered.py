@@ -54,7 +54,7 @@ class TraitsMessage(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    traits: Annotated[dict[Annotated[str, Field(max_length=256)], Text], Field(max_length=64)]
+    traits: Annotated[dict[Annotated[str, Field(max_length=256)], Text], Field(max_length=256)]
 
 
 def offer(app: FastAPI, store: Store) -> None:
