@@ -6,6 +6,7 @@ from torch import nn
 
 from unisono.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from unisono.comm import simulate
+from unisono.errors import UnisonoError
 
 SHARE, FEATURES = 4, 3
 SHAPES = {"1d": (FEATURES,), "sequence": (FEATURES, 5), "2d": (FEATURES, 3, 2)}
@@ -102,3 +103,16 @@ def test_every_layer_is_replaced_also_where_it_is_used_twice_and_keeps_its_tenso
     assert isinstance(model["c"], SyncBatchNorm)
     assert (model["b"].momentum, model["b"].training) == (0.2, False)
     assert {name: id(t) for name, t in model.state_dict(keep_vars=True).items()} == tensors
+
+
+def _other_layers(comm) -> str:
+    """The second worker leaves out the first layer."""
+    model = synchronize_batchnorm(nn.Sequential(*(nn.BatchNorm1d(FEATURES) for _ in range(3))), comm)
+    with pytest.raises(UnisonoError) as caught:
+        model[comm.rank :](torch.randn(SHARE, FEATURES))
+    return str(caught.value)
+
+
+def test_workers_that_call_other_layers_are_told_so() -> None:
+    for said in simulate(2, _other_layers):
+        assert said.startswith("sync_batchnorm: worker 0 calls 0 while worker 1 calls 1; let all workers call the same")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.comm import Communicator
+from unisono.errors import UnisonoError
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -16,10 +18,15 @@ class SyncBatchNorm(_BatchNorm):
 
     Ioffe & Szegedy 2015, algorithm 1, over the union of the batches; workers' means and sums of squares are merged in
     the order of ranks (Chan et al. 1979, eq. 2.1), which does not cancel as the mean of squares would. All workers then
-    hold the same running statistics. Each must call the layer equally often.
+    hold the same running statistics. Each must call the same layers in the same order.
+
+    Attributes:
+        names: of all such layers of the model; this one's is at `number`.
     """
 
     comm: Communicator
+    names: Sequence[str] = ("it",)
+    number: int = 0
     buffers_agree = True  # see `Statistics`
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -27,12 +34,16 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm wants [samples, features, ...], not {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalised `input`, of its shape; updates the running statistics in training."""
+        """Normalised `input`, of its shape; updates the running statistics in training.
+
+        Raises:
+            UnisonoError: another worker calls another layer.
+        """
         if not self.training or self.comm.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
         output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.comm
+            input, self.weight, self.bias, self.eps, self.comm, self.number, self.names
         )
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
@@ -46,18 +57,19 @@ class SyncBatchNorm(_BatchNorm):
 
 def synchronize_batchnorm(model: nn.Module, comm: Communicator) -> nn.Module:
     """`model` with every BatchNorm layer in it replaced by a `SyncBatchNorm` that holds the same tensors."""
-    made = {id(m): _synchronized(m, comm) for m in model.modules() if isinstance(m, _BatchNorm)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    made = {id(m): _synchronized(m, comm, tuple(layers), i) for i, m in enumerate(layers.values())}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():  # a layer that is used twice is here twice
             parent._modules[name] = made.get(id(child), child)
     return made.get(id(model), model)
 
 
-def _synchronized(layer: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
+def _synchronized(layer: _BatchNorm, comm: Communicator, names: Sequence[str], number: int) -> SyncBatchNorm:
     new = SyncBatchNorm(
         layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
     )
-    new.comm, new.training = comm, layer.training
+    new.comm, new.training, new.names, new.number = comm, layer.training, names, number
     new._parameters, new._buffers = layer._parameters, layer._buffers
     return new
 
@@ -65,7 +77,14 @@ def _synchronized(layer: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        comm: Communicator,
+        number: int,
+        names: Sequence[str],
     ) -> tuple[Tensor, Tensor, Tensor, float]:
         features, over = x.shape[1], [0, *range(2, x.dim())]
         shape = [1, features] + [1] * (x.dim() - 2)
@@ -75,8 +94,10 @@ class _Normalise(torch.autograd.Function):
         # What `near` was rounded by; beside a mean that is large for the deviations it would not be small.
         rest = centred.mean(over).double()
         squares = centred.square().sum(over).double() - n * rest.square()
-        mine = torch.cat([near + rest, squares, rest.new_tensor([float(n)])])
-        mean, squares, count = _merge(comm.gather(mine).wait(), features)
+        mine = torch.cat([rest.new_tensor([float(number)]), near + rest, squares, rest.new_tensor([float(n)])])
+        rows = comm.gather(mine).wait()
+        _check_alike(rows[:, 0].tolist(), names)
+        mean, squares, count = _merge(rows[:, 1:], features)
         variance = squares / count
         inverse = torch.rsqrt(variance + eps).to(wide.dtype)
         normal = centred.sub_((mean - near).to(wide.dtype).view(shape)).mul_(inverse.view(shape))
@@ -100,9 +121,18 @@ class _Normalise(torch.autograd.Function):
             of_x.to(gradient.dtype),
             None if weight is None else of_weight,
             of_bias if ctx.affine else None,
-            None,
-            None,
+            *[None] * 4,
         )
+
+
+def _check_alike(numbers: Sequence[float], names: Sequence[str]) -> None:
+    for worker, number in enumerate(numbers):
+        if number != numbers[0]:
+            here, there = (names[int(which)] for which in (numbers[0], number))
+            raise UnisonoError(
+                f"sync_batchnorm: worker 0 calls {here} while worker {worker} calls {there}; let all workers call the "
+                "same layers in every pass, or set sync_batchnorm=False"
+            )
 
 
 def _merge(rows: Tensor, features: int) -> tuple[Tensor, Tensor, float]:
