@@ -77,6 +77,8 @@ def _graph(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any])
             graph = tracer.trace(model, {**defaults, **constants})
     except Exception as error:  # of the tracer, or of code that cannot live with what it is given
         raise Untraceable(f"torch.fx cannot follow its code: {error}") from error
+    if tracer.draws:
+        raise Untraceable("its own code draws random numbers of which a graph would not know")
     for node in list(graph.nodes):
         node.meta.pop("is_wrapped", None)  # else code made of it tells fx to wrap functions of torch for ever
         if node.op == "placeholder" and node.target not in inputs:

@@ -62,7 +62,8 @@ class _Entering(PipelineStage):
         inputs = dict(feed.inputs[fwd_chunk_id])
         with feed.around(feed.first + fwd_chunk_id, me):
             if self.arriving:
-                feed.generators.unpack(feed.left[me - 1, fwd_chunk_id], self.arriving)
+                stage: Any = self.submod
+                stage.begin_with(partial(feed.generators.unpack, feed.left[me - 1, fwd_chunk_id], self.arriving))
             output = super().forward_one_chunk(fwd_chunk_id, (), inputs, *rest, **options)
         if self.leaving:
             feed.left[me, fwd_chunk_id] = feed.generators.packed(self.leaving)

@@ -111,7 +111,7 @@ class Joints:
         for begin, end in pairwise(begins):
             door = standins.Door()
             body = standins.body(self.model, self.visits, self.units[begin:end], door)
-            parts.append((body, partial(standins.run, body, door)))
+            parts.append((body, standins.Run(body, door)))
         return parts
 
 
@@ -198,10 +198,15 @@ def split(
 
 def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str]) -> Joints:
     try:
-        seen = standins.visits(model, units(model, inner), inputs)
+        seen, in_training = (
+            standins.visits(model, units(model, inner), inputs, training=training) for training in (False, True)
+        )
+    except standins.Decided:
+        raise Untraceable("it decides by numbers that it computes, or draws at random, what it computes") from None
     except Exception as error:
         raise Untraceable(f"the sample does not run through it: {error}") from error
-    names = tuple(standins.joints(seen))
+    also = set(standins.joints(in_training))
+    names = tuple(name for name in standins.joints(seen) if name in also)
     if not names:
         raise Untraceable("its blocks do not pass just one tensor from each to the next")
     return Joints(model, inputs, names, tuple(dict.fromkeys(visit.unit for visit in seen)), None, tuple(seen))

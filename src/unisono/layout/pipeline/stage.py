@@ -74,6 +74,14 @@ class Stage(nn.Module):
         self._form = spec, [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         return tensors
 
+    def begin_with(self, act: Callable[[], None]) -> None:
+        """Have ``act()`` called in the next forward pass, before the first of what this stage alone computes."""
+        later = getattr(self._run, "begin_with", None)
+        if later is None:
+            act()
+        else:
+            later(act)
+
     def assemble(self, tensors: Tensor | tuple[Tensor, ...]) -> Any:
         """The model's output, of the form that the last forward pass returned, from the tensors in it."""
         assert self._form is not None, "only the last stage, after a forward pass"

@@ -8,7 +8,8 @@ Everything else that the code computes on the way (masks, rotary tables) it comp
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unisono.layout.pipeline.undisturbed import undisturbed
+
 
 class _Leave(Exception):
     """The stage is computed; carries what leaves it."""
@@ -28,11 +31,23 @@ class _Leave(Exception):
         self.value = value
 
 
+class Decided(Exception):
+    """The model's own code decides what it calls by numbers that it computes or draws at random."""
+
+
 @dataclass
 class Door:
-    """Where what arrived from the stage before waits for the stand-ins."""
+    """Where what arrived from the stage before waits for the stand-ins, and what is to be done before the stage's first
+    unit is called."""
 
     value: Tensor | None = None
+    begin: Callable[[], None] | None = None
+
+    def begins(self, *_: Any) -> None:
+        """The first unit is called."""
+        begin, self.begin = self.begin, None
+        if begin is not None:
+            begin()
 
 
 @dataclass(frozen=True)
@@ -50,39 +65,48 @@ class _Flow(TorchDispatchMode):
     """Follows tensors past the calls of units, of which `call` is the latest.
 
     Of every tensor that depends on more than the model's inputs it knows the first call that it cannot get past: what a
-    unit gives gets past the next one (there it arrives from the stage before), all else that was made in a unit does
-    not, and what the model's own code makes of several gets as far as all of them.
+    unit gives gets past the next one (there it arrives from the stage before), all else that was made in a unit or
+    drawn at random does not, and what the model's own code makes of several gets as far as all of them.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.call, self.inside = -1, False
+        self.call, self.inside, self._python = -1, False, random.getstate()
         self.passed: set[int] = set()
         self._end: Any = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ends = [self._end[x] for x in _tensors((args, kwargs)) if x in self._end]
         self.passed |= {call for end in ends for call in range(end, self.call + 1)}
+        if ends and not self.inside and func is torch.ops.aten._local_scalar_dense.default:
+            raise Decided
         out = func(*args, **(kwargs or {}))
-        if self.inside or ends:
-            end = self.call + 1 if self.inside else min(ends)
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if self.inside or drawn or ends:
+            end = min([self.call + 1, *ends]) if drawn else self.call + 1 if self.inside else min(ends)
             for made in _tensors(out):
                 self._end[made] = min(end, self._end.get(made, end))
         return out
 
     def enter(self) -> None:
         """A unit is called."""
+        if random.getstate() != self._python:
+            raise Decided
         self.call, self.inside = self.call + 1, True
 
     def leave(self, gave: Any) -> None:
         """It has given this."""
-        self.inside = False
+        self.inside, self._python = False, random.getstate()
         if isinstance(_head(gave), Tensor):
             self._end[_head(gave)] = self.call + 2
 
 
-def visits(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any]) -> list[Visit]:
-    """The calls of `units` in one forward pass, in order."""
+def visits(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], *, training: bool) -> list[Visit]:
+    """The calls of `units` in one forward pass, in order.
+
+    Raises:
+        Decided: which they are depends on numbers.
+    """
     seen: list[tuple[str, Tensor | None, Any]] = []
     flow = _Flow()
 
@@ -97,7 +121,7 @@ def visits(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any]) ->
     handles = [m.register_forward_pre_hook(lambda *_: flow.enter()) for m in modules]
     handles += [m.register_forward_hook(watch(u), with_kwargs=True) for u, m in zip(units, modules, strict=True)]
     try:
-        with torch.no_grad(), flow:
+        with undisturbed(model, training=training), torch.no_grad(), flow:
             model(**inputs)
     finally:
         for handle in handles:
@@ -128,7 +152,11 @@ class _Stand(nn.Module):
             name: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # one number, however large
             for name, p in unit.named_parameters(recurse=False)
         }
-        self.__dict__.update({**known, **hollow, "_door": door})
+        self.__dict__.update({**known, **hollow, "_door": door, "_kind": type(unit)})
+
+    def __getattr__(self, name: str) -> Any:
+        """A method of the unit that its `forward` is called by, too."""
+        return self.forward if callable(getattr(self.__dict__["_kind"], name, None)) else super().__getattr__(name)
 
 
 class Earlier(_Stand):
@@ -181,18 +209,34 @@ def body(model: nn.Module, seen: Sequence[Visit], own: Collection[str], door: Do
         module = model.get_submodule(unit)
         if unit not in own:
             stands[unit] = Earlier(module, door, gave[unit]) if place < first else Later(module, door)
+        elif place == first:
+            module.register_forward_pre_hook(door.begins)
     return pruned(model, stands)
 
 
-def run(module: nn.Module, door: Door, values: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Any:
-    """One stage: what leaves it, or the model's output where it is the last."""
-    door.value = values[0] if values else None
-    try:
-        return module(**inputs)
-    except _Leave as left:
-        return (left.value,)
-    finally:
-        door.value = None
+@dataclass(frozen=True)
+class Run:
+    """Computes one stage: what leaves it, or the model's output where it is the last.
+
+    Args:
+        body: what `body` gave, with `door`.
+    """
+
+    body: nn.Module
+    door: Door
+
+    def __call__(self, values: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Any:
+        self.door.value = values[0] if values else None
+        try:
+            return self.body(**inputs)
+        except _Leave as left:
+            return (left.value,)
+        finally:
+            self.door.value = None
+
+    def begin_with(self, act: Callable[[], None]) -> None:
+        """See `Stage.begin_with`: before its first unit the model's own code computes what earlier stages computed."""
+        self.door.begin = act
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ tensors stays what cannot be traced.
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -50,6 +51,12 @@ class Tracer(fx.Tracer):
         self._autowrap_search.append(torch)
         self._opened, self._given, self._inside = opened, given, False
         self.values: dict[fx.Node, Any] = {}
+        self._python, self._torch = random.getstate(), torch.get_rng_state()
+
+    @property
+    def draws(self) -> bool:
+        """Whether the code has drawn random numbers of which the graph does not know."""
+        return random.getstate() != self._python or not torch.equal(torch.get_rng_state(), self._torch)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
@@ -90,6 +97,7 @@ class Tracer(fx.Tracer):
         """What the node gives on the sample."""
         args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
         before, self._inside = self._inside, True
+        python, generator = random.getstate(), torch.get_rng_state()
         try:
             match node.op:
                 case "placeholder":
@@ -106,6 +114,8 @@ class Tracer(fx.Tracer):
                     return node.target(*args, **kwargs)
         finally:
             self._inside = before
+            random.setstate(python)
+            torch.set_rng_state(generator)
 
 
 class _Known(fx.Proxy):
