@@ -35,7 +35,7 @@ from unisono.observe import Recorder, Unwatched, Watch
 from unisono.optimizer import LearningRate, optimizer_of, prefer_fused
 from unisono.persist import Persistence
 from unisono.presence import Presence, Unchanging
-from unisono.replica import Replica, check_fit, check_trainable, sparse_parameters
+from unisono.replica import Replica, check_fit, check_trainable
 from unisono.said import NUMBERS
 from unisono.schedule import Constant, factor_of
 from unisono.settings import recovers
@@ -143,7 +143,7 @@ def build(
     else:
         held, optimizer = dataclasses.replace(held, stepping=wholes), wholes.optimizer
     check_fit(held.local, optimizer)
-    prefer_fused(optimizer, sparse=bool(sparse_parameters(held.model)))
+    prefer_fused(optimizer, sparse=bool(held.sparse))
     return held, optimizer
 
 

@@ -44,7 +44,7 @@ class PipelinedTrainer(Trainer):
                 found = loss_of(output, part)
             check_loss(found)
             losses[i] = float(found.detach())
-            return found * self.replica.share(weights[i])
+            return self.replica.held.gathering.joined(found * self.replica.share(weights[i]))
 
         @contextmanager
         def around(i: int, stage: int) -> Iterator[None]:

@@ -91,7 +91,7 @@ class Replica:
         if comm.size == 1 and not awaits and all(compress.keeps(p.dtype) for p in parameters.values()):
             self._sync = LocalGradients(parameters)  # with nobody to agree with and nothing to round
         else:
-            loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, sparse_parameters(model), awaits,
+            loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, self.held.sparse, awaits,
                         reference)  # fmt: skip
             self._sync = sync.bind(parameters, comm.lane("gradients"), compress, loop)
         # Weighted losses make autograd's own sum the mean, where it is this worker's or this replica's alone.
@@ -117,7 +117,8 @@ class Replica:
         }
         self._statistics = {place: found for place, found in statistics.items() if found.active}
         as_they_come = not self._local and self.held.pipeline is None
-        self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if as_they_come]
+        come = parameters.keys() - self.held.gathering.late if as_they_come else ()
+        self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if name in come]
         self.begin()
 
     @property
@@ -194,6 +195,8 @@ class Replica:
         self._control = self._said = [0.0] * (2 * self._count)
         self._word: Work[Tensor] | None = None
         self._failed: CommunicationError | None = None
+        self._late: dict[str, Tensor] = {}  # gradients of parameters that perhaps nobody has used
+        self._unused: frozenset[str] | None = None  # once it is known
         self._sync.begin()
         for statistics in self._statistics.values():
             statistics.begin()
@@ -249,7 +252,8 @@ class Replica:
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the micro-batch's mean `loss`, a scalar."""
         share = self.share(self._weight)
-        (loss * share if self._weighted and share != 1.0 else loss).backward()
+        weighted = loss * share if self._weighted and share != 1.0 else loss
+        self.held.gathering.joined(weighted).backward()
 
     def share(self, weight: float) -> float:
         """What a micro-batch of that weight counts for in the mean."""
@@ -265,7 +269,10 @@ class Replica:
         if self._failed is not None:
             raise self._failed
         if not self._local:
+            self._unused = self.held.gathering.finish()
             self._take_what_lies_there()
+            for name, gradient in self._late.items():
+                self._arrived(name, gradient)
         if self._word is not None:
             self._close_spread()
         return Step(self, self._sync.settle())
@@ -333,6 +340,13 @@ class Replica:
         return InvalidInput("optimizer", name, problem, "unfreeze or add it before world.bind")
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
+        if self._unused is None and (name in self._late or not self.held.gathering.used(name)):
+            self._late[name] = self._late[name] + gradient if name in self._late else gradient
+            return
+        if self._unused and name in self._unused:
+            return
+        if name in self.held.sparse and not gradient.is_sparse:
+            gradient = gradient.to_sparse(1)  # of a layout
         if self._asking:
             self._asking.came(name)
         if self._listener:
@@ -467,15 +481,6 @@ def check_trainable(model: nn.Module) -> None:
         if parameter.is_complex() and parameter.requires_grad:
             raise InvalidInput("model", name, "complex numbers cannot be averaged yet",
                                "hold it as real numbers and use torch.view_as_complex")  # fmt: skip
-
-
-def sparse_parameters(model: nn.Module) -> frozenset[str]:
-    """Names of the weights of embeddings that ask for sparse gradients."""
-    return frozenset(
-        f"{path}.weight".lstrip(".")
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    )
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from transformers import BatchEncoding
 
 from tests.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout.context import Split, attending, length, part_loss, share, take, verify, with_positions
+from unisono.layout.context import Split, attending, length, part_loss, share, take, unmasked, verify, with_positions
 from unisono.layout.context.attention import FORMS
 from unisono.layout.context.peers import GroupPeers
 from unisono.tasks.gpt import GPT
@@ -95,8 +96,8 @@ def test_take_cuts_what_has_the_sequence() -> None:
     split = Split(8, 2)
     tokens, labels, square = torch.arange(24).view(3, 8), torch.arange(3), torch.rand(3, 1, 8, 8)
     features, other = torch.rand(3, 8, 2), torch.rand(3, 5)
-    batch = {"x": (tokens, [labels, features]), "mask": square, "other": other, "name": "a", "padding": tokens}
-    part = take(batch, split, 1, without={"padding"})
+    batch = {"x": (tokens, [labels, features]), "mask": square, "other": other, "name": "a"}
+    part = take(batch, split, 1)
     mine = [2, 3, 4, 5]
     assert torch.equal(part["x"][0], tokens[:, mine])
     assert torch.equal(part["x"][1][1], features[:, mine])
@@ -104,8 +105,6 @@ def test_take_cuts_what_has_the_sequence() -> None:
     assert part["x"][1][0] is labels
     assert part["other"] is other
     assert part["name"] == "a"
-    assert "padding" not in part
-    assert "padding" in batch
     assert length(batch) == 8
     with pytest.raises(InvalidInput, match="context=1 for data without sequences"):
         length({"x": labels})
@@ -114,10 +113,10 @@ def test_take_cuts_what_has_the_sequence() -> None:
 def test_take_keeps_the_kind_of_mapping() -> None:
     tokens = torch.arange(24).view(3, 8)
     batch = BatchEncoding({"input_ids": tokens, "attention_mask": tokens})
-    part = take(batch, Split(8, 2), 1, without={"attention_mask"})
+    part = take(batch, Split(8, 2), 1)
     assert torch.equal(part.input_ids, tokens[:, [2, 3, 4, 5]])
-    assert list(part) == ["input_ids"]
-    assert list(batch) == ["input_ids", "attention_mask"]
+    assert isinstance(part, BatchEncoding)
+    assert list(part) == list(batch) == ["input_ids", "attention_mask"]
     assert batch.input_ids is tokens
 
 
@@ -579,7 +578,7 @@ def test_models_of_transformers_as_they_are(name: str) -> None:
     for balanced in (True, False):
         verify(model, {"input_ids": SAMPLE}, 2, balanced=balanced)
         batch = {"input_ids": SAMPLE, "attention_mask": padding}
-        verify(model, batch, 2, balanced=balanced, padding="attention_mask")
+        verify(model, batch, 2, balanced=balanced)
 
 
 @given(size=st.integers(1, 4), chunk=st.integers(2, 4), balanced=st.booleans(), first=st.integers(0, 1))
@@ -689,3 +688,82 @@ def test_torch_is_as_before_outside_the_block() -> None:
         assert torch.arange(0, 4.0).tolist() == [0, 1, 6, 7]
         assert torch.arange(1, 4).tolist() == [1, 2, 3]
     assert torch.arange(4).tolist() == [0, 1, 2, 3]
+
+
+class Wayward(nn.Module):
+    """Attends twice, but for a reason that `decide` gives."""
+
+    def __init__(self, decide: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.decide, self.up = decide, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            if self.decide(self, x):
+                x = x + F.scaled_dot_product_attention(self.up(x), x, x)
+        return self.up(x)
+
+
+WAYWARD_INPUT = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda model, x: not model.training or torch.rand(()) > 0.5,
+        lambda model, x: not model.training or random.random() > 0.5,
+        lambda model, x: x.shape[0] > 2,
+        lambda model, x: bool((model.up(x) == model.up(x)).all()),
+    ],
+    ids=["torch", "python", "size", "always"],
+)
+def test_decisions_that_are_the_same_for_all_parts_do_no_harm(decide: Any) -> None:
+    model = Wayward(decide)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        verify(model, (WAYWARD_INPUT,), 4)
+
+
+@pytest.mark.parametrize(
+    ("decide", "says"),
+    [
+        (lambda model, x: model.up(x).sum() > 0, "exchanges keys and values once more|the output differs"),
+        (lambda model, x: model.up(x)[:, 0].sum().item() > 0, "exchanges keys and values once more|the output differs"),
+    ],
+    ids=["truth", "number"],
+)
+def test_decisions_by_what_a_part_computes_are_refused(decide: Any, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        verify(Wayward(decide), (WAYWARD_INPUT,), 2)
+
+
+def test_who_decides_by_numbers_is_told_even_where_all_parts_agree(caplog: Any) -> None:
+    verify(Wayward(lambda model, x: bool(model.up(x).isfinite().all())), (WAYWARD_INPUT,), 2)
+    assert "Wayward asks for numbers that it computes" in caplog.text
+    caplog.clear()
+    verify(Wayward(lambda model, x: bool(WAYWARD_INPUT.isfinite().all())), (WAYWARD_INPUT,), 2)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("how", ["slice", "narrow"])
+def test_a_sequence_longer_than_a_table_of_positions_is_refused(how: str) -> None:
+    table, split = nn.Parameter(torch.randn(10, 4)), Split(16, 2)
+    with (
+        attending(alone_of_two(), split),
+        pytest.raises(InvalidInput, match="16: the model has a table of 10 positions"),
+    ):
+        table[:8] if how == "slice" else table.narrow(0, 0, 8)
+    with attending(alone_of_two(), Split(8, 2)):
+        assert table[:4].shape == (4, 4)
+        assert table[:8].shape == (8, 4)
+
+
+def test_padding_that_is_no_part_of_a_batch_is_refused() -> None:
+    batch = {"input_ids": torch.tensor([[1, 2, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 0, 0]])}
+    found, keys = unmasked(batch, lambda each: each, 4)
+    assert keys.tolist() == [[True, True, False, False]]
+    assert found["attention_mask"].tolist() == [[1, 1, 1, 1]]
+    assert unmasked({**batch, "attention_mask": torch.ones(1, 4)}, lambda each: each, 4)[1] is None
+    with pytest.raises(InvalidInput, match=r"attention_mask.*has to be part of the batch"):
+        unmasked(batch, lambda each: {"attention_mask": each["input_ids"] != 0}, 4)

@@ -38,7 +38,43 @@ replicas  layout                                 gpt  llama  bert  bart    cnn  
 2         Layout(tensor=2)                       =    =      =     =       whole    =       =    =
 2         Layout(pipeline=2)                     =    =      =     named   =        =       =    =
 """
+CORNERS = """
+model      shard  shard 4  zero 1  replicate  tensor   shard tensor  pipe   shard pipe  context  shard context  twice
+methods    =      =        =       =          =        =             =         =               =        =              =
+borrowing  =      =        =       =          =        =             =         =               =        =              =
+sharing    =      =        =       =          -        -             -         -               =        =              =
+small      =      =        =       =          =        =             =         =               =        =              =
+sparse     =      =        =       =          =        =             =         =               =        =              =
+deciding   =      =        =       =          numbers  numbers       cut       cut             parts    parts          =
+experts    =      =        =       =          numbers  numbers       cut       cut             parts    parts          =
+choosy     =      =        =       =          numbers  numbers       cut       cut             parts    parts          =
+dropped    =      =        =       =          =        =             cut       cut             =        =              =
+ignored    =      =        =       =          =        =             cut       cut             =        =              =
+doubting   =      =        =       =          =        =             =         =               =        =              =
+gpt2       =      =        =       =          =        =             =         =               =        =              =
+pictures   =      =        =       =          whole    whole         cut       cut             picture  picture        =
+lengths    =      =        =       =          =        =             =         =               =        =              =
+padded     =      =        =       =          =        =             =         =               =        =              =
+long       -      -        -       -          -        -             -         -               window   window         -
+"""  # ``-``: not tried
+COLUMNS = {
+    "shard": (1, "Layout(shard=2)"),
+    "shard 4": (1, "Layout(shard=4)"),
+    "zero 1": (1, "Layout(shard=2, zero=1)"),
+    "replicate": (1, "Layout(replicate=2)"),
+    "tensor": (1, "Layout(tensor=2)"),
+    "shard tensor": (1, "Layout(shard=2, tensor=2)"),
+    "pipe": (1, "Layout(pipeline=2)"),
+    "shard pipe": (1, "Layout(shard=2, pipeline=2)"),
+    "context": (1, "Layout(context=2)"),
+    "shard context": (1, "Layout(shard=2, context=2)"),
+    "twice": (2, "Layout(shard=2)"),
+}
 WORDS = {
+    "numbers": "run without numbers to find what can be split, its code fails",
+    "cut": "no place to cut it was found",
+    "parts": "on parts of a sequence",
+    "window": "the model has a table of 16 positions",
     "short": "the model has 3 units to cut between, so 1 to 3 stages",
     "picture": "pad or cut sequences",
     "passes": "on parts of a sequence: the output differs",
@@ -94,8 +130,8 @@ class Cell:
 
 def expected() -> dict[Cell, str]:
     """What is expected of each cell."""
-    header, *rows = ([word.strip() for word in re.split(r"\s{2,}", line)] for line in TABLE.strip().splitlines())
-    found = {}
+    header, *rows = _words(TABLE)
+    found = _corners()
     for replicas, layout, *words in rows:
         for model, word in zip(header[2:], words, strict=True):
             for sync in SYNCS if int(replicas) > 1 else SYNCS[:1]:
@@ -105,6 +141,21 @@ def expected() -> dict[Cell, str]:
                     servers = sync.startswith("ParameterServer")
                     found[Cell(model, "adafactor", layout, int(replicas), sync)] = "slices" if servers else word
     return found
+
+
+def _corners() -> dict[Cell, str]:
+    header, *rows = _words(CORNERS)
+    return {
+        Cell(model, optimizer, layout, replicas): word
+        for model, *words in rows
+        for (replicas, layout), word in zip(map(COLUMNS.__getitem__, header[1:]), words, strict=True)
+        for optimizer in OPTIMIZERS
+        if word != "-"
+    }
+
+
+def _words(table: str) -> list[list[str]]:
+    return [re.split(r"\s{2,}", line.strip()) for line in table.strip().splitlines()]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import processes
+from tests.layouts import corners, tasks
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.observe import telling
@@ -47,13 +48,14 @@ class Run:
 
 
 def run(task: str, arguments: Mapping[str, Any], workers: int, path: Path, **settings: Any) -> Run:
-    """Train task `task` of `tests.layouts.tasks`.
+    """Train task `task` of `tests.layouts.tasks` or `tests.layouts.corners`.
 
     Raises:
         Refused: in words, by all workers alike or by one.
     """
     path.mkdir(parents=True, exist_ok=True)
-    source = Source(f"tests.layouts.tasks:{task}", arguments, ROOT)
+    home = "corners" if hasattr(corners, task) and not hasattr(tasks, task) else "tasks"
+    source = Source(f"tests.layouts.{home}:{task}", arguments, ROOT)
     given = {"threads": 1, "workers": workers, **settings}
     with tempfile.TemporaryDirectory() as meeting:
         answers = processes.run(workers, _work, source, given, path, meeting, timeout_seconds=300)

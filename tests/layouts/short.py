@@ -20,6 +20,23 @@ CELLS = (
     Cell("drops", "sgd", "Layout(shard=2, pipeline=2)"),
     Cell("odd", "adamw", "Layout(pipeline=2)", 2, "ParameterServer()"),
 )
+CORNERS = (
+    Cell("methods", "sgd", "Layout(shard=2)"),
+    Cell("borrowing", "sgd", "Layout(shard=2)", 2),
+    Cell("sharing", "adamw", "Layout(shard=2, zero=1)"),
+    Cell("small", "adamw", "Layout(shard=4)"),
+    Cell("sparse", "sgd", "Layout(shard=2)"),
+    Cell("experts", "sgd", "Layout(shard=2)"),
+    Cell("experts", "sgd", "Layout(context=2)"),
+    Cell("choosy", "sgd", "Layout(tensor=2)"),
+    Cell("dropped", "adamw", "Layout(shard=2)"),
+    Cell("dropped", "sgd", "Layout(context=2)"),
+    Cell("dropped", "sgd", "Layout(pipeline=2)"),
+    Cell("pictures", "sgd", "Layout(replicate=2)"),
+    Cell("lengths", "sgd", "Layout(context=2)"),
+    Cell("padded", "sgd", "Layout(context=2)"),
+    Cell("long", "sgd", "Layout(context=2)"),
+)
 PAIRS = (
     Pair((4, "Layout(tensor=2, pipeline=2)"), (4, "Layout(shard=2)")),
     Pair((2, "Layout(context=2)"), (4, "Layout(pipeline=4)")),

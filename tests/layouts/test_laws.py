@@ -8,7 +8,7 @@ import pytest
 
 from tests.layouts.cells import SAME, Bench, expected
 from tests.layouts.pairs import Resumed, pairs
-from tests.layouts.short import CELLS, PAIRS, STEPS
+from tests.layouts.short import CELLS, CORNERS, PAIRS, STEPS
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +17,18 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def test_the_short_form_is_part_of_the_campaign() -> None:
-    assert expected().keys() > set(CELLS)
+    assert expected().keys() > {*CELLS, *CORNERS}
     assert set(pairs()) > set(PAIRS)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_model_of_any_kind_learns_under_a_layout_what_it_does_on_one_worker(cell, bench) -> None:
+    outcome = bench.outcome(cell)
+    assert outcome.is_what(expected()[cell]), outcome
+
+
+@pytest.mark.parametrize("cell", CORNERS, ids=str)
+def test_a_model_at_a_corner_learns_what_it_does_on_one_worker_or_is_refused_in_words(cell, bench) -> None:
     outcome = bench.outcome(cell)
     assert outcome.is_what(expected()[cell]), outcome
 

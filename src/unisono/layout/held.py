@@ -21,11 +21,31 @@ def _all_of_it(batch: Any, loss: Loss) -> AbstractContextManager[tuple[Any, Loss
 
 
 class Gathering(Protocol):
-    """What is whole on this worker only for a while: parameters that others hold parts of, and their gradients."""
+    """What is whole on this worker only for a while: parameters that others hold parts of, and their gradients.
+
+    Attributes:
+        late: names of parameters whose gradients stay where they are until `finish`, which makes them the sum of all.
+    """
+
+    late: frozenset[str]
+
+    def joined(self, loss: Tensor) -> Tensor:
+        """A loss of the latest forward pass, from whose backward pass all parameters are reached, whatever was used."""
+        ...
 
     def backward(self, last: bool) -> None:
         """Before each backward pass; the `last` of this worker in a step. Until that one gradients may stay whole, and
         come only then, with the sum of all."""
+        ...
+
+    def used(self, name: str) -> bool:
+        """Whether this worker's own backward passes gave the parameter `name` a gradient since `finish`. If not, what
+        comes is the sum of other workers', or zeros where none of them used it."""
+        ...
+
+    def finish(self) -> frozenset[str]:
+        """After the last backward pass of a step, called by all workers that hold parts of the same parameters: the
+        names of those that none of them used."""
         ...
 
     def let_go(self) -> None:
@@ -49,6 +69,20 @@ class Stepping(Protocol):
 
 class AllHere:
     """`Gathering` where nothing is."""
+
+    late: frozenset[str] = frozenset()
+
+    def joined(self, loss: Tensor) -> Tensor:
+        """See `Gathering`."""
+        return loss
+
+    def used(self, name: str) -> bool:
+        """See `Gathering`."""
+        return True
+
+    def finish(self) -> frozenset[str]:
+        """See `Gathering`."""
+        return frozenset()
 
     def backward(self, last: bool) -> None:
         """See `Gathering`."""
@@ -75,6 +109,7 @@ class Held:
             all micro-batches are through.
         gathering: told of backward passes and of the end of an evaluation.
         stepping: None: each worker steps its parts.
+        sparse: names of embeddings' weights whose optimizer is to get sparse gradients.
     """
 
     model: nn.Module
@@ -86,6 +121,7 @@ class Held:
     pipeline: Any = None
     gathering: Gathering = AllHere()
     stepping: Stepping | None = None
+    sparse: frozenset[str] = frozenset()
 
     @property
     def stepped(self) -> Mapping[str, Part]:
@@ -100,7 +136,8 @@ class Held:
     def whole(model: nn.Module) -> Held:
         """All of `model`, as it is."""
         leaves = dict(model.named_parameters())
-        return Held(model, model, leaves, {name: Part.whole(tuple(p.shape)) for name, p in leaves.items()})
+        parts = {name: Part.whole(tuple(p.shape)) for name, p in leaves.items()}
+        return Held(model, model, leaves, parts, sparse=sparse_parameters(model))
 
     @staticmethod
     def of(
@@ -172,6 +209,24 @@ def _part(leaf: Any) -> Part:
     size, offset = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
     # An empty part begins where torch likes.
     return Part(tuple(leaf.shape), tuple(map(min, offset, leaf.shape)), tuple(size))
+
+
+def sparse_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the weights of embeddings that ask for sparse gradients."""
+    return frozenset(f"{path}.weight".lstrip(".") for path, _ in _sparse(model))
+
+
+def dense(model: nn.Module) -> frozenset[str]:
+    """Have embeddings give dense gradients, which can be summed in parts; `sparse_parameters` as they were."""
+    found = sparse_parameters(model)
+    for _, module in _sparse(model):
+        module.sparse = False
+    return found
+
+
+def _sparse(model: nn.Module) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
 
 
 class Whole(Mapping[str, Tensor]):

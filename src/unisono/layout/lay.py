@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from unisono.layout.blocks import Compute
-from unisono.layout.context import verify
+from unisono.layout.context import Passage, tried
 from unisono.layout.deferred import Deferred, record
 from unisono.layout.deferred.slots import Slots, tie
 from unisono.layout.held import Held
@@ -46,9 +47,9 @@ def lay(
     compute = compute or Compute()
     if layout.context > 1:  # it is tried out with its numbers
         model = build().to(mesh.device_type)
-        forward = partial(sample.forward, model)
-        verify(model, sample.batch, layout.context, forward=forward, loss=sample.loss, weight=sample.weight)
-        return spread(model, layout, mesh, sample, compute).held(layout, mesh, sample)
+        without_padding = tried(model, sample, layout.context)
+        held = spread(model, layout, mesh, sample, compute).held(layout, mesh, sample)
+        return replace(held, passage=Passage(mesh["context"], sample, without_padding))
     deferred = record(build)
     if deferred.whole and mesh.get_rank() == 0:
         LOG.info("the model is built whole on every worker: %s", deferred.why)
@@ -97,11 +98,16 @@ def _give_memory(model: nn.Module, device: str) -> None:
 
 
 def _to_host(model: nn.Module) -> None:
-    """What is trained; buffers stay where the forward pass reads them."""
+    """What is trained in parts; buffers, and parameters that are whole, stay where the forward pass reads them."""
     buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    whole = [(m._parameters, name, p, p.data) for m in model.modules() for name, p in m._parameters.items()
+             if p is not None and not isinstance(p, DTensor)]  # fmt: skip
     model.cpu()
     for home, name, buffer in buffers:
         home[name] = buffer
+    for place, name, parameter, data in whole:
+        place[name] = parameter
+        parameter.data = data
 
 
 def _fill(held: Held, deferred: Deferred) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from unisono.batch import to_device
 from unisono.errors import InvalidInput
 from unisono.layout.blocks import Compute
-from unisono.layout.context import Split, attending, length, take, verify
+from unisono.layout.context import Split, attending, length, take, tried, unmasked
 from unisono.layout.context.peers import Coming
 from unisono.layout.deferred import record
 from unisono.layout.expert import check_divides, derive, standing_in
@@ -25,6 +24,7 @@ from unisono.layout.places import Places
 from unisono.layout.sample import Sample
 from unisono.layout.staged import given_to
 from unisono.layout.tensor import given, refusal
+from unisono.layout.tensor.observe import observed
 
 _TRIED_BYTES = 1 << 26  # a model with parameters of no more is tried out with its numbers: it takes a second or two
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
@@ -49,6 +49,8 @@ def check(build: Callable[[], nn.Module], places: Places, sample: Sample, comput
     with standing_in(model):
         if layout.plan:
             given(model, layout.tensor, layout.plan, sample.arguments)
+        elif layout.tensor > 1:
+            observed(model, given_to(model, sample.arguments))
         if layout.pipeline > 1:
             _check_pipeline(model, places, sample)
     return model
@@ -114,9 +116,7 @@ def _check_context(build: Callable[[], nn.Module], model: nn.Module, places: Pla
         problem = f"it needs {2 * size} chunks of one length, and sequences have length {tokens} here"
         raise _refused("context", size, problem, places, "context", values, error.cure) from None
     if sum(p.nbytes for p in model.parameters()) <= _TRIED_BYTES:
-        whole = build()
-        forward = partial(sample.forward, whole)
-        verify(whole, sample.batch, size, forward=forward, loss=sample.loss, weight=sample.weight)
+        tried(build(), sample, size)
     elif why := _fails_on_parts(model, parts, sample):
         problem = f"{type(model).__name__} on parts of a sequence: it cannot run on one ({why})"
         raise InvalidInput("context", size, problem, "use context=1 for a model that does not take sequences")
@@ -133,14 +133,14 @@ def _fails_on_parts(model: nn.Module, parts: Split, sample: Sample) -> str:
     """Why the model, which runs on the whole sample, does not run on a part of it; empty where it does or where shapes
     alone do not tell."""
     device = next(model.parameters()).device
-    batch = to_device(sample.batch, device)
+    batch, keys = unmasked(to_device(sample.batch, device), sample.inputs, parts.length)
     with torch.no_grad():
         try:
             sample.forward(model, batch)
         except _FAILURES:
             return ""
         try:
-            with attending(_Alike(parts.size), parts):
+            with attending(_Alike(parts.size), parts, keys=keys):
                 sample.forward(model, take(batch, parts, 0))
         except _FAILURES as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from unisono.errors import InvalidInput
+from unisono.layout.abreast import Abreast, Gradients, Together
 from unisono.layout.layout import Layout
 
 
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,
-    repeated: Collection[nn.Module],
+    repeated: Sequence[nn.Module],
     layout: Layout,
     *,
     bf16: bool = False,
     last: bool = True,
     apart: Collection[nn.Parameter] = (),
-) -> None:
+    vary: bool = False,
+    together: Together = lambda block: (),
+) -> Abreast:
     """Shard the parameters of `model` over `mesh`, in place; names stay as they are, and those `apart` as they lie.
 
     Each block is gathered when it is called and let go as ``layout.zero`` says; what is left together, at the root.
@@ -35,25 +40,68 @@ def shard(
 
     Args:
         mesh: of one dimension; or of two, over the first of which everything is there several times.
-        repeated: the blocks, some of which are in `model`.
+        repeated: the blocks, some of which are in `model`, in the order in which they are called.
         bf16: parameters travel and compute in bf16; gradients are summed in fp32.
         last: whether the model's output leaves here, which then is fp32.
+        vary: whether workers may call different blocks. Where they do not, `Abreast` costs nothing.
+        together: see `Abreast`.
     """
     offload = CPUOffloadPolicy() if layout.offload and mesh.device_type != "cpu" else OffloadPolicy()
     inner, outer = _numbers(bf16, None), _numbers(bf16, torch.float32 if last else None)
     let_go = None if layout.zero == 3 else False  # None: all but the root
     given: dict[str, Any] = {
-        "mesh": mesh, "reshard_after_forward": let_go, "offload_policy": offload, "ignored_params": set(apart),
+        "mesh": mesh, "reshard_after_forward": let_go, "offload_policy": offload,
+        "ignored_params": {*apart, *kept_whole(model)},
         "shard_placement_fn": partial(placed, mesh.size(mesh.ndim - 1)),
     }  # fmt: skip
-    blocks = [m for m in model.modules() if m in repeated and m is not model]
-    for block in [*(other for group in (*blocks, model) for other in others(group, blocks)), *blocks]:
-        fully_shard(block, mp_policy=inner, **given)
-    fully_shard(model, mp_policy=outer, **given)
+    names = {module: name for name, module in model.named_modules()}
+    blocks = [block for block in repeated if block in names and block is not model]
+    inside = [other for group in (*blocks, model) for other in others(group, blocks)]
+    if inside and vary:
+        raise InvalidInput(
+            "layout", str(layout), f"{names[inside[0]]} has parameters of another dtype than what is around it, which "
+            "are gathered when it is called, and workers may call different modules", "give all modules one dtype, or "
+            "let the code call the same ones whatever the data")  # fmt: skip
+    for module in inside:
+        fully_shard(module, mp_policy=inner, **given)
+    abreast = Abreast(
+        model, str(layout), [(names[block], block) for block in blocks], _gradients(model, blocks, apart),
+        torch.device(mesh.device_type), together)  # fmt: skip
+    hooked = abreast.hooked if vary else nullcontext
+    for block in blocks:
+        with hooked(block):
+            fully_shard(block, mp_policy=inner, **given)
+    with hooked(model):
+        fully_shard(model, mp_policy=outer, **given)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         # Where a backend cannot scale while it sums (gloo).
         module.set_force_sum_reduction_for_comms(True)
+    return abreast
+
+
+def kept_whole(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that torch does not shard, without dimensions or without numbers: every worker has them whole."""
+    return [parameter for parameter in model.parameters() if parameter.dim() == 0 or parameter.numel() == 0]
+
+
+def _gradients(
+    model: nn.Module, blocks: Sequence[nn.Module], apart: Collection[nn.Parameter]
+) -> dict[nn.Module, Gradients]:
+    """For each module that is sharded by itself, its own parameters."""
+    prefixes, seen = {module: name for name, module in model.named_modules()}, set(apart)
+    aliases = getattr(model, "alias_names", {})
+    found = {}
+    for home in (*blocks, model):
+        places = []
+        for module in home.modules():
+            for attribute, parameter in module.named_parameters(recurse=False):
+                if parameter not in seen:
+                    seen.add(parameter)
+                    name = f"{prefixes[module]}.{attribute}".lstrip(".")
+                    places.append((aliases.get(name, name), module, attribute))
+        found[home] = Gradients(places)
+    return found
 
 
 def others(group: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
@@ -100,12 +148,33 @@ def _numbers(bf16: bool, output: torch.dtype | None) -> MixedPrecisionPolicy:
 
 
 class Gathered:
-    """Whole parameters and gradients of sharded `models`, inside a step and between two; see `Gathering`."""
+    """Whole parameters and gradients of sharded `models`, inside a step and between two; see `Gathering`.
 
-    def __init__(self, models: Sequence[nn.Module], layout: Layout) -> None:
+    Args:
+        passes: through each of them.
+        mesh: over which they are sharded.
+        vary: whether workers may call different blocks, and so use different parameters.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], layout: Layout, passes: Sequence[Abreast], mesh: DeviceMesh, vary: bool
+    ) -> None:
         self._models = [model for model in models if isinstance(model, FSDPModule)]
         # A pipeline's schedule has all micro-batches in hand, and sums once per step by itself.
         self._once = layout.zero == 1 and layout.pipeline == 1
+        self._passes, self._mesh = passes, mesh
+        self._gradients = [each for one in passes for each in one.gradients.values()]
+        self._varying = tuple(name for each in self._gradients for name, *_ in each.places) if vary else ()
+        self._known = frozenset(self._varying)
+        places = [place for each in self._gradients for place in each.places]
+        self._late = [place for place in places if not isinstance(_at(*place), DTensor)]
+        self.late = frozenset(name for name, *_ in self._late)
+
+    def joined(self, loss: Tensor) -> Tensor:
+        """See `Gathering`."""
+        for one in self._passes:
+            loss = one.joined(loss)
+        return loss
 
     def backward(self, last: bool) -> None:
         """See `Gathering`."""
@@ -114,11 +183,41 @@ class Gathered:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
 
+    def used(self, name: str) -> bool:
+        """See `Gathering`."""
+        return name not in self._known or any(name in each.used for each in self._gradients)
+
+    def finish(self) -> frozenset[str]:
+        """See `Gathering`."""
+        whole = [p for p in (_at(*place) for place in self._late) if p.grad is not None]
+        if not whole and not self._varying:
+            return frozenset()
+        users = torch.tensor([float(self.used(name)) for name in self._varying])
+        counts, *sums = self._summed([users, *(p.grad for p in whole if p.grad is not None)])
+        for parameter, gradient in zip(whole, sums):
+            parameter.grad = gradient.to(parameter)
+        for each in self._gradients:
+            each.clear()
+        return frozenset(name for name, count in zip(self._varying, counts.tolist()) if not count)
+
+    def _summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Over all workers that hold parts of these models, in one message."""
+        flat = torch.cat([each.reshape(-1).to(self._mesh.device_type, torch.float64) for each in tensors])
+        for dim in range(self._mesh.ndim):
+            dist.all_reduce(flat, group=self._mesh.get_group(dim))
+        return [part.view(each.shape) for part, each in zip(flat.split([each.numel() for each in tensors]), tensors)]
+
     def let_go(self) -> None:
         """See `Gathering`."""
         for model in self._models:
             for module in _sharded(model):
                 module.reshard()
+
+
+def _at(name: str, module: nn.Module, attribute: str) -> nn.Parameter:
+    parameter = module._parameters[attribute]
+    assert parameter is not None, name
+    return parameter
 
 
 def _sharded(model: nn.Module | FSDPModule) -> list[FSDPModule]:

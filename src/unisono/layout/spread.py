@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from unisono.layout.blocks import Compute, blocks
+from unisono.layout.calls import Calls, calls
 from unisono.layout.context import Passage
 from unisono.layout.expert import derive as derive_experts
 from unisono.layout.expert import split as split_experts
 from unisono.layout.expert import standing_in
-from unisono.layout.held import Gathering, Held
+from unisono.layout.held import AllHere, Gathering, Held, dense
 from unisono.layout.layout import Layout
 from unisono.layout.pipeline import Pipeline
 from unisono.layout.sample import Sample
@@ -28,13 +31,14 @@ LOG = logging.getLogger("unisono")
 
 @dataclass(frozen=True)
 class Spread:
-    """This worker's modules, its pipeline if there is one, the names of what is split over the tensor axis, and what of
-    all this is whole for a while."""
+    """This worker's modules, its pipeline if there is one, the names of what is split over the tensor axis, what of all
+    this is whole for a while, and the names of what is to get sparse gradients."""
 
     model: nn.Module
     pipeline: Pipeline | None
     matrices: Collection[str]
     gathering: Gathering
+    sparse: frozenset[str]
 
     def held(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> Held:
         """Once the numbers are to come, or there."""
@@ -42,14 +46,16 @@ class Spread:
         counted = set(self.pipeline.counted()) if self.pipeline else leaves.keys()
         if mesh.get_local_rank("tensor") != 0:
             counted &= set(self.matrices)
+        if any(mesh.get_local_rank(axis) for axis in ("shard", "expert", "context")):
+            counted &= {name for name, leaf in leaves.items() if isinstance(leaf, DTensor)}  # the others are whole
         if mesh.get_local_rank("replicate") != 0:
             counted = set()
         buffers = dict(self.model.named_buffers())
         if self.pipeline:
             buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.whole_buffers().items()}
         held = Held.of(self.model, leaves, buffers, elsewhere=leaves.keys() - counted)
-        held = replace(held, pipeline=self.pipeline, gathering=self.gathering)
-        return replace(held, passage=Passage(mesh["context"], sample.weight)) if layout.context > 1 else held
+        held = replace(held, pipeline=self.pipeline, gathering=self.gathering, sparse=self.sparse)
+        return replace(held, passage=Passage(mesh["context"], sample)) if layout.context > 1 else held
 
 
 def spread(
@@ -63,24 +69,38 @@ def spread(
     Raises:
         InvalidInput: the model does not allow it; names what, and what to do.
     """
+    sparse = dense(model)
     mixtures = derive_experts(model, layout.expert) if layout.expert > 1 else None
+    sharded = layout.together > 1 or layout.offload or compute.precision == "bf16_parameters"
     with standing_in(model):
+        found = _calls(model, sample, mesh) if sharded else None
         measured = measured and layout.pipeline > 1 and not layout.cuts
         costs = costs_of(model, layout, mesh, sample) if measured else None
         if layout.tensor > 1:
             apply(model, mesh["tensor"], _plan(model, layout, mesh, sample))
         compute.check(model)
-        repeated = set(blocks(model))
+        prepared = set(blocks(model))
         pipeline = staged(model, layout, mesh, sample, costs, compute) if layout.pipeline > 1 else None
     # A stage stays the module that it is: what is replaced lies within.
     pieces = [compute.change(piece) for piece in (pipeline.stages.values() if pipeline else [model])]
     here = nn.ModuleList(pieces) if pipeline else pieces[0]
     matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
     experts = split_experts(here, mesh["expert"], mixtures) if mixtures else []
-    for block in [m for piece in pieces for m in piece.modules() if m in repeated]:
+    for block in [m for piece in pieces for m in piece.modules() if m in prepared]:
         compute.prepare(block)
-    _shard(pieces, experts, layout, mesh, compute, repeated)
-    return Spread(here, pipeline, matrices, Gathered(pieces, layout))
+    gathering = _shard(pieces, experts, layout, mesh, compute, found) if found else AllHere()
+    return Spread(here, pipeline, matrices, gathering, sparse)
+
+
+def _calls(model: nn.Module, sample: Sample, mesh: DeviceMesh) -> Calls:
+    found = calls(model, blocks(model), sample)
+    names = {module: name for name, module in model.named_modules()}
+    if mesh.get_rank() == 0:
+        for block, why in found.otherwise.items():
+            LOG.info("%s is gathered with what is outside of blocks, for a whole step: %s", names[block], why)
+        if found.vary:
+            LOG.info("numbers may decide which blocks are called: every worker gathers all of them in every pass")
+    return found
 
 
 def _shard(
@@ -89,23 +109,38 @@ def _shard(
     layout: Layout,
     mesh: DeviceMesh,
     compute: Compute,
-    repeated: Collection[nn.Module],
-) -> None:
+    found: Calls,
+) -> Gathered:
     bf16 = compute.precision == "bf16_parameters"
     if layout.offload and mesh.device_type == "cpu" and mesh.get_rank() == 0:
         LOG.info("nothing is offloaded: the device is a CPU, and all lies in its memory")
-    if layout.together == 1 and not layout.offload and not bf16:
-        return
     # Gradients of experts are of all the expert axis' micro-batches already. Over one worker they are not sharded: most
     # of a model would be copied in every pass.
     rest = _sharding(layout, mesh, "shard", "context")
     for module in experts if rest.size() > 1 or layout.offload or bf16 else ():
         shard(module, rest, (), layout, bf16=bf16, last=False)
     apart = {p for module in experts for p in module.parameters()}
-    for piece in pieces:
-        last = getattr(piece, "is_last", True)
-        row = _sharding(layout, mesh, "shard", "expert", "context")
-        shard(piece, row, repeated, layout, bf16=bf16, last=last, apart=apart)
+    row = _sharding(layout, mesh, "shard", "expert", "context")
+    repeated = [block for block in found.order if block not in found.otherwise]
+    together = partial(_talking, layout, mesh, row, set(experts))
+    passes = [
+        shard(piece, row, repeated, layout, bf16=bf16, last=getattr(piece, "is_last", True), apart=apart,
+              vary=found.vary, together=together)
+        for piece in pieces
+    ]  # fmt: skip
+    return Gathered(pieces, layout, passes, row, found.vary)
+
+
+def _talking(
+    layout: Layout, mesh: DeviceMesh, row: DeviceMesh, experts: Collection[nn.Module], block: nn.Module
+) -> list[dist.ProcessGroup]:
+    """The groups whose workers exchange more than parameters in `block`."""
+    found = [mesh["context"].get_group()] if layout.context > 1 else []
+    if any(module in experts for module in block.modules()):
+        found.append(mesh["expert"].get_group())
+    if any(getattr(module, "buffers_agree", False) for module in block.modules()):  # a synchronized normalisation
+        found += [row.get_group(dim) for dim in range(row.ndim)]
+    return found
 
 
 def _sharding(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh:

@@ -4,6 +4,8 @@ from unisono.layout.context.batch import part_loss as part_loss
 from unisono.layout.context.batch import share as share
 from unisono.layout.context.batch import take as take
 from unisono.layout.context.batch import with_positions as with_positions
+from unisono.layout.context.padding import unmasked as unmasked
 from unisono.layout.context.passage import Passage as Passage
+from unisono.layout.context.passage import tried as tried
 from unisono.layout.context.split import Split as Split
 from unisono.layout.context.verify import verify as verify

@@ -15,8 +15,7 @@ a number of samples will do: each part has as many of those, and every share is 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,14 +39,11 @@ def length(batch: Batch, dim: int = 1) -> int:
                        "use context=1 for data without sequences")  # fmt: skip
 
 
-def take(batch: Batch, split: Split, rank: int, dim: int = 1, without: Collection[str] = ()) -> Batch:
+def take(batch: Batch, split: Split, rank: int, dim: int = 1) -> Batch:
     """The part of `batch` that belongs to worker `rank`, in the same nesting of tuples, lists and mappings.
 
     Of a tensor whose size along `dim` is the sequence's length, the worker's tokens along `dim`; of a mask
     ``[N, heads or 1, length, length]``, the rows of the worker's tokens with all columns; everything else whole.
-
-    Args:
-        without: keys of a mapping that the part does not have (a padding mask that `attending` is given instead).
     """
 
     def cut(x: Tensor) -> Tensor:
@@ -57,7 +53,7 @@ def take(batch: Batch, split: Split, rank: int, dim: int = 1, without: Collectio
             return split.part(x, -2, rank)
         return x
 
-    return mapped(cut, _less(batch, without) if isinstance(batch, Mapping) else batch)
+    return mapped(cut, batch)
 
 
 def share(weight: Callable[[Batch], float] | None, batch: Batch, split: Split, rank: int, dim: int = 1) -> float:
@@ -92,11 +88,3 @@ def with_positions(inputs: Batch, split: Split, rank: int, name: str = "position
         return inputs
     device = next((x.device for x in tensors(inputs)), None)
     return {**inputs, name: split.positions(rank, device)[None]}
-
-
-def _less(batch: Mapping[str, Any], keys: Collection[str]) -> Mapping[str, Any]:
-    """`batch` without `keys`, of the same kind where it can be copied and written to."""
-    kept = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-    for key in [key for key in keys if key in kept]:
-        del kept[key]
-    return kept

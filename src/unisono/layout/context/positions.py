@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.errors import InvalidInput
 from unisono.layout.context.split import Split
 
 
@@ -45,6 +46,9 @@ def index(split: Split, rank: int, table: Tensor, key: Any) -> Tensor:
 
     Only of tensors that are no function of the tokens (weights, buffers, constants) and at least as long as the
     sequence. Two such slices are a square mask: rows are the local tokens', columns all of the sequence.
+
+    Raises:
+        InvalidInput: it takes as many rows as there are local tokens of a table that is shorter than the sequence.
     """
     entries = list(key) if isinstance(key, tuple) else [key]
     hits = _hits(split, table, entries) if _is_constant(table) else []
@@ -57,8 +61,7 @@ def index(split: Split, rank: int, table: Tensor, key: Any) -> Tensor:
 
 def narrow(split: Split, rank: int, table: Tensor, dim: int, start: int, length: int) -> Tensor:
     """``table.narrow(dim, start, length)``, as `index`."""
-    local = (start, length) == (0, split.local) and table.shape[dim] >= split.length
-    if not local or not _is_constant(table):
+    if (start, length) != (0, split.local) or not _is_constant(table) or not _has_all(table, dim, split):
         return table.narrow(dim, start, length)
     return _pieces(split, rank, dim, lambda span: table.narrow(dim, span.start, span.stop - span.start))
 
@@ -92,10 +95,21 @@ def _hits(split: Split, table: Tensor, entries: list[Any]) -> list[int]:
     skipped = table.dim() - sum(x is not None and x is not Ellipsis for x in entries)
     hits, dim = [], 0
     for place, entry in enumerate(entries):
-        if isinstance(entry, slice) and table.shape[dim] >= split.length and _is_first(entry, split.local):
+        if isinstance(entry, slice) and _is_first(entry, split.local) and _has_all(table, dim, split):
             hits.append(place)
         dim += skipped if entry is Ellipsis else int(entry is not None)
     return hits
+
+
+def _has_all(table: Tensor, dim: int, split: Split) -> bool:
+    """Whether `table` has a row for every token. A table with fewer than there are tokens, but more than a worker has,
+    would be one that the whole sequence does not fit into."""
+    rows = table.shape[dim]
+    if split.local < rows < split.length:
+        raise InvalidInput(
+            "sequence length", split.length, f"the model has a table of {rows} positions", f"cut sequences to {rows} "
+            "tokens, or give the model a longer table")  # fmt: skip
+    return rows >= split.length
 
 
 def _is_first(entry: slice, count: int) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unisono.errors import InvalidInput
 from unisono.layout.known import Known
 from unisono.layout.tensor.substance import is_meta
 
@@ -38,6 +39,9 @@ def observed(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any]) -> O
     """Run `model` once on `sample`, in evaluation mode and without gradients, and say what was seen.
 
     A model without numbers may look at those of what it is given.
+
+    Raises:
+        InvalidInput: its code fails; without numbers, because it looks at some that it computes.
     """
     seen = Observed()
     inside: list[str] = []
@@ -64,8 +68,18 @@ def observed(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any]) -> O
             stack.enter_context(Known())
         call: Call = ((), dict(sample)) if isinstance(sample, Mapping) else (tuple(sample), {})
         args, kwargs = call
-        model(*args, **kwargs)
+        try:
+            model(*args, **kwargs)
+        except Exception as error:  # whatever the user's code raises
+            raise _unseen(model, error) from error
     return seen
+
+
+def _unseen(model: nn.Module, error: Exception) -> InvalidInput:
+    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. ')[0]}"
+    how = "run without numbers to find what can be split, its code fails" if is_meta(model) else "its code fails"
+    return InvalidInput("tensor", type(model).__name__, f"{how} ({said})",
+                        "let it not decide by numbers that it computes, or use tensor=1")  # fmt: skip
 
 
 def snapshot(call: Call) -> Call:
