@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
+from tests.layouts.corners import Experts
+from tests.layouts.tasks import VOCABULARY
 from tests.processes import run
 from unisono.errors import InvalidInput
 from unisono.layout.context import Split, attending, length, part_loss, share, take, unmasked, verify, with_positions
@@ -767,3 +769,12 @@ def test_padding_that_is_no_part_of_a_batch_is_refused() -> None:
     assert unmasked({**batch, "attention_mask": torch.ones(1, 4)}, lambda each: each, 4)[1] is None
     with pytest.raises(InvalidInput, match=r"attention_mask.*has to be part of the batch"):
         unmasked(batch, lambda each: {"attention_mask": each["input_ids"] != 0}, 4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_samples_that_choose_experts_are_refused_also_where_first_trials_agree(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Experts()
+    words = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(InvalidInput, match="on parts of a sequence"):
+        verify(model, (words,), 2)

@@ -219,6 +219,7 @@ class Unequal(Sentences):
 
 def _padded(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     longest = max(len(sample["input_ids"]) for sample in samples)
+    longest += -longest % 8  # so that it can be cut for 2 workers, and for 4
 
     def stacked(name: str, with_what: int) -> Tensor:
         return torch.stack([F.pad(s[name], (0, longest - len(s[name])), value=with_what) for s in samples])

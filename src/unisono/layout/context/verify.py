@@ -79,8 +79,10 @@ def verify(
                 found = f"it cannot run on a part of a sequence ({type(error).__name__}: {str(error).splitlines()[0]})"
         if found:
             raise InvalidInput("context", size, f"{type(model).__name__} on parts of a sequence: {found}", _CURE)
-        if not trial.may_decide_otherwise:
+        if not trial.asks:
             return
+    if not trial.alike:  # what is asked for differs between parts, and what is computed does not
+        return
     LOG.warning(
         "%s asks for numbers that it computes. On %d trials a part of a sequence gave the same answers as all of it; "
         "where one does not, what is computed is not what one worker computes",
@@ -94,7 +96,8 @@ class _Trial:
     """What `verify` was given.
 
     Attributes:
-        may_decide_otherwise: whether code asked for numbers that it computed, and parts gave the answers of the whole.
+        asks: whether code asked for numbers that it computed.
+        alike: whether parts gave the answers of the whole sequence.
     """
 
     model: nn.Module
@@ -105,7 +108,8 @@ class _Trial:
     weight: Any
     dim: int
     inputs: Inputs
-    may_decide_otherwise: bool = False
+    asks: bool = False
+    alike: bool = False
 
     def difference(self) -> str | None:
         """What differs, in words; None if nothing does."""
@@ -125,8 +129,8 @@ class _Trial:
             with asked[-1]:
                 output = self.run(self.sample)
             outputs = together(split.size, member, generators, drawn)
-        alike = all(each.decisions == asked[-1].decisions for each in asked)
-        self.may_decide_otherwise = bool(asked[-1].answers) and alike
+        self.alike = all(each.decisions == asked[-1].decisions for each in asked)
+        self.asks = bool(asked[-1].answers)
         differs = _first_module(notes[threading.get_ident()], [notes[i] for i in idents], split)
         joined = [_joined(pieces, of, split, self.dim) for of, *pieces in zip(tensors(output), *map(tensors, outputs))]
         if any(got is not None and not _close(got, want) for got, want in zip(joined, tensors(output))):
