@@ -56,14 +56,14 @@ def shard(
     }  # fmt: skip
     names = {module: name for name, module in model.named_modules()}
     blocks = [block for block in repeated if block in names and block is not model]
-    inside = [other for group in (*blocks, model) for other in others(group, blocks)]
+    inside = [each for group in (*blocks, model) for each in others(group, blocks)]
     if inside and vary:
         raise InvalidInput(
             "layout", str(layout), f"{names[inside[0]]} has parameters of another dtype than what is around it, which "
             "are gathered when it is called, and workers may call different modules", "give all modules one dtype, or "
             "let the code call the same ones whatever the data")  # fmt: skip
-    for module in inside:
-        fully_shard(module, mp_policy=inner, **given)
+    for other in inside:
+        fully_shard(other, mp_policy=inner, **given)
     abreast = Abreast(
         model, str(layout), [(names[block], block) for block in blocks], _gradients(model, blocks, apart),
         torch.device(mesh.device_type), together)  # fmt: skip
