@@ -247,6 +247,7 @@ class World:
         Raises:
             InvalidInput: an argument is not one that `Config` takes; batch sizes that do not fit each other, the
                 dataset or the number of workers.
+            Unlike: other workers have another script, model, optimizer or dataset, or other arguments here.
             Left: this worker was asked to leave, and the others go on.
         """
         if self._bound is None:

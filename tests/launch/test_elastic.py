@@ -8,6 +8,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,20 @@ def test_steps_that_are_lost_each_time_do_not_count_for_ever() -> None:
         "worker 1 failed: killed by SIGKILL; 10 processes of worker 1 were lost in a row with no step beyond step 7 "
         "(the limit is 10)"
     )
+
+
+@pytest.mark.parametrize("kind", [Replaced, Joined])
+def test_a_replacement_with_another_task_is_refused_and_the_others_go_on(kind: type[Replaced]) -> None:
+    refused = replace(fallen(1), said=("Unlike", ["samples", "8", "the run has 9", "give every host the same"]))
+    succession = kind(2, Nobody())
+    succession.name(1)
+    assert succession.lost(refused, 1, 1.0).cause is refused, "one of the first"
+    succession.name(1)
+    found = succession.lost(refused, 1, 1.0)
+    assert found.words.startswith("worker 1.2 cannot take part, 1 goes on without it: samples = 8: the run has 9")
+    assert found.cause is None
+    assert found.another_in_seconds is None
+    assert succession.lost(refused, 0, 1.0).cause is refused, "nobody is left"
 
 
 def test_a_launcher_that_joined_lacks_nothing() -> None:

@@ -77,9 +77,9 @@ def sample_of(dataset: Any) -> list[Item]:
 
 
 def _items(dataset: Any) -> list[Item]:
-    with draws() as drew:
-        found = [look(index, dataset[index]) for index in indices(len(dataset))]
-        return [] if drew() else found
+    with suppress(Exception):  # training raises it too, if it reads that item
+        return [look(index, dataset[index]) for index in indices(len(dataset))]
+    return []
 
 
 def _forked(dataset: Any) -> list[Item]:
@@ -89,9 +89,10 @@ def _forked(dataset: Any) -> list[Item]:
         _live(dataset, here, parent)
     os.close(here)
     with open(there, "rb", buffering=0) as pipe:
-        with suppress(ChildProcessError, ProcessLookupError):  # code of the user's may wait for any child process
+        with suppress(ChildProcessError):  # code of the user's may wait for any child process
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            os.killpg(pid, signal.SIGKILL)  # what the dataset has started
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what the dataset has started
             os.waitpid(pid, 0)
         os.set_blocking(there, False)
         return read((pipe.read(_MOST_BYTES) or b"[]").decode())
@@ -106,9 +107,11 @@ def _live(dataset: Any, pipe: int, parent: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
         signal.setitimer(signal.ITIMER_REAL, _SECONDS)  # ends it, whatever it is in
         _be_quiet()
-        items = _items(dataset)
-        if items == _items(dataset):  # else there is a generator of the dataset's own
-            os.write(pipe, written(items).encode())
+        with draws() as drew:
+            items = _items(dataset)
+            again = _items(dataset)  # which differs where a generator of the dataset's own is drawn from
+            if items == again and not drew():
+                os.write(pipe, written(items).encode())
     finally:
         os._exit(0)
 
