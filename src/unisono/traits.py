@@ -164,7 +164,9 @@ def _source(file: str) -> str:
 
 
 def _length(name: str, dataset: Any) -> dict[str, str]:
-    return {name: str(len(dataset))} if hasattr(dataset, "__len__") else {}
+    with suppress(TypeError):
+        return {name: str(len(dataset))}
+    return {}
 
 
 def _short(text: str) -> str:
