@@ -42,7 +42,7 @@ CORNERS = """
 model      shard  shard 4  zero 1  replicate  tensor   shard tensor  pipe   shard pipe  context  shard context  twice
 methods    =      =        =       =          =        =             =         =               =        =              =
 borrowing  =      =        =       =          =        =             =         =               =        =              =
-sharing    =      =        =       =          -        -             -         -               =        =              =
+sharing    =      =        =       =          =        =             =         =               =        =              =
 small      =      =        =       =          =        =             =         =               =        =              =
 sparse     =      =        =       =          =        =             =         =               =        =              =
 deciding   =      =        =       =          numbers  numbers       cut       cut             parts    parts          =
