@@ -139,6 +139,47 @@ def test_a_loop_that_goes_on_from_a_checkpoint_takes_no_step_twice(tmp_path: Pat
         assert HIT in [step for step, taken, _ in told[place]["seen"] if not taken]
 
 
+LEAVING = """
+import sys
+import torch
+import unisono
+
+who, at_step = sys.argv[1].split(), int(sys.argv[2])
+world = unisono.join(threads=1, device="cpu")
+model = torch.nn.Linear(5, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+model, optimizer = world.bind(model, optimizer)
+place = str(world.rank)
+for batches in world.steps(torch.randn(96, 5), global_batch=12, micro_batch=3, steps=200):
+    for x in batches:
+        model(x).square().mean().backward()
+    optimizer.step()
+    if place in who and batches.step == at_step:
+        sys.exit(0)
+sys.exit(0)
+"""
+INSIDE = "user code called sys.exit(0) on leaving.py:17 <module>"
+
+
+@pytest.mark.parametrize(
+    ("who", "options", "said"),
+    [
+        ("0 1", [], ""),
+        ("", ["--no-elastic"], ""),
+        ("1", [], f"worker 1: {INSIDE}, inside its loop over world.steps, which the others went on with\n"),
+        ("1", ["--no-elastic"], f"its process is gone; worker 1 had ended before: {INSIDE}\n"),
+    ],
+    ids=["all", "at the end", "one", "one that is needed"],
+)
+def test_a_script_that_leaves_a_loop_that_others_go_on_with_has_failed(
+    who: str, options: list[str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    command = [sys.executable, "-m", "unisono", "launch", "--workers", "2", *options, "leaving.py", who, "20"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stderr.endswith(said)) == (bool(said), True), done.stderr
+
+
 def test_a_worker_that_is_asked_to_leave_does(tmp_path: Path, peace) -> None:
     told, done = looped(tmp_path, "SIGTERM", "2", *LAUNCH)
     assert told.keys() == {"0", "1"}

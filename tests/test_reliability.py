@@ -48,6 +48,10 @@ def task(*, fails: str = "", samples: int = 96, width: int = 32) -> unisono.Task
             print("of a full disk nobody dies " * 100)
         if fails == "raise" and os.environ["UNISONO_RANK"] == "1" and next(calls) == 50:
             raise ValueError("spilled milk")  # the user's line
+
+        last = os.environ["UNISONO_RANK"] == str(int(os.environ["UNISONO_SIZE"]) - 1)
+        if fails == "exit" and last and next(calls) == 50:
+            raise SystemExit(0)  # as sys.exit(0)
         return (output - batch[1]).square().mean()
 
     def weight(batch):
@@ -405,6 +409,15 @@ def test_an_error_in_one_worker_is_shown_once_and_first(home: Path) -> None:
     error = r"\nValueError: spilled milk\n(after \d+ steps)\n\nworker 1 failed: ValueError: spilled milk \(\1\)\n"
     assert re.search(error + re.escape(goes_on(home / "raise")) + "$", trace), trace
     assert "worker 0" not in trace
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_task_that_calls_sys_exit_has_failed(workers: int, home: Path) -> None:
+    name, last = f"exit-{workers}", workers - 1
+    done = unisono(home, "train", "own.py:task", "--fails", "exit", "--run", name, "--workers", str(workers))
+    assert done.returncode == 1, done.stderr
+    left = rf"worker {last}: user code called sys\.exit\(0\) on own\.py:\d+ loss after \d+ steps\n"
+    assert re.search(left + re.escape(goes_on(home / name)) + "$", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -55,6 +55,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "beside.py").write_text("data = [1.0, 2.0]\n")
     (tmp_path / "wrong.py").write_text("x = 1\ny = x +\n")
     (tmp_path / "fails.py").write_text("import json\njson.loads('{')\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "lacks.py").write_text("import not_installed_anywhere\n")
     (tmp_path / "string.py").write_text(FILE)
     (tmp_path / "pack").mkdir()
@@ -112,6 +113,7 @@ def test_an_absolute_name_means_the_same_everywhere(place: Path) -> None:
         ("mine.py:broken", {}, r"mine.py, line 25 (return 1 / zero): ZeroDivisionError: division by zero"),
         ("wrong.py:x", {}, "wrong.py, line 2: SyntaxError: invalid syntax"),
         ("fails.py:x", {}, "fails.py, line 2 (json.loads('{')): json.decoder.JSONDecodeError"),
+        ("leaves.py:x", {}, "leaves.py, line 2 (sys.exit(0)): SystemExit: 0; correct it there."),
         ("lacks.py:x", {}, "lacks.py, line 1 (import not_installed_anywhere): ModuleNotFoundError"),
         ("lacks:x", {}, "ModuleNotFoundError: No module named 'not_installed_anywhere'"),
         ("absent:x", {}, "task = absent:x: there is no module absent; check the name"),

@@ -143,12 +143,12 @@ class _Explained:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UnisonoError):
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, UnisonoError):
             cure = "install it, or correct the name" if isinstance(error, ModuleNotFoundError) else "correct it there"
             raise InvalidInput("task", self._name, _where(error), cure) from error
 
 
-def _where(error: Exception) -> str:
+def _where(error: Exception | SystemExit) -> str:
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError):
         return f"{Path(error.filename or '?').name}, line {error.lineno}: {said}"

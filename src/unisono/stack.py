@@ -60,6 +60,13 @@ def raised_at(trace: TracebackType | None) -> str:
     return found
 
 
+def exit_in_words(leave: SystemExit) -> str:
+    """``user code called sys.exit(0) on file.py:12 function``."""
+    called = "sys.exit()" if leave.code is None else f"sys.exit({leave.code!r})"
+    line = raised_at(leave.__traceback__)
+    return f"user code called {called}" + (f" on {line}" if line else "")
+
+
 def dumped(text: str) -> str:
     """The same for a thread of which `faulthandler` has told the lines, innermost first; perhaps of another process."""
     for file, line, function in _DUMPED.findall(text):

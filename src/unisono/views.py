@@ -210,7 +210,7 @@ class Attended:
 
     def stepped(self) -> None:
         if self._pace.due():
-            self._worker.report({"kind": "step"})
+            self._worker.report({"kind": "step", "members": list(self.view.members)})
 
     def done(self, steps: int = 1) -> None:
         self._attendance.done(self.view.number, steps)

@@ -55,6 +55,7 @@ from unisono.persist import Persistence, history
 from unisono.pieces import Laid
 from unisono.saving import same_directory
 from unisono.settings import check_same_run, recovers, settle, walks
+from unisono.stack import exit_in_words
 from unisono.state import Parts, Reached, describe, digest_of, take_over
 from unisono.task import Task, with_data
 from unisono.trainer import Outcome, Trainer
@@ -73,6 +74,11 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
     the others went on."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     claim()
+    with _no_exit(worker.identity.rank):
+        return _work(worker, order)
+
+
+def _work(worker: Worker, order: Order) -> dict[str, Any] | None:
     task = with_data(order.source.load())
     config = settle(task, order.settings)
     if config.remove_slower_than and not order.contact and worker.identity.size > 1:
@@ -166,7 +172,7 @@ class Life:
             yield
         except (CommunicationError, Diverged):  # which name the step, where it matters
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not self.step_seconds or self.reached is None:
                 raise
             done = f"after {self.reached.steps:,} steps"
@@ -349,6 +355,16 @@ class Life:
             healed=trainer.persistence.judge.healed,
             ledger=[in_words(dict(zip(Phase, row))) for row in spent.tolist()],
         )
+
+
+@contextlib.contextmanager
+def _no_exit(rank: int) -> Iterator[None]:
+    """Turn `sys.exit` in the user's code into a failure of this worker, whatever its argument: the others need it."""
+    try:
+        yield
+    except SystemExit as leave:
+        when = " ".join(getattr(leave, "__notes__", ["before its first step"]))
+        raise RunFailed(f"worker {rank}: {exit_in_words(leave)} {when}") from leave
 
 
 def _ending(done: int, steps: int) -> str:

@@ -162,8 +162,12 @@ class Crew:
         if "message" in news:
             if news["message"].get("kind") == "progress":
                 self._furthest = max(self._furthest, news["message"]["step"])
-            self._succession.heard(news["message"])
+            if news["message"].get("kind") == "ended":
+                member.ending = news["message"]["text"]
+            verdict = self._succession.heard(news["message"])
             self._on_message(member.rank, news["message"])
+            if self._phase is _Phase.RUNNING:
+                self._carry_out(member, verdict)
             if news["message"].get("kind") == "breakpoint":
                 member.channel.send(b".")  # it waits until whoever shows messages has let go of the terminal
         elif "result" in news:
@@ -288,7 +292,8 @@ class Crew:
         return self._succession.over([member.result for member in self._members])
 
     def _outcome(self) -> list[Any]:
-        cause = failure.first_cause(self._failures).error() if self._failures else None
+        endings = {member.rank: member.ending for member in self._members if member.ending}
+        cause = failure.first_cause(self._failures, endings).error() if self._failures else None
         if isinstance(cause, InvalidInput) and self._furthest:  # of a worker that came later
             cause = RunFailed(f"after {self._furthest} steps: {cause}")
         results = [member.result for member in self._members]

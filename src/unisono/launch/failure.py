@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from unisono.errors import Diverged, InvalidInput, LoadingFailed, RunFailed, UnisonoError, Unlike, WorkerFailed
@@ -69,11 +70,13 @@ class Failure:
         return error
 
 
-def first_cause(failures: Iterable[Failure]) -> Failure:
+def first_cause(failures: Iterable[Failure], endings: Mapping[int, str] = MappingProxyType({})) -> Failure:
     """The earliest failure that is no consequence of another; the earliest of all where every one is, with the lines
-    on which the workers were."""
+    on which the workers were. With `endings`, in words, of workers that had ended before, which may be the cause."""
     known = list(failures)
     first = min(known, key=lambda failure: (failure.consequence, failure.at_seconds, failure.rank))
     lines = {failure.rank: failure.line for failure in known if failure.line} if first.consequence else {}
     where = ", ".join(f"worker {rank} was at {line}" for rank, line in sorted(lines.items()))
-    return replace(first, reason=f"{first.reason}; {where}") if len(lines) > 1 else first
+    before = [f"worker {rank} had ended before: {how}" for rank, how in sorted(endings.items())]
+    more = [*([where] if len(lines) > 1 else []), *before]
+    return replace(first, reason="; ".join([first.reason, *more]))

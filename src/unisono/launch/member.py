@@ -25,6 +25,7 @@ class Member:
         failed: it said that it is not, and why.
         silent: it says no more.
         ended: the process is gone.
+        ending: how its script ended, where that was no failure.
     """
 
     order: Order
@@ -36,6 +37,7 @@ class Member:
     failed: bool = False
     silent: bool = False
     ended: bool = False
+    ending: str = ""
     _heard: bytearray = field(default_factory=bytearray)
 
     @property

@@ -20,6 +20,7 @@ from unisono.launch.stopping import STOP_ALL
 from unisono.launch.torch_store import TorchStore
 from unisono.launch.worker import Worker
 from unisono.membership.values import Contact
+from unisono.stack import exit_in_words
 
 DONE = True  # what comes of a script that has come to its end
 _TAKES_PART: ContextVar[TakesPart | None] = ContextVar("takes_part", default=None)
@@ -109,7 +110,15 @@ def run_script(
     except SystemExit as leave:
         if leave.code:
             raise
+        _tell_end(worker, exit_in_words(leave))
+    else:
+        _tell_end(worker, "its script came to its end")
     return DONE
+
+
+def _tell_end(worker: Worker, text: str) -> None:
+    """Whether that was the end for all shows only in what the others do next."""
+    worker.report({"kind": "ended", "place": worker.identity.rank, "text": text})
 
 
 class Left(SystemExit):

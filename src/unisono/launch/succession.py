@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ class Succession(Protocol):
     def name(self, place: int) -> str:
         """Of the process that is about to be started there."""
 
-    def heard(self, message: Mapping[str, Any]) -> None:
+    def heard(self, message: Mapping[str, Any]) -> Verdict:
         """A worker reported it."""
 
     def began(self, place: int, pid: int) -> None:
@@ -74,8 +75,9 @@ class Together:
         """See `Succession`."""
         return ""
 
-    def heard(self, message: Mapping[str, Any]) -> None:
+    def heard(self, message: Mapping[str, Any]) -> Verdict:
         """See `Succession`."""
+        return Verdict()
 
     def began(self, place: int, pid: int) -> None:
         """See `Succession`."""
@@ -148,10 +150,11 @@ class Replaced:
         self._lives[place] += 1
         return self._name(place)
 
-    def heard(self, message: Mapping[str, Any]) -> None:
+    def heard(self, message: Mapping[str, Any]) -> Verdict:
         """See `Succession`."""
         if message.get("kind") == "step":
             self._without_step.clear()
+        return Verdict()
 
     def began(self, place: int, pid: int) -> None:
         """See `Succession`."""
@@ -243,7 +246,8 @@ class Joined(Replaced):
 class EachToItsEnd:
     """As `inner`, of workers that each have an end of their own to come to: a script goes on after its loop. Once the
     loop is over nobody is replaced any more, as nobody would hand over a state. When all for whom it is over have come
-    to their ends, the others, who are frozen or came too late, are not waited for any longer.
+    to their ends, the others, who are frozen or came too late, are not waited for any longer. A script that ends inside
+    the loop ends it for all: the run fails if the others take a step without that worker.
 
     Args:
         together: places whose first processes meet before the loop: as long as one of them has yet to come to the loop,
@@ -253,23 +257,35 @@ class EachToItsEnd:
     def __init__(self, inner: Replaced, together: Iterable[int] = ()) -> None:
         self._inner = inner
         self._before_loop = set(together)
-        self._past_loop: set[int] = set()  # places
+        self._in_loop: set[int] = set()
+        self._past_loop: set[int] = set()
+        self._ended_in_loop: dict[int, str] = {}  # how
+        self._names: dict[int, str] = {}
         self._ending = False
         self.stop = inner.stop
 
     def name(self, place: int) -> str:
         """See `Succession`."""
-        self._past_loop.discard(place)
-        return self._inner.name(place)
+        for places in (self._in_loop, self._past_loop):
+            places.discard(place)
+        self._names[place] = self._inner.name(place)
+        return self._names[place]
 
-    def heard(self, message: Mapping[str, Any]) -> None:
+    def heard(self, message: Mapping[str, Any]) -> Verdict:
         """See `Succession`."""
-        if message.get("kind") == "loop":
-            self._before_loop.discard(message["place"])
-        if message.get("kind") == "over":
-            self._past_loop.add(message["place"])
-            self._ending = True
-        self._inner.heard(message)
+        match message.get("kind"):
+            case "loop":
+                self._before_loop.discard(message["place"])
+                self._in_loop.add(message["place"])
+            case "over":
+                self._in_loop.discard(message["place"])
+                self._past_loop.add(message["place"])
+                self._ending = True
+            case "ended" if message["place"] in self._in_loop:
+                self._ended_in_loop[message["place"]] = message["text"]
+            case "step" if cause := self._deserted(message["members"]):
+                return Verdict(cause=cause)
+        return self._inner.heard(message)
 
     def began(self, place: int, pid: int) -> None:
         """See `Succession`."""
@@ -304,9 +320,18 @@ class EachToItsEnd:
         """See `Succession`."""
         return self._inner.lacking(results)
 
+    def _deserted(self, members: Sequence[str]) -> Failure | None:
+        """Why a step that `members` took fails the run: a script ended inside the loop, which others go on with."""
+        for place, how in self._ended_in_loop.items():
+            if self._names[place] not in members:
+                words = f"worker {self._names[place]}: {how}, {IN_LOOP}"
+                return Failure(place, time.monotonic(), words, said=("RunFailed", [words]))
+        return None
+
 
 WITHOUT_STEP = "without a step in between"
 BEFORE_LOOP = "before its loop over world.steps began: only in there a lost worker is replaced"
+IN_LOOP = "inside its loop over world.steps, which the others went on with"
 AFTER_LOOP = "when the loop over world.steps was over: nobody is replaced any more"
 
 
