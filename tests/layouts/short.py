@@ -34,6 +34,7 @@ CORNERS = (
     Cell("dropped", "sgd", "Layout(pipeline=2)"),
     Cell("pictures", "sgd", "Layout(replicate=2)"),
     Cell("lengths", "sgd", "Layout(context=2)"),
+    Cell("lengths", "sgd", "Layout(shard=2, pipeline=2)"),
     Cell("padded", "sgd", "Layout(context=2)"),
     Cell("long", "sgd", "Layout(context=2)"),
 )

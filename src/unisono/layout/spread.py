@@ -88,7 +88,7 @@ def spread(
     experts = split_experts(here, mesh["expert"], mixtures) if mixtures else []
     for block in [m for piece in pieces for m in piece.modules() if m in prepared]:
         compute.prepare(block)
-    gathering = _shard(pieces, experts, layout, mesh, compute, found) if found else AllHere()
+    gathering = _shard(pieces, experts, layout, mesh, compute, found, pipeline) if found else AllHere()
     return Spread(here, pipeline, matrices, gathering, sparse)
 
 
@@ -110,6 +110,7 @@ def _shard(
     mesh: DeviceMesh,
     compute: Compute,
     found: Calls,
+    pipeline: Pipeline | None,
 ) -> Gathered:
     bf16 = compute.precision == "bf16_parameters"
     if layout.offload and mesh.device_type == "cpu" and mesh.get_rank() == 0:
@@ -128,6 +129,8 @@ def _shard(
               vary=found.vary, together=together)
         for piece in pieces
     ]  # fmt: skip
+    if pipeline:
+        pipeline.beside = [row.get_group(dim) for dim in range(row.ndim) if row.size(dim) > 1]
     return Gathered(pieces, layout, passes, row, found.vary)
 
 

@@ -8,9 +8,10 @@ would.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -33,6 +34,7 @@ from unisono.layout.pipeline.wire import Wire, outline
 Around = Callable[[int, int], AbstractContextManager[object]]
 Behind = Callable[[int], AbstractContextManager[object]]
 Loss = Callable[[int, Any], Tensor]
+_Run = tuple[int, Any, list[dict[str, Any]]]  # where it begins, its shapes, its inputs
 Watch = Callable[[int, tuple[Tensor, ...], tuple[Tensor, ...]], None]  # a stage, what arrived, what leaves
 
 
@@ -111,6 +113,8 @@ class Pipeline:
             if the stage were the first: what stages before it have drawn comes on top.
         behind: ``with behind(micro_batch):`` each backward pass is done.
         kept: for how many lists of shapes a schedule is kept, the latest ones.
+        beside: groups of workers that hold parts of the same stages, for micro-batches of their own. They gather
+            parameters together, so all of them make the same passes.
         apart: whether the gradients of a stage's inputs may be taken before those of its weights, in a backward pass
             of their own; not where it computes again, or is compiled.
     """
@@ -124,6 +128,7 @@ class Pipeline:
     around: Around = lambda micro_batch, stage: nullcontext()
     behind: Behind = lambda micro_batch: nullcontext()
     kept: int = 8
+    beside: Sequence[dist.ProcessGroup] = ()
     apart: bool = True
 
     def __post_init__(self) -> None:
@@ -145,8 +150,8 @@ class Pipeline:
 
         Every worker gives the same inputs: a tensor, a tuple of arguments or a mapping of keywords for each
         micro-batch. The worker with the last stage computes ``loss(micro_batch, output)``, a scalar that bears the
-        micro-batch's weight already. Neighbours of the same shapes run through the
-        pipeline together, each other shape by itself.
+        micro-batch's weight already. Neighbours of the same shapes run through the pipeline together, each other shape
+        by itself; where pipelines beside this one have other neighbours, each micro-batch runs by itself.
 
         Returns:
             The losses, on the worker with the last stage; None on the others.
@@ -156,14 +161,17 @@ class Pipeline:
         """
         check(self.schedule, self._workers, self.count, len(micro_batches))
         losses: list[Tensor] = []
-        for first, shapes, inputs in self._runs(micro_batches):
+        for (first, shapes, inputs), new in self._agreed(self._runs(micro_batches)):
             self._feed.inputs, self._feed.first, self._feed.loss = inputs, first, loss
-            schedule = self._schedule(shapes, len(inputs))
+            schedule = self._schedule(shapes, len(inputs), new)
             some: list[Tensor] = []
-            schedule.step(target=torch.arange(len(inputs)), losses=some, return_outputs=False)
+            with self._gradients_kept() if new else nullcontext():
+                schedule.step(target=torch.arange(len(inputs)), losses=some, return_outputs=False)
             losses += some
             self._feed.left.clear()
         self._feed.inputs, self._feed.loss = (), None
+        while len(self._ready) > self.kept:
+            self._ready.popitem(last=False)
         return torch.stack([one.detach() for one in losses]).tolist() if self.holds_last else None
 
     def each_pass(self, around: Around, behind: Behind) -> None:
@@ -225,7 +233,7 @@ class Pipeline:
     def _worker(self, stage: int) -> int:
         return worker_of(self.schedule, self._workers, self.count, stage)
 
-    def _runs(self, micro_batches: Sequence[Inputs]) -> list[tuple[int, Any, list[dict[str, Any]]]]:
+    def _runs(self, micro_batches: Sequence[Inputs]) -> list[_Run]:
         """Neighbours of the same shapes: where each run begins, its shapes, its inputs."""
         signature = next(iter(self.stages.values())).call_signature
         named = [by_name(signature, inputs) for inputs in micro_batches]
@@ -236,13 +244,50 @@ class Pipeline:
             first += len(inputs)
         return found
 
-    def _schedule(self, shapes: Any, micro_batches: int) -> Any:
-        """torch's schedule for these shapes, made anew where it is not kept."""
+    def _agreed(self, runs: list[_Run]) -> list[tuple[_Run, bool]]:
+        """`runs` as all workers beside this one have them, and whether a schedule is to be made for each: a pass more,
+        which all of them make where one needs it."""
+        lengths = [len(inputs) for _, _, inputs in runs]
+        digest = float(zlib.crc32(repr(lengths).encode()))
+        most, least, *new = self._most([digest, -digest, *self._new(runs)], 2 + sum(lengths))
+        if most != -least:
+            runs = [(first + i, shapes, [one]) for first, shapes, inputs in runs for i, one in enumerate(inputs)]
+            new = self._most(self._new(runs), len(runs))
+        return [(run, bool(each)) for run, each in zip(runs, new)]
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        """Gradients of the step's earlier runs are here afterwards: a schedule of torch that runs for the first time
+        drops those of sharded parameters."""
+        parameters = {parameter for stage in self.stages.values() for parameter in stage.parameters()}
+        before = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        for parameter in before:
+            parameter.grad = None
+        yield
+        for parameter, gradient in before.items():
+            parameter.grad = gradient if parameter.grad is None else _plus(gradient, parameter.grad)
+
+    def _new(self, runs: Sequence[_Run]) -> list[float]:
+        """1 for each run whose schedule is not kept, nor made for a run before it."""
+        keys = [(shapes, len(inputs)) for _, shapes, inputs in runs]
+        return [float(key not in self._ready and key not in keys[:place]) for place, key in enumerate(keys)]
+
+    def _most(self, numbers: Sequence[float], width: int) -> list[float]:
+        """The largest of each number on all workers beside this one; `width` is the same on all."""
+        if not self.beside:
+            return [*numbers]
+        told = torch.zeros(width, dtype=torch.float64)
+        told[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        told = told.to(self.device)
+        for group in self.beside:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group)
+        return told.tolist()
+
+    def _schedule(self, shapes: Any, micro_batches: int, new: bool) -> Any:
+        """torch's schedule for these shapes, made anew where it is `new` here or beside."""
         key = (shapes, micro_batches)
-        if key not in self._ready:
+        if new:
             self._ready[key] = self._made(micro_batches)
-            if len(self._ready) > self.kept:
-                self._ready.popitem(last=False)
         self._ready.move_to_end(key)
         return self._ready[key]
 
