@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -133,6 +134,16 @@ def run(size: int, function: Callable[..., Any], *args: Any, timeout_seconds: fl
     """The results of ``function(rank, size, *args)`` from `size` processes, by rank."""
     with start(size, function, *args, timeout_seconds=timeout_seconds) as workers:
         return workers.results()
+
+
+def ignoring(*numbers: int) -> Callable[[], None]:
+    """For `preexec_fn`: start the process with these signals ignored, as nohup and scripts in the background do."""
+
+    def ignore() -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+    return ignore
 
 
 def _main(message: bytes, rank: int, size: int, outcome: Connection) -> None:

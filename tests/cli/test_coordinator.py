@@ -7,12 +7,13 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.processes import ignoring
 from unisono.cli.token import token
 from unisono.errors import InvalidInput
 from unisono.membership import Contact
@@ -22,10 +23,14 @@ TOKEN = "as long as it has to be"
 
 
 @contextmanager
-def coordinating(directory: Path, *words: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+def coordinating(
+    directory: Path, *words: str, ignored: Collection[int] = (), **environ: str
+) -> Iterator[subprocess.Popen[str]]:
     given = {name: value for name, value in os.environ.items() if name != "UNISONO_TOKEN"} | environ
     command = [sys.executable, "-m", "unisono", "coordinator", *words]
-    with subprocess.Popen(command, cwd=directory, env=given, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=directory, env=given, stdout=subprocess.PIPE, text=True, preexec_fn=ignoring(*ignored)
+    ) as process:
         try:
             yield process
         finally:
@@ -52,6 +57,18 @@ def test_it_answers_whoever_has_the_token_until_it_is_asked_to_end(number: signa
         process.send_signal(number)
         assert process.wait(20) == 0
     assert stat.S_IMODE((tmp_path / "coordinator.sqlite").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_where_it_was_started_with_sigint_ignored_other_signals_end_it(number: signal.Signals, tmp_path: Path) -> None:
+    with coordinating(tmp_path, ignored=[signal.SIGINT], UNISONO_TOKEN=TOKEN) as process:
+        contact = Contact(url_of(process), TOKEN)
+        process.send_signal(signal.SIGINT)
+        answer = Line(contact).ask("GET", "/v1/status")
+        assert answer is not None
+        assert answer.status == 200
+        process.send_signal(number)
+        assert process.wait(20) == 0
 
 
 def test_started_again_it_knows_the_view(tmp_path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.played import Said
+from tests.processes import ignoring
 
 Unisono = Callable[..., Said]
 
@@ -167,17 +168,22 @@ def test_help_imports_no_torch() -> None:
     assert done.stdout.endswith("False\n")
 
 
-def test_ctrl_c_ends_it_at_once_and_quietly(home: Path) -> None:
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGINT, signal.SIGTERM]], ids=["usual", "ignored"])
+def test_ctrl_c_ends_it_at_once_and_quietly_and_sigterm_where_that_is_ignored(home: Path, numbers: list[int]) -> None:
+    *ignored, last = numbers
     words = [sys.executable, "-m", "unisono", "simulate", "own.py:task", *ON, "--steps", "1000000", "--workers", "8"]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=ignoring(*ignored)
+    ) as process:
         assert process.stderr is not None
         try:
             assert "step 1/1,000,000" in process.stderr.readline()
-            os.kill(process.pid, signal.SIGINT)
+            for number in numbers:
+                os.kill(process.pid, number)
             out, err = process.communicate(timeout=20)
         finally:
             process.kill()
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + last, err
     assert out == ""
-    assert err.endswith("interrupted\n")
+    assert err.endswith(f"interrupted by {signal.Signals(last).name}\n")
     assert "Traceback" not in err

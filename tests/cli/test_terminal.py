@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.played import Played, Result, Said
+from tests.processes import ignoring
 
 Unisono = Callable[..., Said]
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -53,6 +54,25 @@ def test_a_signal_that_is_ignored_stays_so(unisono: Unisono, played: Played, num
     assert unisono("train", "digits").code == 0
 
 
+@pytest.mark.usefixtures("restored")
+def test_sigterm_ends_chaos_in_words_and_leaves_no_directory(
+    unisono: Unisono, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    there = []
+
+    def asked(*_: object) -> None:
+        there.extend(tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("unisono.cli.chaos._tried", asked)
+    said = unisono("chaos", "digits")
+    assert (said.code, said.err) == (143, "interrupted by SIGTERM\n")
+    assert len(there) == 1
+    assert not list(tmp_path.iterdir())
+
+
 OPENS = """
 import os, sys
 from unisono.cli.terminal import going_on_unread
@@ -72,18 +92,20 @@ def test_a_closed_standard_stream_is_not_taken_for_a_file_that_is_opened_later(t
 
 
 INHERITED = """
-import signal
-print(*(signal.getsignal(number) is signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)))
+import multiprocessing, signal, subprocess, sys, tests.conftest
+from concurrent.futures import ProcessPoolExecutor
+
+for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+    code = f"import signal; print(signal.getsignal({number}) is signal.SIG_IGN)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as workers:
+        print(workers.submit(signal.getsignal, number).result() is signal.SIG_IGN, flush=True)
 """
 
 
-def test_commands_that_tests_start_do_not_inherit_what_the_caller_of_the_tests_ignores() -> None:
-    code = f"import tests.conftest, subprocess, sys; subprocess.run([sys.executable, '-c', {INHERITED!r}], check=True)"
-
-    def ignore() -> None:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-
-    started = [sys.executable, "-c", code]
-    done = subprocess.run(started, preexec_fn=ignore, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "False False False\n"
+def test_processes_that_tests_start_do_not_inherit_what_the_caller_of_the_tests_ignores() -> None:
+    started = [sys.executable, "-c", INHERITED]
+    done = subprocess.run(
+        started, preexec_fn=ignoring(*SIGNALS), capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "False\nFalse\n" * len(SIGNALS)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.observation import processes, within
+from tests.processes import ignoring
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
@@ -28,13 +29,8 @@ def toy(
     temporary = logs / "temporary"
     temporary.mkdir()
     environ = os.environ | {"TMPDIR": str(temporary)}
-
-    def ignore() -> None:
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
-
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=ignore
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=ignoring(*ignored)
     ) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "starting\n"
@@ -110,14 +106,19 @@ def test_a_terminal_that_closes_asks_more_than_once_and_kills_nobody(marker: str
         assert launcher.stdout.readline() == "interrupted ['stopped', 'stopped', 'stopped']\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_was_ignored_at_the_start_stays_so(number: signal.Signals, marker: str, tmp_path: Path) -> None:
-    """As after nohup, or in the background of a script; SIGTERM still ends the run."""
-    with toy(marker, tmp_path, "wait_for_stop", ignored=(number,)) as launcher:
+@pytest.mark.parametrize(
+    ("ignored", "number"),
+    [(signal.SIGINT, signal.SIGTERM), (signal.SIGINT, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM)],
+)
+def test_a_signal_that_was_ignored_at_the_start_stays_so(
+    ignored: signal.Signals, number: signal.Signals, marker: str, tmp_path: Path
+) -> None:
+    """As after nohup, or in the background of a script; the other signals still end the run."""
+    with toy(marker, tmp_path, "wait_for_stop", ignored=(ignored,)) as launcher:
         await_running(launcher)
+        launcher.send_signal(ignored)
         launcher.send_signal(number)
-        launcher.send_signal(signal.SIGTERM)
-    assert launcher.returncode == code(signal.SIGTERM)
+    assert launcher.returncode == code(number)
 
 
 def test_a_worker_that_does_not_stop_in_time_is_killed(marker: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +96,7 @@ def chaos(words: list[str]) -> int:
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    with _in_order(), _kept(asked.request.settings.get("run")) as (directory, keep):
+    with _kept(asked.request.settings.get("run")) as (directory, keep):
         found: list[Trial] = []
         for trial in _tried(asked, directory, console):
             found.append(trial)
@@ -211,16 +210,6 @@ def _print(asked: Asked, trial: Trial, console: Console) -> None:
         console.print(f"  {words}", markup=False)
     if not equal:
         console.print(f"  again: {asked.again(trial.schedule.seed)}", markup=False)
-
-
-@contextlib.contextmanager
-def _in_order() -> Iterator[None]:
-    """Inside, SIGTERM too has all removed that was made."""
-    former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from unisono.cli.terminal import Asked, endable, going_on_unread
+from unisono.cli.terminal import endable, ending, going_on_unread
 from unisono.cli.words import ended
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.notation import nearest
@@ -61,8 +60,7 @@ def _main(given: list[str]) -> int:
     except UnisonoError as error:
         return _say(*ended(error))
     except KeyboardInterrupt as error:
-        number = error.number if isinstance(error, Asked) else signal.SIGINT
-        return _say(f"interrupted by {signal.Signals(number).name}", 128 + number)
+        return _say(*ending(error))
     except BrokenPipeError:  # the reader of our output went away, as head does
         sys.stderr.close()
         return 1

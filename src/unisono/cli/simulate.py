@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from unisono.cli.describe import task_options
 from unisono.cli.options import given, parser
 from unisono.cli.settings import Request, request
+from unisono.cli.terminal import ending
 from unisono.errors import InvalidInput, UnisonoError
 
 if TYPE_CHECKING:
@@ -69,10 +70,11 @@ def simulate(words: list[str]) -> int:
     picture = figure.check("--plot", asked.options["--plot"]) if "--plot" in asked.options else None
     try:
         heading, forecasts = _forecasts(asked)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         # Virtual workers' threads still stand inside torch, which the interpreter's orderly end would pull away.
-        print("interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
+        said, code = ending(error)
+        print(said, file=sys.stderr, flush=True)
+        os._exit(code)
     _print(heading, forecasts)
     if asked.request.json:
         _write(asked.request.json, heading, forecasts)

@@ -25,6 +25,12 @@ class Asked(KeyboardInterrupt):
         super().__init__(number)
 
 
+def ending(error: KeyboardInterrupt) -> tuple[str, int]:
+    """What a command says, and its exit code, where `error` ends it: 130 after SIGINT, 143 after SIGTERM."""
+    number = error.number if isinstance(error, Asked) else signal.SIGINT
+    return f"interrupted by {signal.Signals(number).name}", 128 + number
+
+
 @contextmanager
 def endable() -> Iterator[None]:
     """Have SIGTERM and SIGHUP raise `Asked`, as Ctrl-C raises KeyboardInterrupt, unless they are ignored (``nohup``).
