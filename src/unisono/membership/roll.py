@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from unisono.membership.backoff import Backoff
 from unisono.membership.pulse import Pulse
+from unisono.membership.readmission import Readmission
 from unisono.membership.values import Beat, Policy, Standing
 
 
@@ -16,14 +16,14 @@ class Heard:
 
     Args:
         hung_up: the connection that it listened on has closed, and nothing was heard of it since.
-        backoff: when it may join again after an eviction.
+        readmission: when it may join again after an eviction.
         missed: it was evicted for its silence, and has not been heard since.
         ran: when its process was seen last to want a processor.
     """
 
     beat: Beat
     pulse: Pulse
-    backoff: Backoff
+    readmission: Readmission
     hung_up: bool = False
     missed: bool = False
     ran: float = float("-inf")
@@ -51,7 +51,7 @@ class Roll:
 
     def expect(self, worker: str, now: float) -> Heard:
         """That it is there is known from elsewhere."""
-        return self.heard.setdefault(worker, Heard(Beat(worker, 0), self._pulse(now), Backoff(now)))
+        return self.heard.setdefault(worker, Heard(Beat(worker, 0), self._pulse(now), Readmission(now)))
 
     def hear(self, beat: Beat, view: int, now: float) -> Beat | None:
         """The worker's beat before this one; None if this one is older. `view` is the latest one's number."""
@@ -60,7 +60,7 @@ class Roll:
             return None
         before, known.beat = known.beat, beat
         if known.missed:
-            known.backoff.come_back(now)
+            known.readmission.come_back(now)
         known.hung_up = known.missed = False
         known.pulse.least_seconds = self._least_seconds
         known.pulse.beat(now)
@@ -76,7 +76,7 @@ class Roll:
 
     def join(self, worker: str, now: float) -> None:
         """`worker` joins a view."""
-        self.heard[worker].backoff.join(now)
+        self.heard[worker].readmission.join(now)
 
     def evict(self, worker: str, members: int, now: float) -> float:
         """`worker` is silent, and a view of so many members ended for that, or is followed by one without it. Returns
@@ -84,12 +84,12 @@ class Roll:
         known = self.heard[worker]
         if not known.missed:
             known.missed = True
-            known.backoff.evict(members, now)
-        return known.backoff.pause_seconds
+            known.readmission.evict(members, now)
+        return known.readmission.pause_seconds
 
     def pauses(self, worker: str, now: float) -> bool:
         """Whether `worker` may not join yet, because it was evicted lately."""
-        return self.heard[worker].backoff.pauses(now)
+        return self.heard[worker].readmission.pauses(now)
 
     def silent(self, worker: str, now: float) -> bool:
         """Whether nothing can be heard of it: it has ended, its connection has, or its next beat is overdue."""

@@ -1,4 +1,4 @@
-"""When an evicted worker may join again: exponential backoff, so that a worker that keeps freezing costs little."""
+"""When an evicted worker may join again: after growing pauses, so that a worker that keeps freezing costs little."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LONGEST_SECONDS = 600.0
 
 
 @dataclass
-class Backoff:
+class Readmission:
     """Pauses of one worker after it was evicted for its silence.
 
     After the first eviction there is no pause, after each further one in a row the pause is twice as long. An eviction

@@ -1,18 +1,18 @@
 """How long an evicted worker pauses before it may join again."""
 
-from unisono.membership.backoff import Backoff
+from unisono.membership.readmission import Readmission
 
 MEMBERS = 3
 
 
 def pauses(stays_seconds: list[float], members: int = MEMBERS) -> list[float]:
     """After evictions that follow such stays in the view."""
-    backoff, now, found = Backoff(0.0), 0.0, []
+    readmission, now, found = Readmission(0.0), 0.0, []
     for stay in stays_seconds:
-        backoff.join(now)
+        readmission.join(now)
         now += stay
-        backoff.evict(members, now)
-        found.append(backoff.pause_seconds)
+        readmission.evict(members, now)
+        found.append(readmission.pause_seconds)
     return found
 
 
@@ -26,10 +26,10 @@ def test_who_stays_for_long_begins_anew() -> None:
 
 
 def test_a_pause_begins_when_the_worker_is_back() -> None:
-    backoff = Backoff(0.0)
+    readmission = Readmission(0.0)
     for now in (1.0, 2.0):
-        backoff.evict(MEMBERS, now)
-    assert not backoff.pauses(2.0)
-    backoff.come_back(50.0)
-    assert backoff.pauses(50.9)
-    assert not backoff.pauses(51.0)
+        readmission.evict(MEMBERS, now)
+    assert not readmission.pauses(2.0)
+    readmission.come_back(50.0)
+    assert readmission.pauses(50.9)
+    assert not readmission.pauses(51.0)
