@@ -34,6 +34,7 @@ from unisono.work import work
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 LONGEST_SECONDS = 60.0  # that anything is waited for
+_FAILED_SECONDS = 1.0  # in which a failure is told
 
 
 @dataclass
@@ -51,9 +52,14 @@ class UnderWay:
     line: Line
 
     def wait(self, kind: str) -> tuple[int, Mapping[str, Any]]:
-        """The next message of that kind, and the rank of the worker that reported it."""
+        """The next message of that kind, and the rank of the worker that reported it. Where all workers have ended,
+        their error is raised."""
         while True:
-            rank, message = json.loads(self.ear.recv(1 << 16))
+            try:
+                rank, message = json.loads(self.ear.recv(1 << 16))
+            except TimeoutError:
+                self.workers.results()
+                raise
             if message.get("kind") == kind:
                 return rank, message
 
@@ -111,7 +117,8 @@ def under_way(
             line = Line(contact)
             names = [host.name for host in hosts]
             settings = {"threads": 1, "workers": workers, **settings}
-            with processes.start(workers, _attend, fault, settings, path, contact, f"{meeting}/ear", names) as started:
+            told = (fault, settings, path, contact, f"{meeting}/ear", names)
+            with processes.start(workers, _attend, *told, timeout_seconds=_FAILED_SECONDS) as started:
                 yield UnderWay(started, ear, path, line)
             line.close()
 
@@ -150,8 +157,8 @@ def _attend(
     if names:
         with open(f"/run/netns/{names[rank]}") as namespace:
             assert not ctypes.CDLL(None).setns(namespace.fileno(), NEW_NETWORK)
-    who = Identity(rank, size, rank, size, "", "unisono")
-    os.environ["UNISONO_RANK"] = str(rank)
+    who = Identity(rank, size, rank, size, f"file://{path}/unused", "unisono")  # views are met by the contact
+    os.environ.update(who.environ())
     logging.getLogger("unisono").addHandler(logging.FileHandler(path / f"worker-{rank}.log"))
     mouth = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     mouth.connect(ear)
