@@ -528,6 +528,19 @@ def test_a_killed_worker_is_replaced_where_workers_come_and_go(home: Path) -> No
     assert weights(home / "replaced") == weights(home / "whole")
 
 
+def test_workers_go_on_without_a_forkserver_and_another_one_replaces_them(home: Path) -> None:
+    with under_way(home, "unforked", *EXACT) as process:
+        by_name = {name: pid for pid, name in session(process.pid).items()}
+        os.kill(by_name["unisono forkserver"], signal.SIGKILL)
+        assert within(30, lambda: by_name["unisono forkserver"] not in session(process.pid))
+        os.kill(by_name["unisono worker 1"], signal.SIGKILL)
+        words = said(process)
+    assert process.returncode == 0, words
+    assert "the forkserver was killed by SIGKILL (out of memory?): workers go on, and the next one that" in words
+    assert "worker 1 was killed by SIGKILL (out of memory?): 1 goes on, another one is started" in words
+    assert weights(home / "unforked") == weights(home / "whole")
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("coming_and_going", [False, True])
 def test_a_disk_that_fills_up_to_the_last_byte_does_not_end_the_run(coming_and_going, home, tmp_path) -> None:

@@ -140,10 +140,36 @@ def test_what_the_workers_started_ends_with_them(number: signal.Signals, marker:
     assert within(5, lambda: not processes(str(meeting)))
 
 
-@pytest.mark.parametrize("role", ["forkserver", "worker 1"])
-def test_a_killed_process_of_the_run_ends_the_run(role: str, marker: str, tmp_path: Path) -> None:
+def kill(marker: str, role: str) -> None:
+    os.kill(next(pid for pid, name in processes(marker).items() if name.endswith(role)), signal.SIGKILL)
+
+
+def test_a_killed_worker_ends_the_run(marker: str, tmp_path: Path) -> None:
     with toy(marker, tmp_path, "ignore_stop") as launcher:
         await_running(launcher)
-        pid = next(pid for pid, name in processes(marker).items() if name.endswith(role))
-        os.kill(pid, signal.SIGKILL)
+        kill(marker, "worker 1")
     assert launcher.returncode == 1
+
+
+def test_workers_outlive_a_forkserver_that_is_killed(marker: str, tmp_path: Path) -> None:
+    with toy(marker, tmp_path, "wait_for_stop") as launcher:
+        await_running(launcher)
+        kill(marker, "forkserver")
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "running 0\n"  # a notice
+        assert sum("worker" in name for name in processes(marker).values()) == 3
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stdout.readline() == "interrupted ['stopped', 'stopped', 'stopped']\n"
+
+
+def test_without_a_forkserver_workers_die_with_the_launcher(marker: str, tmp_path: Path) -> None:
+    with toy(marker, tmp_path, "ignore_stop") as launcher:
+        await_running(launcher)
+        kill(marker, "forkserver")
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "running 0\n"
+        launcher.kill()
+        launcher.wait()
+        assert within(5, lambda: not processes(marker))
+        for meeting in (tmp_path / "temporary").iterdir():  # of which nobody is left who could remove it
+            meeting.rmdir()

@@ -186,16 +186,19 @@ class Crew:
                 self._fail(what)
 
     def _hear_server(self) -> None:
-        news = self._server.receive()
-        if news is None:
-            self._bury_all(*self._server.autopsy())
-        elif "pid" in news:
-            member = self._members[news["rank"]]
-            member.pid = news["pid"]
-            self._succession.began(member.rank, member.pid)
-            self._tell(member)
-        elif "status" in news:
-            self._bury(self._members[news["rank"]], news["status"])
+        for news in self._server.receive():
+            if "pid" in news:
+                member = self._members[news["rank"]]
+                member.pid = news["pid"]
+                self._succession.began(member.rank, member.pid)
+                self._tell(member)
+            elif "status" in news:
+                self._bury(self._members[news["rank"]], news["status"])
+            elif "words" in news:
+                self._on_message(0, {"kind": "notice", "text": news["words"]})
+            elif "ended" in news:
+                status, said = self._server.autopsy()
+                raise WorkerFailed(0, f"lost with the forkserver, which was {failure.describe(status)}", said)
 
     def _bury(self, member: Member, status: int) -> None:
         """`member` has ended; hear its last words first."""
@@ -234,16 +237,6 @@ class Crew:
             self._members[member.rank] = self._start(member.order)
         elif verdict.another_in_seconds is not None:
             self._awaited[member.rank] = time.monotonic() + verdict.another_in_seconds
-
-    def _bury_all(self, status: int, said: str) -> None:
-        """The server has ended, and by that all workers."""
-        reason = f"lost with the forkserver, which was {failure.describe(status)}"
-        left = [member for member in self._members if not member.ended]
-        if not left:
-            raise WorkerFailed(0, reason, said)
-        for member in left:
-            member.ended = True
-        self._fail(Failure(left[0].rank, time.monotonic(), reason, said))
 
     def _fail(self, what: Failure) -> None:
         self._failures.append(what)

@@ -8,8 +8,9 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 
 
 def die_with(parent: int) -> None:
@@ -82,7 +83,23 @@ def _status(number: str) -> list[str]:
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
 
 
+def adopts() -> bool:
+    """Whether this process becomes the parent of descendants whose parent has ended."""
+    found = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found))
+    return bool(found.value)
+
+
+def adopt(descendants: bool) -> None:
+    """From now on, have this process become their parent, or the next process above that does."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(descendants))
+
+
 def _set_death_signal(number: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _prctl(option: int, value: Any) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
