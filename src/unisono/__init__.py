@@ -6,9 +6,11 @@ The public names load on first use, so that the command line is up before torch 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing would take most of the time that this import takes
 if TYPE_CHECKING:
+    from typing import Any
+
     from unisono.badstep import RollBack as RollBack
     from unisono.badstep import Skip as Skip
     from unisono.badstep import Stop as Stop

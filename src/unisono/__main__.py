@@ -1,8 +1,15 @@
 """``python -m unisono`` is ``unisono``."""
 
+import signal
 import sys
 
-from unisono.cli import main
+from unisono import early
+
+early.listen()
+try:
+    from unisono.cli import main as main
+except KeyboardInterrupt:
+    early.end(signal.SIGINT)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -73,6 +73,27 @@ def test_sigterm_ends_chaos_in_words_and_leaves_no_directory(
     assert not list(tmp_path.iterdir())
 
 
+IMPORTING = """
+import os, runpy, signal, sys
+
+class Asks:
+    def find_spec(name, *_):
+        if name == "unisono.cli.command":
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Asks)
+runpy.run_module("unisono", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_the_command_is_imported_is_one_sentence(number: signal.Signals) -> None:
+    line = [sys.executable, "-c", IMPORTING, number.name]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + number, f"interrupted by {number.name}\n")
+
+
 OPENS = """
 import os, sys
 from unisono.cli.terminal import going_on_unread

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from unisono import early
 from unisono.streams import unfailing
 
 
@@ -46,7 +47,9 @@ def endable() -> Iterator[None]:
         raise Asked(number)
 
     former = {
-        n: signal.signal(n, ask) for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL
+        n: signal.signal(n, ask)
+        for n in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(n) in (signal.SIG_DFL, early.end)
     }
     try:
         yield
