@@ -166,3 +166,30 @@ def test_a_script_of_torch_distributed_runs_as_under_torchrun(tmp_path: Path) ->
     ours = printed([*UNISONO, "launch", "--workers", "2", "ddp.py"], tmp_path).splitlines()
     assert ours[-1] == theirs[-1]
     assert ours[0] == "listens on {'0100007F'}"
+
+
+LEAVING = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+for _ in range(9):
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        END
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("sys.exit(0)", "; worker 1 had ended before: user code called sys.exit(0) on leaving.py:10 <module>\n"),
+        ("raise ValueError('bad')", "\n\nworker 1 failed: ValueError: bad\n"),
+    ],
+)
+def test_the_cause_of_an_error_of_torch_distributed_is_named(end: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING.replace("END", end))
+    line = [*UNISONO, "launch", "--workers", "2", "leaving.py"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert (done.returncode, done.stderr.endswith(said)) == (1, True), done.stderr

@@ -30,6 +30,8 @@ def test_the_earliest_that_is_no_consequence(failures: list[tuple[int, float, bo
 def test_who_had_ended_before_is_named() -> None:
     found = first_cause([Failure(0, 1.0, "worker 1 lost", consequence=True)], {1: "its script came to its end"})
     assert found.reason == "worker 1 lost; worker 1 had ended before: its script came to its end"
+    found = first_cause([Failure(0, 1.0, "ValueError: bad")], {1: "its script came to its end"})
+    assert found.reason == "ValueError: bad"
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,12 @@ class Failure:
 
 def first_cause(failures: Iterable[Failure], endings: Mapping[int, str] = MappingProxyType({})) -> Failure:
     """The earliest failure that is no consequence of another; the earliest of all where every one is, with the lines
-    on which the workers were. With `endings`, in words, of workers that had ended before, which may be the cause."""
+    on which the workers were, and with the `endings`, in words, of those that had ended before, the likely cause."""
     known = list(failures)
     first = min(known, key=lambda failure: (failure.consequence, failure.at_seconds, failure.rank))
-    lines = {failure.rank: failure.line for failure in known if failure.line} if first.consequence else {}
+    if not first.consequence:
+        return first
+    lines = {failure.rank: failure.line for failure in known if failure.line}
     where = ", ".join(f"worker {rank} was at {line}" for rank, line in sorted(lines.items()))
     before = [f"worker {rank} had ended before: {how}" for rank, how in sorted(endings.items())]
     more = [*([where] if len(lines) > 1 else []), *before]

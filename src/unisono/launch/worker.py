@@ -203,8 +203,14 @@ def _describe(error: BaseException) -> dict[str, Any]:
         found["said"] = ["Interrupted", [error.number, [], error.words]]
     elif isinstance(error, KeyboardInterrupt):  # how SIGTERM reaches a script: a worker ignores SIGINT
         found["said"] = ["Interrupted", [signal.SIGTERM, [], f"the script was at {line}" if line else ""]]
-    consequence = isinstance(error, CommunicationError)
+    consequence = isinstance(error, CommunicationError) or _in_torchs_groups(error)
     return found | {"traceback": _traceback(error), "consequence": consequence, "line": line}
+
+
+def _in_torchs_groups(error: BaseException) -> bool:
+    """Whether torch.distributed raised it, as it does where another worker is gone."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, RuntimeError) and bool(frames) and "/torch/distributed/" in frames[-1].filename
 
 
 def _reason(error: BaseException) -> str:
