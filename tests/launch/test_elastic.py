@@ -339,7 +339,7 @@ def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     for step in range(9, 1200):  # as often as it may be in a run of days
         assert succession.lost(fallen(1), 3, 0.0).another_in_seconds == 60
-        succession.heard({"kind": "progress", "step": step + 1})
+        others.count = StepCount(step + 1, step + 1)
     assert succession.lost(fallen(1), 3, 99.0).another_in_seconds == 0
 
 
