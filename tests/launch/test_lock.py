@@ -115,6 +115,7 @@ def test_it_goes_with_a_directory_that_is_removed(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(fcntl, "flock", late)
     with held(tmp_path, Holder.here()):
         assert (tmp_path / LOCK).exists()
+        monkeypatch.setattr(lock, "_ENDING_SECONDS", 0.2)  # this process has it, so that the other one waits
         with pytest.raises(InvalidInput):
             taken(tmp_path, other())
 
