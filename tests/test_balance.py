@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -208,21 +209,17 @@ def test_under_a_layout_it_is_refused_too() -> None:
 
 
 class SlowDisk(Noisy):
-    """Takes `seconds` for a sample in the process that is the first to ask for one."""
+    """Takes `seconds` for a sample in the process that is the first to make it, and in those that it forks."""
 
     def __init__(self, seconds: float, mark: str) -> None:
         super().__init__(96, 0.0)
-        self._seconds, self._mark, self._slow = seconds, mark, False
-        self._asked = False
+        self._seconds, self._slow = seconds, False
+        if seconds:
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+                self._slow = True
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._seconds and not self._asked:
-            self._asked = True
-            try:
-                os.close(os.open(self._mark, os.O_CREAT | os.O_EXCL))
-                self._slow = True
-            except FileExistsError:
-                pass
         if self._slow:
             time.sleep(self._seconds)
         return super().__getitem__(i)

@@ -25,7 +25,7 @@ from tests.training import regression, source, start, train
 from unisono import Cosine, Evaluation, Task
 from unisono.batch import to_device
 from unisono.comm import Alone
-from unisono.errors import InvalidInput
+from unisono.errors import InvalidInput, RunFailed
 from unisono.evaluate import Evaluator
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.order import Carried, Order
@@ -267,7 +267,7 @@ def test_a_schedule_that_returns_no_factor_is_named_with_the_step(factor, said, 
         settle(task, {"steps": 4})
     task = replace(task, schedule=lambda step, steps: factor if step else 1.0)
     order = Order(Carried.of(task), {"steps": 4}, tmp_path, time.time())
-    with pytest.raises(InvalidInput, match=rf"schedule\(1, 4\) = {said}: not a factor"):
+    with pytest.raises(RunFailed, match=rf"worker 0 after 1 step: schedule\(1, 4\) = {said}: not a factor"):
         work(Worker(Identity(), lambda message: None, StopRequest()), order)
 
 

@@ -175,7 +175,7 @@ class Life:
         except (Exception, SystemExit) as error:
             if not self.step_seconds or self.reached is None:
                 raise
-            done = f"after {self.reached.steps:,} steps"
+            done = f"after {self.reached.steps:,} step{'s' * (self.reached.steps != 1)}"
             if isinstance(error, InvalidInput):
                 raise RunFailed(f"worker {self.worker.identity.rank} {done}: {error}") from error
             error.add_note(done)

@@ -22,7 +22,7 @@ def test_an_error_in_one_worker_is_named_with_its_line(fault, reason, tmp_path) 
     assert isinstance(error, WorkerFailed)
     assert error.rank == 1
     assert re.search(reason, error.reason), error.reason
-    assert fault != "file" or re.search(r"\(sample \d+, of step 1, micro-batch 3\)", error.reason)
+    assert fault != "file" or re.search(r"\(sample \d+, of step 1, micro-batch 3, after 1 step\)", error.reason)
     assert f'{PLANTED}", line {line_of(fault)}' in error.traceback
 
 

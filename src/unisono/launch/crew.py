@@ -288,7 +288,7 @@ class Crew:
         endings = {member.rank: member.ending for member in self._members if member.ending}
         cause = failure.first_cause(self._failures, endings).error() if self._failures else None
         if isinstance(cause, InvalidInput) and self._furthest:  # of a worker that came later
-            cause = RunFailed(f"after {self._furthest} steps: {cause}")
+            cause = RunFailed(f"after {self._furthest} step{'s' * (self._furthest != 1)}: {cause}")
         results = [member.result for member in self._members]
         if self._signal is not None:
             complete = self._over or all(member.returned for member in self._members)

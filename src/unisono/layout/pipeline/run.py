@@ -249,7 +249,7 @@ class Pipeline:
         which all of them make where one needs it."""
         lengths = [len(inputs) for _, _, inputs in runs]
         digest = float(zlib.crc32(repr(lengths).encode()))
-        most, least, *new = self._most([digest, -digest, *self._new(runs)], 2 + sum(lengths))
+        most, least, *new = self._most([digest, -digest, *self._new(runs)], agreed_numbers(sum(lengths)))
         if most != -least:
             runs = [(first + i, shapes, [one]) for first, shapes, inputs in runs for i, one in enumerate(inputs)]
             new = self._most(self._new(runs), len(runs))
@@ -365,6 +365,11 @@ class Pipeline:
                     self._wire.send(near, self._worker(place + 1))
         self._wire.flush()
         return outputs
+
+
+def agreed_numbers(micro_batches: int) -> int:
+    """How many numbers of 8 bytes pipelines beside each other send in a step to agree on their passes."""
+    return 2 + micro_batches
 
 
 def separable(arrives: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
