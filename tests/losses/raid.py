@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.losses.tasks import FIRST, LAST, STEPS, allow
 from unisono.cli import main
 from unisono.launch import local
 from unisono.launch.seen import Seen
@@ -122,7 +123,7 @@ class Raiding(Seen):
         _await_steps(run, self.plan.first_step)
         with self._news:
             self._news.wait_for(lambda: self._there)
-        for strike in self.plan.strikes:
+        for number, strike in enumerate(self.plan.strikes, 1):
             with self._news:
                 begun, taken = self._begun, len(steps(run))
                 if strike.heir:
@@ -133,6 +134,7 @@ class Raiding(Seen):
             if strike.step:
                 _await_steps(run, taken + 1)
             self._strike(strike, run)
+            allow(self.plan.over, FIRST + (STEPS - LAST - FIRST) * number // len(self.plan.strikes))
         Path(self.plan.over).touch()
 
     def _strike(self, strike: Strike, run: Path) -> None:
@@ -148,7 +150,8 @@ class Raiding(Seen):
 
 
 def _await_steps(run: Path, number: int) -> None:
-    while len(steps(run)) < number:
+    """Also returns where no further step is begun before the raid is over."""
+    while len(taken := steps(run)) < number and taken[-1:] != [STEPS - LAST]:
         time.sleep(0.01)
 
 

@@ -17,21 +17,35 @@ from unisono import Task
 STEPS, LAST = 60, 6
 """Steps of a run, and how many of them are taken after the raid."""
 SAMPLES, BATCH = 48, 24
-STEP_SECONDS = 0.03
+FIRST = 14
+"""Steps that are taken quickly before the first worker is killed."""
+STEP_SECONDS, SLOW_SECONDS = 0.03, 0.4
 
 
 def paced(over: str) -> Callable[[int, int], float]:
-    """A schedule of constant factor 1; a step takes a while as long as there is no file `over`, and the last ones are
-    not begun."""
+    """A schedule of constant factor 1. As long as there is no file `over`, a step takes a while, those that are not
+    `allow`ed yet a long while, and the last ones are not begun: a raid finds steps to await however long it takes."""
 
     def factor(step: int, steps: int) -> float:
         while over and not Path(over).exists():
-            time.sleep(STEP_SECONDS)
+            time.sleep(STEP_SECONDS if step < _allowed(over) else SLOW_SECONDS)
             if step < steps - LAST:
                 break
         return 1.0
 
     return factor
+
+
+def allow(over: str, steps: int) -> None:
+    """So many steps may be taken quickly before there is a file `over`."""
+    file = Path(over).with_name("allowed")
+    file.with_suffix(".new").write_text(str(steps))
+    file.with_suffix(".new").rename(file)
+
+
+def _allowed(over: str) -> int:
+    file = Path(over).with_name("allowed")
+    return int(file.read_text()) if file.exists() else FIRST
 
 
 def gpt(*, over: str = "") -> Task:
