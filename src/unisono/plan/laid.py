@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import get_process_group_ranks
 
 from unisono.assemble import Feed, autocast_of, model_of
 from unisono.config import Config
@@ -27,7 +26,6 @@ from unisono.layout.expert import standing_in
 from unisono.layout.imagined import Imagined, imagined
 from unisono.layout.known import Known
 from unisono.layout.pipeline import split
-from unisono.layout.pipeline.run import agreed_numbers
 from unisono.layout.pipeline.schedules import worker_of
 from unisono.layout.pipeline.stage import by_name
 from unisono.layout.pipeline.wire import outline
@@ -261,8 +259,7 @@ def _crossing(places: Places, rank: int, held: Any, work: Work) -> Counter[Messa
         if rank in holders and len(holders) > 1:
             size = places_bytes(held.leaves[name], places, rank, held.leaves[name].element_size())
             found[Message("send", holders, size)] += len(holders) - 1
-    for group in pipeline.beside:
-        found[Message("all-reduce", tuple(get_process_group_ranks(group)), 8 * agreed_numbers(work.micro_batches))] += 1
+    found.update(Message("all-reduce", ranks, nbytes) for ranks, nbytes in pipeline.agreements(work.micro_batches))
     return found
 
 

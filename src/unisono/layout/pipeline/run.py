@@ -249,7 +249,7 @@ class Pipeline:
         which all of them make where one needs it."""
         lengths = [len(inputs) for _, _, inputs in runs]
         digest = float(zlib.crc32(repr(lengths).encode()))
-        most, least, *new = self._most([digest, -digest, *self._new(runs)], agreed_numbers(sum(lengths)))
+        most, least, *new = self._most([digest, -digest, *self._new(runs)], _agreed_numbers(sum(lengths)))
         if most != -least:
             runs = [(first + i, shapes, [one]) for first, shapes, inputs in runs for i, one in enumerate(inputs)]
             new = self._most(self._new(runs), len(runs))
@@ -271,6 +271,12 @@ class Pipeline:
         """1 for each run whose schedule is not kept, nor made for a run before it."""
         keys = [(shapes, len(inputs)) for _, shapes, inputs in runs]
         return [float(key not in self._ready and key not in keys[:place]) for place, key in enumerate(keys)]
+
+    def agreements(self, micro_batches: int) -> list[tuple[tuple[int, ...], int]]:
+        """The messages of a step by which the workers beside this one agree on their passes: ranks, and bytes."""
+        return [
+            (tuple(dist.get_process_group_ranks(group)), 8 * _agreed_numbers(micro_batches)) for group in self.beside
+        ]
 
     def _most(self, numbers: Sequence[float], width: int) -> list[float]:
         """The largest of each number on all workers beside this one; `width` is the same on all."""
@@ -367,11 +373,6 @@ class Pipeline:
         return outputs
 
 
-def agreed_numbers(micro_batches: int) -> int:
-    """How many numbers of 8 bytes pipelines beside each other send in a step to agree on their passes."""
-    return 2 + micro_batches
-
-
 def separable(arrives: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
     """Whether torch's zero-bubble schedules can take the gradients of a stage's inputs first and its weights' later.
 
@@ -388,6 +389,10 @@ def separable(arrives: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
                 seen.add(following)
                 nodes.append(following)
     return any(v.requires_grad for v in arrives) and max(uses.values(), default=0) <= 1
+
+
+def _agreed_numbers(micro_batches: int) -> int:
+    return 2 + micro_batches
 
 
 def _shapes(inputs: Mapping[str, Any]) -> Any:
