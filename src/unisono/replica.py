@@ -203,6 +203,7 @@ class Replica:
 
     def enter(self, micro_batch: int, weight: float) -> None:
         """Before the forward pass of `micro_batch`, which counts `weight` in the mean."""
+        self._hand_over(self._sync.fold)
         self._micro_batch, self._weight = micro_batch, weight
         self._control[self._count + micro_batch] = weight
         if self.held.pipeline is None:
@@ -273,6 +274,7 @@ class Replica:
             self._take_what_lies_there()
             for name, gradient in self._late.items():
                 self._arrived(name, gradient)
+            self._hand_over(self._sync.fold)
         if self._word is not None:
             self._close_spread()
         return Step(self, self._sync.settle())
@@ -354,12 +356,16 @@ class Replica:
         if self._failed is not None or not math.isfinite(self._control[self._micro_batch]):
             return  # such a step is not applied
         weight = 1.0 if self._weighted else self._weight / self._reference
+        self._hand_over(self._sync.offer, name, gradient.detach() if gradient.requires_grad else gradient, weight)
+
+    def _hand_over(self, give: Callable[..., None], *what: Any) -> None:
+        """``give(*what)`` to the synchronizer; gradients that it cannot hold are those of this micro-batch."""
         try:
-            self._sync.offer(name, gradient.detach() if gradient.requires_grad else gradient, weight)
+            give(*what)
         except ValueError as error:
             if not self._drops:
                 raise
-            LOG.warning("micro-batch %d, %s: %s", self._micro_batch, name, error)
+            LOG.warning("micro-batch %d, %s", self._micro_batch, error)
             # Control words are sent when all gradients are through.
             self._control[self._micro_batch] = self._said[self._micro_batch] = UNFIT
         except CommunicationError as error:

@@ -104,6 +104,19 @@ def start_allocated_sum(comm: Communicator, dtype: torch.dtype, shape: tuple[int
     return work, lambda result: same(result, expected) and not whole[:3].any()
 
 
+def start_narrowed_sum(comm: Communicator, dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Any:
+    """Float64 parts of one allocated tensor, side by side and under way together: one sum is converted, one is not."""
+    parts = [sample(rank, dtype, shape, seed).double() for rank in range(comm.size)]
+    n = parts[0].numel()
+    whole = comm.allocate(2 * n, torch.float64)
+    left, right = whole[:n].view(shape), whole[n:].view(shape)
+    for part in (left, right):
+        part.copy_(parts[comm.rank])
+    kept, narrowed = comm.sum(left), comm.sum(right, torch.float32)
+    expected = in_order(parts)
+    return narrowed, lambda result: same(result, expected.float()) and same(kept.wait(), expected)
+
+
 STARTS: dict[str, Callable[..., Any]] = {
     "sum": start_sum,
     "gather": start_gather,
@@ -111,6 +124,7 @@ STARTS: dict[str, Callable[..., Any]] = {
     "exchange": start_exchange,
     "swap": start_swap,
     "allocated_sum": start_allocated_sum,
+    "narrowed_sum": start_narrowed_sum,
 }
 
 
@@ -204,7 +218,7 @@ def any_sequence_of_verbs_works(comm: Communicator, rounds: int, longest_pause_s
     under_way: list[Any] = []
     lanes = [comm, comm.lane("other")]
     for seed in range(rounds):
-        verb = verbs.choice([verb for verb in STARTS if verb != "allocated_sum"])
+        verb = verbs.choice([verb for verb in STARTS if "_sum" not in verb])
         shape = (verbs.choice([0, 1, 3, 100, 5000]),)
         lane, dtype = verbs.choice(lanes), verbs.choice(DTYPES)
         under_way.append(((verb, dtype, shape), STARTS[verb](lane, dtype, shape, seed)))

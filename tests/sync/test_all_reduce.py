@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.sync.nets import plain, sgd, train
+from unisono.badstep import UNFIT
 from unisono.comm import simulate
 from unisono.compress import Cast, Exact
 from unisono.errors import UnisonoError
@@ -69,9 +70,9 @@ def test_buckets_are_launched_while_backward_runs_and_in_order() -> None:
             def __getattr__(self, name):
                 return getattr(comm, name)
 
-            def sum(self, x):
+            def sum(self, x, dtype=None):
                 starts.append(x.numel())
-                return comm.sum(x)
+                return comm.sum(x, dtype)
 
         given = parameters(100, 200, 300, 400)
         bound = AllReduce(bucket_bytes=1, first_bytes=1).bind(given, Watched(), Cast(), Loop(sgd(given.values())))
@@ -86,6 +87,39 @@ def test_buckets_are_launched_while_backward_runs_and_in_order() -> None:
         return starts[:3]
 
     assert simulate(1, run) == [[400, 304, 208]]
+
+
+class Branches(nn.Module):
+    """A branch is chosen by the input, and the other one gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+
+    def forward(self, x):
+        return (self.left if x[0, 0] < 0 else self.right)(x)
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_a_gradient_that_is_refused_is_named_with_its_micro_batch(bad, caplog) -> None:
+    """The branches take turns, so that no micro-batch has the gradients of a whole bucket."""
+
+    def run(comm):
+        torch.manual_seed(0)
+        model = Branches()
+        replica = Replica(model, sgd(model.parameters()), comm, sync=AllReduce(), compress=Exact(),
+                          micro_batches=4, reference=4.0, drops=True)  # fmt: skip
+        for m in range(4):
+            replica.enter(m, 1.0)
+            out = model(torch.full((1, 3), 1e9 if m == bad else 1.0) * (-1) ** m)
+            replica.leave(1.0, last=m == 3)
+            replica.backward(out.sum())
+        return replica.settle().losses
+
+    [losses] = simulate(1, run)
+    assert [loss == UNFIT for loss in losses] == [m == bad for m in range(4)]
+    branch = "left" if bad % 2 else "right"
+    assert [r.getMessage() for r in caplog.records if f"micro-batch {bad}, {branch}.weight: " in r.getMessage()]
 
 
 def test_a_gradient_after_its_exchange_is_refused_with_the_cure() -> None:

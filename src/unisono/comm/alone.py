@@ -46,8 +46,8 @@ class Alone:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
-    def sum(self, x: Tensor) -> Finished[Tensor]:
-        return Finished(x)
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Finished[Tensor]:
+        return Finished(x.to(dtype or x.dtype))
 
     def gather(self, x: Tensor) -> Finished[Tensor]:
         return Finished(x.detach().clone().unsqueeze(0))

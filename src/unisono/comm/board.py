@@ -63,20 +63,24 @@ class Slice:
     """
 
     def __init__(self, buffers: Sequence[Tensor], result: Tensor, rank: int, place: int) -> None:
-        size, numel, width = len(buffers), result.numel(), result.element_size()
+        size, numel, width = len(buffers), result.numel(), buffers[0].element_size()
         line = max(1, _LINE_BYTES // width)
         step = -(-numel // (size * line)) * line
         low, high = min(rank * step, numel), min((rank + 1) * step, numel)
         self._parts = [buffer[low:high] for buffer in buffers]
         self._target = result[low:high]
+        same = result.dtype == buffers[0].dtype
+        self._sum = self._target if same else torch.empty_like(self._parts[0])
         self.result, self.place = result, place
         # Peers read this worker's buffer outside its own slice, and each reads the slice that this one has
         # added up.
-        self.bytes_read = (numel - (high - low) + (size - 1) * (high - low)) * width
+        self.bytes_read = (numel - (high - low)) * result.element_size() + (size - 1) * (high - low) * width
 
     def add_up(self) -> None:
-        """Add in the order of ranks, in the tensor's own dtype."""
+        """Add in the order of ranks, in the tensor's own dtype, and convert what comes of it to the result's."""
         first, second, *others = self._parts
-        torch.add(first, second, out=self._target)
+        torch.add(first, second, out=self._sum)
         for other in others:
-            self._target.add_(other)
+            self._sum.add_(other)
+        if self._sum is not self._target:
+            self._target.copy_(self._sum)

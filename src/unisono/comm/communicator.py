@@ -64,9 +64,10 @@ class Communicator(Services, Protocol):
     def allocate(self, numel: int, dtype: dtype) -> Tensor:
         """A zeroed flat tensor that `sum` takes without copying it. All peers allocate alike, in the same order."""
 
-    def sum(self, x: Tensor) -> Work[Tensor]:
+    def sum(self, x: Tensor, dtype: dtype | None = None) -> Work[Tensor]:
         """The sum over all peers, added in the order of ranks where the backend can promise an order.
 
+        It is added in the dtype of `x`, and converted to `dtype` (None: that of `x`) once, after the last addition.
         The result has the shape of `x`, is to be read only, may be memory shared with peers or `x` itself, and is
         valid until this worker starts the next `sum` of the same `x`.
         """

@@ -75,9 +75,9 @@ class Faulty:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.comm.allocate(numel, dtype)
 
-    def sum(self, x: Tensor) -> Work[Tensor]:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Work[Tensor]:
         self._keep("sum")
-        return self.comm.sum(x)
+        return self.comm.sum(x, dtype)
 
     def gather(self, x: Tensor) -> Work[Tensor]:
         self._keep("gather")

@@ -89,7 +89,7 @@ class SharedMemory(Conversation):
         self._turn = 0
         self._sequence = 0
         self._allocations: list[Tensor] = []
-        self._slices: dict[tuple[int, int, torch.dtype], Slice] = {}
+        self._slices: dict[tuple[int, int, torch.dtype, torch.dtype], Slice] = {}
         self._halves: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
 
     # The verbs.
@@ -107,10 +107,11 @@ class SharedMemory(Conversation):
         self._allocations.append(memory)
         return memory[self.rank * stride :][:nbytes].view(dtype)
 
-    def sum(self, x: Tensor) -> Operation[Tensor]:
-        part = self._slice_of(x)
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Operation[Tensor]:
+        dtype = dtype or x.dtype
+        part = self._slice_of(x, dtype)
         if part is None:
-            return self._begin("sum", self._sum_by_mail(self._head("sum", x.numel(), x.dtype), x.detach()))
+            return self._begin("sum", self._sum_by_mail(self._head("sum", x.numel(), x.dtype), x.detach(), dtype))
         head = self._head("sum", x.numel(), x.dtype, place=part.place)
         return self._begin("sum", self._sum_in_place(head, x, part))
 
@@ -258,7 +259,7 @@ class SharedMemory(Conversation):
             drain(i, turn)
             self._finish(turn)
 
-    def _sum_by_mail(self, head: bytes, x: Tensor) -> Steps[Tensor]:
+    def _sum_by_mail(self, head: bytes, x: Tensor, dtype: torch.dtype) -> Steps[Tensor]:
         """Everybody adds up everybody's mail: one wait, where slices would need two."""
         whole = x.to(torch.float32) if _is_narrow(x.dtype) else x
         flat = whole.reshape(-1)
@@ -278,7 +279,7 @@ class SharedMemory(Conversation):
 
         yield from self._mail(head, len(chunks), fill, drain)
         self._family.bytes_sent += (self.size - 1) * flat.nbytes
-        return flat.view(x.shape).to(x.dtype)
+        return flat.view(x.shape).to(x.dtype).to(dtype)
 
     def _gather(self, head: bytes, x: Tensor) -> Steps[Tensor]:
         rows = torch.empty((self.size, *x.shape), dtype=x.dtype)
@@ -407,18 +408,20 @@ class SharedMemory(Conversation):
             self._halves[dtype] = even, odd
         return self._halves[dtype]
 
-    def _slice_of(self, x: Tensor) -> Slice | None:
-        """What to add up where `x` lies in allocated memory; a part of an allocated tensor will do."""
-        key = x.data_ptr(), x.numel(), x.dtype
+    def _slice_of(self, x: Tensor, dtype: torch.dtype) -> Slice | None:
+        """What to add up where `x` lies in allocated memory, and has room for the sum as `dtype`; a part of an
+        allocated tensor will do."""
+        key = x.data_ptr(), x.numel(), x.dtype, dtype
         found = self._slices.get(key)
-        if found is not None or not x.numel():
+        if found is not None or not x.numel() or dtype.itemsize > x.element_size():
             return found
         for index, memory in enumerate(self._allocations):
             stride = memory.numel() // (self.size + 1)
             offset = x.data_ptr() - memory.data_ptr() - self.rank * stride
             if 0 <= offset < stride and x.is_contiguous():
-                views = [memory[owner * stride + offset :][: x.nbytes].view(x.dtype) for owner in range(self.size + 1)]
-                self._slices[key] = Slice(views[:-1], views[-1], self.rank, (index << 40) + offset)
+                *buffers, room = (memory[owner * stride + offset :][: x.nbytes] for owner in range(self.size + 1))
+                result = room[: x.numel() * dtype.itemsize].view(dtype)
+                self._slices[key] = Slice([b.view(x.dtype) for b in buffers], result, self.rank, (index << 40) + offset)
                 return self._slices[key]
         return None
 

@@ -283,6 +283,7 @@ class _Part(VirtualWork, Generic[T]):
     """One worker's part in a message: what it sent, and the `Work` that it was given."""
 
     result: Callable[[], T]
+    dtype: torch.dtype
 
     def __init__(
         self,
@@ -356,10 +357,10 @@ class Simulated:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    def sum(self, x: Tensor) -> _Part[Tensor]:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> _Part[Tensor]:
         """As the contract. Afterwards `x` holds noise (not a number, or the largest integer), so that nobody
         relies on what a backend happens to leave there."""
-        return self._start("sum", x)
+        return self._start("sum", x, dtype=dtype)
 
     def gather(self, x: Tensor) -> _Part[Tensor]:
         return self._start("gather", x)
@@ -435,8 +436,10 @@ class Simulated:
         xs: Mapping[int, Tensor] | None = None,
         like: Mapping[int, Tensor] | None = None,
         root: int = -1,
+        dtype: torch.dtype | None = None,
     ) -> _Part[Any]:
         part: _Part[Any] = _Part(self, verb, torch.empty(0) if x is None else x, xs or {}, like or {}, root)
+        part.dtype = dtype or part.x.dtype
         self.sequence += 1
         return self.world.start(part)
 
@@ -472,7 +475,7 @@ def _sum(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[[], Te
             total += peer.x.reshape(-1)
         for peer in peers:
             peer.x.fill_(math.nan if total.is_floating_point() else torch.iinfo(total.dtype).max)
-            peer.xs = {0: total}
+            peer.xs = {0: total.to(peer.dtype)}
     total = part.xs[0]
     return lambda: total.view(part.x.shape)
 

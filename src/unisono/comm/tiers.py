@@ -70,9 +70,9 @@ class Part:
         memory: Tensor = self._comm.allocate(numel, dtype)
         return memory
 
-    def sum(self, x: Tensor) -> Work[Tensor]:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Work[Tensor]:
         """See `Communicator.sum`."""
-        return _Named(self._comm.sum(x), self._ranks)
+        return _Named(self._comm.sum(x, dtype), self._ranks)
 
     def gather(self, x: Tensor) -> Work[Tensor]:
         """See `Communicator.gather`."""

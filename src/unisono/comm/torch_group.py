@@ -141,7 +141,7 @@ class TorchGroup(Conversation):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
-    def sum(self, x: Tensor) -> Operation[Tensor]:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Operation[Tensor]:
         def payload() -> Steps[Tensor]:
             flat = x.detach().reshape(-1)
             wide = flat if self._adds(x) else flat.to(_wider(x.dtype))
@@ -151,7 +151,7 @@ class TorchGroup(Conversation):
                 yield from self._carry("sum", lambda: self._group_of(wide).allreduce([wide], options))
                 # A ring moves every byte twice, but for this worker's own share.
                 self._family.bytes_sent += 2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
-            return wide.to(x.dtype).view(x.shape)
+            return wide.to(x.dtype).to(dtype or x.dtype).view(x.shape)
 
         return self._start(payload, "sum", x.numel(), x.dtype)
 

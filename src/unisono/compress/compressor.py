@@ -25,7 +25,7 @@ class Wire(Protocol):
 
     @property
     def bytes_sent(self) -> int: ...
-    def sum(self, x: Tensor) -> Any: ...
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Any: ...
     def gather(self, x: Tensor) -> Any: ...
     def exchange(self, xs: Any, like: Any) -> Any: ...
     def now(self) -> float: ...
@@ -80,6 +80,17 @@ class Compressor(Protocol):
         Raises:
             ValueError: `gradient` holds values that this compressor cannot represent (names the largest).
         """
+
+    def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Of a buffer in which gradients of `dtype` are collected, to be added many at once: `add` is `write`, then
+        `fold`. None: `add` costs no more for each by itself."""
+
+    def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
+        """``weight * gradient`` as `fold` takes it, in place of what `buffer` held. Both of the same shape."""
+
+    def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
+        """Add what was written into `buffer`, of the shape of `total`; `first` overwrites what `total` held. What
+        `buffer` holds then is undefined. Raises as `add` does."""
 
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient of `dtype` that `total` stands for (`total` itself, where nothing changes)."""
@@ -150,6 +161,15 @@ class Codec:
             torch.mul(gradient, weight, out=total)
         else:
             total.add_(gradient, alpha=weight)
+
+    def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        return None
+
+    def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
+        raise NotImplementedError
+
+    def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
+        raise NotImplementedError
 
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         return total.to(dtype)

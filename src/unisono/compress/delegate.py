@@ -41,6 +41,15 @@ class Delegate(Codec):
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
         self.stands_for.add(total, gradient, weight, first)
 
+    def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        return self.stands_for.buffer_dtype(dtype)
+
+    def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
+        self.stands_for.write(buffer, gradient, weight)
+
+    def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
+        self.stands_for.fold(total, buffer, first)
+
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         return self.stands_for.value(total, dtype)
 

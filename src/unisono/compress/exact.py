@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from unisono.compress.compressor import Codec, Compressor, Mean, Wire
 from unisono.compress.memory import Memory
 from unisono.compress.span import Span
 
-_CHUNK = 1 << 15  # numbers; as float64 they stay in a core's cache from one pass to the next
+_CHUNK = 1 << 19  # numbers; more do not stay in the cache that cores share from one pass to the next
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Exact(Codec):
     who computed what, or in which order messages came: the weights are the same bits. Costs 8 bytes per number on the
     wire. With `fraction_bits` = 40 the resolution is 9.1e-13 (rounding is to nearest, ties to even), and the weighted
     gradient of each of M micro-batches may reach 8192 / M in each number, and 2048 at most.
+
+    A gradient is multiplied by its weight in its own precision, float32 at least, and rounded there.
 
     Raises:
         ValueError: `fraction_bits` outside 8..48.
@@ -60,14 +62,29 @@ class Exact(Codec):
         return torch.float64
 
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
-        self._check(gradient, weight)
-        # Above 2^(52 - fraction_bits), the distance between two numbers of float64 is the grid's.
-        shift = 1.5 * 2.0 ** (52 - self.fraction_bits)
-        for part, piece in _chunks(total, gradient):
-            rounded = part if first else torch.empty_like(part)
-            rounded.copy_(piece).mul_(weight).add_(shift).sub_(shift)
-            if not first:
-                part.add_(rounded)
+        buffer = torch.empty_like(gradient, dtype=self.buffer_dtype(gradient.dtype))
+        self.write(buffer, gradient, weight)
+        self.fold(total, buffer, first)
+
+    def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32)
+
+    def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
+        grid = weight * 2.0**self.fraction_bits  # as multiples of it, which changes the exponent alone
+        if gradient.dtype == buffer.dtype:
+            torch.mul(gradient, grid, out=buffer)
+        else:
+            buffer.copy_(gradient).mul_(grid)
+
+    def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
+        grid = 2.0**-self.fraction_bits
+        for part, piece in _chunks(total, buffer):
+            self._check(piece, grid)
+            piece.round_().mul_(grid)
+            if first:
+                part.copy_(piece)
+            else:
+                part.add_(piece)
 
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         return total.to(dtype)
@@ -85,19 +102,18 @@ class Exact(Codec):
         return message
 
     def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
-        summed = yield comm.sum(total)
-        return self.value(summed, dtype)
+        return (yield comm.sum(total, dtype))  # type: ignore[no-any-return]
 
-    def _check(self, gradient: Tensor, weight: float) -> None:
-        if not gradient.numel():
+    def _check(self, counted: Tensor, grid: float) -> None:
+        if not counted.numel():
             return
-        least, most = (float(x) for x in torch.aminmax(gradient))
+        least, most = torch.aminmax(counted)
         # NaN compares false, so the negated comparison catches it together with what is too large.
-        if not max(-least, most) * abs(weight) <= self.bound:
-            largest = float(gradient.abs().amax())
+        if not max(-float(least), float(most)) * grid <= self.bound:
+            largest = float(counted.abs().amax()) * grid
             raise ValueError(
-                f"a gradient of magnitude {largest:g} that counts {weight:g} is outside the range ±{self.bound:g} of "
-                f"exact sums of {self.addends}; fewer fraction_bits give a larger one"
+                f"a gradient that counts with magnitude {largest:g} is outside the range ±{self.bound:g} of exact sums "
+                f"of {self.addends}; fewer fraction_bits give a larger one"
             )
 
 
@@ -108,8 +124,6 @@ class _ExactSums(Exact):
     addends: int = 1
 
 
-def _chunks(total: Tensor, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both in the same pieces, each small enough to stay in the cache; whole, where they lie in memory otherwise."""
-    if total.is_contiguous() and gradient.is_contiguous():
-        return zip(total.view(-1).split(_CHUNK), gradient.view(-1).split(_CHUNK))
-    return iter([(total, gradient)])
+def _chunks(total: Tensor, buffer: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Both in the same pieces."""
+    return [(total, buffer)] if total.numel() <= _CHUNK else zip(total.split(_CHUNK), buffer.split(_CHUNK))

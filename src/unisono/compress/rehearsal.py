@@ -47,8 +47,8 @@ class _Paper:
     def now(self) -> float:
         return self._comm.now()
 
-    def sum(self, x: Tensor) -> Any:
-        return self._say("sum", [x], x)
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Any:
+        return self._say("sum", [x], x.to(dtype or x.dtype))
 
     def gather(self, x: Tensor) -> Any:
         return self._say("gather", [x], x.expand(self.size, *x.shape))

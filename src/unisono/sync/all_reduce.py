@@ -80,6 +80,9 @@ class BoundAllReduce(Lockstep):
             )
         self._reduction.add(name, gradient.to_dense() if gradient.is_sparse else gradient, weight)
 
+    def fold(self) -> None:
+        self._reduction.fold()
+
     def owed(self) -> dict[str, Tensor]:
         return self._reduction.owed()
 

@@ -11,7 +11,8 @@ The first bucket is small, so that the wire gets work early. Every worker comput
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,15 @@ def _lay_out(kind: _Kind, group: Sequence[tuple[str, nn.Parameter]]) -> Cut:
         start += -(-parameter.numel() // _ALIGN) * _ALIGN
     compress, dtype, device = kind
     return Cut(tuple(spans), dtype, device, start, compress)
+
+
+@contextmanager
+def named(parameter: str) -> Iterator[None]:
+    """A `ValueError` of what is done inside says that it is about `parameter`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{parameter}: {error}") from error
 
 
 def gaps(plan: Cut) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator, Tiers
 from unisono.compress import Cast, Compressor, Mean, Memory, Span, Wire, views
-from unisono.sync.buckets import Cut, cut, gaps, pack, unpack
+from unisono.sync.buckets import Cut, cut, gaps, named, pack, unpack
 from unisono.sync.flow import Flow
 
 How = Callable[[Compressor, Tensor, Sequence[Span], Wire, Memory, torch.dtype], Mean]
@@ -120,6 +120,11 @@ class Reduction:
             while self._launched < len(self._buckets) - 1 and not self._buckets[self._launched].missing:
                 self._launch_next()
             self.poll()
+
+    def fold(self) -> None:
+        """All gradients of a micro-batch have been added. Raises as `Compressor.fold` does."""
+        for bucket in self._gradients[self._launched :]:
+            bucket.fold()
 
     def launch(self) -> None:
         """Start whatever has not been started."""
@@ -243,6 +248,9 @@ class Bucket:
             plan.numel + tail, plan.compress.total_dtype(plan.dtype)
         )
         self.parts = views(self.total, plan.spans)
+        dtype = plan.compress.buffer_dtype(plan.dtype)
+        self._buffer = None if dtype is None else torch.zeros(plan.numel, dtype=dtype, device=plan.device)
+        self._written = [] if self._buffer is None else views(self._buffer, plan.spans)
         self.gaps = [self.total[start:stop] for start, stop in gaps(plan)]
         self._views: dict[int, list[Tensor]] = {}
         self._scaled: Tensor | None = None
@@ -250,6 +258,8 @@ class Bucket:
 
     def begin(self) -> None:
         self.seen = [False] * len(self.cut.spans)
+        self._unfolded: set[int] = set()
+        self._folded: set[int] = set()
         self.missing = set(range(len(self.cut.spans)))
         self.launched = False
         self._flow: Flow | None = None
@@ -259,14 +269,43 @@ class Bucket:
         self.hops = self._tiers is not None or not one_message
 
     def add(self, i: int, tensor: Tensor, weight: float) -> None:
-        self.cut.compress.add(self.parts[i], tensor, weight, not self.seen[i])
+        if self._buffer is None:
+            self.cut.compress.add(self.parts[i], tensor, weight, not self.seen[i])
+        else:
+            if i in self._unfolded:
+                self.fold()
+            self.cut.compress.write(self._written[i], tensor, weight)
+            self._unfolded.add(i)
+            if len(self._unfolded) == len(self.parts):
+                self.fold()
         self.seen[i] = True
+
+    def fold(self) -> None:
+        """What was written goes into the total, in one piece where nothing is missing. Raises `ValueError`, which
+        names the parameter."""
+        unfolded, self._unfolded = self._unfolded, set()
+        whole = len(unfolded) == len(self.parts) and len(self._folded) in (0, len(self.parts))
+        if unfolded and whole and self._buffer is not None:
+            try:
+                self.cut.compress.fold(self.total[: self.cut.numel], self._buffer, not self._folded)
+            except ValueError:
+                self._fold_each(unfolded)
+                raise
+        else:
+            self._fold_each(unfolded)
+        self._folded |= unfolded
+
+    def _fold_each(self, which: set[int]) -> None:
+        for i in sorted(which):
+            with named(self.cut.spans[i].name):
+                self.cut.compress.fold(self.parts[i], self._written[i], i not in self._folded)
 
     def write_tail(self, numbers: Tensor) -> None:
         self.total[self.cut.numel :].copy_(numbers)  # whole numbers up to 255, which every kind of total holds
 
     def seal(self) -> None:
         """Nothing more is added. Of what was in this memory nothing is left to rely on after the last exchange."""
+        self.fold()
         self.launched = True
         for silent in [part for part, seen in zip(self.parts, self.seen) if not seen] + self.gaps:
             silent.zero_()

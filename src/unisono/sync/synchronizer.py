@@ -78,6 +78,10 @@ class BoundSynchronizer(Protocol):
         """``weight * gradient`` of parameter `name` goes into the mean. Starts exchanges that became complete;
         returns at once. `gradient` may be dense or sparse, and is free again on return."""
 
+    def fold(self) -> None:
+        """Every gradient of a micro-batch has been offered. Raises `ValueError`, which names the parameter, where one
+        cannot be represented; `offer` may find that too."""
+
     def settle(self) -> Change:
         """Wait for the mean. Raises `PeerLost`, `MessageMismatch`."""
 
@@ -162,6 +166,9 @@ class AllHere:
 
     defers = False
     local_weight: float | None = None
+
+    def fold(self) -> None:
+        pass
 
     def need(self, names: Collection[str] | None = None) -> None:
         pass

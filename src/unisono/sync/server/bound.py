@@ -94,6 +94,9 @@ class BoundServer:
                 if not out.missing:
                     self.filled(out)
 
+    def fold(self) -> None:
+        """`offer` has added them."""
+
     def filled(self, out: Outgoing) -> None:
         """All gradients of a slice are there, while backward still runs."""
 
