@@ -51,7 +51,10 @@ class Roll:
 
     def expect(self, worker: str, now: float) -> Heard:
         """That it is there is known from elsewhere."""
-        return self.heard.setdefault(worker, Heard(Beat(worker, 0), self._pulse(now), Readmission(now)))
+        known = self.heard.get(worker)
+        if known is None:
+            known = self.heard[worker] = Heard(Beat(worker, 0), self._pulse(now), Readmission(now))
+        return known
 
     def hear(self, beat: Beat, view: int, now: float) -> Beat | None:
         """The worker's beat before this one; None if this one is older. `view` is the latest one's number."""
