@@ -1,7 +1,7 @@
 """All benchmarks of one host, one after the other: ``python -m benchmarks [--repeats N] [--json FOLDER]``.
 
-Those of `netlab` take an hour or more, those whose workers are killed or frozen ten minutes each, and those of layouts'
-memory and of unequal workers need root: they are run by themselves.
+Benchmarks that are run separately: those of `netlab` take an hour or more, those that kill or freeze workers take ten
+minutes each, and those of layouts' memory and of unequal workers need root.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How a worker finds out, before it takes part in a run, that it would train the same thing as the others.
+"""Checks, before a worker takes part in a run, that it would train the same task as the other workers.
 
-Where workers come and go the coordinator keeps the traits that the run's own first worker told. A worker that comes
-compares itself before it asks to be seated, so that one that differs costs the others nothing. Elsewhere all workers
-compare themselves when they first meet.
+In an elastic run the coordinator keeps the traits that the first worker of the run's launcher reported. A worker
+compares its own with them before it asks to join, so that refusing it costs the others nothing. Without a coordinator
+all workers compare their traits when they first meet.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class _Trial:
         return [parameter.detach() for parameter in parameters]
 
     def _differs(self, whole: Sequence[Tensor], part: Part, which: Sequence[int]) -> bool:
-        """Whether these parts come elsewhere by themselves than in the `whole`."""
+        """Whether an optimizer of these parts alone takes them to other values than one of the `whole` does."""
         for i, end in zip(which, self._end(part, which) if which else ()):
             wanted = part(whole[i])
             way = float((wanted - part(self.starts[i])).abs().max())

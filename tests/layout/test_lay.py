@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.processes import run
+from tests.training import Block
 from unisono.layout import Layout, Places, Sample, Whole
 from unisono.tasks.gpt import GPT
 
@@ -47,17 +48,6 @@ class Tied(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.gain = nn.Parameter(torch.rand(width))
-        self.register_buffer("scale", torch.rand(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu()) * self.gain * self.scale
 
 
 def _places(rank: int, size: int, path: str, layout: Layout) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli.words import read as read
+from unisono.cli.words import read, single
 from unisono.errors import CheckpointDamaged, InvalidInput, UnisonoError
 from unisono.notation import nearest
 
@@ -52,15 +52,13 @@ def checkpoint(words: list[str]) -> int:
     if words[0] not in verbs:
         raise InvalidInput("checkpoint", words[0], "it can do no such thing", nearest(words[0], list(verbs)))
     options, rest = read(words[1:], _CONVERSION if words[0] == "convert" else {})
-    if len(rest) != 1:
-        given = " ".join(rest) or "(nothing)"
-        raise InvalidInput("DIR", given, "one directory is needed", f"write unisono checkpoint {words[0]} DIR")
+    directory = Path(single(rest, "DIR", "directory", f"write unisono checkpoint {words[0]} DIR"))
     try:
-        return verbs[words[0]](Path(rest[0]), options)
+        return verbs[words[0]](directory, options)
     except BrokenPipeError:  # whoever reads what is printed has gone; the command knows what to do
         raise
     except OSError as error:
-        raise UnisonoError(f"{error.filename or rest[0]}: {error.strerror or error}") from error
+        raise UnisonoError(f"{error.filename or directory}: {error.strerror or error}") from error
 
 
 _CONVERSION = {"--to": True, "--from": True, "--max-shard-bytes": True, "--all": False}

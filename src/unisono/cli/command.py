@@ -161,7 +161,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 LONG = ("train", "launch", "join", "coordinator", "chaos")
-"""Commands whose work is worth more than their output, which go on when nobody reads it."""
+"""Commands that go on when their standard output is closed: their work is worth more than what they print."""
 
 
 def _version() -> str:

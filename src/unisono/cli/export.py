@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from unisono.cli.checkpoint import convert, size_of
-from unisono.cli.words import read
+from unisono.cli.words import read, single
 from unisono.errors import InvalidInput, UnisonoError
 
 USAGE = """\
@@ -31,13 +31,10 @@ def export(words: list[str]) -> int:
         print(USAGE, end="")
         return 0
     options, rest = read(words, _OPTIONS)
-    if len(rest) != 1:
-        raise InvalidInput(
-            "RUN", " ".join(rest) or "(nothing)", "one run is needed", "write unisono export RUN --to FILE"
-        )
+    run = Path(single(rest, "RUN", "run", "write unisono export RUN --to FILE"))
     if "--to" not in options:
         raise InvalidInput("--to", "(nothing)", "no file is named", "write for instance --to model.safetensors")
-    run, path = Path(rest[0]), Path(options["--to"])
+    path = Path(options["--to"])
     try:
         if path.suffix == ".safetensors":
             return convert(run, options)

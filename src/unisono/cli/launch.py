@@ -32,8 +32,9 @@ usage: unisono launch [options] SCRIPT.py [arguments of the script …]
 
 Run SCRIPT.py on N workers of this host. In it, unisono.join() is all that a worker needs to find the others.
 What worker 0 prints is shown; what each prints is kept in DIR/logs/worker-<number>.log. In the loop of world.steps
-workers may come and go: one that dies is replaced. RANK, WORLD_SIZE, MASTER_PORT and the others of torchrun are set, so
-that a script that calls torch.distributed.init_process_group() runs too; a worker that replaces another has its RANK.
+workers may join and leave, and one that dies is replaced. RANK, WORLD_SIZE, MASTER_PORT and the others of torchrun are
+set, so that a script that calls torch.distributed.init_process_group() runs too; a worker that replaces another has its
+RANK.
 
   --workers N            processes to start; 2:4 goes on with 2 at least, and others may join up to 4 [1]
   --run DIR              the run's directory [runs/<script>-<date>]

@@ -1,4 +1,4 @@
-"""A command and its terminal: what signals do before there are workers, and what happens when nobody reads."""
+"""A command and its terminal: signals before the workers have started, and standard output that is closed."""
 
 from __future__ import annotations
 

@@ -36,6 +36,17 @@ def read(words: Sequence[str], known: Mapping[str, bool]) -> tuple[dict[str, str
     return found, rest
 
 
+def single(rest: Sequence[str], name: str, needed: str, cure: str) -> str:
+    """The argument `name`, where `rest` holds it alone.
+
+    Raises:
+        InvalidInput: there is none, or there are several.
+    """
+    if len(rest) != 1:
+        raise InvalidInput(name, " ".join(rest) or "(nothing)", f"one {needed} is needed", cure)
+    return rest[0]
+
+
 def ended(error: UnisonoError) -> tuple[str, int]:
     """What a command that `error` ends has to say, and its exit code."""
     if isinstance(error, InvalidInput):

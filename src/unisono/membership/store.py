@@ -64,8 +64,7 @@ class Store:
 
     def order(self) -> str:
         """What workers are to do, as it was told; empty before it was."""
-        row = self._file.execute("select told from ordered").fetchone()
-        return str(row[0]) if row else ""
+        return self._told("select told from ordered")
 
     def keep_order(self, told: str) -> bool:
         """Whether it is what workers are to do from now on; of two that differ it is the first.
@@ -78,8 +77,7 @@ class Store:
 
     def traits(self) -> str:
         """What all workers of the run must have in common, as its first worker told it; empty before it did."""
-        row = self._file.execute("select traits from shared").fetchone()
-        return str(row[0]) if row else ""
+        return self._told("select traits from shared")
 
     def keep_traits(self, told: str) -> str:
         """What is kept from now on: of several that are `told`, the first.
@@ -89,6 +87,10 @@ class Store:
         """
         self._file.execute("insert or ignore into shared values (1, ?)", (told,))
         return self.traits()
+
+    def _told(self, query: str) -> str:
+        row = self._file.execute(query).fetchone()
+        return str(row[0]) if row else ""
 
     def happened(self, last: int = 100) -> list[tuple[float, str]]:
         """The latest decisions in words, each with its time in seconds since the epoch."""
