@@ -101,14 +101,15 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("bad", range(4))
-def test_a_gradient_that_is_refused_is_named_with_its_micro_batch(bad, caplog) -> None:
+@pytest.mark.parametrize("reference", [4.0, 3.0])  # one by one as well, where 1 / reference is no power of two
+def test_a_gradient_that_is_refused_is_named_with_its_micro_batch(bad, reference, caplog) -> None:
     """The branches take turns, so that no micro-batch has the gradients of a whole bucket."""
 
     def run(comm):
         torch.manual_seed(0)
         model = Branches()
         replica = Replica(model, sgd(model.parameters()), comm, sync=AllReduce(), compress=Exact(),
-                          micro_batches=4, reference=4.0, drops=True)  # fmt: skip
+                          micro_batches=4, reference=reference, drops=True)  # fmt: skip
         for m in range(4):
             replica.enter(m, 1.0)
             out = model(torch.full((1, 3), 1e9 if m == bad else 1.0) * (-1) ** m)

@@ -85,6 +85,9 @@ class Compressor(Protocol):
         """Of a buffer in which gradients of `dtype` are collected, to be added many at once: `add` is `write`, then
         `fold`. None: `add` costs no more for each by itself."""
 
+    def writes(self, weight: float) -> bool:
+        """Whether `write` takes gradients of that weight; `add` takes all."""
+
     def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
         """``weight * gradient`` as `fold` takes it, in place of what `buffer` held. Both of the same shape."""
 
@@ -164,6 +167,9 @@ class Codec:
 
     def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         return None
+
+    def writes(self, weight: float) -> bool:
+        return False
 
     def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
         raise NotImplementedError

@@ -44,6 +44,9 @@ class Delegate(Codec):
     def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         return self.stands_for.buffer_dtype(dtype)
 
+    def writes(self, weight: float) -> bool:
+        return self.stands_for.writes(weight)
+
     def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
         self.stands_for.write(buffer, gradient, weight)
 

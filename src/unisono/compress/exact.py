@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +25,6 @@ class Exact(Codec):
     who computed what, or in which order messages came: the weights are the same bits. Costs 8 bytes per number on the
     wire. With `fraction_bits` = 40 the resolution is 9.1e-13 (rounding is to nearest, ties to even), and the weighted
     gradient of each of M micro-batches may reach 8192 / M in each number, and 2048 at most.
-
-    A gradient is multiplied by its weight in its own precision, float32 at least, and rounded there.
 
     Raises:
         ValueError: `fraction_bits` outside 8..48.
@@ -62,15 +61,17 @@ class Exact(Codec):
         return torch.float64
 
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
-        buffer = torch.empty_like(gradient, dtype=self.buffer_dtype(gradient.dtype))
-        self.write(buffer, gradient, weight)
-        self.fold(total, buffer, first)
+        for part, piece in _chunks(total, gradient, _CHUNK // 4):
+            self.fold(part, piece.to(torch.float64) * (weight * 2.0**self.fraction_bits), first)
 
     def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
 
+    def writes(self, weight: float) -> bool:
+        return math.frexp(weight)[0] == 0.5  # a power of two changes the exponent alone, so nothing is rounded
+
     def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
-        grid = weight * 2.0**self.fraction_bits  # as multiples of it, which changes the exponent alone
+        grid = weight * 2.0**self.fraction_bits
         if gradient.dtype == buffer.dtype:
             torch.mul(gradient, grid, out=buffer)
         else:
@@ -78,7 +79,7 @@ class Exact(Codec):
 
     def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
         grid = 2.0**-self.fraction_bits
-        for part, piece in _chunks(total, buffer):
+        for part, piece in _chunks(total, buffer, _CHUNK):
             self._check(piece, grid)
             piece.round_().mul_(grid)
             if first:
@@ -124,6 +125,8 @@ class _ExactSums(Exact):
     addends: int = 1
 
 
-def _chunks(total: Tensor, buffer: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Both in the same pieces."""
-    return [(total, buffer)] if total.numel() <= _CHUNK else zip(total.split(_CHUNK), buffer.split(_CHUNK))
+def _chunks(total: Tensor, other: Tensor, numel: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """Both in the same pieces of up to `numel` elements; whole, where they lie in memory otherwise."""
+    if total.numel() <= numel or not (total.is_contiguous() and other.is_contiguous()):
+        return [(total, other)]
+    return zip(total.view(-1).split(numel), other.view(-1).split(numel))

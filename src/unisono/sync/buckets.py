@@ -11,8 +11,7 @@ The first bucket is small, so that the wire gets work early. Every worker comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,13 +64,9 @@ def _lay_out(kind: _Kind, group: Sequence[tuple[str, nn.Parameter]]) -> Cut:
     return Cut(tuple(spans), dtype, device, start, compress)
 
 
-@contextmanager
-def named(parameter: str) -> Iterator[None]:
-    """A `ValueError` of what is done inside says that it is about `parameter`."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{parameter}: {error}") from error
+def refused(parameter: str, error: ValueError) -> ValueError:
+    """What is raised where a compressor refuses a gradient of `parameter` with `error`."""
+    return ValueError(f"{parameter}: {error}")
 
 
 def gaps(plan: Cut) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator, Tiers
 from unisono.compress import Cast, Compressor, Mean, Memory, Span, Wire, views
-from unisono.sync.buckets import Cut, cut, gaps, named, pack, unpack
+from unisono.sync.buckets import Cut, cut, gaps, pack, refused, unpack
 from unisono.sync.flow import Flow
 
 How = Callable[[Compressor, Tensor, Sequence[Span], Wire, Memory, torch.dtype], Mean]
@@ -269,8 +269,12 @@ class Bucket:
         self.hops = self._tiers is not None or not one_message
 
     def add(self, i: int, tensor: Tensor, weight: float) -> None:
-        if self._buffer is None:
-            self.cut.compress.add(self.parts[i], tensor, weight, not self.seen[i])
+        if not self.cut.compress.writes(weight):
+            try:
+                self.cut.compress.add(self.parts[i], tensor, weight, i not in self._folded)
+            except ValueError as error:
+                raise refused(self.cut.spans[i].name, error) from error
+            self._folded.add(i)
         else:
             if i in self._unfolded:
                 self.fold()
@@ -297,8 +301,10 @@ class Bucket:
 
     def _fold_each(self, which: set[int]) -> None:
         for i in sorted(which):
-            with named(self.cut.spans[i].name):
+            try:
                 self.cut.compress.fold(self.parts[i], self._written[i], i not in self._folded)
+            except ValueError as error:
+                raise refused(self.cut.spans[i].name, error) from error
 
     def write_tail(self, numbers: Tensor) -> None:
         self.total[self.cut.numel :].copy_(numbers)  # whole numbers up to 255, which every kind of total holds

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from unisono.comm.service import Message
 from unisono.compress import Memory, views
-from unisono.sync.buckets import named
+from unisono.sync.buckets import refused
 from unisono.sync.server.conversation import Asked, Conversation
 from unisono.sync.server.editions import decoded
 from unisono.sync.server.slices import Slice
@@ -63,8 +63,10 @@ class Outgoing:
 
     def add(self, i: int, gradient: Tensor, weight: float) -> None:
         """``weight * gradient``, of the whole parameter, goes into piece `i`."""
-        with named(self.plan.spans[i].name):
+        try:
             self.plan.compress.add(self._parts[i], self.plan.pieces[i].of(gradient), weight, not self.seen[i])
+        except ValueError as error:
+            raise refused(self.plan.spans[i].name, error) from error
         self.seen[i] = True
 
     def seal(self) -> None:
