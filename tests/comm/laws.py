@@ -255,6 +255,12 @@ MISMATCHES: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicato
         "message 0: sum of 4 x float32",
         "message 0: sum of 10 x float32",
     ),
+    "result": (
+        lambda comm: comm.sum(comm.allocate(10, torch.float64), torch.float32),
+        lambda comm: comm.sum(comm.allocate(10, torch.float64)),
+        "sum of 10 x float64 to float32",
+        "sum of 10 x float64",
+    ),
     "verb": (
         lambda comm: comm.gather(torch.zeros(4, dtype=torch.int64)),
         lambda comm: comm.sum(torch.zeros(10)),

@@ -24,9 +24,9 @@ class Header:
     """What a message says of itself.
 
     `verb` is the method's name; `sequence` counts the verbs started on this lane, from 0; `numel` and `dtype`
-    are those of the payload; `root` is the rank a broadcast comes from (-1 elsewhere). Two peers' headers of the
-    same sequence must be equal (for `exchange` and `swap`, whose sizes may differ by pair, `numel` is -1 and the
-    sizes are checked pair by pair).
+    are those of the payload; `root` is the rank a broadcast comes from (-1 elsewhere); `to` is the dtype of a sum's
+    result ("": that of the payload). Two peers' headers of the same sequence must be equal (for `exchange` and
+    `swap`, whose sizes may differ by pair, `numel` is -1 and the sizes are checked pair by pair).
     """
 
     verb: str
@@ -34,11 +34,13 @@ class Header:
     numel: int
     dtype: str
     root: int = -1
+    to: str = ""
 
     def __str__(self) -> str:
         size = f" of {self.numel} x {self.dtype}" if self.numel >= 0 else ""
         root = f" from worker {self.root}" if self.root >= 0 else ""
-        return f"message {self.sequence}: {self.verb}{size}{root}"
+        to = f" to {self.to}" if self.to else ""
+        return f"message {self.sequence}: {self.verb}{size}{root}{to}"
 
 
 class Communicator(Services, Protocol):

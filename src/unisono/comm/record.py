@@ -2,7 +2,7 @@
 
 A record is what travels ahead of each payload::
 
-    verb, sequence, numel, dtype, root, place | what I send to each rank | what I expect from each rank
+    verb, sequence, numel, dtype, root, place, to | what I send to each rank | what I expect from each rank
 
 The first part must be equal on all workers. The two others are filled by `exchange` and `swap` only: what one
 worker sends another must be what that one expects. A pair's message is one number, ``numel * 256 + dtype +
@@ -48,7 +48,7 @@ DTYPES = tuple(
 )
 _VERB_CODES = {verb: code for code, verb in enumerate(VERBS)}
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-AGREED = 6
+AGREED = 7
 """How many numbers of a record must be equal on all workers."""
 
 
@@ -64,11 +64,11 @@ def agreed_part(
     dtype: torch.dtype | None = None,
     root: int = -1,
     place: int = -1,
+    to: torch.dtype | None = None,
 ) -> tuple[int, ...]:
     """What all workers must say alike. `place` is where in the memory that peers share the payload lies,
-    or -1."""
-    code = -1 if dtype is None else _DTYPE_CODES[dtype]
-    return _VERB_CODES[verb], sequence, numel, code, root, place
+    or -1; `to` is the dtype of a sum's result."""
+    return _VERB_CODES[verb], sequence, numel, _code(dtype), root, place, _code(None if to == dtype else to)
 
 
 def pairs(size: int, messages: Mapping[int, Tensor]) -> list[int]:
@@ -126,13 +126,20 @@ def check_neighbours(xs: Mapping[int, Tensor], like: Mapping[int, Tensor], rank:
 
 
 def _words(part: Sequence[int]) -> str:
-    verb, sequence, numel, dtype, root, place = part
-    name = str(DTYPES[dtype]).removeprefix("torch.") if dtype >= 0 else "?"
+    verb, sequence, numel, dtype, root, place, to = part
     shared = f" in shared memory at {place}" if place >= 0 else ""
-    return f"{Header(VERBS[verb], sequence, numel, name, root)}{shared}"
+    return f"{Header(VERBS[verb], sequence, numel, _name(dtype) or '?', root, _name(to))}{shared}"
+
+
+def _code(dtype: torch.dtype | None) -> int:
+    return -1 if dtype is None else _DTYPE_CODES[dtype]
+
+
+def _name(code: int) -> str:
+    return str(DTYPES[code]).removeprefix("torch.") if code >= 0 else ""
 
 
 def _message(number: int) -> str:
     if not number:
         return "nothing"
-    return f"{number // 256} x {str(DTYPES[number % 256 - 1]).removeprefix('torch.')}"
+    return f"{number // 256} x {_name(number % 256 - 1)}"

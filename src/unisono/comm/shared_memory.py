@@ -108,12 +108,12 @@ class SharedMemory(Conversation):
         return memory[self.rank * stride :][:nbytes].view(dtype)
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Operation[Tensor]:
-        dtype = dtype or x.dtype
-        part = self._slice_of(x, dtype)
-        if part is None:
-            return self._begin("sum", self._sum_by_mail(self._head("sum", x.numel(), x.dtype), x.detach(), dtype))
-        head = self._head("sum", x.numel(), x.dtype, place=part.place)
-        return self._begin("sum", self._sum_in_place(head, x, part))
+        to = dtype or x.dtype
+        part = self._slice_of(x, to)
+        head = self._head("sum", x.numel(), x.dtype, place=part.place if part else -1, to=to)
+        return self._begin(
+            "sum", self._sum_in_place(head, x, part) if part else self._sum_by_mail(head, x.detach(), to)
+        )
 
     def gather(self, x: Tensor) -> Operation[Tensor]:
         return self._begin("gather", self._gather(self._head("gather", x.numel(), x.dtype), x.detach()))
@@ -167,9 +167,10 @@ class SharedMemory(Conversation):
         return self._sequence - 1
 
     def _head(
-        self, verb: str, numel: int = -1, dtype: torch.dtype | None = None, root: int = -1, place: int = -1
-    ) -> bytes:
-        return _HEAD.pack(*record.agreed_part(verb, self._next(), numel, dtype, root, place))
+        self, verb: str, numel: int = -1, dtype: torch.dtype | None = None, root: int = -1, place: int = -1,
+        to: torch.dtype | None = None,
+    ) -> bytes:  # fmt: skip
+        return _HEAD.pack(*record.agreed_part(verb, self._next(), numel, dtype, root, place, to))
 
     def _reached(self, places: tuple[int, ...], turn: int) -> bool:
         words = self._words

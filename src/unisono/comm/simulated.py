@@ -283,7 +283,6 @@ class _Part(VirtualWork, Generic[T]):
     """One worker's part in a message: what it sent, and the `Work` that it was given."""
 
     result: Callable[[], T]
-    dtype: torch.dtype
 
     def __init__(
         self,
@@ -293,12 +292,14 @@ class _Part(VirtualWork, Generic[T]):
         xs: Mapping[int, Tensor],
         like: Mapping[int, Tensor],
         root: int,
+        to: torch.dtype | None,
     ) -> None:
         super().__init__(comm.world, comm.rank)
         self._world, self._lane, self.verb = comm.world, comm.path, verb
         self.x, self.xs, self.like = x.detach(), xs, like
         numel, dtype = (-1, "") if verb in ("exchange", "swap") else (x.numel(), _name(x.dtype))
-        self.header = Header(verb, comm.sequence, numel, dtype, root)
+        self.to = to or self.x.dtype
+        self.header = Header(verb, comm.sequence, numel, dtype, root, "" if self.to == self.x.dtype else _name(self.to))
         self.key = (comm.path, comm.sequence)
         self.peers = sorted({comm.rank, *xs}) if verb == "swap" else range(comm.size)
         self.ready_at = 0.0
@@ -360,7 +361,7 @@ class Simulated:
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> _Part[Tensor]:
         """As the contract. Afterwards `x` holds noise (not a number, or the largest integer), so that nobody
         relies on what a backend happens to leave there."""
-        return self._start("sum", x, dtype=dtype)
+        return self._start("sum", x, to=dtype)
 
     def gather(self, x: Tensor) -> _Part[Tensor]:
         return self._start("gather", x)
@@ -436,10 +437,9 @@ class Simulated:
         xs: Mapping[int, Tensor] | None = None,
         like: Mapping[int, Tensor] | None = None,
         root: int = -1,
-        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> _Part[Any]:
-        part: _Part[Any] = _Part(self, verb, torch.empty(0) if x is None else x, xs or {}, like or {}, root)
-        part.dtype = dtype or part.x.dtype
+        part: _Part[Any] = _Part(self, verb, torch.empty(0) if x is None else x, xs or {}, like or {}, root, to)
         self.sequence += 1
         return self.world.start(part)
 
@@ -475,7 +475,7 @@ def _sum(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[[], Te
             total += peer.x.reshape(-1)
         for peer in peers:
             peer.x.fill_(math.nan if total.is_floating_point() else torch.iinfo(total.dtype).max)
-            peer.xs = {0: total.to(peer.dtype)}
+            peer.xs = {0: total.to(peer.to)}
     total = part.xs[0]
     return lambda: total.view(part.x.shape)
 

@@ -153,7 +153,7 @@ class TorchGroup(Conversation):
                 self._family.bytes_sent += 2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
             return wide.to(x.dtype).to(dtype or x.dtype).view(x.shape)
 
-        return self._start(payload, "sum", x.numel(), x.dtype)
+        return self._start(payload, "sum", x.numel(), x.dtype, to=dtype)
 
     def gather(self, x: Tensor) -> Operation[Tensor]:
         def payload() -> Steps[Tensor]:
@@ -238,10 +238,11 @@ class TorchGroup(Conversation):
         root: int = -1,
         sends: Mapping[int, Tensor] | None = None,
         expects: Mapping[int, Tensor] | None = None,
+        to: torch.dtype | None = None,
     ) -> Operation[Any]:
         """Send the header now, whatever else is under way; the payload follows in its turn."""
         sequence, self._sequence = self._sequence, self._sequence + 1
-        agreed = record.agreed_part(verb, sequence, numel, dtype, root)
+        agreed = record.agreed_part(verb, sequence, numel, dtype, root, to=to)
         spoken = [*agreed, *record.pairs(self.size, sends or {}), *record.pairs(self.size, expects or {})]
         # Straight to everybody: a ring would take as many messages one after the other as there are peers.
         mine = torch.tensor(spoken).repeat(self.size)
