@@ -2,6 +2,7 @@ from unisono.compress.auto import Auto as Auto
 from unisono.compress.cast import Cast as Cast
 from unisono.compress.choice import ByName as ByName
 from unisono.compress.choice import BySize as BySize
+from unisono.compress.compressor import Buffered as Buffered
 from unisono.compress.compressor import Codec as Codec
 from unisono.compress.compressor import Compressor as Compressor
 from unisono.compress.compressor import Mean as Mean

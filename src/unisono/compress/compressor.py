@@ -36,6 +36,24 @@ Mean = Generator[Any, Any, Tensor]
 the return value is the mean. Whoever drives it (a synchronizer) may poll in between and go on computing."""
 
 
+class Buffered(Protocol):
+    """Gradients that are added many at once: each is written into a buffer, and the buffer is folded into a total.
+    That gives the bits of `Compressor.add`."""
+
+    def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of a buffer for gradients of `dtype`."""
+
+    def writes(self, weight: float) -> bool:
+        """Whether `write` takes gradients of that weight; `Compressor.add` takes all."""
+
+    def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
+        """``weight * gradient`` as `fold` takes it, in place of what `buffer` held. Both of the same shape."""
+
+    def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
+        """Add what was written into `buffer`, of the shape of `total`; `first` overwrites what `total` held. What
+        `buffer` holds then is undefined. Raises as `Compressor.add` does."""
+
+
 class Compressor(Protocol):
     """A frozen value that keeps nothing.
 
@@ -81,19 +99,9 @@ class Compressor(Protocol):
             ValueError: `gradient` holds values that this compressor cannot represent (names the largest).
         """
 
-    def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Of a buffer in which gradients of `dtype` are collected, to be added many at once: `add` is `write`, then
-        `fold`. None: `add` costs no more for each by itself."""
-
-    def writes(self, weight: float) -> bool:
-        """Whether `write` takes gradients of that weight; `add` takes all."""
-
-    def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
-        """``weight * gradient`` as `fold` takes it, in place of what `buffer` held. Both of the same shape."""
-
-    def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
-        """Add what was written into `buffer`, of the shape of `total`; `first` overwrites what `total` held. What
-        `buffer` holds then is undefined. Raises as `add` does."""
+    @property
+    def buffered(self) -> Buffered | None:
+        """How to add many gradients at once, or None: then `add` costs no more for each by itself."""
 
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient of `dtype` that `total` stands for (`total` itself, where nothing changes)."""
@@ -165,17 +173,9 @@ class Codec:
         else:
             total.add_(gradient, alpha=weight)
 
-    def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+    @property
+    def buffered(self) -> Buffered | None:
         return None
-
-    def writes(self, weight: float) -> bool:
-        return False
-
-    def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
-        raise NotImplementedError
-
-    def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
-        raise NotImplementedError
 
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         return total.to(dtype)

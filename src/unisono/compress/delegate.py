@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono.compress.compressor import Codec, Compressor, Mean, Wire
+from unisono.compress.compressor import Buffered, Codec, Compressor, Mean, Wire
 from unisono.compress.memory import Memory
 from unisono.compress.span import Span
 
@@ -41,17 +41,9 @@ class Delegate(Codec):
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
         self.stands_for.add(total, gradient, weight, first)
 
-    def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        return self.stands_for.buffer_dtype(dtype)
-
-    def writes(self, weight: float) -> bool:
-        return self.stands_for.writes(weight)
-
-    def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
-        self.stands_for.write(buffer, gradient, weight)
-
-    def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
-        self.stands_for.fold(total, buffer, first)
+    @property
+    def buffered(self) -> Buffered | None:
+        return self.stands_for.buffered
 
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         return self.stands_for.value(total, dtype)

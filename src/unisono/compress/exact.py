@@ -24,7 +24,7 @@ class Exact(Codec):
     all partial sums stay below that, no addition rounds. The mean then does not depend on how many workers there are,
     who computed what, or in which order messages came: the weights are the same bits. Costs 8 bytes per number on the
     wire. With `fraction_bits` = 40 the resolution is 9.1e-13 (rounding is to nearest, ties to even), and the weighted
-    gradient of each of M micro-batches may reach 8192 / M in each number, and 2048 at most.
+    gradient of each of M micro-batches may reach 8192 / M in each number.
 
     Raises:
         ValueError: `fraction_bits` outside 8..48.
@@ -51,8 +51,8 @@ class Exact(Codec):
 
     @property
     def bound(self) -> float:
-        """The largest magnitude of one addend: sums stay exact, and `add` can round it."""
-        return min(2.0 ** (53 - self.fraction_bits) / self.addends, 2.0 ** (51 - self.fraction_bits))
+        """The largest magnitude of one addend with which all sums stay exact."""
+        return 2.0 ** (53 - self.fraction_bits) / self.addends
 
     def for_sums_of(self, addends: int) -> Compressor:
         return _ExactSums(self.fraction_bits, addends)
@@ -64,6 +64,10 @@ class Exact(Codec):
         for part, piece in _chunks(total, gradient, _CHUNK // 4):
             self.fold(part, piece.to(torch.float64) * (weight * 2.0**self.fraction_bits), first)
 
+    @property
+    def buffered(self) -> Exact:
+        return self
+
     def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
 
@@ -71,11 +75,11 @@ class Exact(Codec):
         return math.frexp(weight)[0] == 0.5  # a power of two changes the exponent alone, so nothing is rounded
 
     def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
-        grid = weight * 2.0**self.fraction_bits
+        scale = weight * 2.0**self.fraction_bits
         if gradient.dtype == buffer.dtype:
-            torch.mul(gradient, grid, out=buffer)
+            torch.mul(gradient, scale, out=buffer)
         else:
-            buffer.copy_(gradient).mul_(grid)
+            buffer.copy_(gradient).mul_(scale)
 
     def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
         grid = 2.0**-self.fraction_bits

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator, Tiers
-from unisono.compress import Cast, Compressor, Mean, Memory, Span, Wire, views
+from unisono.compress import Buffered, Cast, Compressor, Mean, Memory, Span, Wire, views
 from unisono.sync.buckets import Cut, cut, gaps, pack, refused, unpack
 from unisono.sync.flow import Flow
 
@@ -122,7 +122,7 @@ class Reduction:
             self.poll()
 
     def fold(self) -> None:
-        """All gradients of a micro-batch have been added. Raises as `Compressor.fold` does."""
+        """All gradients of a micro-batch have been added. Raises as `Compressor.add` does."""
         for bucket in self._gradients[self._launched :]:
             bucket.fold()
 
@@ -248,9 +248,11 @@ class Bucket:
             plan.numel + tail, plan.compress.total_dtype(plan.dtype)
         )
         self.parts = views(self.total, plan.spans)
-        dtype = plan.compress.buffer_dtype(plan.dtype)
-        self._buffer = None if dtype is None else torch.zeros(plan.numel, dtype=dtype, device=plan.device)
-        self._written = [] if self._buffer is None else views(self._buffer, plan.spans)
+        self._collects = plan.compress.buffered
+        if self._collects:
+            dtype = self._collects.buffer_dtype(plan.dtype)
+            self._buffer = torch.zeros(plan.numel, dtype=dtype, device=plan.device)
+            self._written = views(self._buffer, plan.spans)
         self.gaps = [self.total[start:stop] for start, stop in gaps(plan)]
         self._views: dict[int, list[Tensor]] = {}
         self._scaled: Tensor | None = None
@@ -269,40 +271,40 @@ class Bucket:
         self.hops = self._tiers is not None or not one_message
 
     def add(self, i: int, tensor: Tensor, weight: float) -> None:
-        if not self.cut.compress.writes(weight):
+        if self._collects and self._collects.writes(weight):
+            if i in self._unfolded:
+                self.fold()
+            self._collects.write(self._written[i], tensor, weight)
+            self._unfolded.add(i)
+            if len(self._unfolded) == len(self.parts):
+                self.fold()
+        else:
             try:
                 self.cut.compress.add(self.parts[i], tensor, weight, i not in self._folded)
             except ValueError as error:
                 raise refused(self.cut.spans[i].name, error) from error
             self._folded.add(i)
-        else:
-            if i in self._unfolded:
-                self.fold()
-            self.cut.compress.write(self._written[i], tensor, weight)
-            self._unfolded.add(i)
-            if len(self._unfolded) == len(self.parts):
-                self.fold()
         self.seen[i] = True
 
     def fold(self) -> None:
         """What was written goes into the total, in one piece where nothing is missing. Raises `ValueError`, which
         names the parameter."""
         unfolded, self._unfolded = self._unfolded, set()
-        whole = len(unfolded) == len(self.parts) and len(self._folded) in (0, len(self.parts))
-        if unfolded and whole and self._buffer is not None:
-            try:
-                self.cut.compress.fold(self.total[: self.cut.numel], self._buffer, not self._folded)
-            except ValueError:
-                self._fold_each(unfolded)
-                raise
-        else:
-            self._fold_each(unfolded)
-        self._folded |= unfolded
+        if self._collects and unfolded:
+            if len(unfolded) == len(self.parts) and len(self._folded) in (0, len(self.parts)):
+                try:
+                    self._collects.fold(self.total[: self.cut.numel], self._buffer, not self._folded)
+                except ValueError:
+                    self._fold_each(self._collects, unfolded)
+                    raise
+            else:
+                self._fold_each(self._collects, unfolded)
+            self._folded |= unfolded
 
-    def _fold_each(self, which: set[int]) -> None:
+    def _fold_each(self, collects: Buffered, which: set[int]) -> None:
         for i in sorted(which):
             try:
-                self.cut.compress.fold(self.parts[i], self._written[i], i not in self._folded)
+                collects.fold(self.parts[i], self._written[i], i not in self._folded)
             except ValueError as error:
                 raise refused(self.cut.spans[i].name, error) from error
 
