@@ -88,10 +88,6 @@ class Store:
         self._file.execute("insert or ignore into shared values (1, ?)", (told,))
         return self.traits()
 
-    def _told(self, query: str) -> str:
-        row = self._file.execute(query).fetchone()
-        return str(row[0]) if row else ""
-
     def happened(self, last: int = 100) -> list[tuple[float, str]]:
         """The latest decisions in words, each with its time in seconds since the epoch."""
         rows = self._file.execute("select at_seconds, words from happened order by number desc limit ?", (last,))
@@ -100,6 +96,10 @@ class Store:
     def close(self) -> None:
         """Give the file back."""
         self._file.close()
+
+    def _told(self, query: str) -> str:
+        row = self._file.execute(query).fetchone()
+        return str(row[0]) if row else ""
 
 
 def words(happened: Happened) -> str:
