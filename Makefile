@@ -36,9 +36,18 @@ train: $(INSTALLED) ## train the handwritten digits on WORKERS workers
 	$(BIN)/unisono train digits --workers $(WORKERS)
 
 .PHONY: test
-test: $(DEVELOP) system ## install what the tests need and run them, on all cores (5: nothing was selected)
-	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -m 'not alone' -n auto --dist worksteal $(PYTEST_ARGS) || [ $$? = 5 ]
+test: $(DEVELOP) system ## install what the tests need and run them on all cores, of long tables a short form
+	$(call pytest,not long and)
+
+.PHONY: test-all
+test-all: $(DEVELOP) system ## the same with every row of every table
+	$(call pytest)
+
+# 5: nothing was selected.
+define pytest
+	$(BIN)/python -m pytest -m '$(strip $(1) alone)' $(PYTEST_ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m '$(strip $(1) not alone)' -n auto --dist worksteal $(PYTEST_ARGS) || [ $$? = 5 ]
+endef
 
 .PHONY: check
 check: static test ## the gate: format, lint, types, walls, tests

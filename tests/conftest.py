@@ -1,9 +1,13 @@
 """Stands here so that pytest finds the package ``tests`` from wherever it is started."""
 
 import signal
+from collections import defaultdict
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.tables import short_form
 
 # Whoever started the tests may ignore signals, as nohup does and a script that starts them in the background; commands
 # that tests start would inherit that, and ignore what tests send them. A handler is not inherited, and does as little.
@@ -18,3 +22,18 @@ torch.set_num_threads(1)
 # No law depends on how long an example takes: other processes may load the machine.
 settings.register_profile("unisono", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unisono")
+
+
+@pytest.hookimpl(tryfirst=True)  # before rows are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a table that is marked ``short(n)``, all rows but n are marked ``long``."""
+    tables = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("short"):
+            tables[item.nodeid.partition("[")[0]].append(item)
+    for rows in tables.values():
+        (most,) = rows[0].get_closest_marker("short").args
+        kept = short_form([row.callspec.indices for row in rows], most)
+        for number, row in enumerate(rows):
+            if number not in kept:
+                row.add_marker(pytest.mark.long)

@@ -146,6 +146,7 @@ def run_of(compute: str, **settings: Any) -> Forecast:
     return forecast(task, settle(task, settings), on)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("sync", ["AllReduce()", "ParameterServer()"])
 def test_in_exact_mode_shares_follow_speeds_and_change_no_bit(sync) -> None:
     alone = run_of("1s", workers=1, **EXACT)

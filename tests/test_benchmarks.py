@@ -59,6 +59,7 @@ def test_a_command_that_hangs_is_ended() -> None:
         harness.run([sys.executable, "-c", "import signal; signal.pause()"], timeout_seconds=0.3)
 
 
+@pytest.mark.long
 def test_a_few_workers_go_through_the_benchmark_of_the_coordinator() -> None:
     ran = harness.run([*coordinator.command(24), "--seconds", "1", "--deaths", "2"])
     assert ran.report["workers"] == 24
@@ -67,6 +68,7 @@ def test_a_few_workers_go_through_the_benchmark_of_the_coordinator() -> None:
     assert all(ours > 0 for verdict in coordinator.verdicts([ran]) for ours in verdict.ours)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("way", ["unisono", "plain"])
 def test_a_model_of_nothing_goes_through_the_benchmark_of_one_device(way: str) -> None:
     report = harness.run(gpu.command(way, "tiny", "cpu", 4)).report
@@ -97,6 +99,7 @@ def test_what_a_worker_holds_is_that_of_the_one_with_most_above_an_empty_one() -
     assert layout_memory.third(found, 60) == 65
 
 
+@pytest.mark.long
 @pytest.mark.root
 def test_a_model_that_is_too_large_for_one_worker_trains_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*next(iter(layout_memory.THRESHOLD.items())))

@@ -107,6 +107,7 @@ def peace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return told["0"]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("act", "struck"), [("SIGKILL", "0"), ("SIGSTOP", "1")])
 def test_weights_are_those_of_a_run_in_peace(tmp_path: Path, peace, act: str, struck: str) -> None:
     """One of three is hit in the middle of a step, and is there again, or another in its place, before the end."""
@@ -128,6 +129,7 @@ def test_weights_are_those_of_a_run_in_peace(tmp_path: Path, peace, act: str, st
     )
 
 
+@pytest.mark.long
 def test_a_loop_that_goes_on_from_a_checkpoint_takes_no_step_twice(tmp_path: Path, peace) -> None:
     """On another number of workers, one of which is killed: those that are left do not begin anew."""
     before, _ = looped(tmp_path, "none", "", saved=("saved", "5"))
@@ -161,6 +163,7 @@ sys.exit(0)
 INSIDE = "user code called sys.exit(0) on leaving.py:17 <module>"
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("who", "options", "said"),
     [
@@ -180,6 +183,7 @@ def test_a_script_that_leaves_a_loop_that_others_go_on_with_has_failed(
     assert (done.returncode, done.stderr.endswith(said)) == (bool(said), True), done.stderr
 
 
+@pytest.mark.long
 def test_a_worker_that_is_asked_to_leave_does(tmp_path: Path, peace) -> None:
     told, done = looped(tmp_path, "SIGTERM", "2", *LAUNCH)
     assert told.keys() == {"0", "1"}
@@ -187,6 +191,7 @@ def test_a_worker_that_is_asked_to_leave_does(tmp_path: Path, peace) -> None:
     assert "worker 2 has left: 2 go on" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sync", ["LocalSGD(every=5)", "DiLoCo(every=5)", "Gossip(meet_every=5)"])
 def test_replicas_that_walk_take_the_round_again(tmp_path: Path, peace, sync: str) -> None:
     """One of three is killed on its way from one meeting to the next: its steps are gone, so all others go back."""
@@ -203,6 +208,7 @@ def test_replicas_that_walk_take_the_round_again(tmp_path: Path, peace, sync: st
     assert "worker 1 was killed by SIGKILL (out of memory?): 2 go on, another one is started" in done.stderr
 
 
+@pytest.mark.long
 def test_who_is_dealt_its_work_takes_again_what_was_dealt_out_since_all_met(tmp_path: Path, peace) -> None:
     """Nobody waits for anybody, but for a meeting every fifth step."""
     told, _ = looped(tmp_path, "SIGKILL", "1", *LAUNCH, sync="Gossip(asynchronous=True,meet_every=5)")
@@ -215,6 +221,7 @@ def test_who_is_dealt_its_work_takes_again_what_was_dealt_out_since_all_met(tmp_
         assert 0 < 5 * (steps[back - 1] // 5) <= steps[back] <= steps[back - 1], steps
 
 
+@pytest.mark.long
 def test_a_walker_that_is_asked_to_leave_leaves_its_share(tmp_path: Path, peace) -> None:
     told, done = looped(tmp_path, "SIGTERM", "2", *LAUNCH, sync="LocalSGD(every=5)")
     assert told.keys() == {"0", "1"}

@@ -95,6 +95,7 @@ def alone(tmp_path_factory) -> Any:
     return of
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_a_network_computes_on_two_workers_what_it_does_on_one(name: str, layout: str, alone, tmp_path: Path) -> None:
     found, expected = losses(name, tmp_path, 2, layout=layout), alone(name)
@@ -103,6 +104,7 @@ def test_a_network_computes_on_two_workers_what_it_does_on_one(name: str, layout
     assert max(abs(found[key] - expected[key]) for key in both) <= SAME
 
 
+@pytest.mark.long
 def test_a_keras_model_is_trained_as_it_is(tmp_path: Path) -> None:
     """Batch normalisation's statistics, which Keras has as parameters that are not trained, are alike too."""
     if not find_spec("keras"):
@@ -173,6 +175,7 @@ def test_what_is_not_installed_is_said_in_words(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_custom_loop_has_the_same_weights_alone_and_launched(tmp_path: Path) -> None:
     """And, as test_launchers.py shows, under torchrun and others."""
     last = {way: said(tmp_path, *words, EXAMPLES / "custom_loop.py").splitlines()[-1] for way, words in WAYS.items()}
@@ -182,6 +185,7 @@ def test_a_custom_loop_has_the_same_weights_alone_and_launched(tmp_path: Path) -
     assert float(found[1]) < 0.7  # three clouds, untrained: log 3 = 1.1
 
 
+@pytest.mark.long
 def test_a_custom_loop_goes_on_where_it_was_stopped_and_its_weights_are_exported(tmp_path: Path) -> None:
     loop = EXAMPLES / "custom_loop_saved.py"
     whole = said(tmp_path, loop, "whole", "60")
@@ -192,6 +196,7 @@ def test_a_custom_loop_goes_on_where_it_was_stopped_and_its_weights_are_exported
     assert whole == f"weights {fingerprint(weights)}\n"
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("way", ["alone", "launch"])
 def test_a_custom_loop_learns_from_data_of_its_own(way: str, tmp_path: Path) -> None:
     losses = re.findall(r"epoch \d  loss (\S+)", said(tmp_path, *WAYS[way], EXAMPLES / "custom_loop_own_data.py"))
@@ -199,6 +204,7 @@ def test_a_custom_loop_learns_from_data_of_its_own(way: str, tmp_path: Path) -> 
     assert float(losses[-1]) < 0.5
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_task_of_ones_own_is_trained_and_takes_options(workers: int, tmp_path: Path) -> None:
     options = ["--workers", str(workers), "--width", "16", "--run", "run", "--json", "result.json"]
@@ -209,6 +215,7 @@ def test_a_task_of_ones_own_is_trained_and_takes_options(workers: int, tmp_path:
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["task"]["width"] == "16"
 
 
+@pytest.mark.long
 def test_training_from_python_gives_the_same_weights_on_one_worker_and_on_two(tmp_path: Path) -> None:
     lines = [line.split() for line in said(tmp_path, EXAMPLES / "train_from_python.py").splitlines()]
     assert [line[0] for line in lines] == ["1", "2"]

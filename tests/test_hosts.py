@@ -42,6 +42,7 @@ def torchrun(hosts: Hosts, *script: str | Path, workers: int = 2) -> str:
     return printed[0]
 
 
+@pytest.mark.long
 def test_training_on_two_hosts_gives_the_weights_of_one_process_also_after_a_resume(
     hosts: Hosts, tmp_path: Path
 ) -> None:
@@ -77,6 +78,7 @@ while True:
 """
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("way", ["killed", "unplugged"])
 def test_a_host_that_is_lost_ends_the_other_within_the_deadline(way: str, hosts: Hosts, tmp_path: Path) -> None:
     script = tmp_path / "loop.py"

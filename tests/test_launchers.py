@@ -66,6 +66,7 @@ def launcher(name: str, at: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
         yield ["srun", "-N1", "-n2", "--kill-on-bad-exit=1"], environ
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", ["torchrun", "mpirun", "srun"])
 def test_under_launchers_of_others_the_weights_are_the_same(name: str, ours: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
@@ -78,6 +79,7 @@ def test_under_launchers_of_others_the_weights_are_the_same(name: str, ours: tup
     assert [event["step"] for event in written if event["event"] == "checkpoint"] == [2, 4, 5]
 
 
+@pytest.mark.long
 def test_workers_of_another_launcher_that_are_asked_to_end_do_not_count_as_done(tmp_path: Path) -> None:
     """torchrun itself is spared: it would ask its workers by the same signal."""
     run, words = tmp_path / "run", ["--steps", "1000000", "--checkpoint-every", "0", "--workers", "2"]
@@ -122,6 +124,7 @@ for steps in (3, 6):
 """
 
 
+@pytest.mark.long
 def test_a_script_may_train_twice_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "twice.py"
     script.write_text(TWICE)
@@ -181,6 +184,7 @@ for _ in range(9):
 """
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("end", "said"),
     [

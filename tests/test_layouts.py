@@ -33,6 +33,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.short(5)
 @pytest.mark.parametrize(("layout", "workers"), LAYOUTS)
 @pytest.mark.parametrize("name", TASKS)
 def test_a_layout_computes_what_one_worker_does(name, layout, workers, tmp_path) -> None:
@@ -41,12 +42,14 @@ def test_a_layout_computes_what_one_worker_does(name, layout, workers, tmp_path)
     assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **settings), alone) <= SAME
 
 
+@pytest.mark.long
 def test_the_users_own_plan_computes_what_one_worker_does(tmp_path) -> None:
     plan = "{'blocks.*.query_key_value': 'column of thirds', 'blocks.*.attention.output': 'row'}"
     laid = losses(tmp_path / "laid", 2, TEXT, layout=f"Layout(tensor=2, plan={plan})")
     assert differ(laid, losses(tmp_path / "alone", 1, TEXT)) <= SAME
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("layout", "workers", "name"),
     [
@@ -79,6 +82,7 @@ PIPELINES = [
 ]
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(("layout", "workers", "task"), PIPELINES)
 def test_a_pipeline_computes_what_one_worker_does(layout, workers, task, tmp_path) -> None:
     settings = {"global_batch": 48, "micro_batch": 4, "clip": 0.5} if task.name != "text" else {"micro_batch": 8}
@@ -95,6 +99,7 @@ WHOLES = [
 ]
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("layout", "workers", "options"), WHOLES)
 def test_an_optimizer_that_looks_at_whole_tensors_sees_them(layout, workers, options, tmp_path) -> None:
     task, settings = source("regression", optimizer="adafactor"), {**EVEN, **options}
@@ -102,6 +107,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_sees_them(layout, workers, opt
     assert differ(losses(tmp_path / "laid", workers, task, layout=layout, **settings), alone) <= SAME
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("layout", "workers"), [("Layout(tensor=2)", 2), ("Layout(pipeline=2)", 2), ("Layout(tensor=2, pipeline=2)", 4)]
 )
@@ -110,6 +116,7 @@ def test_blocks_that_share_weights_learn_what_they_do_on_one_worker(layout, work
     assert differ(losses(tmp_path / "laid", workers, source("tied"), layout=layout, **EVEN), alone) <= SAME
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("layout", "workers", "dtype", "near"),
     [
@@ -149,6 +156,7 @@ MORE = {
 }
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize(("layout", "workers", "name", "options"), OPTIONS)
 def test_an_option_changes_what_is_kept_and_sent_but_not_what_is_computed(
     layout, workers, name, options, tmp_path
@@ -165,6 +173,7 @@ def test_parameters_in_bf16_learn_what_those_in_fp32_do(tmp_path) -> None:
     assert SAME < differ(half, alone) < 2e-2
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("kind", ["blocks", "selective"])
 @pytest.mark.parametrize(("workers", "options"), [(1, {}), (2, {"sync": "ParameterServer(servers=1)"})])
 def test_what_is_computed_again_without_a_layout_has_the_same_bits(workers, options, kind, tmp_path) -> None:
@@ -182,12 +191,14 @@ CONTEXTS = [
 ]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("layout", "workers"), CONTEXTS)
 def test_a_sequence_on_several_workers_teaches_what_it_does_on_one(layout, workers, tmp_path) -> None:
     alone = losses(tmp_path / "alone", 1, TEXT)
     assert differ(losses(tmp_path / "laid", workers, TEXT, layout=layout), alone) <= SAME
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("sync", "compress"),
     [
@@ -205,6 +216,7 @@ def test_two_replicas_agree_as_two_whole_ones_do(sync, compress, tmp_path) -> No
     assert differ(laid, whole) <= rounded
 
 
+@pytest.mark.long
 def test_servers_clip_by_the_norm_of_the_whole_replica(tmp_path) -> None:
     """What several workers of a replica hold counts once; without clipping the losses are others."""
     options = {"sync": "ParameterServer(servers=1)", "clip": 0.5, "micro_batch": 8}
@@ -214,6 +226,7 @@ def test_servers_clip_by_the_norm_of_the_whole_replica(tmp_path) -> None:
     assert differ(losses(tmp_path / "free", 2, TEXT, **{**options, "clip": None}), whole) > 100 * SAME
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("layout", ["Layout(replicate=2)", "Layout(shard=2, zero=1)"])
 def test_an_evaluation_between_steps_leaves_no_weights_behind(layout, tmp_path) -> None:
     """Between two agreements it is of what the replicas would agree on, and each goes on from its own."""
@@ -276,6 +289,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(("saved", "loaded"), [*zip(WAYS, [*WAYS[3:], *WAYS[:3]])], ids=str)
 def test_a_checkpoint_opens_under_any_other_layout(saved, loaded, tmp_path) -> None:
     """Weights, AdamW's state, random streams and the position in the data; each is written once and read once here,
@@ -292,6 +306,7 @@ def test_a_checkpoint_opens_under_any_other_layout(saved, loaded, tmp_path) -> N
     assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -323,6 +338,7 @@ def test_plain_numbers_of_every_stages_optimizer_are_saved(tmp_path) -> None:
     assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_wherever_its_stages_are_cut(tmp_path) -> None:
     whole = train(1, DROPPING, tmp_path / "whole", steps=8, workers=1, micro_batch=8, schedule="Constant()")
     run = tmp_path / "cut"
@@ -368,6 +384,7 @@ def test_weights_in_a_file_may_lack_a_buffer_but_no_parameter(tmp_path) -> None:
             assert train(2, task, run, steps=2, workers=2, **settings)["steps"] == 2
 
 
+@pytest.mark.long
 def test_the_hash_of_a_checkpoint_is_the_same_whatever_wrote_it(tmp_path) -> None:
     """Nothing is learned here: they are the first weights."""
     task, found = source("regression", optimizer="sgd", norm=False), set()

@@ -114,6 +114,7 @@ for quiet in (False, True):
 """
 
 
+@pytest.mark.long
 def test_train_counts_what_is_written_and_shows_progress_unless_it_is_to_be_quiet(tmp_path) -> None:
     """Each written field equals the library's default and differs from the task's."""
     script = tmp_path / "script.py"
@@ -133,6 +134,7 @@ def test_train_counts_what_is_written_and_shows_progress_unless_it_is_to_be_quie
     assert ran.stdout == ""
 
 
+@pytest.mark.long
 def test_a_compiled_model_computes_the_same_on_any_number_of_workers(tmp_path) -> None:
     task = source("regression", optimizer="sgd")  # Adam would enlarge the rounding of gradients that are zero
     for size in (1, 2):  # what one worker has compiled, torch finds again for two

@@ -163,6 +163,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
 # Coming from another host, and going.
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("sync", ["AllReduce()", "DiLoCo(every=5)"])
 def test_a_host_that_is_asked_to_end_has_its_workers_leave_and_the_others_go_on(sync: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TASK)
@@ -195,6 +196,7 @@ OTHER_TASKS = {
 }
 
 
+@pytest.mark.long
 def test_a_host_that_has_another_task_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TASK)
     line = ("--workers", "2:4", "--steps", "1000000", "--checkpoint-every", "0")
@@ -232,6 +234,7 @@ def test_a_replacement_that_finds_another_task_is_not_taken_in_and_the_others_go
 # Being asked to end, and being killed.
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_and_says_how_to_go_on(
     number: signal.Signals, code: int, home: Path
@@ -254,6 +257,7 @@ def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_and_says_how_to_go_on
     assert weights(run) == weights(home / "whole")
 
 
+@pytest.mark.long
 def test_processes_have_names_and_a_killed_worker_is_named_and_ends_the_run(home: Path) -> None:
     run = home / "killed"
     with under_way(home, "killed", *EXACT, "--checkpoint-every", "5", "--no-elastic") as process:
@@ -269,6 +273,7 @@ def test_processes_have_names_and_a_killed_worker_is_named_and_ends_the_run(home
     assert weights(run) == weights(home / "whole")
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("how", ["", "--no-elastic"], ids=["elastic", "not elastic"])
 def test_where_every_worker_is_asked_to_end_the_run_is_not_complete(how: str, home: Path) -> None:
     name = f"asked{how}"
@@ -284,6 +289,7 @@ def test_where_every_worker_is_asked_to_end_the_run_is_not_complete(how: str, ho
     assert [step for step, _ in checkpoints(home / name / "checkpoints")] == [step]
 
 
+@pytest.mark.long
 def test_the_last_worker_of_too_few_saves_what_it_has(home: Path) -> None:
     """One leaves, so that the others are fewer than the run needs; then they are asked to leave too."""
     with under_way(home, "few", *EXACT, "--workers", "2:3", "--checkpoint-every", "0") as process:
@@ -299,6 +305,7 @@ def test_the_last_worker_of_too_few_saves_what_it_has(home: Path) -> None:
     assert step >= last_step(home / "few") - 1
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_there_are_workers_ends_the_command_in_words(number: signal.Signals, home: Path) -> None:
     here = home / f"before-{number.name}"
@@ -321,6 +328,7 @@ def test_a_signal_before_there_are_workers_ends_the_command_in_words(number: sig
 # Nobody reads what is said.
 
 
+@pytest.mark.long
 def test_a_run_goes_on_when_its_output_leads_nowhere(home: Path) -> None:
     """Its reader is gone, as after `| head -1`; the disk is full; standard streams are closed from the start."""
     reader, gone = os.pipe()
@@ -346,6 +354,7 @@ def shown(terminal: int) -> bytes:
     return b"nothing new"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ignored", [False, True], ids=["as usual", "nohup"])
 def test_a_terminal_that_goes_away_asks_the_run_to_stop(ignored: bool, home: Path) -> None:
     run, (terminal, ours) = home / f"terminal-{ignored}", pty.openpty()
@@ -375,6 +384,7 @@ def test_a_terminal_that_goes_away_asks_the_run_to_stop(ignored: bool, home: Pat
 # Two commands, one directory.
 
 
+@pytest.mark.long
 def test_a_run_that_is_alive_is_not_resumed_beside_itself(home: Path) -> None:
     with under_way(home, "alive", *EXACT) as process:
         done = unisono(home, "train", "own.py:task", "--run", "alive", "--resume")
@@ -389,6 +399,7 @@ def test_a_run_that_is_alive_is_not_resumed_beside_itself(home: Path) -> None:
     assert len(events(home / "alive", "start")) == 1
 
 
+@pytest.mark.long
 def test_a_run_whose_launcher_was_killed_is_resumed_at_once(home: Path) -> None:
     with under_way(home, "orphaned", *EXACT, "--checkpoint-every", "5") as process:
         process.kill()
@@ -411,6 +422,7 @@ def test_an_error_in_one_worker_is_shown_once_and_first(home: Path) -> None:
     assert "worker 0" not in trace
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_task_that_calls_sys_exit_has_failed(workers: int, home: Path) -> None:
     name, last = f"exit-{workers}", workers - 1
@@ -420,6 +432,7 @@ def test_a_task_that_calls_sys_exit_has_failed(workers: int, home: Path) -> None
     assert re.search(left + re.escape(goes_on(home / name)) + "$", done.stderr), done.stderr
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_value_that_comes_late_leaves_the_run_and_its_checkpoints(workers: int, home: Path) -> None:
     name = f"late-{workers}"
@@ -434,6 +447,7 @@ def test_a_bad_value_that_comes_late_leaves_the_run_and_its_checkpoints(workers:
     assert checkpoints(home / name / "checkpoints")
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("launched", [(), ("-m", "unisono", "launch", "--workers", "2")], ids=["alone", "launched"])
 def test_a_bad_value_that_comes_late_leaves_the_run_of_a_script(launched: tuple[str, ...], home: Path) -> None:
     name = f"script-{len(launched)}"
@@ -491,6 +505,7 @@ def remount(at: Path, flags: int) -> None:
 NO_SPACE = r"no space left on device \(\S+, .* needed, .* free\)"
 
 
+@pytest.mark.short(1)
 @pytest.mark.root
 @pytest.mark.parametrize(
     ("size", "why"), [("256k", NO_SPACE), ("1800k", f"({NO_SPACE}|worker 1 could not .*)")], ids=["either", "both"]
@@ -516,6 +531,7 @@ def fill(file: Path) -> None:
             stream.write(bytes(4096))
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_replaced_where_workers_come_and_go(home: Path) -> None:
     with under_way(home, "replaced", *EXACT) as process:
         by_name = {name: pid for pid, name in session(process.pid).items()}
@@ -528,6 +544,7 @@ def test_a_killed_worker_is_replaced_where_workers_come_and_go(home: Path) -> No
     assert weights(home / "replaced") == weights(home / "whole")
 
 
+@pytest.mark.long
 def test_workers_go_on_without_a_forkserver_and_another_one_replaces_them(home: Path) -> None:
     with under_way(home, "unforked", *EXACT) as process:
         by_name = {name: pid for pid, name in session(process.pid).items()}
@@ -541,6 +558,7 @@ def test_workers_go_on_without_a_forkserver_and_another_one_replaces_them(home: 
     assert weights(home / "unforked") == weights(home / "whole")
 
 
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.parametrize("coming_and_going", [False, True])
 def test_a_disk_that_fills_up_to_the_last_byte_does_not_end_the_run(coming_and_going, home, tmp_path) -> None:
@@ -597,6 +615,7 @@ WRONG = {
 }
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("line", WRONG)
 def test_bad_input_is_one_sentence_and_leaves_nothing(line: str, home: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in home.rglob("*.toml")}

@@ -47,6 +47,7 @@ def test_every_synchronizer_is_in_the_table() -> None:
     assert {type(s) for s in ROWS} == set(SYNCHRONIZERS.values())
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("sync", "compress"), list(zip(ROWS, cycle(COMPRESS))), ids=lambda v: v if isinstance(v, str) else notation.show(v)
 )

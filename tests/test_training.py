@@ -24,6 +24,7 @@ TASKS = {
 EVERY = [(1, "auto", True), *((n, c, o) for n in (2, 3, 4) for c in ("shared_memory", "gloo") for o in (True, False))]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", ["digits", "text"])
 def test_exact_gives_the_same_bits_on_any_workers_wire_and_overlap(name, tmp_path) -> None:
     task, settings = TASKS[name]
@@ -36,6 +37,7 @@ def test_exact_gives_the_same_bits_on_any_workers_wire_and_overlap(name, tmp_pat
     assert len({(r["loss"], *r["metrics"].items()) for r in results.values()}) == 1
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", TASKS)
 def test_exact_resumes_bitwise_on_another_number_of_workers(name, tmp_path) -> None:
     task, settings = TASKS[name]
@@ -55,6 +57,7 @@ def test_exact_resumes_bitwise_on_another_number_of_workers(name, tmp_path) -> N
     assert last["steps"] == steps
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_without_exact_losses_stay_within_1e5_of_one_worker(optimizer, workers, tmp_path) -> None:
@@ -67,6 +70,7 @@ def test_without_exact_losses_stay_within_1e5_of_one_worker(optimizer, workers, 
     assert losses[workers][-1] == pytest.approx(losses[1][-1], abs=1e-5)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("wire", ["shared_memory", "gloo"])
 def test_resume_continues_bitwise_without_exact_too(wire, tmp_path) -> None:
     """With the same number of workers, on a wire that adds in one order."""
@@ -112,6 +116,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path
     assert events(tmp_path, "resume")[0]["step"] == 4
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("sync", "compress", "layout"),
     [

@@ -153,6 +153,7 @@ def test_whoever_is_lost_each_sample_counts_once_in_each_epoch(sync: str, micro_
     torch.testing.assert_close(counted(found), torch.full((SAMPLES,), float(EPOCHS)), rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("sync", [PERIODIC[0], *OTHERS, *DEALT])
 def test_what_happens_alike_has_the_same_bits(sync: str, tmp_path: Path) -> None:
     adam = net(torch.optim.AdamW)
@@ -216,6 +217,7 @@ def test_who_is_left_alone_goes_on_with_the_outer_optimizer(tmp_path: Path) -> N
     assert int(shared.shared["taken"]) == STEPS  # whoever came later is in the same rhythm
 
 
+@pytest.mark.long
 def test_real_workers_too_are_killed_replaced_and_asked_to_leave(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TASK)
     run = tmp_path / "run"

@@ -43,6 +43,7 @@ def tried(name: str, seed: int, wanted: Mapping[Kind, int] = ALL) -> Trial:
     return trial
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", TASKS)
 def test_faults_change_nothing(name: str, seed: int) -> None:

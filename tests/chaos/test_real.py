@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.chaos import slow
 from unisono.cli import main
 
 
+@pytest.mark.long
 def test_a_kill_a_freeze_and_a_newcomer_change_nothing(tmp_path: Path, capsys) -> None:
     counts = {"kill": 1, "freeze": 1, "join": 1, "partition": 0, "drain": 0, "coordinator": 0, "seed": 4}
     faults = [f"--{name}={count}" for name, count in counts.items()]

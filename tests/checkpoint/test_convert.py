@@ -123,6 +123,7 @@ def _convert(rank: int, size: int, directory: str) -> list[float]:
     return [after - before for before, after in zip(peaks, peaks[1:])]  # noqa: RUF007 (two at a time)
 
 
+@pytest.mark.long
 def test_converting_takes_a_few_megabytes_whatever_the_model(tmp_path: Path) -> None:
     """By columns, so that no row of the tensor lies in one run."""
     large = {"model/x": torch.arange(40 * MEGABYTE, dtype=torch.float32).view(5120, 8192)}  # 160 MB

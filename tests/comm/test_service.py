@@ -154,6 +154,7 @@ def failures_end_one_connection(comm: Communicator, lines: list[Line]) -> None:
         assert answer.fields["senders"] == [0]
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(("kind", "size"), EVERY)
 def test_laws(kind: str, size: int, tmp_path: Path) -> None:
     over(kind, size, tmp_path, all_laws)
@@ -236,6 +237,7 @@ def outlive_a_server(comm: Communicator, how: str) -> tuple[int, ...]:
 BEFORE, MIDST = "before a call", "in the midst of a call"
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("kind", "how"), [("simulated", BEFORE), ("simulated", MIDST), ("gloo", MIDST), ("shared_memory", BEFORE)]
 )

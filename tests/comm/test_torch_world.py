@@ -217,6 +217,7 @@ def lose(rank: int, size: int, path: str, verb: str, how: signal.Signals) -> tup
     return str(caught.value), seconds, sockets() - before
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("verb", "how"),
     [("reduce", signal.SIGKILL), ("reduce", signal.SIGSTOP), ("functional", signal.SIGSTOP), ("pair", signal.SIGSTOP)],

@@ -105,6 +105,7 @@ def train(comm, compress: Compressor, compute: float, numel: int, steps: int, dr
     return [memories[0].get("chosen"), laps[-1]]
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize(("link", "declines"), [(SLOW, False), (FAST, True)])
 @pytest.mark.parametrize("drop", [-1, 0, 3, 6, STEPS - 3])
 def test_all_workers_choose_alike_whatever_step_is_dropped(link, declines, drop) -> None:
@@ -114,6 +115,7 @@ def test_all_workers_choose_alike_whatever_step_is_dropped(link, declines, drop)
     assert (chosen[0] == 0) is declines
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("link", [SLOW, Wires(100e6 / 8, 1e-3), Wires(1e9 / 8, 1e-4), FAST])
 def test_it_is_as_fast_as_the_best_fixed_choice(link) -> None:
     """On the made-up clock, where arithmetic takes no time: within the gain."""

@@ -14,6 +14,7 @@ from tests.faults.planted import line_of
 from tests.faults.runs import PLANTED
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("fault", "load", "does", "function"), [
     ("sleep", "Threads()", "waits for its data", "__getitem__"),
     ("sleep", "Processes(2)", "waits for its data", "__getitem__"),
@@ -42,6 +43,7 @@ def test_who_leaves_out_a_collective_is_named_beside_the_line_where_the_other_wa
         assert "worker 1 waits for sum (gradients, message" in words
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_who_is_frozen_or_killed_is_named_with_what_it_did_last_and_the_other_goes_on(how, tmp_path) -> None:
     with under_way("", tmp_path, steps=1_000_000) as run:
@@ -66,6 +68,7 @@ def test_who_is_frozen_or_killed_is_named_with_what_it_did_last_and_the_other_go
         assert how is signal.SIGKILL or spent["lost work"] > 0.1  # it waited for it in the middle of a step
 
 
+@pytest.mark.long
 def test_a_worker_that_freezes_again_and_again_is_noticed_each_time_and_pauses_longer_and_longer(tmp_path) -> None:
     with under_way("", tmp_path, steps=1_000_000) as run:
         while run.wait("progress")[1]["step"] < 50:

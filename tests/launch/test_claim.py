@@ -78,11 +78,13 @@ def main():
 GUARDED = 'if __name__ == "__main__":\n    main()\n'
 
 
+@pytest.mark.long
 def test_dataloader_workers_load_where_the_script_has_a_main_guard(tmp_path: Path) -> None:
     shown = said(tmp_path, LOADING.replace("METHODS", "('spawn', 'forkserver')") + GUARDED, *LAUNCH)
     assert shown.splitlines() == [f"{method} 140.0 of 2 workers 140.0" for method in ("spawn", "forkserver")]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("method", "words"), [("spawn", ()), ("spawn", LAUNCH), ("forkserver", LAUNCH)])
 def test_without_a_main_guard_it_is_one_sentence_with_the_cure(method: str, words, tmp_path: Path) -> None:
     shown = said(tmp_path, LOADING.replace("METHODS", f"({method!r},)") + "main()\n", *words, code=1)
@@ -107,5 +109,6 @@ world.close()
 """
 
 
+@pytest.mark.long
 def test_a_script_that_a_worker_starts_is_alone_or_what_its_own_launcher_says(tmp_path: Path) -> None:
     assert said(tmp_path, CHILDREN, *LAUNCH).splitlines() == ["child 0 of 1 1.0", "child 0 of 2 1.0"]

@@ -170,6 +170,7 @@ def test_another_launcher_has_workers_take_part_and_leave(tmp_path) -> None:
     assert [words.partition(":")[0] for words in drill.notices] == ["worker other", "worker other"]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("how", "reason"), [("killed", "killed by SIGKILL"), ("gone", "ended with exit code 3")])
 def test_a_place_where_everybody_dies_at_once_ends_the_run(how, reason, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(crew, "_END_SECONDS", 0.5)

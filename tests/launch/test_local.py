@@ -89,6 +89,7 @@ def test_a_consequence_without_a_cause_is_told_and_the_stubborn_are_killed(tmp_p
     assert caught.value.reason.endswith("PeerLost: worker 1 lost during sum: silent")
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_worker_is_named_with_its_signal(number: signal.Signals, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=f"worker 1 failed: killed by {number.name}"):

@@ -84,6 +84,7 @@ if os.environ["RANK"] == os.environ.get("STOPS", "0"):
 """
 
 
+@pytest.mark.long
 def test_a_worker_that_is_alone_is_debugged_as_in_plain_python(sessions, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     session = sessions("launch", "--workers", "1", "script.py")
@@ -137,6 +138,7 @@ def launched(at: Path, *words: str, text: str = "", **environ: str) -> subproces
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_what_comes_through_a_pipe_is_read_too(tmp_path: Path) -> None:
     done = launched(tmp_path, text="p secret * 2\nc\nanswer\n")
     assert done.returncode == 0, done.stderr
@@ -144,6 +146,7 @@ def test_what_comes_through_a_pipe_is_read_too(tmp_path: Path) -> None:
     assert done.stdout.endswith("after 41 answer\n")
 
 
+@pytest.mark.long
 def test_without_a_terminal_a_breakpoint_says_what_to_do(tmp_path: Path) -> None:
     done = launched(tmp_path, "--workers", "2", "--no-elastic")
     assert done.returncode == 1
@@ -152,6 +155,7 @@ def test_without_a_terminal_a_breakpoint_says_what_to_do(tmp_path: Path) -> None
     assert (done.returncode, done.stderr) == (2, "--debug = 2: there are workers 0 to 1; choose one of them.\n")
 
 
+@pytest.mark.long
 def test_breakpoints_can_be_switched_off_as_in_plain_python(tmp_path: Path) -> None:
     done = launched(tmp_path, text="answer\n", PYTHONBREAKPOINT="0")
     assert done.stdout == "before\nafter 41 answer\n"

@@ -225,6 +225,7 @@ def all_attention(rank: int, size: int, place: str) -> dict[str, dict[str, float
         }
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_is_that_of_the_whole(size: int, tmp_path: Path) -> None:
     for results in run(size, all_attention, str(tmp_path / "store")):
@@ -382,6 +383,7 @@ def all_training(rank: int, size: int, place: str, wanted: dict[str, Any]) -> di
     return found
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ten_steps_are_those_of_the_whole_model(size: int, tmp_path: Path) -> None:
     wanted = {optimizer: whole_losses(optimizer, batches(10, size)) for optimizer in OPTIMIZERS}
@@ -658,6 +660,7 @@ class Twin:
         return torch.stack([mine, mine])
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("tokens", [32, 16])
 def test_compiled_blocks_attend_too(tokens: int) -> None:
     model, split, part = small_gpt(), Split(tokens, 2), torch.randint(0, 256, (2, tokens // 2))

@@ -171,6 +171,7 @@ def test_a_mixture_on_several_workers_learns_what_it_does_on_one_and_its_checkpo
     assert differ(parts, alone) <= SAME
 
 
+@pytest.mark.long
 def test_one_of_transformers_learns_what_it_does_on_one_worker(tmp_path) -> None:
     pytest.importorskip("transformers")
     task = mixture("mixtral", "sgd")
@@ -178,6 +179,7 @@ def test_one_of_transformers_learns_what_it_does_on_one_worker(tmp_path) -> None
     assert differ(losses(tmp_path / "laid", 2, task, layout="Layout(expert=2)", clip=0.5), alone) <= SAME
 
 
+@pytest.mark.long
 def test_replicas_agree_as_whole_ones_do(tmp_path) -> None:
     task, sync = mixture("ours", "sgd"), {"sync": "LocalSGD(every=3)"}
     whole = losses(tmp_path / "whole", 2, task, **sync)

@@ -22,6 +22,7 @@ from unisono.settings import settle
 from unisono.source import Source
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("layout", "workers", "task", "settings"), CASES)
 def test_workers_hold_and_send_what_was_foretold(layout, workers, task, settings) -> None:
     assert compare(layout, workers, task, settings) == []

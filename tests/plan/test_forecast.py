@@ -36,6 +36,7 @@ def forecast_of(task: Task, on: Cluster, **settings: Any) -> Forecast:
 # What is learned.
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -40,6 +40,7 @@ def differ(run: UnderWay, losses: dict[int, float]) -> float:
     return max(abs(run.losses[step] - losses[step]) for step in common)
 
 
+@pytest.mark.long
 def test_what_the_only_replica_lost_with_a_worker_comes_from_the_others_memory(calm, tmp_path) -> None:
     with under_way("gpt", tmp_path, 2, layout=LAYOUT, steps=STEPS) as run:
         run.until(LOST_AT)
@@ -67,6 +68,7 @@ def test_what_a_lost_worker_remembered_of_whole_tensors_comes_from_memory_too(tm
     assert event["step"] > 0
 
 
+@pytest.mark.long
 def test_a_lost_worker_takes_its_replica_out_and_survivors_make_others(calm, tmp_path) -> None:
     with without_end(tmp_path, 4) as run:
         run.until(5)
@@ -83,6 +85,7 @@ def test_a_lost_worker_takes_its_replica_out_and_survivors_make_others(calm, tmp
     assert differ(run, calm[1]) < CLOSE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sync", "optimizer"),
     [("LocalSGD(every=4)", "plain"), ("DiLoCo(every=4)", "plain"), ("Gossip(meet_every=4)", "adamw")],

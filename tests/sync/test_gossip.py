@@ -159,6 +159,7 @@ def test_workers_agree_at_the_rate_of_the_spectral_gap(topology) -> None:
     assert ratios[-1] == pytest.approx(rate, abs=0.02)  # what is left is the slowest direction
 
 
+@pytest.mark.short(6)
 @each
 @pytest.mark.parametrize("compress", [Cast(), RandomK(0.2)], ids=notation.show)
 def test_the_mean_stays_as_it_is_while_workers_agree(sync, compress) -> None:
@@ -295,6 +296,7 @@ def test_every_topology_learns_as_all_reduce_does(sync, loss_of) -> None:
     assert taught(4, sync, Cast()) <= loss_of(0.3)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("sync", [Gossip(), Gossip(OnePeerExponential()), Gossip(asynchronous=True)], ids=notation.show)
 def test_every_compressor_learns_and_helps(sync, loss_of) -> None:
     one_of_each = {type(row.compress): row for row in reversed(COMPRESSORS)}

@@ -68,6 +68,7 @@ def test_with_one_replica_it_is_the_local_optimizer(sync, optimizer) -> None:
             torch.testing.assert_close(weights_of(trained)[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.short(10)
 @in_lockstep
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
@@ -84,6 +85,7 @@ def test_many_replicas_compute_what_one_does(sync, size, optimizer) -> None:
     torch.testing.assert_close(trained.norm.running_var, model.norm.running_var, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.short(3)
 @in_lockstep
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_exact_has_the_same_bits_on_any_number_of_workers(sync, clip) -> None:
@@ -104,6 +106,7 @@ def test_uneven_shares_give_the_same_bits_too(sync) -> None:
     assert set(simulate(3, run, [1, 1, 1])) == set(simulate(3, run, [4, 1, 1])) == set(simulate(2, run, [5, 1]))
 
 
+@pytest.mark.short(5)
 @law
 def test_same_seed_same_run_and_the_same_clock(sync) -> None:
     def run(comm):
@@ -195,6 +198,7 @@ def test_what_is_shared_is_the_same_on_all_and_leaves_the_parameters_as_they_wer
     assert len(set(simulate(3, run))) == 1
 
 
+@pytest.mark.short(8)
 @walking
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_a_resumed_run_goes_on_as_the_undisturbed_one(sync, optimizer) -> None:

@@ -261,6 +261,7 @@ def test_who_reads_weights_between_steps_finds_the_new_ones(between: str) -> Non
     assert simulate(2, run, SMALL, link=SLOW) == expected
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("compress", [OneBit(), TopK(0.2), Quantize(4)], ids=notation.show)
 @pytest.mark.parametrize(("sync", "size"), [(SMALL, 2), (ParameterServer(staleness=inf, slice_bytes=64), 1)])
 def test_what_compressors_owe_is_committed_once_and_in_time(
@@ -323,6 +324,7 @@ def advance_without_need(replica: Replica, comm: Simulated, first: int, until: i
     replica.need = need  # type: ignore[method-assign]
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("where", ["", "embed", "first", "second"])
 def test_a_server_may_be_lost_while_weights_are_on_their_way(where: str, lost: int) -> None:

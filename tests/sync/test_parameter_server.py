@@ -292,6 +292,7 @@ EVERY_KIND = list({type(row.compress): row.compress for row in TABLE}.values())
 EVERY_KIND = [TwoBit(0.02) if isinstance(each, TwoBit) else each for each in EVERY_KIND]
 
 
+@pytest.mark.short(8)
 @pytest.mark.parametrize("sync", [ParameterServer(), ParameterServer(staleness=INF)], ids=notation.show)
 @pytest.mark.parametrize("compress", EVERY_KIND, ids=notation.show)
 def test_it_learns_with_every_compressor(sync, compress) -> None:
@@ -581,6 +582,7 @@ def test_a_server_that_is_lost_loses_nothing_that_was_acknowledged(lost, seconds
     assert max(gaps) < 2
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("compress", [Exact(), Quantize(8), Cast("bf16")], ids=notation.show)
 @pytest.mark.parametrize("seconds", [0.0203, 0.05, 0.1001])
 def test_a_copy_goes_on_with_the_same_bits(compress, seconds) -> None:
@@ -751,6 +753,7 @@ def count_while_a_server_is_killed(comm: Communicator, staleness: float) -> tupl
     return counted(replica), max(later - earlier for earlier, later in pairwise(times))
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("staleness", [0, INF])
 def test_a_killed_server_costs_no_acknowledged_push_and_less_than_two_seconds(tmp_path, staleness) -> None:
     outcome = on_processes(2, tmp_path, count_while_a_server_is_killed, staleness)

@@ -277,6 +277,7 @@ def test_all_hear_all_in_the_same_steps(sync) -> None:
     assert simulate(N, run) == [{t: [said + 1.0] * N for t, said in AGREED[sync].items()}] * N
 
 
+@pytest.mark.short(8)
 @form
 @pytest.mark.parametrize("compress", [Cast(), Cast("bf16"), Exact()], ids=notation.show)
 def test_after_a_meeting_all_are_equal_and_the_walks_have_the_same_mean(sync, compress) -> None:
