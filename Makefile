@@ -9,6 +9,9 @@ WORKERS ?= 2
 MOMENTS ?= 50
 PYTEST_ARGS ?=
 
+# Tests start hundreds of processes, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:

@@ -83,7 +83,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, Case], 
     return found
 
 
-@pytest.mark.short(8)
+@pytest.mark.short(4)
 @pytest.mark.parametrize(("size", "case"), [(2, c) for c in TWO] + [(4, c) for c in FOUR], ids=str)
 def test_stages_train_as_the_whole_model(results: dict[Any, Any], size: int, case: Case) -> None:
     losses, state = whole(case)

@@ -28,7 +28,7 @@ def test_a_model_of_any_kind_learns_under_a_layout_what_it_does_on_one_worker(ce
     assert outcome.is_what(expected()[cell]), outcome
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(3)
 @pytest.mark.parametrize("cell", CORNERS, ids=str)
 def test_a_model_at_a_corner_learns_what_it_does_on_one_worker_or_is_refused_in_words(cell, bench) -> None:
     outcome = bench.outcome(cell)
