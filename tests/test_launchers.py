@@ -66,7 +66,7 @@ def launcher(name: str, at: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
         yield ["srun", "-N1", "-n2", "--kill-on-bad-exit=1"], environ
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["torchrun", "mpirun", "srun"])
 def test_under_launchers_of_others_the_weights_are_the_same(name: str, ours: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()

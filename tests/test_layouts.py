@@ -33,7 +33,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.short(5)
+@pytest.mark.short(3)
 @pytest.mark.parametrize(("layout", "workers"), LAYOUTS)
 @pytest.mark.parametrize("name", TASKS)
 def test_a_layout_computes_what_one_worker_does(name, layout, workers, tmp_path) -> None:
@@ -82,7 +82,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("layout", "workers", "task"), PIPELINES)
 def test_a_pipeline_computes_what_one_worker_does(layout, workers, task, tmp_path) -> None:
     settings = {"global_batch": 48, "micro_batch": 4, "clip": 0.5} if task.name != "text" else {"micro_batch": 8}
@@ -99,7 +99,7 @@ WHOLES = [
 ]
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("layout", "workers", "options"), WHOLES)
 def test_an_optimizer_that_looks_at_whole_tensors_sees_them(layout, workers, options, tmp_path) -> None:
     task, settings = source("regression", optimizer="adafactor"), {**EVEN, **options}
@@ -156,7 +156,7 @@ MORE = {
 }
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(3)
 @pytest.mark.parametrize(("layout", "workers", "name", "options"), OPTIONS)
 def test_an_option_changes_what_is_kept_and_sent_but_not_what_is_computed(
     layout, workers, name, options, tmp_path
@@ -289,7 +289,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("saved", "loaded"), [*zip(WAYS, [*WAYS[3:], *WAYS[:3]])], ids=str)
 def test_a_checkpoint_opens_under_any_other_layout(saved, loaded, tmp_path) -> None:
     """Weights, AdamW's state, random streams and the position in the data; each is written once and read once here,

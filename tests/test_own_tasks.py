@@ -84,6 +84,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_dict_batches_tuple_inputs_and_token_weights_from_a_script_without_a_main_guard(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

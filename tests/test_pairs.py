@@ -97,7 +97,7 @@ def uncompressed() -> float:
     return simulate(WORKERS, learn, AllReduce(), Cast())[0]
 
 
-@pytest.mark.short(15)
+@pytest.mark.short(10)
 @pytest.mark.parametrize("compress", COMPRESS, ids=notation.show)
 @pytest.mark.parametrize("sync", SYNC, ids=notation.show)
 def test_every_pair_learns(sync: Synchronizer, compress: Compressor) -> None:

@@ -163,7 +163,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
 # Coming from another host, and going.
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize("sync", ["AllReduce()", "DiLoCo(every=5)"])
 def test_a_host_that_is_asked_to_end_has_its_workers_leave_and_the_others_go_on(sync: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TASK)
@@ -215,6 +215,7 @@ def test_a_host_that_has_another_task_is_refused_and_the_run_goes_on(tmp_path: P
     assert process.returncode == 130
 
 
+@pytest.mark.long
 def test_a_replacement_that_finds_another_task_is_not_taken_in_and_the_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TASK)
     line = ("--workers", "2", "--steps", "1000000", "--checkpoint-every", "0")
@@ -447,7 +448,7 @@ def test_a_bad_value_that_comes_late_leaves_the_run_and_its_checkpoints(workers:
     assert checkpoints(home / name / "checkpoints")
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize("launched", [(), ("-m", "unisono", "launch", "--workers", "2")], ids=["alone", "launched"])
 def test_a_bad_value_that_comes_late_leaves_the_run_of_a_script(launched: tuple[str, ...], home: Path) -> None:
     name = f"script-{len(launched)}"

@@ -65,6 +65,7 @@ def test_the_bits_are_those_of_a_loop_that_never_ended(first: int, then: int, tm
         assert torch.equal(found, expected)
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize(
     "options",
     [{}, {"clip": 0.5, "maker": "sgd"}, {"sync": LocalSGD(3)}, {"sync": DiLoCo(2)}, {"sync": ParameterServer()},

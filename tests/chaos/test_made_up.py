@@ -63,6 +63,7 @@ def test_a_run_without_faults_has_used_each_sample_once_an_epoch() -> None:
     assert len(numbers) == len(set(numbers)) == whole.samples
 
 
+@pytest.mark.long
 def test_the_same_seed_is_the_same_to_the_moment() -> None:
     assert tried("digits", 11).happened == tried("digits", 11).happened
 

@@ -114,6 +114,7 @@ def _with_a_limit(rank: int, size: int, directory: str) -> list[Any]:
     return [event.kind for event in events]
 
 
+@pytest.mark.long
 def test_a_limit_of_the_system_is_told_likewise(tmp_path: Path) -> None:
     save(tmp_path, 1, large(1))
     assert run(1, _with_a_limit, str(tmp_path)) == [["failed", "committed"]]

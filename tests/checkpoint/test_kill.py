@@ -79,6 +79,7 @@ def _lives() -> list[tuple[int, bool]]:
     return [(3 * LINES_OF_A_COMMIT, True), *commits, *anywhere, *[(0, False)] * 8]
 
 
+@pytest.mark.long
 def test_any_moment_will_do(tmp_path: Path) -> None:
     newest, left_behind = 0, set()
     for life, (line, only_commit) in enumerate(_lives()):

@@ -50,7 +50,7 @@ def connected(
         comm.close()
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(3)
 @pytest.mark.parametrize(("kind", "size"), EVERY)
 def test_common_laws(kind: str, size: int, tmp_path: Path) -> None:
     over(kind, size, tmp_path, all_common_laws)
@@ -147,7 +147,7 @@ def test_a_killed_peer_is_lost_at_every_verb(kind: str, verb: str, in_the_middle
         assert [type(each) for each in later] == [PeerLost] * 5
 
 
-@pytest.mark.short(7)
+@pytest.mark.short(4)
 @pytest.mark.parametrize("verb", laws.STARTS)
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
 def test_a_silent_peer_is_lost_at_every_verb_within_the_deadline(kind: str, verb: str, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def failures_end_one_connection(comm: Communicator, lines: list[Line]) -> None:
         assert answer.fields["senders"] == [0]
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("kind", "size"), EVERY)
 def test_laws(kind: str, size: int, tmp_path: Path) -> None:
     over(kind, size, tmp_path, all_laws)
@@ -300,6 +300,7 @@ def give_up_on_a_silent_server(comm: Communicator) -> float:
     return comm.now() - began
 
 
+@pytest.mark.long
 def test_a_silent_server_is_lost_within_the_deadline(tmp_path: Path) -> None:
     args = ("shared_memory", f"file://{tmp_path}", 5.0, give_up_on_a_silent_server)
     for seconds in run(2, connected, *args, timeout_seconds=150.0):

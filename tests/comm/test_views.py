@@ -220,6 +220,7 @@ MEETINGS = [
 ]
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(("kind", "through", "moment", "blow"), MEETINGS)
 def test_a_meeting_without_one_can_be_broken_off(
     kind: str, through: str, moment: str, blow: str, tmp_path: Path

@@ -98,6 +98,7 @@ def test_a_worker_that_is_alone_is_debugged_as_in_plain_python(sessions, tmp_pat
     assert session.end() == 0
 
 
+@pytest.mark.long
 def test_one_of_several_workers_is_debugged(sessions, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("STOPS", "1")
     (tmp_path / "script.py").write_text(SCRIPT)

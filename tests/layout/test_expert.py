@@ -148,6 +148,7 @@ def _law(build: Any, layout: Layout, mesh: Any, lane: int, lanes: int) -> dict[s
     return {"layout": layout, "parts": dict(held.parts), "elsewhere": held.elsewhere}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", LAYOUTS)
 def test_each_worker_holds_whole_experts_whose_gradients_are_of_all_tokens(workers, tmp_path: Path) -> None:
     """In `lonely` all tokens go to one expert, and the other workers get none."""

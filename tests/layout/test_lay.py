@@ -100,6 +100,7 @@ def _held(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("layout", "most"),
     [

@@ -95,6 +95,7 @@ def step(tmp_path: Path, layout: Layout, compute: Compute = FP32) -> list[dict[s
     return run(layout.workers, _step, str(path), layout, compute)
 
 
+@pytest.mark.long
 def test_stages_of_zero_send_less_the_more_they_keep(tmp_path: Path) -> None:
     found = {zero: step(tmp_path, Layout(shard=2, zero=zero)) for zero in (3, 2, 1)}
     counts = {zero: found[zero][0]["count"] for zero in found}

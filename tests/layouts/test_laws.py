@@ -21,7 +21,7 @@ def test_the_short_form_is_part_of_the_campaign() -> None:
     assert set(pairs()) > set(PAIRS)
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(2)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_model_of_any_kind_learns_under_a_layout_what_it_does_on_one_worker(cell, bench) -> None:
     outcome = bench.outcome(cell)

@@ -11,7 +11,7 @@ from tests.losses.runs import KINDS, ended_early, trial
 from unisono.launch.succession import BEFORE_LOOP, WITHOUT_STEP
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "seed"), [("BlockMomentum", 11), ("shard", 16)])
 def test_replacements_that_are_lost_too_change_nothing(kind: str, seed: int, tmp_path: Path) -> None:
     came = trial(KINDS[kind], seed, tmp_path, kills=4, heirs=1.0)

@@ -55,6 +55,7 @@ def test_what_the_only_replica_lost_with_a_worker_comes_from_the_others_memory(c
     assert losses[STEPS] == calm[1][STEPS]
 
 
+@pytest.mark.long
 def test_what_a_lost_worker_remembered_of_whole_tensors_comes_from_memory_too(tmp_path) -> None:
     settings = {"layout": LAYOUT, "optimizer": "adafactor", "steps": STEPS}
     with under_way("gpt", tmp_path / "calm", 2, **settings) as run:
@@ -119,6 +120,7 @@ def test_who_leaves_hands_its_part_over(tmp_path) -> None:
     assert "not all is there" not in run.log("0")  # no step is taken back
 
 
+@pytest.mark.long
 def test_without_copies_there_is_the_disk(calm, tmp_path) -> None:
     with under_way("gpt", tmp_path, 2, layout=LAYOUT, steps=STEPS, copies=False, checkpoint_every=4) as run:
         run.until(LOST_AT + 1)

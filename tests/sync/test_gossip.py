@@ -291,12 +291,13 @@ def loss_of() -> Callable[[float], float]:
     return lambda part: together + part * (alone - together)
 
 
+@pytest.mark.short(4)
 @each
 def test_every_topology_learns_as_all_reduce_does(sync, loss_of) -> None:
     assert taught(4, sync, Cast()) <= loss_of(0.3)
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize("sync", [Gossip(), Gossip(OnePeerExponential()), Gossip(asynchronous=True)], ids=notation.show)
 def test_every_compressor_learns_and_helps(sync, loss_of) -> None:
     one_of_each = {type(row.compress): row for row in reversed(COMPRESSORS)}

@@ -173,6 +173,7 @@ def test_what_optimizers_remember_counts_by_samples_where_all_meet() -> None:
     close(simulate(3, meeting, LocalSGD(1), ranges(1, 2, 4)), expected)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("compress", [Cast(), TopK(0.5), Quantize(4)], ids=notation.show)
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_walks_in_lossy_messages_add_up_by_samples_in_the_end(compress, fragments) -> None:
