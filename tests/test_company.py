@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.launch.observation import within
 from unisono.company import in_order
-from unisono.errors import InvalidInput
+from unisono.errors import InvalidInput, RunFailed
 from unisono.keep import Kept, read, written
 from unisono.launch.failure import Failure
-from unisono.launch.succession import EachToItsEnd, Replaced
+from unisono.launch.succession import EachToItsEnd, Joined, Replaced
 from unisono.membership.values import StepCount
 
 STEPS, HIT = 400, 7
@@ -183,6 +186,49 @@ def test_a_script_that_leaves_a_loop_that_others_go_on_with_has_failed(
     assert (done.returncode, done.stderr.endswith(said)) == (bool(said), True), done.stderr
 
 
+ELSEWHERE = """
+import os
+import sys
+import torch
+import unisono
+
+torch.manual_seed(0)
+world = unisono.join(threads=1, device="cpu")
+model = torch.nn.Linear(5, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+model, optimizer = world.bind(model, optimizer)
+together = 0
+for batches in world.steps(torch.randn(96, 5), global_batch=12, micro_batch=3, steps=1_000_000):
+    for x in batches:
+        model(x).square().mean().backward()
+    optimizer.step()
+    together += world.size == 2
+    if together == 20 and (sys.argv[1] == "both" or "JOINED" in os.environ):
+        sys.exit(0)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["one", "both"])
+def test_the_only_worker_of_a_host_that_leaves_a_loop_has_failed_if_others_go_on(who: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ELSEWHERE)
+    unisono = [sys.executable, "-m", "unisono"]
+    given = {"cwd": tmp_path, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    launch = [*unisono, "launch", "--workers", "1:2", "--run", "run", "own.py", who]
+    with subprocess.Popen(launch, **given, text=True, start_new_session=True) as first:
+        assert within(60, lambda: list(tmp_path.glob("run/coordinator/contact.json")))
+        join = [*unisono, "join", "--run", "run"]
+        joined = subprocess.run(join, **given, text=True, timeout=120, env={**os.environ, "JOINED": "yes"})
+        if who == "one":
+            assert joined.returncode == 1, joined.stderr
+            assert joined.stderr.endswith("inside its loop over world.steps, which the others went on with\n")
+            first.terminate()
+        else:
+            assert joined.returncode == 0, joined.stderr
+        _, err = first.communicate(timeout=60)
+        assert first.returncode == (143 if who == "one" else 0), err
+
+
 @pytest.mark.long
 def test_a_worker_that_is_asked_to_leave_does(tmp_path: Path, peace) -> None:
     told, done = looped(tmp_path, "SIGTERM", "2", *LAUNCH)
@@ -326,6 +372,9 @@ class Nobody:
     def latest(self) -> StepCount:
         return self.count
 
+    def goes_on(self, without: Set[str]) -> bool:
+        return False
+
     def began(self, worker: str, pid: int) -> None:
         pass
 
@@ -380,3 +429,25 @@ def test_who_left_is_told_and_who_came_to_the_end_is_not() -> None:
     assert found.returned(1, None, 2).words == "worker 1 has left: 2 go on"
     assert found.returned(0, True, 1).words == ""
     assert found.lacking([None, None, None]).startswith("every worker was asked to leave")
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "over", "fails"), [(True, False, True), (False, False, False), (True, True, False)],
+    ids=["others go on", "that was the end for all", "the loop is over"],
+)  # fmt: skip
+def test_all_of_a_launcher_who_end_inside_the_loop_have_failed_where_others_go_on(goes_on, over, fails) -> None:
+    class Elsewhere(Nobody):
+        def goes_on(self, without: Set[str]) -> bool:
+            assert without == {"host:0", "host:1"}
+            return goes_on
+
+    found = EachToItsEnd(Joined(2, Elsewhere(), "host:"))
+    for place in range(2):
+        found.name(place)
+        found.heard({"kind": "loop", "place": place})
+        found.heard({"kind": "ended", "place": place, "text": "its script came to its end"})
+    if over:
+        found.heard({"kind": "over", "place": 0})
+    words = r"worker host:0: its script came to its end, inside its loop .* the others went on with"
+    with pytest.raises(RunFailed, match=words) if fails else contextlib.nullcontext():
+        assert found.lacking([True, True]) == ""

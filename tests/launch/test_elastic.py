@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,9 @@ class Nobody:
 
     def latest(self) -> StepCount:
         return self.count
+
+    def goes_on(self, without: Set[str]) -> bool:
+        return False
 
     def began(self, worker: str, pid: int) -> None:
         pass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import ExitStack
 
 from unisono.launch.gone import Gone
+from unisono.launch.remaining import goes_on
 from unisono.launch.vouching import Vouching
 from unisono.membership.values import Contact, StepCount
 
@@ -17,7 +19,7 @@ class Seen:
     """
 
     def __init__(self, contact: Contact) -> None:
-        self._stack = ExitStack()
+        self._contact, self._stack = contact, ExitStack()
         self._gone = self._stack.enter_context(Gone(contact))
         self._vouching = self._stack.enter_context(Vouching(contact))
 
@@ -29,6 +31,10 @@ class Seen:
     def latest(self) -> StepCount:
         """See `Present`."""
         return self._vouching.latest()
+
+    def goes_on(self, without: Set[str]) -> bool:
+        """See `Present`."""
+        return goes_on(self._contact, without)
 
     def began(self, worker: str, pid: int) -> None:
         """See `Present`."""

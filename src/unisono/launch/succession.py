@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from unisono.backoff import Backoff
+from unisono.errors import RunFailed
 from unisono.launch.failure import Failure
 from unisono.launch.stopping import STOP, STOP_ALL
 from unisono.membership.values import StepCount
@@ -63,7 +64,11 @@ class Succession(Protocol):
         """Whether `results` are all that the run was for."""
 
     def lacking(self, results: Sequence[Any]) -> str:
-        """All have ended, and none failed: why `results` are none of a run all the same."""
+        """All have ended, and none failed: why `results` are none of a run all the same.
+
+        Raises:
+            RunFailed: others go on with what a worker has left.
+        """
 
 
 class Together:
@@ -114,6 +119,9 @@ class Present(Protocol):
     def latest(self) -> StepCount:
         """As `count`, asked for now, which takes a while: who has survived a loss has said by then what it has done."""
 
+    def goes_on(self, without: Set[str]) -> bool:
+        """Whether others take a step without these workers, which have ended; takes a while."""
+
     def began(self, worker: str, pid: int) -> None: ...
     def ended(self, worker: str) -> None: ...
 
@@ -163,6 +171,10 @@ class Replaced:
     def ended(self, place: int) -> None:
         """See `Succession`."""
         self._present.ended(self._name(place))
+
+    def goes_on(self, without: Set[str]) -> bool:
+        """See `Present`."""
+        return self._present.goes_on(without)
 
     def returned(self, place: int, result: Any, others: int) -> Verdict:
         """See `Succession`."""
@@ -261,6 +273,7 @@ class EachToItsEnd:
         self._past_loop: set[int] = set()
         self._ended_in_loop: dict[int, str] = {}  # how
         self._names: dict[int, str] = {}
+        self._ours: set[str] = set()  # all names so far
         self._ending = False
         self.stop = inner.stop
 
@@ -269,6 +282,7 @@ class EachToItsEnd:
         for places in (self._in_loop, self._past_loop):
             places.discard(place)
         self._names[place] = self._inner.name(place)
+        self._ours.add(self._names[place])
         return self._names[place]
 
     def heard(self, message: Mapping[str, Any]) -> Verdict:
@@ -318,15 +332,21 @@ class EachToItsEnd:
 
     def lacking(self, results: Sequence[Any]) -> str:
         """See `Succession`."""
+        if self._ended_in_loop and not self._past_loop and self._inner.goes_on(self._ours):
+            place, how = next(iter(self._ended_in_loop.items()))
+            raise RunFailed(self._deserter(place, how))
         return self._inner.lacking(results)
 
     def _deserted(self, members: Sequence[str]) -> Failure | None:
         """Why a step that `members` took fails the run: a script ended inside the loop, which others go on with."""
         for place, how in self._ended_in_loop.items():
             if self._names[place] not in members:
-                words = f"worker {self._names[place]}: {how}, {IN_LOOP}"
+                words = self._deserter(place, how)
                 return Failure(place, time.monotonic(), words, said=("RunFailed", [words]))
         return None
+
+    def _deserter(self, place: int, how: str) -> str:
+        return f"worker {self._names[place]}: {how}, {IN_LOOP}"
 
 
 WITHOUT_STEP = "without a step in between"
