@@ -169,7 +169,8 @@ class Worker:
                             self.say()
                     case Meet(view):
                         self.agent.met(view.number, view.start.step, view.start.digest)
-                        self.say()
+                        if not listening:
+                            self.say()
                     case Exit():
                         raise SystemExit("nobody was to exit")
             actions = more
