@@ -1,9 +1,9 @@
 """Thousands of workers' halves of the protocol in one process, which beat at a real coordinator as `Attendance` does.
 
-Each has the real `Agent` and two connections, one on which it waits for news, and one on which it says what it has to
-say; of what happens between workers nothing is here: whoever hears of a view has met it, whoever hears that it is over
-has left it. What all of them are answered alike is read once. Run by `benchmarks.coordinator`; writes a JSON object to
-``--report``.
+Each has the real `Agent` and two connections: on one it waits for news, on the other, opened when needed, it
+says what it has to say. Of what happens between workers nothing is here: whoever hears of a view has met it, whoever
+hears that it is over has left it. What all of them are answered alike is read once. Run by `benchmarks.coordinator`;
+writes a JSON object to ``--report``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
@@ -115,12 +115,13 @@ class Worker:
         place = Place(f"node-{number // 8:03d}", f"tcp://10.1.{number // 250}.{number % 250}:{20000 + number}")
         self.crowd, self.agent = crowd, Agent(name, Standing(), place)
         self.tail = f',"missed":[],"finished":false,"place":{json.dumps(vars(place))},"doing":{DOING}'
+        self.saying: Wire | None = None  # opened once it has something to say
         self.knows = Word(View(), Over.NO)
-        self.heard_any = self.unsaid = False
+        self.heard_any = self.unsaid = self.talks = False
         self.alive = True
 
     async def connect(self) -> None:
-        self.listening, self.saying = [await self.crowd.connect() for _ in "12"]
+        self.listening = await self.crowd.connect()
 
     def listen(self) -> None:
         at, knows = time.perf_counter(), self.knows
@@ -139,17 +140,29 @@ class Worker:
 
     def say(self, asked_at: float | None = None) -> None:
         """At once, or once the answer to what was said before has come."""
-        if self.saying.then is not None:
+        if self.talks:
             self.unsaid = True
             return
-        at, knows = asked_at or time.perf_counter(), self.knows
-        self.saying.ask(b"/v1/beat", self.beat(waits=False), lambda body: self.answered(body, knows, at, asked_at))
+        self.talks = True
+        if self.saying is None:
+            self.crowd.start(self.open(asked_at or time.perf_counter(), asked_at))
+        else:
+            self.tell(self.saying, asked_at or time.perf_counter(), asked_at)
+
+    async def open(self, at: float, probe: float | None) -> None:
+        self.saying = await self.crowd.connect()
+        self.tell(self.saying, at, probe)
+
+    def tell(self, wire: Wire, at: float, probe: float | None) -> None:
+        knows = self.knows
+        wire.ask(b"/v1/beat", self.beat(waits=False), lambda body: self.answered(body, knows, at, probe))
 
     def answered(self, body: bytes, knew: Word, at: float, probe: float | None) -> None:
         took = time.perf_counter() - at
         self.crowd.answered(took, probe is not None)
         word, _ = self.crowd.reader.read(body, knew.view.number)
         self.take(word)
+        self.talks = False
         if self.unsaid:
             self.unsaid = False
             self.say()
@@ -201,6 +214,7 @@ class Crowd:
         self.random = random.Random(1)
         self.reader = Reader()
         self.workers: list[Worker] = []
+        self.tasks: set[asyncio.Future[None]] = set()
         self.answers: list[float] = []
         self.overshoots: list[float] = []
         self.measures, self.began = False, time.perf_counter()
@@ -218,6 +232,11 @@ class Crowd:
         loop = asyncio.get_running_loop()
         _, wire = await loop.create_connection(lambda: Wire(self.head), *self.address)
         return wire
+
+    def start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)  # the loop holds it only weakly
+        task.add_done_callback(self.tasks.discard)
 
     def waited(self, took: float, seconds: float) -> None:
         if self.measures:
@@ -257,7 +276,7 @@ class Crowd:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             self.lateness.append(max(0.0, time.perf_counter() - due))
             worker = self.random.choice(self.workers)
-            if worker.saying.then is None and worker.alive:
+            if not worker.talks and worker.alive:
                 worker.say(asked_at=due)  # what is late here counts
         self.measures = False
 
@@ -270,7 +289,7 @@ class Crowd:
         self.there.clear()
         self.all_met.clear()
         began, own = time.perf_counter(), time.process_time()
-        for wire in (worker.listening, worker.saying):
+        for wire in filter(None, (worker.listening, worker.saying)):
             wire.then = None
             wire.transport.abort()
         asking = await self.connect()
