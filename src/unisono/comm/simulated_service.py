@@ -6,7 +6,6 @@ have random numbers of their own, so that what they draw does not depend on whos
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -281,7 +280,7 @@ def count(world: World, sender: Station, receiver: Station, nbytes: int) -> None
 def _copy(message: Message) -> Message:
     """As after a journey: flat, in other memory, and fields as JSON has them."""
     tensors = [x.detach().reshape(-1).clone() for x in message.tensors]
-    return Message(message.kind, json.loads(json.dumps(dict(message.fields))), tensors)
+    return Message(*frames.parse_text(frames.text_of(message)), tensors)
 
 
 def _spoil(message: Message) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from unisono.comm import frames
 from unisono.comm.frames import BrokenMessage, Buffer, Head
@@ -67,8 +68,7 @@ class Buffers:
         return Buffer(nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A message, the number of its call, and the buffer in which its tensors lie."""
 
     call: int
@@ -99,7 +99,7 @@ class Inbox:
         head = Head.parse(self._exactly(frames.HEAD_BYTES), self._largest_bytes)
         rest = self._exactly(head.table_bytes + head.text_bytes)
         table = frames.parse_table(head, rest[: head.table_bytes])
-        kind, fields = frames.parse_text(rest[head.table_bytes :])
+        kind, fields = frames.parse_text(bytes(rest[head.table_bytes :]))
         buffer = self.buffers.take(head.payload_bytes)
         if head.payload_bytes:
             self._into(buffer.bytes[: head.payload_bytes])
