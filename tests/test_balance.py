@@ -242,7 +242,7 @@ def test_a_slow_worker_computes_less_and_the_weights_are_the_same(tmp_path: Path
 
     alone = run(1, "alone", 0.0)
     assert run(2, "fixed", 0.0, balance="off") == alone
-    assert run(2, "moving", 12e-3) == alone
+    assert run(2, "moving", 25e-3) == alone
     lines = [json.loads(line) for line in (tmp_path / "moving" / "events.jsonl").read_text().splitlines()]
     shares = [line["micro_batches"] for line in lines if line["event"] == "shares"]
     assert shares
