@@ -85,6 +85,27 @@ def test_code_is_found_behind_partial_functions_and_wrappers(tmp_path: Path) -> 
     assert differs(of_task(task(here)), of_task(task(there))) == "code of own.py"
 
 
+@pytest.mark.parametrize("line", ["import {helper}", "from {helper} import half", "from {helper} import half as mean"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_code_that_a_task_imports_is_compared(line: str, inner: bool, tmp_path: Path, monkeypatch) -> None:
+    """Also by a module that the task's own file imports; what neither imports makes no difference."""
+    found = []
+    for name, how in (("here", "/ 2"), ("there", "* 2")):
+        directory, helper = tmp_path / name, f"helper_{name}"
+        monkeypatch.syspath_prepend(str(directory))
+        directory.mkdir()
+        for file, text in ((helper, f"def half(x):\n    return x {how}"), (f"unused_{name}", f"x = 1 {how}")):
+            (directory / f"{file}.py").write_text(text)
+        if inner:
+            (directory / f"between_{name}.py").write_text(line.format(helper=helper))
+        own = line.format(helper=helper) if not inner else f"import between_{name}"
+        told = of_task(module(directory, f"{own}\n{FILE}").task())
+        found.append({trait.replace(name, "x"): text for trait, text in told.items()})
+        assert "code of helper_x.py" in found[-1]
+        assert "code of unused_x.py" not in found[-1]
+    assert found[0]["code of helper_x.py"] != found[1]["code of helper_x.py"]
+
+
 def test_the_number_of_samples_is_compared() -> None:
     def task(samples: int) -> Task:
         data = TensorDataset(torch.zeros(samples, 3))

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -43,8 +44,8 @@ _CURE = "give every host the same task, data and settings"
 
 
 def of_task(task: Task) -> Traits:
-    """Of the user's files that define a task, as far as its functions and its dataset tell them, and of the number of
-    samples for evaluation."""
+    """Of the user's files that define a task, as far as its functions and its dataset tell them, with what these files
+    import, and of the number of samples for evaluation."""
     evaluation = task.evaluate.data if isinstance(task.evaluate, Evaluation) else task.evaluate
     makers = [getattr(task, field.name) for field in fields(task) if callable(getattr(task, field.name))]
     return {**_code([*makers, type(evaluation)]), **_length("evaluation samples", evaluation)}
@@ -52,8 +53,7 @@ def of_task(task: Task) -> Traits:
 
 def of_script() -> Traits:
     """Of the user's script that runs in this process, if there is one."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    return _code_in([file] if file and is_theirs(file) else [])
+    return _code_in(_files([sys.modules["__main__"]]))
 
 
 def of_data(dataset: Any) -> Traits:
@@ -133,7 +133,7 @@ def _items_that_differ(mine: str, theirs: str) -> tuple[str, str] | None:
 
 def _code(makers: Iterable[Any]) -> dict[str, str]:
     """Of the source files of functions and classes, as far as the user wrote them."""
-    return _code_in({file for maker in makers for file in _files(maker)})
+    return _code_in(_files(module for maker in makers for module in _modules(maker)))
 
 
 def _code_in(files: Iterable[str]) -> dict[str, str]:
@@ -145,14 +145,34 @@ def _code_in(files: Iterable[str]) -> dict[str, str]:
     return found if len(found) <= _MOST_FILES else {_CODE: _digest(str(found))}
 
 
-def _files(maker: Any) -> list[str]:
+def _files(modules: Iterable[ModuleType]) -> set[str]:
+    """Of modules that the user wrote, and of those of the user's that they import."""
+    found: set[str] = set()
+    left = list(modules)
+    while left:
+        module = left.pop()
+        file = getattr(module, "__file__", None)
+        if file and file not in found and is_theirs(file):
+            found.add(file)
+            left += [imported for value in list(vars(module).values()) for imported in _defined_in(value)]
+    return found
+
+
+def _modules(maker: Any) -> list[ModuleType]:
     """Where a function or class is defined, or an object's class; what functions of functions are made of."""
     if isinstance(maker, functools.partial):
-        return [file for part in (maker.func, *maker.args, *maker.keywords.values()) for file in _files(part)]
+        return [module for part in (maker.func, *maker.args, *maker.keywords.values()) for module in _modules(part)]
     named = maker if inspect.isfunction(maker) or inspect.isclass(maker) or inspect.ismethod(maker) else type(maker)
-    module = sys.modules.get(inspect.unwrap(named).__module__)
-    file = getattr(module, "__file__", None)
-    return [file] if file and is_theirs(file) else []
+    return _defined_in(inspect.unwrap(named))
+
+
+def _defined_in(value: Any) -> list[ModuleType]:
+    """A module itself; the one in which a function or class is defined."""
+    if isinstance(value, ModuleType):
+        return [value]
+    named = inspect.isfunction(value) or inspect.isclass(value) or inspect.ismethod(value)
+    module = sys.modules.get(value.__module__) if named else None
+    return [module] if module else []
 
 
 def _source(file: str) -> str:
