@@ -188,6 +188,43 @@ def test_workers_that_call_other_blocks_sum_the_same_gradients(layout: Layout, t
     assert first["told"] == second["told"] == 2 * [(1, (2, 8, 32))]
 
 
+class Partial(Stack):
+    """Calls what this process was told to, whatever the numbers are."""
+
+    called = (0, 1, 2, 3)
+
+    def through(self, x: Tensor) -> Tensor:
+        for i in self.called:
+            x = self.blocks[i](x)
+        return x
+
+
+def _unlike(rank: int, size: int, path: str, layout: Layout, called: list[list[int]]) -> str:
+    from unisono.layout.lay import lay, mesh_of
+
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
+    try:
+        Partial.called = called[rank]
+        with pytest.raises(InvalidInput) as caught:
+            lay(Partial, layout, mesh_of(Places(layout, size), "cpu"), sample())
+        return str(caught.value)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", [Layout(shard=2), Layout(replicate=2)], ids=str)
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [([[0, 1, 2, 3], [0, 1, 3]], "blocks.2"), ([[0, 1], [1, 0]], "blocks.0"), ([[1], [1, 1]], "blocks.1")],
+)
+def test_workers_that_will_not_call_the_same_blocks_are_refused(layout, called, name, tmp_path: Path) -> None:
+    """Otherwise they would wait for each other for ever in the first pass."""
+    for said in run(2, _unlike, str(tmp_path), layout, called):
+        assert said.startswith(
+            f"layout = {layout}: {name} is not called alike by workers 0 and 1 on their first samples"
+        )
+
+
 def _twice(rank: int, size: int, path: str, order: list[int]) -> str:
     from unisono.layout.lay import lay, mesh_of
 

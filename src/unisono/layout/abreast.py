@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from unisono.errors import InvalidInput
+from unisono.layout.alike import gathered
 
 Together = Callable[[nn.Module], Sequence[dist.ProcessGroup]]
 _ZERO = "_zero"  # the keyword under which it passes through torch's own hooks
@@ -226,10 +226,11 @@ class Abreast:
     def _agree(self, place: int, *, called: bool) -> None:
         for group in self._together(self._order[place][1]):
             mine = torch.tensor([float(called)], device=self._device)
-            everybody = mine.new_full((dist.get_world_size(group),), float(called))  # as groups without others leave it
-            _gather(everybody, mine, group=group)
-            if not isinstance(everybody, FakeTensor) and everybody.min() != everybody.max():
-                raise self._apart(self._order[place][0], everybody.tolist(), dist.get_process_group_ranks(group))
+            everybody = gathered(mine, group)
+            if everybody is not None and everybody.min() != everybody.max():
+                raise self._apart(
+                    self._order[place][0], everybody.flatten().tolist(), dist.get_process_group_ranks(group)
+                )
 
     def _apart(self, name: str, called: Sequence[float], ranks: Sequence[int]) -> InvalidInput:
         callers, others = (
@@ -243,6 +244,3 @@ class Abreast:
 
 def _named(ranks: Sequence[str]) -> str:
     return f"worker{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-
-
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -32,12 +32,14 @@ class Calls:
     Attributes:
         order: all of them in the order of their first calls; one that was not called stands behind the one that the
             model lists before it, or behind all that were called where the pass came to no end.
+        called: those that were.
         otherwise: blocks whose parameters are needed outside of one call per pass, and why.
         vary: whether other numbers may lead to other calls: the code asked for some, or drew some outside of torch, in
             evaluation or in training.
     """
 
     order: tuple[nn.Module, ...]
+    called: frozenset[nn.Module]
     otherwise: Mapping[nn.Module, str]
     vary: bool
 
@@ -51,7 +53,7 @@ def calls(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample) -> Call
         if count > 1:
             seen.otherwise.setdefault(block, f"it is called {count} times")
     vary = not ended or seen.asks or _varies_in_training(model, blocks, sample)
-    return Calls(tuple(_ordered(blocks, seen.called, ended)), seen.otherwise, vary)
+    return Calls(tuple(_ordered(blocks, seen.called, ended)), frozenset(seen.called), seen.otherwise, vary)
 
 
 def _varies_in_training(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample) -> bool:

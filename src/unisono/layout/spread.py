@@ -7,11 +7,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from unisono.layout.alike import check_calls
 from unisono.layout.blocks import Compute, blocks
 from unisono.layout.calls import Calls, calls
 from unisono.layout.context import Passage
@@ -72,8 +74,9 @@ def spread(
     sparse = dense(model)
     mixtures = derive_experts(model, layout.expert) if layout.expert > 1 else None
     sharded = layout.together > 1 or layout.offload or compute.precision == "bf16_parameters"
+    row = _sharding(layout, mesh, "shard", "expert", "context")
     with standing_in(model):
-        found = _calls(model, sample, mesh) if sharded else None
+        found = _calls(model, sample, layout, row) if sharded else None
         measured = measured and layout.pipeline > 1 and not layout.cuts
         costs = costs_of(model, layout, mesh, sample) if measured else None
         if layout.tensor > 1:
@@ -88,14 +91,15 @@ def spread(
     experts = split_experts(here, mesh["expert"], mixtures) if mixtures else []
     for block in [m for piece in pieces for m in piece.modules() if m in prepared]:
         compute.prepare(block)
-    gathering = _shard(pieces, experts, layout, mesh, compute, found, pipeline) if found else AllHere()
+    gathering = _shard(pieces, experts, layout, mesh, row, compute, found, pipeline) if found else AllHere()
     return Spread(here, pipeline, matrices, gathering, sparse)
 
 
-def _calls(model: nn.Module, sample: Sample, mesh: DeviceMesh) -> Calls:
+def _calls(model: nn.Module, sample: Sample, layout: Layout, row: DeviceMesh) -> Calls:
     found = calls(model, blocks(model), sample)
     names = {module: name for name, module in model.named_modules()}
-    if mesh.get_rank() == 0:
+    check_calls(found, names, str(layout), _groups(row), torch.device(row.device_type))
+    if row.get_rank() == 0:
         for block, why in found.otherwise.items():
             LOG.info("%s is gathered with what is outside of blocks, for a whole step: %s", names[block], why)
         if found.vary:
@@ -108,6 +112,7 @@ def _shard(
     experts: Sequence[nn.Module],
     layout: Layout,
     mesh: DeviceMesh,
+    row: DeviceMesh,
     compute: Compute,
     found: Calls,
     pipeline: Pipeline | None,
@@ -121,7 +126,6 @@ def _shard(
     for module in experts if rest.size() > 1 or layout.offload or bf16 else ():
         shard(module, rest, (), layout, bf16=bf16, last=False)
     apart = {p for module in experts for p in module.parameters()}
-    row = _sharding(layout, mesh, "shard", "expert", "context")
     repeated = [block for block in found.order if block not in found.otherwise]
     together = partial(_talking, layout, mesh, row, set(experts))
     passes = [
@@ -130,7 +134,7 @@ def _shard(
         for piece in pieces
     ]  # fmt: skip
     if pipeline:
-        pipeline.beside = [row.get_group(dim) for dim in range(row.ndim) if row.size(dim) > 1]
+        pipeline.beside = _groups(row)
     return Gathered(pieces, layout, passes, row, found.vary)
 
 
@@ -142,7 +146,7 @@ def _talking(
     if any(module in experts for module in block.modules()):
         found.append(mesh["expert"].get_group())
     if any(getattr(module, "buffers_agree", False) for module in block.modules()):  # a synchronized normalisation
-        found += [row.get_group(dim) for dim in range(row.ndim)]
+        found += _groups(row)
     return found
 
 
@@ -152,6 +156,11 @@ def _sharding(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     wide = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
     row = mesh[wide[0]] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
     return DeviceMesh._concatenate([mesh["replicate"], row]) if layout.replicate > 1 else row
+
+
+def _groups(row: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Of the axes of `row` on which this worker has company."""
+    return [row.get_group(dim) for dim in range(row.ndim) if row.size(dim) > 1]
 
 
 def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Parameter]:
