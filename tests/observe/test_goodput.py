@@ -23,6 +23,7 @@ SECONDS = st.dictionaries(st.sampled_from([phase.value for phase in Phase]), st.
      "worker 0 took 3.0 times as long as the others to load and compute as much, and they waited for it: look at what"),
     ([{"compute": 10, "communication": 80}, {"compute": 10, "data": 80}], "look at where its data comes from"),
     ([{"start": 99, "compute": 1}], ""),  # the start is paid once
+    ([{"compute": 0.1, "checkpoint": 0.9}], ""),  # nothing worth a word could be saved
     ([{}], ""),
     ([], ""),
 ])  # fmt: skip

@@ -10,6 +10,7 @@ from unisono.doing import Phase
 
 Spent = Mapping[str, float]  # seconds by the phase's name, as in a run's summary
 _APART = 1.5  # times the others' computing, from where a worker is slow
+_WORTH_SECONDS = 1.0  # of a worker: who could save less needs no advice
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class _Rule:
     phases: tuple[Phase, ...]
     share: float
     advice: str
+
+    def applies(self, ledgers: Sequence[Spent]) -> bool:
+        """Whether that is much, and long."""
+        long = _within(ledgers, self.phases) >= _WORTH_SECONDS * len(ledgers)
+        return long and _share(ledgers, self.phases) >= self.share
 
 
 _RULES = (
@@ -49,12 +55,11 @@ def advice(ledgers: Sequence[Spent]) -> str:
     slow = _slowest(ledgers)
     if slow:
         return slow
-    found = [(share / rule.share, rule, share) for rule in _RULES
-             if (share := _share(ledgers, rule.phases)) >= rule.share]  # fmt: skip
+    found = [rule for rule in _RULES if rule.applies(ledgers)]
     if not found:
         return ""
-    _, rule, share = max(found, key=lambda each: each[0])
-    return rule.advice.format(share=f"{share:.0%} of the time")
+    worst = max(found, key=lambda rule: _share(ledgers, rule.phases) / rule.share)
+    return worst.advice.format(share=f"{_share(ledgers, worst.phases):.0%} of the time")
 
 
 def in_a_line(ledgers: Sequence[Spent]) -> str:
@@ -105,5 +110,8 @@ def _slowest(ledgers: Sequence[Spent]) -> str:
 
 def _share(ledgers: Sequence[Spent], phases: Sequence[Phase]) -> float:
     after = sum(total(spent) - spent.get(Phase.START.value, 0.0) for spent in ledgers)
-    within = sum(spent.get(phase.value, 0.0) for spent in ledgers for phase in phases)
-    return within / after if after > 0 else 0.0
+    return _within(ledgers, phases) / after if after > 0 else 0.0
+
+
+def _within(ledgers: Sequence[Spent], phases: Sequence[Phase]) -> float:
+    return sum(spent.get(phase.value, 0.0) for spent in ledgers for phase in phases)
