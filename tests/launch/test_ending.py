@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from tests.launch.observation import processes, within
 from tests.processes import ignoring
+from unisono.launch.forkserver import Forkserver
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
@@ -83,6 +85,19 @@ def test_while_the_workers_run(number: signal.Signals, marker: str, tmp_path: Pa
         assert names == {f"{marker} {role}" for role in roles}
         launcher.send_signal(number)
     assert launcher.returncode == code(number)
+
+
+def test_a_launcher_that_dies_before_it_reads_that_the_forkserver_is_ready() -> None:
+    """The kernel then says that the connection was reset, and not that it has ended."""
+    server = Forkserver([], f"unread-{uuid.uuid4().hex}")
+    assert server._control is not None
+    assert select.select([server], [], [], 60)[0]
+    assert os.path.isdir(server.meeting)
+    server._control.close()
+    server._control = None
+    assert server.autopsy() == (0, "")
+    assert not os.path.exists(server.meeting)
+    server.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

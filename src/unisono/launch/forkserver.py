@@ -245,7 +245,10 @@ class _Server:
         shutil.rmtree(self._meeting, ignore_errors=True)
 
     def _serve_one(self) -> bool:
-        text, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_MESSAGE, 8)
+        try:
+            text, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_MESSAGE, 8)
+        except ConnectionResetError:  # the launcher ended before it read what was said to it
+            return False
         if not text:
             return False
         asked = json.loads(text)
