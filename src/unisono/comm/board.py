@@ -14,6 +14,7 @@ HALF_BYTES = 1 << 20
 """Half of one worker's mailbox."""
 RING = 64
 """Headers that a worker may be ahead of its peers."""
+_PIECE = 1 << 16  # numbers that are added up and converted before the next ones, so that their sum stays in the cache
 _LINE_WORDS = 8
 _LINE_BYTES = 64
 
@@ -67,10 +68,14 @@ class Slice:
         line = max(1, _LINE_BYTES // width)
         step = -(-numel // (size * line)) * line
         low, high = min(rank * step, numel), min((rank + 1) * step, numel)
-        self._parts = [buffer[low:high] for buffer in buffers]
-        self._target = result[low:high]
-        same = result.dtype == buffers[0].dtype
-        self._sum = self._target if same else torch.empty_like(self._parts[0])
+        parts, target = [buffer[low:high] for buffer in buffers], result[low:high]
+        if result.dtype == buffers[0].dtype:
+            self._pieces = [(parts, target, target)]
+        else:
+            sums = torch.empty_like(parts[0][:_PIECE])
+            cut = zip(*(part.split(_PIECE) for part in parts), strict=True)
+            pieces = zip(cut, target.split(_PIECE), strict=True)
+            self._pieces = [(list(added), sums[: to.numel()], to) for added, to in pieces]
         self.result, self.place = result, place
         # Peers read this worker's buffer outside its own slice, and each reads the slice that this one has
         # added up.
@@ -78,9 +83,9 @@ class Slice:
 
     def add_up(self) -> None:
         """Add in the order of ranks, in the tensor's own dtype, and convert what comes of it to the result's."""
-        first, second, *others = self._parts
-        torch.add(first, second, out=self._sum)
-        for other in others:
-            self._sum.add_(other)
-        if self._sum is not self._target:
-            self._target.copy_(self._sum)
+        for (first, second, *others), total, target in self._pieces:
+            torch.add(first, second, out=total)
+            for other in others:
+                total.add_(other)
+            if total is not target:
+                target.copy_(total)
