@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.assemble import Feed, bind, build
 from unisono.badstep import Judge
-from unisono.checkpoint import Writer, fingerprint, load_newest
+from unisono.checkpoint import Writer, fingerprint, newest, verified
 from unisono.comm import Simulated, outcomes
 from unisono.config import Config
 from unisono.observe import Nothing
@@ -76,13 +76,13 @@ def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tampe
         held, optimizer = build(task, config, torch.device("cpu"), comm)
         writer = Writer(path / "checkpoints", comm.rank, comm.size, config.keep, lambda event: None, attempt="1")
         stack.callback(writer.close)
-        newest = partial(load_newest, path / "checkpoints", lambda error: None)
+        found = partial(newest, path / "checkpoints", lambda error: None, verified)
         meta = {"config": config.mapping()}
         persistence = Persistence(
             writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
-            judge=Judge(config.bad_step), newest=newest)  # fmt: skip
+            judge=Judge(config.bad_step), newest=found)  # fmt: skip
         persistence.agree()
-        first = persistence.resume(newest() if resume and comm.rank == 0 else None)
+        first = persistence.resume(found() if resume and comm.rank == 0 else None)
         record = Remembering()
         trainer = bind(
             task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence, record=record,

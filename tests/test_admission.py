@@ -16,6 +16,7 @@ from unisono.errors import Unlike
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.membership import Contact
 from unisono.membership.line import Line
+from unisono.membership.messages import TraitsMessage
 
 TRAITS = {"samples": "96", "optimizer.lr": "0.1"}
 OTHER = {**TRAITS, "optimizer.lr": "0.2"}
@@ -103,10 +104,10 @@ def test_a_coordinator_that_is_away_keeps_nobody_for_ever(monkeypatch) -> None:
 def test_what_no_traits_are_is_refused(wrong: Any, tmp_path: Path) -> None:
     with serving(tmp_path / "state") as served:
         line = Line(Contact(served.url, TOKEN))
-        answer = line.ask("PUT", "/v1/traits", wrong)
+        answer = line.ask("PUT", "/v1/traits", wrong, TraitsMessage)
         assert answer is not None
         assert answer.status == 422
-        nothing = line.ask("GET", "/v1/traits")
+        nothing = line.get("/v1/traits", TraitsMessage)
         assert nothing is not None
         assert nothing.status == 404
         line.close()

@@ -89,3 +89,32 @@ def test_what_killed_writers_left_is_found(tmp_path: Path) -> None:
     for name in (".file.7.tmp", ".file.8.tmp", ".other.7.tmp", "file"):
         (tmp_path / name).touch()
     assert {path.name for path in atomic.unfinished(tmp_path, "file")} == {".file.7.tmp", ".file.8.tmp"}
+
+
+def test_what_is_appended_goes_to_a_file_of_its_own_and_nowhere_else(tmp_path: Path) -> None:
+    other, link, pipe, made = (tmp_path / name for name in ("other", "link", "pipe", "made"))
+    other.write_bytes(b"mine")
+    link.symlink_to(other)
+    os.mkfifo(pipe)
+    for wrong in (link, pipe, tmp_path):
+        with pytest.raises(OSError, match=r"symbolic links|No such device|Is a directory"):
+            atomic.open_to_append(wrong)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OSError, match="not a regular file"):
+        atomic.open_to_append(pipe)
+    os.close(reader)
+    assert other.read_bytes() == b"mine"
+    for text in (b"one", b"two"):
+        descriptor = atomic.open_to_append(made)
+        os.write(descriptor, text)
+        os.close(descriptor)
+    assert made.read_bytes() == b"onetwo"
+    assert made.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_lies_under_the_temporary_name_is_not_written_into(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"mine")
+    os.link(other, tmp_path / f".file.{os.getpid()}.tmp")
+    atomic.write(tmp_path / "file", b"new")
+    assert (other.read_bytes(), (tmp_path / "file").read_bytes()) == (b"mine", b"new")

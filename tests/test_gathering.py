@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -15,18 +14,21 @@ from typing import Any
 import pytest
 
 from unisono.config import Config
+from unisono.consent import Consent
 from unisono.errors import InvalidInput
 from unisono.gathering import Script, called, gathered, policy_of
 from unisono.launch import Coordination
 from unisono.launch.rally import rallied
 from unisono.membership import Contact, Policy
 from unisono.membership.card import contact_in
-from unisono.membership.line import Line, ask
+from unisono.membership.line import Line, Nothing, ask
+from unisono.membership.messages import OrderMessage, StatusMessage, WordMessage
 from unisono.membership.place import Calling, Place
 from unisono.order import Carried, Order
 from unisono.source import Source
 
 TOKEN = "as long as it has to be"
+OURS = Consent(own=True)
 SETTINGS = {"workers": "2:4", "compress": "Exact()"}
 
 
@@ -63,11 +65,11 @@ def test_who_joins_is_told_what_the_others_were_and_meets_them_in_a_directory_of
         contact = contact_in(tmp_path)
         assert contact == elastic.contact
         assert contact.meets_at == f"file://{here}"
-        found = called(contact, server(there))
+        found = called(contact, server(there), OURS)
         assert found == Order(given.source, SETTINGS, tmp_path, 5.0, found.contact)
         assert found.contact == Contact(contact.url, contact.token, f"file://{there}")
         shutil.rmtree(here)  # as on another host
-        found = called(contact, server(there))
+        found = called(contact, server(there), OURS)
         assert found.contact == Contact(contact.url, contact.token, "")
     assert said == []
 
@@ -84,32 +86,44 @@ def test_only_its_owner_reads_what_lies_there_and_the_way_in_goes_with_the_coord
         contact_in(tmp_path)
 
 
+def _view(contact: Contact) -> int:
+    told = ask(contact, "/v1/status", StatusMessage)
+    assert told is not None
+    return told.view.number
+
+
+def _order(contact: Contact) -> OrderMessage:
+    told = ask(contact, "/v1/order", OrderMessage)
+    assert told is not None
+    return told
+
+
 def test_each_life_of_a_run_has_a_file_of_its_own(tmp_path) -> None:
     for _ in range(2):
         with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print) as elastic:
-            assert ask(elastic.contact, "/v1/status")["view"]["number"] == 0
-            Line(elastic.contact).post("/v1/beat", {"worker": "0", "count": 1})
-            Line(elastic.contact).post("/v1/beat", {"worker": "1", "count": 1})
-            assert ask(elastic.contact, "/v1/status")["view"]["number"] == 1
+            assert _view(elastic.contact) == 0
+            Line(elastic.contact).post("/v1/beat", {"worker": "0", "count": 1}, WordMessage)
+            Line(elastic.contact).post("/v1/beat", {"worker": "1", "count": 1}, WordMessage)
+            assert _view(elastic.contact) == 1
     assert {path.name for path in (tmp_path / "coordinator").glob("*.sqlite")} == {"1.sqlite", "2.sqlite"}
 
 
 def test_a_task_that_was_carried_cannot_be_joined(tmp_path) -> None:
     source = Carried("mine", b"never to be opened here")
     with gathered(Config(workers=2), order(tmp_path, source), server(tmp_path), print) as elastic:
-        assert b"never" not in json.dumps(ask(elastic.contact, "/v1/order")).encode()
+        assert "never" not in _order(elastic.contact).model_dump_json()
         with pytest.raises(InvalidInput, match="a task that a Python program made"):
-            called(elastic.contact, server(tmp_path))
+            called(elastic.contact, server(tmp_path), OURS)
 
 
 def test_a_task_that_is_not_here_is_refused_before_anything_starts(tmp_path) -> None:
     file = tmp_path / "task.py"
     file.touch()
     with gathered(Config(workers=2), order(tmp_path, Source(f"{file}:made")), server(tmp_path), print) as elastic:
-        called(elastic.contact, server(tmp_path))
+        called(elastic.contact, server(tmp_path), OURS)
         file.unlink()
         with pytest.raises(InvalidInput, match="there is no file"):
-            called(elastic.contact, server(tmp_path))
+            called(elastic.contact, server(tmp_path), OURS)
 
 
 def test_a_script_is_run_by_who_joins_if_it_lies_there(tmp_path) -> None:
@@ -118,10 +132,12 @@ def test_a_script_is_run_by_who_joins_if_it_lies_there(tmp_path) -> None:
     (tmp_path / "logs").mkdir()
     words = [str(script), "--lr", "1"]
     with rallied(Policy(expected=2), {**told, "script": words}, tmp_path, server(tmp_path), print) as elastic:
-        assert called(elastic.contact, server(tmp_path)) == Script(script, words[1:], str(tmp_path), elastic.contact)
+        assert called(elastic.contact, server(tmp_path), OURS) == Script(
+            script, words[1:], str(tmp_path), elastic.contact
+        )
         script.unlink()
         with pytest.raises(InvalidInput, match="the run is that of a script, which this host does not have"):
-            called(elastic.contact, server(tmp_path))
+            called(elastic.contact, server(tmp_path), OURS)
 
 
 def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
@@ -129,13 +145,13 @@ def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
     with Coordination(Place(), policy, tmp_path / "state", TOKEN, log, print) as coordination:
         contact = Contact(coordination.url, TOKEN)
         with pytest.raises(InvalidInput, match="no run has been started there yet"):
-            called(contact, server(tmp_path))
+            called(contact, server(tmp_path), OURS)
         calling = Calling(elsewhere=contact)
         for _ in range(2):  # the same may be said again
             with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
                 assert elastic.coordination is None
                 assert contact_in(tmp_path) == elastic.contact
-        assert called(contact, server(tmp_path)).settings == SETTINGS
+        assert called(contact, server(tmp_path), OURS).settings == SETTINGS
         other = order(tmp_path, Source("text"))
         with (
             pytest.raises(InvalidInput, match="it is another run's"),
@@ -143,9 +159,9 @@ def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
         ):
             pass
         with pytest.raises(InvalidInput, match="it is not that of the coordinator"):
-            called(Contact(coordination.url, "another"), server(tmp_path))
+            called(Contact(coordination.url, "another"), server(tmp_path), OURS)
     with pytest.raises(InvalidInput, match="nobody answers there"):
-        called(contact, server(tmp_path))
+        called(contact, server(tmp_path), OURS)
 
 
 def test_what_no_order_is_is_refused(tmp_path) -> None:
@@ -153,10 +169,10 @@ def test_what_no_order_is_is_refused(tmp_path) -> None:
         line = Line(Contact(coordination.url, TOKEN))
         sound = {"task": "digits", "settings": {"steps": 3}}
         for wrong in ({}, [], {**sound, "pickled": "x"}, {**sound, "task": 5}, {**sound, "run": "x" * 5000}):
-            answer = line.ask("PUT", "/v1/order", wrong)
+            answer = line.ask("PUT", "/v1/order", wrong, Nothing)
             assert answer is not None
             assert answer.status == 422
-        answer = line.ask("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}})
+        answer = line.ask("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}}, Nothing)
         assert answer is None or answer.status == 413
 
 
@@ -182,11 +198,11 @@ def test_over_tls_only_whom_the_authority_vouches_for_is_believed(tmp_path) -> N
     calling = Calling(Place(certificate=ours, key=tmp_path / "ours.key"), TOKEN, str(ours))
     with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
         assert elastic.contact.url.startswith("https://127.0.0.1:")
-        assert ask(elastic.contact, "/v1/order")["task"] == "digits"
+        assert _order(elastic.contact).task == "digits"
         for authority in (str(theirs), ""):
             stranger = Contact(elastic.contact.url, TOKEN, authority=authority)
             with pytest.raises(InvalidInput, match="its certificate is not known here"):
-                ask(stranger, "/v1/order")
+                ask(stranger, "/v1/order", OrderMessage)
     with pytest.raises(InvalidInput, match="no certificate that can be read"):
         Line(Contact("https://127.0.0.1:1", TOKEN, authority=str(tmp_path / "ours.key")))
 
@@ -198,6 +214,6 @@ def test_one_that_listens_for_others_says_how_they_join(tmp_path) -> None:
         assert elastic.contact.meets_at == ""
         assert elastic.contact.token == TOKEN
         assert said == [
-            f"others join with  unisono join {elastic.contact.url}  and the token in "
+            f"others join with  unisono join {elastic.contact.url} --task digits  and the token in "
             f"{tmp_path / 'coordinator' / 'contact.json'}"
         ]

@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 import uvloop
 
 from unisono.membership import Abort, Agent, Contact, Exit, Meet, Over, Place, Standing, View, Word
-from unisono.membership.attendance import changed_by
 from unisono.membership.line import ask
+from unisono.membership.messages import StatusMessage, WordMessage
 
 SAID_PER_SECOND = 200  # beats that are to be answered at once, of all workers together
 STEP_SECONDS = 0.5
@@ -90,21 +90,11 @@ class Reader:
         self.bytes += len(body)
         found = self.known.get((body, knows))
         if found is None:
-            told = json.loads(zlib.decompress(body, 31) if body[:2] == b"\x1f\x8b" else body)
-            found = self.known[body, knows] = self._word(told, knows), told["beat_seconds"]
+            told = WordMessage.model_validate_json(zlib.decompress(body, 31) if body[:2] == b"\x1f\x8b" else body)
+            word = told.value(Word(self.views[knows], Over.NO))
+            self.views[word.view.number] = word.view
+            found = self.known[body, knows] = word, told.beat_seconds
         return found
-
-    def _word(self, told: dict, knows: int) -> Word:
-        view = told["view"]
-        if view is None:
-            made = changed_by(self.views[knows], told["change"])
-            self.views[made.number] = made
-            return Word(made, Over(told["over"]))
-        places = tuple(Place(**place) for place in view["places"])
-        start = Standing(**view["start"])
-        made = View(view["number"], tuple(view["members"]), start, tuple(view["sources"]), places)
-        self.views[made.number] = made
-        return Word(made, Over(told["over"]))
 
 
 class Worker:
@@ -301,10 +291,9 @@ class Crowd:
     async def known(self) -> None:
         """Until the coordinator has heard of each that it works in its view."""
         while True:
-            status = await asyncio.to_thread(ask, self.contact, "/v1/status")
-            number = status["view"]["number"]
-            works = sum(worker["works_in"] == number for worker in status["workers"])
-            if works == len(status["view"]["members"]) == self.wanted:
+            status = await asyncio.to_thread(ask, self.contact, "/v1/status", StatusMessage)
+            works = sum(worker.works_in == status.view.number for worker in status.workers)
+            if works == len(status.view.members) == self.wanted:
                 return
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import Any
 
 from unisono.agreement import gather_text
 from unisono.comm import Communicator
 from unisono.launch import Worker
 from unisono.membership import Contact
 from unisono.membership.line import Line
+from unisono.membership.messages import TraitsMessage
 from unisono.traits import Traits, check
 
 _PATH, _NOT_YET = "/v1/traits", 404
@@ -46,7 +46,8 @@ def admit(contact: Contact, worker: Worker, traits: Traits, stopped: Callable[[]
     line, away_since = Line(contact), time.monotonic()
     try:
         while not stopped():
-            answer = line.ask("PUT", _PATH, {"traits": dict(traits)}) if own else line.ask("GET", _PATH)
+            told = {"traits": dict(traits)}
+            answer = line.ask("PUT", _PATH, told, TraitsMessage) if own else line.get(_PATH, TraitsMessage)
             if answer is not None and answer.status != _NOT_YET:
                 return _compare_with(answer.body, traits)
             if answer is not None:
@@ -58,7 +59,7 @@ def admit(contact: Contact, worker: Worker, traits: Traits, stopped: Callable[[]
         line.close()
 
 
-def _compare_with(told: Any, traits: Traits) -> None:
+def _compare_with(told: TraitsMessage | None, traits: Traits) -> None:
     """Raise `Unlike` if a coordinator `told` of other traits; one that refuses these keeps none to compare with."""
     if told is not None:
-        check(traits, told["traits"], "this worker's", "the run")
+        check(traits, told.traits, "this worker's", "the run")

@@ -28,7 +28,7 @@ from unisono.errors import InvalidInput
 from unisono.evaluate import Evaluator, forward, within
 from unisono.guard import Guard
 from unisono.handover import tell
-from unisono.layout import AXES, CUTTING, Compute, Held, Places, Sample, as_it_is, blocks
+from unisono.layout import AXES, CUTTING, Compute, Held, Places, Sample, as_it_is, blocks, compiled
 from unisono.milestone import Milestone
 from unisono.notation import show
 from unisono.observe import Recorder, Unwatched, Watch
@@ -226,7 +226,7 @@ def bind(
     autocast = autocast_of(config, device)
     task = dataclasses.replace(task, loss=within(autocast, batch_loss(task)))
     runs = forward(task, autocast)
-    called = torch.compile(held.model) if config.compile and _compiled_whole(config) else held.model
+    called = compiled(held.model) if config.compile and _compiled_whole(config) else held.model
     move = _mover(device)
     if held.pipeline is not None:
         from unisono.pipelined import PipelinedTrainer, output  # imports more of torch than others need

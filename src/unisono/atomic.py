@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,20 @@ def write_durably(path: Path, data: bytes) -> None:
         sync_directory(path.parent)
 
     _repeated(attempt)
+
+
+def open_to_append(path: str | os.PathLike[str]) -> int:
+    """A descriptor that writes behind all that the file `path` holds; it is made, private, if it is not there.
+
+    Raises:
+        OSError: it cannot be written, or is no file of its own: a link leads elsewhere, and a pipe to somebody else.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return descriptor
 
 
 def move(source: Path, target: Path) -> None:
@@ -73,8 +88,9 @@ def unfinished(directory: Path, name: str) -> list[Path]:
 
 def _replace(path: Path, data: bytes, *, durably: bool) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
+        part.unlink(missing_ok=True)  # a killed process of the same number may have left one
         with open(os.open(part, flags, 0o600), "wb") as file:
             file.write(data)
             if durably:

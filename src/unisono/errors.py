@@ -24,6 +24,18 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def printable(text: str) -> str:
+    """`text` that was received or read, for a terminal: what it would obey is written as an escape, as in ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same of several lines, whose ends and tabs stay."""
+    return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+
+
 class UnisonoError(Exception):
     """Root of all errors raised on purpose by this package."""
 

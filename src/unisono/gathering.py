@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config import Config
+from unisono.consent import Consent
 from unisono.errors import InvalidInput
 from unisono.launch import Elastic, Forkserver
 from unisono.launch.lock import Holder
@@ -54,27 +55,30 @@ class Script:
     contact: Contact
 
 
-def called(contact: Contact, server: Forkserver) -> Order | Script:
+def called(contact: Contact, server: Forkserver, consent: Consent) -> Order | Script:
     """What workers that `server` forks are to do as part of the run whose coordinator `contact` reaches.
 
     Raises:
-        InvalidInput: nobody answers there, or there is nothing that this host could do.
+        InvalidInput: nobody answers there, there is nothing that this host could do, or it is not what `consent` says.
     """
     told, here = lying_at(contact, server)
-    if script := told.get("script"):
-        path = Path(script[0])
+    if told.script or told.task:
+        consent.check(told)
+    if told.script:
+        path = Path(told.script[0])
         if not path.is_file():
-            raise InvalidInput("script", script[0], "the run is that of a script, which this host does not have",
+            raise InvalidInput("script", told.script[0], "the run is that of a script, which this host does not have",
                                "copy it there, with all that it needs")  # fmt: skip
-        return Script(path, script[1:], told["run"], here)
-    if not told["task"]:
+        return Script(path, told.script[1:], told.run, here)
+    if not told.task:
         raise InvalidInput(
             "coordinator", contact.url, "its run has a task that a Python program made and carries to its own workers",
             "start it by unisono train, with a task that has a name on every host")  # fmt: skip
-    source = Source(told["task"], told["arguments"])
+    source = Source(told.task, told.arguments, consent.directory)
     source.place()
-    holder = Holder(**told["holder"]) if told["holder"] else None
-    return Order(source, told["settings"], Path(told["run"]), told["began"], here, holder)
+    consent.check_function(source)
+    holder = Holder(**dict(told.holder)) if told.holder else None
+    return Order(source, told.settings, Path(told.run), told.began, here, holder)
 
 
 def _told_of(order: Order) -> dict[str, Any]:

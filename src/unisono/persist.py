@@ -19,7 +19,6 @@ from unisono.agreement import broadcast_text, gather_text, start_alike
 from unisono.badstep import Judge, Stop
 from unisono.checkpoint import (
     Box,
-    Loaded,
     Opened,
     Piece,
     Spec,
@@ -31,6 +30,7 @@ from unisono.checkpoint import (
     open_checkpoint,
 )
 from unisono.comm import Communicator
+from unisono.errors import CheckpointMismatch
 from unisono.layout import Part
 from unisono.optimizer import load_state, state_of
 from unisono.replica import Replica, names_of, weights_of
@@ -69,7 +69,7 @@ class Persistence:
         *,
         judge: Judge | None = None,
         beside: Mapping[str, Tensor] | None = None,
-        newest: Callable[[], Loaded | Opened | None] = lambda: None,
+        newest: Callable[[], Opened | None] = lambda: None,
     ) -> None:
         self._writer, self._model, self._optimizer, self._comm = writer, model, optimizer, comm
         self.every, self._meta = every, meta
@@ -139,12 +139,14 @@ class Persistence:
             self._take(done, still=True)
         self._conclude()
 
-    def resume(self, found: Loaded | Opened | None) -> int:
-        """Take over the state that worker 0 has `found` on all workers; returns the steps done so far. Where a replica
-        lies on several, it has only been opened, and each reads its own boxes.
+    def resume(self, found: Opened | None) -> int:
+        """Take over the state that worker 0 has `found` on all workers; returns the steps done so far. No memory is
+        taken before what the checkpoint claims was compared with the model. Where a replica lies on several workers,
+        each reads its own boxes.
 
         Raises:
-            CheckpointMismatch: on worker 0, another model's checkpoint; names the first tensor that differs.
+            CheckpointMismatch: on worker 0, another model's checkpoint, or one with far more state than belongs to
+                such a model; names the first tensor that differs.
         """
         return self._restore(found) or 0
 
@@ -189,16 +191,15 @@ class Persistence:
             self._replica.begin()
         return done
 
-    def _restore(self, found: Loaded | Opened | None) -> int | None:
+    def _restore(self, found: Opened | None) -> int | None:
         plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(found, *self._everything()))))
         if not plan:
             return None
         if self._parts is not None:
-            opened = found if isinstance(found, Opened) else open_checkpoint(plan["path"])
+            opened = found or open_checkpoint(plan["path"])
             receive: Receive = lambda name, like: self._read(opened, name)
         else:
-            loaded = found if isinstance(found, Loaded) else None
-            receive = lambda name, like: self._receive(loaded, name, like)
+            receive = lambda name, like: self._receive(found, name, like)
         weights = weights_of(self._model)
         received = {
             name: receive(f"model/{name}", weights[name]) for name in sorted(weights.keys() - set(plan["kept"]))
@@ -256,19 +257,20 @@ class Persistence:
 
     def _inventory(
         self,
-        loaded: Loaded | Opened | None,
+        found: Opened | None,
         here: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         buffers: Collection[str],
     ) -> dict[str, Any]:
-        if loaded is None:
+        if found is None:
             return {}
-        specs, before = loaded.specs if isinstance(loaded, Opened) else loaded.tensors, history(loaded)
+        specs, before = found.specs, history(found)
         # Files of weights leave out buffers that the model makes itself.
         kept = set() if before else buffers - specs.keys()
         compare(
             {name: kind for name, kind in here.items() if name not in kept},
             {name: t for name, t in specs.items() if name.startswith("model/")},
         )
+        _check_size(specs)
         # Another synchronizer would not know what to do with it.
         same = self._alike(before, "sync")
         alike, owed = self._alike(before, "sync", "layout", "workers"), _kinds(specs, "owed/")
@@ -277,8 +279,8 @@ class Persistence:
                 "what compressed messages had left out is forgotten: workers, sync or layout are others than before"
             )
         return {
-            "step": loaded.step,
-            "path": str(loaded.path),
+            "step": found.step,
+            "path": str(found.path),
             "kept": sorted(name.removeprefix("model/") for name in kept),
             "numbers": before.get("numbers", {}),
             "judged": before.get("judged", {}),
@@ -329,8 +331,8 @@ class Persistence:
         told = gather_text(self._comm, json.dumps(numbers))
         return {name: number for text in reversed(told) for name, number in json.loads(text).items()}
 
-    def _receive(self, loaded: Loaded | None, name: str, like: Tensor) -> Tensor:
-        mine = loaded.tensors[name].to(like.device) if loaded else torch.empty_like(like.detach())
+    def _receive(self, found: Opened | None, name: str, like: Tensor) -> Tensor:
+        mine = found.read(name).to(like.device) if found else torch.empty_like(like.detach())
         return self._comm.broadcast(mine.contiguous()).wait()
 
     def _take(self, done: int, still: bool = False) -> None:
@@ -384,13 +386,28 @@ class Persistence:
         self._pending = 0
 
 
-def history(found: Loaded | Opened) -> Mapping[str, Any]:
+def history(found: Opened) -> Mapping[str, Any]:
     """What the run that wrote a checkpoint said about itself; nothing where weights were made into a checkpoint."""
     meta = found.meta
     return meta if isinstance(meta, Mapping) and "config" in meta else {}
 
 
-def _kinds(specs: Mapping[str, Tensor | Spec], prefix: str) -> dict[str, tuple[str, list[int]]]:
+def _check_size(specs: Mapping[str, Spec]) -> None:
+    """Raise `CheckpointMismatch` if there is more beside the weights than any optimizer or synchronizer keeps."""
+    weights = sum(spec.nbytes for name, spec in specs.items() if name.startswith("model/"))
+    beside = sum(spec.nbytes for spec in specs.values()) - weights
+    if beside > _MOST_BESIDE * weights + _FREE_BYTES:
+        raise CheckpointMismatch(
+            f"the checkpoint has {beside:,} bytes beside weights of {weights:,}: more than {_MOST_BESIDE} times as "
+            "much is not taken for the state of an optimizer or synchronizer"
+        )
+
+
+_MOST_BESIDE = 256  # times the bytes of the weights: Shampoo keeps some of their squares, each worker may owe as much
+_FREE_BYTES = 64 << 20
+
+
+def _kinds(specs: Mapping[str, Spec], prefix: str) -> dict[str, tuple[str, list[int]]]:
     """Dtype and shape of the tensors under `prefix`."""
     found = {name.removeprefix(prefix): t for name, t in specs.items() if name.startswith(prefix)}
     return {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in found.items()}

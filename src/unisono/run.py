@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config import Config, ranged
+from unisono.consent import Consent
 from unisono.directory import claimed, resumable, with_earlier
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.gathering import Script, called, gathered
@@ -30,6 +31,7 @@ from unisono.launch import (
     launch_script,
     prepare,
 )
+from unisono.launch.limit import check_count
 from unisono.launch.lock import Holder
 from unisono.launch.process import age_seconds
 from unisono.launch.stopping import STOP
@@ -102,6 +104,7 @@ def start(
     with prepare(preload) as server:  # imports torch while this process checks what was written
         settings = with_earlier(settings)
         config = settle(source.load(), settings)
+        check_count(config.workers)
         if debug is not None and not 0 <= debug < config.workers:
             raise InvalidInput("debug", debug, f"there are workers 0 to {config.workers - 1}", "choose one of them")
         if config.layout.workers > 1:  # what workers would refuse is refused before there are any
@@ -131,23 +134,27 @@ def start(
     return None if results[0] is None else conclude(results[0], path, json, on_message)
 
 
-def join(contact: Contact, workers: int, *, logs: Path | None = None, on_message: Messages) -> Mapping[str, Any] | None:
+def join(
+    contact: Contact, workers: int, consent: Consent, *, logs: Path | None = None, on_message: Messages
+) -> Mapping[str, Any] | None:
     """Start `workers` processes here that take part in the run whose coordinator `contact` reaches.
 
     Returns the fields of its `Result` once it is over (of a script, only where it lies); None if all of them have left
     before.
 
     Args:
+        consent: what this host runs.
         logs: directory for what they print; default: one in ``runs``, of this launcher's own name.
         on_message: as for `start`.
 
     Raises:
-        InvalidInput: nobody answers there, or this host cannot do what the run's workers do.
+        InvalidInput: nobody answers there, or this host cannot do what the run's workers do, or is not to do it.
         WorkerFailed: as `launch`.
     """
+    check_count(workers, "--workers")
     name = f"{os.uname().nodename}-{secrets.token_hex(2)}"
     with prepare(PRELOAD) as server:
-        order = called(contact, server)
+        order = called(contact, server, consent)
         logs = logs or Path("runs", name, "logs")
         if isinstance(order, Script):
             elastic = Elastic(order.contact, launcher=name, each_to_its_end=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono.agreement import broadcast_tensors, broadcast_text, gather_text
-from unisono.checkpoint import Event, Loaded, Writer, home, load_newest
+from unisono.checkpoint import Event, Opened, Writer, home, newest, verified
 from unisono.checkpoint.directory import step_name
 from unisono.comm import Communicator
 from unisono.company import State
@@ -102,7 +102,7 @@ def load(comm: Communicator, directory: Path, state: State, plan: Plan) -> Recal
         InvalidInput: the checkpoint is of another model, optimizer or compressor, or holds other things than are kept.
         CheckpointDamaged: there are checkpoints, and not one is sound.
     """
-    found = load_newest(home(directory.absolute()), LOG.warning) if comm.rank == 0 else None
+    found = newest(home(directory.absolute()), LOG.warning, verified) if comm.rank == 0 else None
     if comm.rank == 0 and found is None:
         LOG.info("there is no checkpoint in %s yet: starting from the beginning", directory)
     persistence = Persistence(None, state.model, state.optimizer, comm, 0, {"config": plan.config.mapping()})
@@ -165,13 +165,14 @@ def _told(event: Event) -> None:
     (LOG.warning if event.kind == "failed" else LOG.info)(event.words)
 
 
-def _told_by(found: Loaded | None) -> Mapping[str, Any]:
+def _told_by(found: Opened | None) -> Mapping[str, Any]:
     return history(found) if found is not None else {}
 
 
-def _kept(found: Loaded | None) -> dict[str, Tensor]:
-    tensors = found.tensors if found is not None else {}
-    return {name.removeprefix(KEPT): tensor for name, tensor in tensors.items() if name.startswith(KEPT)}
+def _kept(found: Opened | None) -> dict[str, Tensor]:
+    if found is None:
+        return {}
+    return {name.removeprefix(KEPT): found.read(name) for name in found.specs if name.startswith(KEPT)}
 
 
 def _check(meta: Mapping[str, Any], state: State, plan: Plan) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from unisono.compress import Exact
 from unisono.config import NONE, Config
-from unisono.data import assign, default_micro_batch
+from unisono.data import check_enough, default_micro_batch
 from unisono.errors import InvalidInput
 from unisono.layout import Places
 from unisono.notation import show
@@ -101,7 +101,7 @@ def _check_workers(config: Config) -> None:
             "most", most, f"a step has {micro_batches} micro-batches, and every worker takes one at least",
             "use fewer, or a smaller micro_batch")  # fmt: skip
     if config.layout.workers == 1:
-        assign(micro_batches, [1.0] * config.workers)
+        check_enough(micro_batches, config.workers)
 
 
 def _check_spread(config: Config) -> None:

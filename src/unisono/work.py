@@ -25,12 +25,10 @@ from unisono.assemble import Feed, bind, build
 from unisono.badstep import Judge
 from unisono.checkpoint import (
     Event,
-    Loaded,
     Opened,
     Writer,
     fingerprint,
     fingerprint_of,
-    load_newest,
     newest,
     open_newest,
     verified,
@@ -65,8 +63,6 @@ from unisono.wires import Wires
 from unisono.world import choose_device, fair_threads
 
 log = logging.getLogger("unisono")
-Found = Loaded | Opened
-Read = Callable[[Path, Callable[[CheckpointDamaged], None]], Found | None]
 
 
 def work(worker: Worker, order: Order) -> dict[str, Any] | None:
@@ -243,12 +239,11 @@ class Life:
         make = partial(self.make_writer, keep=config.keep, on_event=tell, attempt=place.life)
         writer = _writer(make, comm, config, place, stack, wires.spread)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
-        read: Read = partial(newest, read=verified) if wires.spread else load_newest
         judge = self.judge = self.judge or Judge(config.bad_step)
         persistence = Persistence(
             writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
             parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None,
-            judge=judge, newest=partial(_sound, read, path, record))  # fmt: skip
+            judge=judge, newest=partial(_sound, path, record))  # fmt: skip
         view = views.view
         laid, hosts = Laid(held.local, parts, optimizer), [place.host for place in view.places]
         taken = None
@@ -261,7 +256,7 @@ class Life:
             persistence.go_on(reached)
         else:
             again = config.resume or view.number > 1
-            found = _newest(read, config, path, meta, record) if again and comm.rank == 0 else None
+            found = _newest(config, path, meta, record) if again and comm.rank == 0 else None
             reached = Reached(_begin(persistence, found, path), persistence.committed, persistence.shared)
         if views.changing and walks(config):
             self.milestone = self.milestone or Milestone()
@@ -371,7 +366,7 @@ def _ending(done: int, steps: int) -> str:
     return f"all {done:,} steps are done" if done >= steps else f"stopped on request after {done:,} of {steps:,} steps"
 
 
-def _begin(persistence: Persistence, found: Found | None, path: Path) -> int:
+def _begin(persistence: Persistence, found: Opened | None, path: Path) -> int:
     """All take the state that worker 0 has `found` on disk, or the same first weights; returns the steps in it."""
     persistence.agree()
     try:
@@ -533,38 +528,37 @@ def _damaged(record: Recorder, error: CheckpointDamaged) -> None:
     record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
 
 
-def _sound(read: Read, path: Path, record: Recorder) -> Found | None:
+def _sound(path: Path, record: Recorder) -> Opened | None:
     """The newest checkpoint of a run that is under way, if there is a sound one."""
     try:
-        return read(path / CHECKPOINTS, partial(_damaged, record))
+        return newest(path / CHECKPOINTS, partial(_damaged, record), verified)
     except CheckpointDamaged as error:
         _damaged(record, error)
         return None
 
 
 def _newest(
-    read: Read,
     config: Config,
     path: Path,
     meta: Mapping[str, Any],
     record: Recorder,
-) -> Found | None:
+) -> Opened | None:
     """The newest sound checkpoint of the run, if it belongs to it. What is damaged is named and passed over.
 
     `meta` is what this life of the run would write into its own.
     """
 
     try:
-        loaded = read(path / CHECKPOINTS, partial(_damaged, record))
+        found = newest(path / CHECKPOINTS, partial(_damaged, record), verified)
     except CheckpointDamaged as error:
         raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
-    if loaded is None:
+    if found is None:
         record.event("resume", words="there is no checkpoint yet: starting from the beginning")
         return None
-    before = history(loaded)
+    before = history(found)
     if not before:
-        record.event("resume", step=loaded.step, words="starting from the weights that the checkpoint is made of")
-        return loaded
+        record.event("resume", step=found.step, words="starting from the weights that the checkpoint is made of")
+        return found
     check_same_run(config, before["config"])
     reasons = {"samples": "whose order differs", "optimizer": "whose state is another"}
     for name, reason in reasons.items():
@@ -572,5 +566,5 @@ def _newest(
             raise InvalidInput(
                 name, meta[name], f"the run to resume was started with {before[name]}, {reason}",
                 "give the task as it was, or start a run of its own with another --run")  # fmt: skip
-    record.event("resume", step=loaded.step, words=f"going on from the checkpoint of step {loaded.step}")
-    return loaded
+    record.event("resume", step=found.step, words=f"going on from the checkpoint of step {found.step}")
+    return found

@@ -69,8 +69,31 @@ def test_a_tiling_is_one_and_nothing_else_is(data: st.DataObject) -> None:
     if set(counts) == {1}:
         check_tiling(shape, found)
         return
-    with pytest.raises(ValueError, match="twice" if max(counts) > 1 else "missing"):
+    with pytest.raises(ValueError, match=r"twice|missing") as refused:
         check_tiling(shape, found)
+    region, _, wrong = str(refused.value).partition(" of ")
+    ends = [tuple(map(int, part.split(":"))) for part in region.strip("[]").split(", ") if part]
+    named = Box(shape, tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+    held = [sum(element in elements(box) for box in found) for element in elements(named)]
+    assert held
+    assert min(held) >= 2 if "twice" in wrong else max(held) == 0
+
+
+def test_a_tensor_that_is_cut_along_more_dimensions_than_any_layout_does_is_refused() -> None:
+    shape = (2,) * 8
+    parts = [Box.whole(shape).cut(axis, 0, 1) for axis in range(8)]
+    with pytest.raises(ValueError, match="along 8 dimensions"):
+        check_tiling(shape, parts)
+
+
+def test_boxes_on_a_staircase_are_checked_as_quickly() -> None:
+    """Each corner of a square is an L of a row and a column, so that no order has few boxes open at a time."""
+    n = 10_000
+    rows = [Box((n, n), (i, i), (1, n - i)) for i in range(n)]
+    columns = [Box((n, n), (i + 1, i), (n - i - 1, 1)) for i in range(n - 1)]
+    check_tiling((n, n), rows + columns)
+    with pytest.raises(ValueError, match=r"\[5001:10000, 5000:5001\] of \[10000, 10000\] is missing"):
+        check_tiling((n, n), rows + columns[:5000] + columns[5001:])
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_without_a_word_everything_befalls_a_run(own: str) -> None:
         ("--kill two", "--kill = two: not a whole number from 0"),
         ("--coordinator http://here:1", "--coordinator = http://here:1: not a whole number from 0"),
         ("--seeds 0", "--seeds = 0: nothing is tried"),
-        ("--listen 10.0.0.1", "its coordinator is one of its own; leave out where it is"),
+        ("--listen 10.0.0.1 --certificate none", "its coordinator is one of its own; leave out where it is"),
         ("--virtual --resume --run here", "resume = True: each run is one of ours"),
         ("--virtual --no-elastic", "workers of such a run cannot come and go"),
         ("--virtual --sync ParameterServer() --compress Cast()", "workers of such a run cannot come and go"),

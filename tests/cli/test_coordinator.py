@@ -18,6 +18,7 @@ from unisono.cli.token import token
 from unisono.errors import InvalidInput
 from unisono.membership import Contact
 from unisono.membership.line import Line
+from unisono.membership.messages import StatusMessage, WordMessage
 
 TOKEN = "as long as it has to be"
 
@@ -51,7 +52,7 @@ def test_it_answers_whoever_has_the_token_until_it_is_asked_to_end(number: signa
         assert process.stdout is not None
         made = process.stdout.readline().strip().rpartition(" ")[2]
         for given, status in ((made, 200), (made[:-1], 401), ("", 401)):
-            answer = Line(Contact(url, given)).ask("GET", "/v1/status")
+            answer = Line(Contact(url, given)).get("/v1/status", StatusMessage)
             assert answer is not None
             assert answer.status == status
         process.send_signal(number)
@@ -64,7 +65,7 @@ def test_where_it_was_started_with_sigint_ignored_other_signals_end_it(number: s
     with coordinating(tmp_path, ignored=[signal.SIGINT], UNISONO_TOKEN=TOKEN) as process:
         contact = Contact(url_of(process), TOKEN)
         process.send_signal(signal.SIGINT)
-        answer = Line(contact).ask("GET", "/v1/status")
+        answer = Line(contact).get("/v1/status", StatusMessage)
         assert answer is not None
         assert answer.status == 200
         process.send_signal(number)
@@ -81,10 +82,11 @@ def test_started_again_it_knows_the_view(tmp_path) -> None:
             url = url_of(it)
             port = url.rpartition(":")[2]
             answer = Line(Contact(url, TOKEN)).post(
-                "/v1/beat", {"worker": f"w{number}", "count": 1, "ended": number - 1}
+                "/v1/beat", {"worker": f"w{number}", "count": 1, "ended": number - 1}, WordMessage
             )
-            assert isinstance(answer, dict)
-            assert answer["view"]["number"] == 1
+            assert answer is not None
+            assert answer.view is not None
+            assert answer.view.number == 1
             it.send_signal(signal.SIGKILL)
 
 
@@ -94,7 +96,7 @@ def test_started_again_it_knows_the_view(tmp_path) -> None:
         (["--minimum", "3", "--maximum", "2"], "--expected = 3: not between --minimum 3 and --maximum 2"),
         (["--minimum", "0"], "--minimum = 0: not a whole number from 1"),
         (["--port", "70000"], "port = 70000: above 65535"),
-        (["--host", "192.0.2.1"], "listen = 192.0.2.1:0: Cannot assign requested address"),
+        (["--host", "192.0.2.1", "--certificate", "none"], "listen = 192.0.2.1:0: Cannot assign requested address"),
         (["--certificate", __file__], "TLS needs a certificate and its key; give both."),
         (["--key", "nowhere"], "--key = nowhere: there is no such file"),
         (["--token", TOKEN], "--token = (nothing): there is no such option; did you mean --token-file?"),

@@ -11,8 +11,9 @@ import pytest
 from tests.membership.test_attendance import TOKEN as THEIRS
 from tests.membership.test_attendance import serving
 from unisono.cli.status import heading
-from unisono.membership import Contact, Over, card
+from unisono.membership import Contact, Over, Standing, View, card
 from unisono.membership.line import Line
+from unisono.membership.messages import WordMessage
 from unisono.membership.place import Calling, Place
 
 TOKEN = "as long as it has to be"
@@ -27,10 +28,13 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     ("line", "calling"),
     [
         ("", None),
-        ("--listen 10.0.0.1", Calling(Place("10.0.0.1"), TOKEN)),
-        ("--listen=[::]:4000", Calling(Place("::", 4000), TOKEN)),
-        (f"--listen here:1 --authority {__file__}", Calling(Place("here", 1), TOKEN, __file__)),
-        ("--coordinator http://here:4", Calling(elsewhere=Contact("http://here:4", TOKEN))),
+        ("--listen 10.0.0.1 --certificate none", Calling(Place("10.0.0.1"), TOKEN)),
+        ("--listen localhost", Calling(Place("localhost"), TOKEN)),
+        ("--listen=[::]:4000 --certificate=none", Calling(Place("::", 4000), TOKEN)),
+        (f"--listen here:1 --certificate none --authority {__file__}", Calling(Place("here", 1), TOKEN, __file__)),
+        ("--coordinator https://here:4", Calling(elsewhere=Contact("https://here:4", TOKEN))),
+        ("--coordinator http://here:4 --authority none", Calling(elsewhere=Contact("http://here:4", TOKEN))),
+        ("--coordinator http://[::1]:4", Calling(elsewhere=Contact("http://[::1]:4", TOKEN))),
         (f"--listen a --certificate {__file__} --key {__file__}",
          Calling(Place("a", 0, Path(__file__), Path(__file__)), TOKEN)),
     ],
@@ -50,6 +54,11 @@ def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, calling
         ("train digits --key nowhere --listen a", "--key = nowhere: there is no such file"),
         (f"train digits --key {__file__}", "no coordinator is said; add --listen HOST or --coordinator URL."),
         ("train digits --listen a --coordinator http://b:1", "--listen = a: the coordinator is up already"),
+        ("train digits --listen 10.0.0.1", "over plain HTTP whoever is on the way reads the token"),
+        ("train digits --coordinator http://here:4", "over plain HTTP whoever is on the way reads the token"),
+        ("status http://here:4", "have it use https:// (unisono coordinator --help), or add --authority none."),
+        ("coordinator --host 0.0.0.0", "give --certificate FILE and --key FILE, or --certificate none."),
+        ("join http://127.0.0.1:1 --task a --script b", "--script = b: --task is given too"),
         ("join", "URL = (nothing): one run is needed; write unisono join URL, or --run DIR."),
         ("join http://127.0.0.1:1 --workers none", "--workers = none: not a whole number from 1"),
         ("join http://127.0.0.1:1 --worker 2", "did you mean --workers?"),
@@ -78,11 +87,11 @@ def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) ->
         assert unisono("status", "--run", str(tmp_path)).out == "no view yet: 0 workers are here\n"
         line = Line(Contact(served.url, THEIRS))
         for worker in ("a", "b"):
-            line.post("/v1/beat", {"worker": worker, "count": 1})
+            line.post("/v1/beat", {"worker": worker, "count": 1}, WordMessage)
         standing = {"view": 1, "step": 1200, "digest": "x"}
-        line.post("/v1/beat", {"worker": "a", "count": 2, "works_in": 1, "standing": standing})
-        line.post("/v1/beat", {"worker": "b", "count": 2, "works_in": 1, "leaving": True})
-        line.post("/v1/beat", {"worker": "c", "count": 1})
+        line.post("/v1/beat", {"worker": "a", "count": 2, "works_in": 1, "standing": standing}, WordMessage)
+        line.post("/v1/beat", {"worker": "b", "count": 2, "works_in": 1, "leaving": True}, WordMessage)
+        line.post("/v1/beat", {"worker": "c", "count": 1}, WordMessage)
         said = unisono("status", "--run", str(tmp_path)).out
         told = json.loads(unisono("status", "--run", str(tmp_path), "--json").out)
         line.close()
@@ -95,7 +104,7 @@ def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) ->
 
 
 def test_each_way_in_which_a_view_may_stand_has_words() -> None:
-    view = {"number": 2, "members": ["a"], "start": {"step": 7}, "sources": []}
-    said = {over.value: heading({"view": view, "over": over.value}) for over in Over}
-    assert said["no"] == "view 2: 1 worker from what was kept; it goes on"
+    view = View(2, ("a",), Standing(0, 7), (), (Place(),))
+    said = {over: heading(view, over) for over in Over}
+    assert said[Over.NO] == "view 2: 1 worker from what was kept; it goes on"
     assert len(set(said.values())) == len(Over)

@@ -60,3 +60,26 @@ def test_of_a_run_that_never_was_nothing_is_said(tmp_path: Path, capsys) -> None
 @pytest.fixture(autouse=True)
 def wide(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_what_a_worker_says_of_itself_is_shown_as_it_is(tmp_path: Path, capsys) -> None:
+    """Brackets are no markup, and what a terminal would obey never gets there."""
+    run = tmp_path / "run"
+    (run / "coordinator").mkdir(parents=True)
+    said = Doing(Phase.COMMUNICATION, 7, 1, 2.5, "[/x] [bold]", (), "[red]own.py:31 [link=http://a]")
+    with serving(tmp_path / "state", policy=Policy(expected=1, maximum=1)) as served:
+        contact = Contact(served.url, TOKEN)
+        keep(run, contact)
+        with Attendance(contact, Agent("0", Standing()), lambda view: None, doing=lambda: said) as attendance:
+            assert attendance.next_view() is not None
+            attendance.met(1, 0, "")
+            assert main(["status", "--run", str(run)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "waits for [/x] [bold] since 2.5 s at [red]own.py:31 [link=http://a]" in shown
+
+
+def test_a_summary_that_somebody_wrote_does_not_reach_the_terminal_as_orders(tmp_path: Path, capsys) -> None:
+    written = {"steps": 1, "wall_seconds": 1.0, "ledger": [], "ending": "\x1b]0;title\x07"}
+    (tmp_path / "summary.json").write_text(json.dumps(written))
+    assert main(["status", "--run", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == r"the run has ended after 1.0 s, \x1b]0;title\x07"

@@ -176,7 +176,7 @@ def write_until_struck(rank: int, size: int, path: Path, blow: signal.Signals) -
         for number in itertools.count():
             store.set(f"number {number} of {rank}", "x" * 1000)
     assert within(PROMPT_SECONDS, lambda: (path / "struck").exists())
-    return notices.exchange("who", rank - WRITERS, size - WRITERS, rank)
+    return notices.exchange("who", rank - WRITERS, size - WRITERS, rank, int)
 
 
 @pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL])

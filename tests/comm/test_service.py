@@ -20,6 +20,7 @@ from tests.comm.test_laws import connected
 from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Alone, Communicator, Line, Link, Message, Simulated, outcomes, simulate
+from unisono.comm.door import host_name
 from unisono.comm.frames import DTYPES, encode, nbytes
 from unisono.comm.line import Place, connect_line
 from unisono.comm.reception import Doors, Reception, listen
@@ -174,8 +175,12 @@ def test_who_is_not_nearby_comes_over_the_network() -> None:
     with closing(Doors.open("127.0.0.1")) as doors:
         families: SimpleQueue[int] = SimpleQueue()
         reception = Reception(doors.sockets, b"token", 0, 1 << 20, lambda wire, sender: families.put(wire.family))
-        for nearby, family in ((doors.nearby, socket.AF_UNIX), ("nobody has this name", socket.AF_INET)):
-            place = Place(0, "server 0", 0, *doors.endpoint, os.getpid(), nearby)
+        for nearby, host, family in (
+            (doors.nearby, host_name(), socket.AF_UNIX),
+            ("nobody has this name", host_name(), socket.AF_INET),
+            (doors.nearby, "another host", socket.AF_INET),  # where anybody may have bound that name
+        ):
+            place = Place(0, "server 0", 0, *doors.endpoint, os.getpid(), nearby, host)
             connect_line(place, b"token", 0, 10.0).close()
             assert families.get(timeout=10.0) == family
         reception.close()

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from tests.comm.laws import start_sum
 from tests.comm.test_shared_memory import open_files
 from tests.processes import run
-from unisono.comm import connect
+from unisono.comm import Abort, connect
+from unisono.comm.directory_store import DirectoryStore
+from unisono.comm.sockets import listening
+from unisono.comm.torch_group import TorchGroup
 from unisono.errors import PeerLost
 
 
@@ -159,3 +165,53 @@ def test_a_backend_that_does_not_wake_its_operations_holds_nobody(tmp_path: Path
     for text, seconds in run(2, not_woken, str(tmp_path)):
         assert text == "a worker lost during sum: a connection was closed"
         assert 1.0 < seconds < 4.0
+
+
+def listens() -> set[tuple[str, int]]:
+    """Where this process does."""
+    return set(listening("127.0.0.1"))
+
+
+def met_by_strangers(rank: int, size: int, directory: str) -> int:
+    """How many strangers were let in, of four at each place where gloo listens."""
+    before = listens()
+    comm = joined(rank, size, directory)
+    lane = comm.lane("another")
+    world = listens() - before
+    assert len(world) >= 4
+    files, let_in = open_files(), 0
+    for end in [*world] * 4:
+        with socket.socket() as stranger, suppress(TimeoutError):
+            stranger.settimeout(0.05)
+            stranger.connect(end)
+            let_in += 1
+    assert open_files() == files
+    for each in (comm, lane):  # who is in stays
+        assert each.sum(torch.ones(2)).wait().tolist() == [2.0, 2.0]
+    comm.close()
+    return let_in
+
+
+def test_who_comes_after_all_have_met_is_not_let_in(tmp_path: Path) -> None:
+    assert run(2, met_by_strangers, str(tmp_path)) == [0, 0]
+
+
+def garbled(rank: int, size: int, directory: str, words: str) -> str:
+    """What the first worker says of a second one, in whose place somebody has written `words`."""
+    store = c10d.PrefixStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
+    if rank == 1:
+        store.set("listening/1", words)
+        return ""
+    try:
+        TorchGroup(store, rank, size, deadline_seconds=10.0)
+    except PeerLost as error:
+        return str(error)
+    return "it was taken"
+
+
+@pytest.mark.parametrize(
+    "words", ["no JSON {", '{"a": 1}', "[1, 2]", '[["127.0.0.1"]]', '[["127.0.0.1", "x"]]', "[[[], []]]"]
+)
+def test_a_garbled_place_is_that_of_a_lost_peer(words: str, tmp_path: Path) -> None:
+    said, _ = run(2, garbled, str(tmp_path), words)
+    assert said.startswith("worker 1 lost during connect: what it says of itself is garbled")

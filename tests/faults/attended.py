@@ -25,7 +25,8 @@ from tests.test_netlab import socket_of
 from tests.training import HERE
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.membership import Contact, Policy
-from unisono.membership.line import Line
+from unisono.membership.line import Line, Nothing
+from unisono.membership.messages import StatusMessage
 from unisono.membership.place import Place
 from unisono.membership.serve import Serving
 from unisono.order import Order
@@ -75,27 +76,28 @@ class UnderWay:
         """Where that worker's time went, as the coordinator has it, once it has recovered."""
         end = time.monotonic() + LONGEST_SECONDS
         while True:
-            found: Mapping[str, float] = self.status()["spent"].get(str(rank), {})
+            spent = self.status().spent.get(str(rank), {})
+            found = {phase.value: seconds for phase, seconds in spent.items()}
             if "recovery" in found:
                 return found
             assert time.monotonic() < end, found
             time.sleep(0.05)
 
-    def status(self) -> Mapping[str, Any]:
+    def status(self) -> StatusMessage:
         """All that the coordinator knows."""
-        answer = self.line.ask("GET", "/v1/status")
+        answer = self.line.get("/v1/status", StatusMessage)
         assert answer is not None
-        found: Mapping[str, Any] = answer.body
-        return found
+        assert answer.body is not None
+        return answer.body
 
     def until(self, *members: str) -> None:
         """Waits until the view has just these members, while steps are reported."""
-        while set(self.status()["view"]["members"]) != set(members):
+        while set(self.status().view.members) != set(members):
             self.wait("progress")
 
     def gone(self, rank: int) -> None:
         """What a launcher says when it sees a process end."""
-        self.line.ask("POST", "/v1/gone", {"worker": str(rank)})
+        self.line.ask("POST", "/v1/gone", {"worker": str(rank)}, Nothing)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def test_a_worker_that_freezes_again_and_again_is_noticed_each_time_and_pauses_l
             run.until("0")
             os.kill(run.workers.processes[1].pid, signal.SIGCONT)
         run.until("0", "1")
-        ends = [each["words"] for each in run.status()["happened"] if "nothing is heard of 1" in each["words"]]
+        ends = [each.words for each in run.status().happened if "nothing is heard of 1" in each.words]
     said = [words.partition("; once it is back, it pauses for ")[2] for words in ends]
     assert said[:3] == ["", "1 s", "2 s"]  # on a busy machine more may follow
 

@@ -3,17 +3,20 @@ hang, and TLS."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 import subprocess
 import threading
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
 import pytest
 
-from tests.membership.fuzz import BEARER, POLICY, TOKEN, play, serving
+from tests.membership.fuzz import BEARER, POLICY, TOKEN, exchange, play, serving
 from unisono.membership import hurry
 from unisono.membership.place import Place
 from unisono.membership.serve import Serving
@@ -51,6 +54,77 @@ def test_a_request_that_does_not_end_is_not_waited_for(begun, tmp_path, monkeypa
         finally:
             for wire in wires:
                 wire.close()
+
+
+HEADS = {
+    "short headers": (b"GET /v1/status HTTP/1.1\r\n", b"a: b\r\n" * 1000),
+    "one header": (b"GET /v1/status HTTP/1.1\r\na: ", b"b" * 8000),
+    "a path": (b"GET /", b"a" * 8000),
+    "headers after another request": (
+        b"GET /v1/status HTTP/1.1\r\nauthorization: Bearer %b\r\n\r\nGET / HTTP/1.1\r\n" % TOKEN.encode(),
+        b"a: b\r\n" * 1000,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_without_end_takes_no_memory_and_nobody_waits_for_it(kind, tmp_path) -> None:
+    begun, more = HEADS[kind]
+    with serving(tmp_path / "state") as url, httpx2.Client(base_url=url, headers=BEARER, timeout=5.0) as client:
+        parts = urlsplit(url)
+        sent = 0
+        with socket.create_connection((parts.hostname, parts.port), 20.0) as wire, suppress(ConnectionError):
+            wire.sendall(begun)
+            while sent < 64 << 20:
+                wire.sendall(more)
+                sent += len(more)
+                if sent % 100 * len(more) == 0:
+                    assert client.get("/v1/status").status_code == 200
+        # What the sockets of both ends hold is on its way too.
+        assert sent < 16 << 20
+        assert client.get("/v1/status").status_code == 200
+
+
+def test_a_body_may_be_as_long_as_it_says_though_a_head_may_not(tmp_path) -> None:
+    with serving(tmp_path / "state") as url, httpx2.Client(base_url=url, headers=BEARER) as client:
+        order = {"task": "digits", "arguments": {"a": "b" * (hurry.LONGEST_HEAD_BYTES + (200 << 10))}}
+        assert client.put("/v1/order", json=order).status_code == 204
+        missed = [f"{i:0128d}" for i in range(5000)]
+        assert client.post("/v1/beat", json={"worker": "a", "count": 1, "missed": missed}).status_code == 200
+
+
+def test_a_handshake_that_is_not_begun_is_not_waited_for(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(hurry, "REQUEST_SECONDS", 0.3)
+    certificate, key = certified(tmp_path, "coordinator")
+    served = Serving(Place(certificate=certificate, key=key), POLICY, tmp_path / "state", TOKEN)
+    thread = threading.Thread(target=served.run)
+    thread.start()
+    try:
+        parts = urlsplit(served.url)
+        wires = [socket.create_connection((parts.hostname, parts.port), 20.0) for _ in range(20)]
+        for wire in wires:
+            with wire:
+                assert is_closed(wire)
+    finally:
+        served.stop()
+        thread.join()
+
+
+def test_what_is_no_http_leaves_few_lines_in_the_log(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(hurry.SELDOM, "_counts", Counter())
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    upgrade = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    with serving(tmp_path / "state") as url:
+        logging.getLogger("uvicorn.error").addHandler(handler)
+        for _ in range(40):
+            exchange(url, b"\x00\x01")
+            exchange(url, upgrade)
+        logging.getLogger("uvicorn.error").removeHandler(handler)
+    for kind in ("Invalid HTTP request received.", "Unsupported upgrade request."):
+        said = [words for words in told if words.startswith(kind)]
+        assert said == [kind, *(f"{kind} ({n} times until now)" for n in (2, 4, 8, 16, 32))]
 
 
 def certified(folder: Path, name: str) -> tuple[Path, Path]:

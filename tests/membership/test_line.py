@@ -10,12 +10,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import pytest
+from pydantic import BaseModel, RootModel
 
 from unisono.errors import InvalidInput
 from unisono.membership import Contact
 from unisono.membership.line import Answer, Line
 
 TOKEN = "a token of a run"
+
+
+class Is(BaseModel):
+    number: int
+
+
+class Number(RootModel[int]):
+    pass
+
+
+def number(value: int) -> Answer[Number]:
+    return Answer(200, Number(value))
 
 
 def told(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
@@ -72,8 +85,8 @@ def asking(*answers: bytes | None, seconds: float = 10.0) -> Iterator[tuple[Line
 
 
 def test_a_request_is_one_packet_with_its_length_and_the_token() -> None:
-    with asking(told(b'{"is": 1}')) as (line, desk):
-        assert line.ask("POST", "/v1/beat", {"worker": "w\u00e4"}) == Answer(200, {"is": 1})
+    with asking(told(b'{"number": 1}')) as (line, desk):
+        assert line.ask("POST", "/v1/beat", {"worker": "w\u00e4"}, Is) == Answer(200, Is(number=1))
     head, _, body = desk.asked[0].partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
     assert lines[0] == "POST /v1/beat HTTP/1.1"
@@ -84,17 +97,17 @@ def test_a_request_is_one_packet_with_its_length_and_the_token() -> None:
 
 def test_what_follows_is_asked_on_the_same_connection() -> None:
     with asking(told(b"1"), told(b"", "204 No Content"), told(b"3")) as (line, desk):
-        found = [line.ask("GET", "/") for _ in range(3)]
-        assert found == [Answer(200, 1), Answer(204, None), Answer(200, 3)]
+        found = [line.get("/", Number) for _ in range(3)]
+        assert found == [number(1), Answer(204, None), number(3)]
         assert desk.connections == 1
 
 
 def test_an_answer_may_be_packed_and_come_in_chunks() -> None:
-    packed = gzip.compress(b'{"is": 2}')
+    packed = gzip.compress(b'{"number": 2}')
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (packed[:5], packed[5:], b""))
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"
     with asking(head + chunks) as (line, _):
-        assert line.post("/", {}) == {"is": 2}
+        assert line.post("/", {}, Is) == Is(number=2)
 
 
 @pytest.mark.parametrize("closes", [
@@ -103,8 +116,8 @@ def test_an_answer_may_be_packed_and_come_in_chunks() -> None:
 ])  # fmt: skip
 def test_a_connection_that_was_closed_is_made_again(closes) -> None:
     with asking(*closes) as (line, desk):
-        assert line.ask("GET", "/") == Answer(200, 1)
-        assert line.ask("GET", "/") == Answer(200, 2)
+        assert line.get("/", Number) == number(1)
+        assert line.get("/", Number) == number(2)
         assert desk.connections == 2
 
 
@@ -112,39 +125,41 @@ def test_a_connection_that_was_closed_is_made_again(closes) -> None:
     None,
     b"no HTTP at all\r\n\r\n",
     told(b"no JSON"),
+    told(b'{"number": 2}'),
+    told(b"[" * 100_000),
     told(b"not packed", "200 OK", "Content-Encoding: gzip"),
     b"HTTP/1.1 200 OK\r\nX: " + b"x" * (17 << 20),
-], ids=["closed", "no HTTP", "no JSON", "not packed", "too long"])  # fmt: skip
+], ids=["closed", "no HTTP", "no JSON", "another message", "nested", "not packed", "too long"])  # fmt: skip
 def test_no_answer_is_none_and_is_asked_anew(answer) -> None:
     with asking(answer, told(b"2")) as (line, _):
-        assert line.ask("GET", "/") is None
+        assert line.get("/", Number) is None
         assert not line.refused
-        assert line.ask("GET", "/") == Answer(200, 2)
+        assert line.get("/", Number) == number(2)
 
 
 def test_an_error_is_its_status() -> None:
     with asking(told(b"why", "422 Unprocessable Entity")) as (line, _):
-        assert line.ask("GET", "/") == Answer(422, None)
+        assert line.get("/", Number) == Answer(422, None)
 
 
 def test_who_answers_too_late_is_away() -> None:
     with asking(seconds=0.1) as (line, _):
-        assert line.ask("GET", "/") is None
+        assert line.get("/", Number) is None
 
 
 def test_nobody_listens_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:
         line = Line(Contact(f"http://127.0.0.1:{door.getsockname()[1]}", TOKEN))
-    assert line.ask("GET", "/") is None
+    assert line.get("/", Number) is None
     assert line.refused
 
 
 def test_who_waits_for_an_answer_can_be_cut_off() -> None:
     with asking(told(b"1")) as (line, desk):
-        assert line.ask("GET", "/") == Answer(200, 1)  # so that the connection is one that was used
+        assert line.get("/", Number) == number(1)  # so that the connection is one that was used
         desk.hears.clear()
         found: list[Answer | None] = []
-        waiting = threading.Thread(target=lambda: found.append(line.ask("GET", "/")))
+        waiting = threading.Thread(target=lambda: found.append(line.get("/", Number)))
         waiting.start()
         assert desk.hears.wait(10)
         line.cut()

@@ -13,6 +13,7 @@ from unisono.doing import Doing, Phase
 from unisono.membership import Agent, Beat, Contact, Coordinator, Over, Policy, Standing
 from unisono.membership.attendance import Attendance
 from unisono.membership.line import Line
+from unisono.membership.messages import StatusMessage, WordMessage
 from unisono.membership.reports import HELD_UP_SECONDS, TOGETHER_SECONDS, Reports
 
 STEP = 0.5  # seconds that one takes
@@ -234,26 +235,27 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
         assert "worker b has not arrived, it waits for its data since" in heard["a"][0]
         assert "own.py:3 get" in heard["b"][0]
         line = Line(Contact(served.url, TOKEN))
-        answer = line.ask("GET", "/v1/status")
+        answer = line.get("/v1/status", StatusMessage)
         line.close()
     assert answer is not None
-    assert heard["a"][0] in answer.body["says"]
-    assert answer.body["spent"] == {"a": {"data": 2.5}, "b": {"data": 2.5}}
-    assert {each["worker"]: each["doing"]["phase"] for each in answer.body["workers"]} == {
-        "a": "communication",
-        "b": "data",
-    }
+    assert answer.body is not None
+    assert heard["a"][0] in answer.body.says
+    assert answer.body.spent == {"a": {Phase.DATA: 2.5}, "b": {Phase.DATA: 2.5}}
+    doings = {each.worker: each.doing.phase for each in answer.body.workers if each.doing}
+    assert doings == {"a": Phase.COMMUNICATION, "b": Phase.DATA}
 
 
 @pytest.mark.parametrize("more", [
     {"doing": {"phase": "sleeping"}}, {"doing": {"phase": "data", "line": "x" * 301}}, {"spent": {"data": -1.0}},
     {"spent": {"elsewhere": 1.0}}, {"spent": {"data": 1e300}}, {"doing": {"phase": "data", "missing": [1] * 17}},
-    {"doing": {}}, {"heard": -1},
+    {"doing": {}}, {"heard": -1}, {"doing": {"phase": "data", "line": "\x1b]0;title\x07"}},
+    {"doing": {"phase": "data", "waits_for": "two\nlines"}}, {"place": {"host": "a\u202eb"}},
+    {"standing": {"digest": "\x9b2J"}}, {"worker": "a\n"},
 ])  # fmt: skip
 def test_what_is_no_report_is_refused(more, tmp_path) -> None:
     with serving(tmp_path / "state") as served:
         line = Line(Contact(served.url, TOKEN))
-        answer = line.ask("POST", "/v1/beat", {"worker": "a", "count": 1, **more})
+        answer = line.ask("POST", "/v1/beat", {"worker": "a", "count": 1, **more}, WordMessage)
         line.close()
     assert answer is not None
     assert answer.status == 422

@@ -9,9 +9,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from unisono.membership import Beat, Coordinator, Policy, Standing
+from unisono.membership import Beat, Coordinator, Over, Policy, Standing
 from unisono.membership.door import LONGEST_BODY_BYTES
-from unisono.membership.service import BeatMessage, Service, WordMessage, application
+from unisono.membership.messages import BeatMessage, WordMessage
+from unisono.membership.service import Service, application
 from unisono.membership.store import Store
 
 TOKEN = "a token of this run"
@@ -47,7 +48,7 @@ def test_a_view_is_formed_said_and_remembered(tmp_path) -> None:
         desk.store.close()
         again = Desk(tmp_path / "store")
         word = await again.beat("w0", 3, works_in=1, standing={"view": 1, "step": 9, "digest": "y"})
-        assert (word.view.number, word.over) == (1, "no")
+        assert (word.view.number, word.over) == (1, Over.NO)
         status = (await again.client.get("/v1/status")).json()
         assert [worker["step"] for worker in status["workers"]] == [9, 0]
         assert status["happened"][0]["words"] == "view 1: 2 workers (w0, w1) go on from step 0"

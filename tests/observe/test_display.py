@@ -188,3 +188,15 @@ def test_what_every_worker_reports_is_shown_once() -> None:
         "stuck step 7 is not done: worker 1 sleeps",
         "stuck step 7 is not done: worker 1 still sleeps",
     ]
+
+
+def test_what_was_received_does_not_reach_the_terminal_as_orders() -> None:
+    """Another host's sentences are shown here: none of them sets a title, clears the screen or hides what follows."""
+    for console in (terminal(), None):
+        stream = io.StringIO()
+        with Display("digits", stream, console=console) as display:
+            for kind in ("notice", "finding"):
+                display.handle(0, {"kind": kind, "text": "\x1b]0;title\x07 \x9b2J [/x] \u202e two\nlines"})
+        said = seen(console) if console else stream.getvalue()
+        assert said.count("\\x1b]0;title\\x07 \\x9b2J [/x] \\u202e two\nlines") == 2
+        assert not any(order in said for order in ("\x1b]", "\x9b", "\x07", "\u202e"))

@@ -23,6 +23,7 @@ from unisono.gathering import policy_of
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.membership import Contact
 from unisono.membership.line import Line
+from unisono.membership.messages import StatusMessage
 from unisono.observe import telling
 from unisono.order import Order
 from unisono.settings import settle
@@ -66,10 +67,10 @@ class UnderWay:
     @property
     def members(self) -> list[str]:
         """Of the latest view, in the order of their ranks."""
-        answer = self.line.ask("GET", "/v1/status")
+        answer = self.line.get("/v1/status", StatusMessage)
         assert answer is not None
-        members: list[str] = answer.body["view"]["members"]
-        return members
+        assert answer.body is not None
+        return list(answer.body.view.members)
 
     def view(self, *first: str, of: int) -> int:
         """Wait for steps in a view of so many, with these at first; the steps that were in its state."""

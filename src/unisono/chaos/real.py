@@ -20,6 +20,7 @@ from unisono.chaos.schedule import Kind, Moment, Pending, Schedule, Seen, Strike
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.membership.card import contact_in
 from unisono.membership.line import Line
+from unisono.membership.messages import StatusMessage
 from unisono.observe import write_config
 from unisono.observe.events import FILE
 from unisono.observe.written import SUMMARY
@@ -56,7 +57,7 @@ class Real:
         with ExitStack() as stack:
             elsewhere = stack.enter_context(Elsewhere()) if schedule.count(Kind.PARTITION) else None
             words = ["train", "--config", str(given / "config.toml"), "--run", str(self.directory / name)]
-            words += ["--listen", elsewhere.address] if elsewhere else []
+            words += ["--listen", elsewhere.address, "--certificate", "none"] if elsewhere else []
             train = Command(words, self.directory / f"{name}.log")
             stack.callback(train.end)
             steps, seconds = (undisturbed.steps, undisturbed.seconds) if undisturbed else (1, _LEAST_SECONDS)
@@ -135,12 +136,12 @@ class _Raid:
         told = self._status()
         if told is None:
             return Seen(share)
-        view = told["view"]
-        works = {each["worker"] for each in told["workers"] if each["works_in"] == view["number"]}
-        here = [name for name in view["members"] if name not in self._away and self._command(name)]
-        able = tuple(name for name in here if name in works or name in view["sources"])
-        givers = tuple(name for name in able if name in view["sources"])
-        takers = tuple(name for name in here if view["sources"] and name not in able)
+        view = told.view
+        works = {each.worker for each in told.workers if each.works_in == view.number}
+        here = [name for name in view.members if name not in self._away and self._command(name)]
+        able = tuple(name for name in here if name in works or name in view.sources)
+        givers = tuple(name for name in able if name in view.sources)
+        takers = tuple(name for name in here if view.sources and name not in able)
         far = self._joined[0] if self.elsewhere and self._joined else None
         apart = tuple(name for name in able if far and self._command(name) is far)
         with suppress(OSError):  # there are no checkpoints yet
@@ -148,11 +149,11 @@ class _Raid:
             return Seen(share, any(name.startswith(".step") for name in names), able, givers, takers, apart)
         return Seen(share, False, able, givers, takers, apart)
 
-    def _status(self) -> dict[str, Any] | None:
+    def _status(self) -> StatusMessage | None:
         if not self._contact() or self._line is None:
             return None
-        answer = self._line.ask("GET", "/v1/status")
-        return answer.body if answer and answer.status == 200 else None
+        answer = self._line.get("/v1/status", StatusMessage)
+        return answer.body if answer else None
 
     def _contact(self) -> bool:
         """Whether the coordinator's address is known."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -99,34 +101,59 @@ def slabs(box: Box, most: int) -> Iterator[Box]:
 
 
 def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Check that `boxes` make up a tensor of this shape.
+    """Check that `boxes` make up a tensor of this shape, in time proportional to their number.
+
+    What a box holds is 1 in it and 0 elsewhere. The mixed difference of that function is not 0 at the box's corners
+    alone, 1 or -1 by turns. Boxes tile a tensor if and only if their differences add up to the tensor's own. Where they
+    do not, the first point that is left over, in row-major order, lies in a region that two boxes hold, or none does.
 
     Raises:
-        ValueError: names a region that two boxes hold, or that none holds.
+        ValueError: names a region that two boxes hold, or that none holds; or boxes cut the tensor along more than
+            ``_MOST_AXES`` dimensions.
     """
-    if len(boxes) == 1 and boxes[0].is_whole:
+    if len(boxes) == 1 and boxes[0] == Box.whole(shape):
         return
-    _check_disjoint(shape, boxes)
-    if sum(box.numel for box in boxes) < math.prod(shape):
-        missing = [Box.whole(shape)]
-        for box in boxes:
-            missing = [rest for region in missing for rest in without(region, box)]
-        raise ValueError(f"{missing[0]} of {list(shape)} is missing")
+    if any(box.shape != shape for box in boxes):
+        raise ValueError(f"not all are boxes of {list(shape)}")
+    axes = [axis for axis, size in enumerate(shape) if any(box.size[axis] != size for box in boxes)]
+    if len(axes) > _MOST_AXES:
+        raise ValueError(f"boxes cut {list(shape)} along {len(axes)} dimensions, more than {_MOST_AXES}")
+    left: Counter[tuple[int, ...]] = Counter()
+    for count, box in [(-1, Box.whole(shape)), *((1, box) for box in boxes)]:
+        for corner, sign in _corners(box, axes):
+            left[corner] += count * sign
+    wrong = min((corner for corner, count in left.items() if count), default=None)
+    if wrong is None:
+        return
+    point = [0] * len(shape)
+    for axis, at in zip(axes, wrong):
+        point[axis] = at
+    if left[wrong] > 0:
+        there = [box for box in boxes if all(o <= at < o + n for o, n, at in zip(box.offset, box.size, point))]
+        first, second = there[:2]
+        raise ValueError(f"{first.overlap(second)} of {list(shape)} is there twice")
+    raise ValueError(f"{_free(shape, point, boxes)} of {list(shape)} is missing")
 
 
-def _check_disjoint(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Sweep along the dimension in which boxes begin at the most places: few are open at a time."""
-    axes = range(len(shape))
-    axis = max(axes, key=lambda axis: len({box.offset[axis] for box in boxes}), default=None)
-    begin = (lambda box: 0) if axis is None else (lambda box: box.offset[axis])
-    opened: list[Box] = []
-    for box in sorted(boxes, key=begin):
-        if axis is not None:
-            opened = [other for other in opened if begin(other) + other.size[axis] > begin(box)]
-        for other in opened:
-            if twice := box.overlap(other):
-                raise ValueError(f"{twice} of {list(shape)} is there twice")
-        opened.append(box)
+_MOST_AXES = 6
+
+
+def _corners(box: Box, axes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """In the dimensions `axes`: where the box begins and ends, with the sign of its function's mixed difference there:
+    1 where an even number of them end."""
+    ends = [(box.offset[axis], box.offset[axis] + box.size[axis]) for axis in axes]
+    for which in itertools.product((0, 1), repeat=len(axes)):
+        yield tuple(pair[end] for pair, end in zip(ends, which)), 1 - 2 * (sum(which) % 2)
+
+
+def _free(shape: tuple[int, ...], point: Sequence[int], boxes: Sequence[Box]) -> Box:
+    """A region from `point` on that no box holds, as large as can be, the last dimension first."""
+    free = Box(shape, tuple(point), (1,) * len(shape))
+    for axis in reversed(range(len(shape))):
+        most = free.cut(axis, point[axis], shape[axis])
+        ends = [box.offset[axis] for box in boxes if most.overlap(box)]
+        free = free.cut(axis, point[axis], min(ends, default=shape[axis]))
+    return free
 
 
 def without(region: Box, box: Box) -> Iterator[Box]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from unisono.checkpoint.container import dtype_name
 from unisono.checkpoint.opened import Opened, Stored
+from unisono.errors import printable
 
 
 def contents(opened: Opened) -> list[str]:
@@ -69,8 +70,3 @@ def _sum(opened: Opened, kind: str, names: Sequence[str]) -> tuple[str, ...]:
 
 def _elements(opened: Opened, names: Sequence[str]) -> int:
     return sum(math.prod(opened.specs[name].shape) for name in names)
-
-
-def printable(text: str) -> str:
-    """A name in a file may hold anything, also what a terminal would obey."""
-    return text if text.isprintable() else ascii(text)[1:-1]

@@ -15,12 +15,15 @@ from unisono.membership.place import Calling, Place
 OPTIONS = {
     "--listen": ("HOST[:PORT]", "have the run's coordinator listen there, so that workers of other hosts may join "
                  f"(unisono join); they bear its token, {VARIABLE} of the environment or a new one [127.0.0.1]"),
-    "--certificate": ("FILE", "of that host, for TLS, with --key"),
+    "--certificate": ("FILE", "of that host, for TLS, with --key; none: no TLS, so that whoever is on the way reads "
+                      "the token and can tell hosts what to do"),
     "--key": ("FILE", "of the certificate"),
-    "--authority": ("FILE", "certificate by which the coordinator's is known, where the system's list has it not"),
+    "--authority": ("FILE", "certificate by which the coordinator's is known, where the system's list has it not; "
+                    "none: for http:// to another host"),
     "--coordinator": ("URL", f"a unisono coordinator that is up already, whose token {VARIABLE} or --token-file holds"),
     "--token-file": ("FILE", f"holds the token, in place of {VARIABLE}"),
 }  # fmt: skip
+NONE = "none"
 _LARGEST_PORT = 65535
 
 
@@ -48,26 +51,37 @@ def contact(url: str, options: Mapping[str, str]) -> Contact:
     """Of the coordinator at `url`.
 
     Raises:
-        InvalidInput: no token, or no such file.
+        InvalidInput: no token, no such file, or plain HTTP to another host that nobody has asked for.
     """
     known = token(options)
     if not known:
         raise InvalidInput(
             VARIABLE, "unset", "the coordinator answers only who has its token", "set it, or give --token-file FILE"
         )
-    return Contact(url, known, authority=_file(options, "--authority"))
+    where = Contact(url, known, authority=_file(options, "--authority"))
+    if url.startswith("http:") and not where.private and options.get("--authority") != NONE:
+        raise InvalidInput(
+            "coordinator", url, "over plain HTTP whoever is on the way reads the token and can tell us what to do",
+            f"have it use https:// (unisono coordinator --help), or add --authority {NONE}")  # fmt: skip
+    return where
 
 
 def place(host: str, port: int, options: Mapping[str, str]) -> Place:
     """Where to listen.
 
     Raises:
-        InvalidInput: no port; no such file; or one of certificate and key without the other.
+        InvalidInput: no port; no such file; one of certificate and key without the other; or plain HTTP for other hosts
+            that nobody has asked for.
     """
     if port > _LARGEST_PORT:
         raise InvalidInput("port", port, f"above {_LARGEST_PORT}", "leave it out, which takes a free one")
     certificate, key = (Path(found) if (found := _file(options, name)) else None for name in ("--certificate", "--key"))
-    return Place(host, port, certificate, key)
+    where = Place(host, port, certificate, key)
+    if not (where.private or certificate or options.get("--certificate") == NONE):
+        raise InvalidInput(
+            "listen", host, "over plain HTTP whoever is on the way reads the token and can tell hosts what to do",
+            f"give --certificate FILE and --key FILE, or --certificate {NONE}")  # fmt: skip
+    return where
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -78,7 +92,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _file(options: Mapping[str, str], name: str) -> str:
-    path = options.get(name, "")
+    path = "" if options.get(name) == NONE else options.get(name, "")
     if path and not Path(path).is_file():
         raise InvalidInput(name, path, "there is no such file", "check the path")
     return str(Path(path).absolute()) if path else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli.words import read, single
-from unisono.errors import CheckpointDamaged, InvalidInput, UnisonoError
+from unisono.errors import CheckpointDamaged, InvalidInput, UnisonoError, printable
 from unisono.notation import nearest
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ def _show(directory: Path, options: Mapping[str, str]) -> int:
 
 def _verify(directory: Path, options: Mapping[str, str]) -> int:
     from unisono.checkpoint import damages, open_checkpoint
-    from unisono.checkpoint.contents import printable
     from unisono.checkpoint.find import found
 
     damaged = _latest_is_damaged(directory)
@@ -180,14 +179,12 @@ def size_of(options: Mapping[str, str]) -> int | None:
 
 
 def _newest(directory: Path) -> Opened:
-    from unisono.checkpoint.contents import printable
     from unisono.checkpoint.find import open_found
 
     return open_found(directory, "DIR", lambda damage: print(printable(f"damaged: {damage}"), file=sys.stderr))
 
 
 def _latest_is_damaged(directory: Path) -> bool:
-    from unisono.checkpoint.contents import printable
     from unisono.checkpoint.directory import read_latest
     from unisono.checkpoint.find import found, home
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 from unisono.cli.terminal import endable, ending, going_on_unread
 from unisono.cli.words import ended
-from unisono.errors import InvalidInput, UnisonoError
+from unisono.errors import InvalidInput, UnisonoError, printable_lines
 from unisono.notation import nearest
 
 USAGE = """\
@@ -171,5 +171,5 @@ def _version() -> str:
 
 
 def _say(sentence: str, code: int) -> int:
-    print(sentence, file=sys.stderr)
+    print(printable_lines(sentence), file=sys.stderr)
     return code

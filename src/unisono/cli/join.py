@@ -10,25 +10,35 @@ from typing import Any
 from unisono.cli.calling import contact
 from unisono.cli.token import VARIABLE
 from unisono.cli.words import read, whole
-from unisono.errors import InvalidInput
+from unisono.consent import Consent
+from unisono.errors import InvalidInput, printable
 from unisono.launch.stopping import STOP, Interrupted
 from unisono.membership import Contact
 from unisono.membership.card import contact_in
 from unisono.observe.display import Display
 
 USAGE = f"""\
-usage: unisono join URL [--workers N] [options]
+usage: unisono join URL --task NAME [--workers N] [options]
+       unisono join URL --script FILE [--workers N] [options]
        unisono join --run DIR [--workers N]
 
 Have workers of this host take part in a run that is under way: it may come to its end without them, and they without
 it. URL is that of its coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both itself. At Ctrl-C or
 SIGTERM they hand over what they have and leave; the others go on.
 
+This host runs what is said here, and nothing else that a coordinator tells it: the task, or the script, of the run.
+Without --task and --script a terminal shows it, and asks.
+
   --workers N        processes to start here [1]
+  --task NAME        as unisono train was told it
+  --script FILE      as unisono launch was told it
+  --directory DIR    where this host's tasks lie that are not built in [.]
   --token-file FILE  holds the token, in place of {VARIABLE}
-  --authority FILE   certificate by which an https:// coordinator is known
+  --authority FILE   certificate by which an https:// coordinator is known; none: for http:// to another host, where
+                     whoever is on the way reads the token and can tell this host what to do
   --logs DIR         where what they print goes [runs/<host>-<number>/logs]
 """
+_CONSENT = ("--task", "--script", "--directory")
 REACHING = ("--run", "--token-file", "--authority")  # options that say where a coordinator is
 
 
@@ -41,13 +51,14 @@ def join(words: list[str]) -> int:
     if "--help" in words or "-h" in words:
         print(USAGE, end="")
         return 0
-    options, rest = read(words, dict.fromkeys((*REACHING, "--workers", "--logs"), True))
+    options, rest = read(words, dict.fromkeys((*REACHING, *_CONSENT, "--workers", "--logs"), True))
     workers = whole("--workers", options.get("--workers", "1"))
     logs = Path(options["--logs"]) if "--logs" in options else None
     where = reached(options, rest, "join")
     with Display(f"joining {where.url}", sys.stderr) as display:
+        consent = _consent(options, display)
         try:
-            result = _join(where, workers, logs, display)
+            result = _join(where, workers, consent, logs, display)
         except Interrupted as stopped:
             display.close()
             if not stopped.results or any(result is not None for result in stopped.results):
@@ -72,15 +83,43 @@ def reached(options: Mapping[str, str], rest: list[str], command: str) -> Contac
     return contact_in(Path(options["--run"]))
 
 
-def _join(where: Contact, workers: int, logs: Path | None, display: Display) -> Mapping[str, Any] | None:
+def _consent(options: Mapping[str, str], display: Display) -> Consent:
+    """What this host is to run, as `options` say it.
+
+    Raises:
+        InvalidInput: a task and a script.
+    """
+    if "--task" in options and "--script" in options:
+        raise InvalidInput("--script", options["--script"], "--task is given too", "a run has one of them")
+
+    def asks(what: str) -> bool:
+        display.handle(0, {"kind": "breakpoint"})  # from now on nothing moves
+        print(
+            f"the run's coordinator tells this host to run\n  {what}\nrun it? [y/N] ",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    seen = sys.stdin.isatty() and sys.stderr.isatty()
+    directory = str(Path(options.get("--directory", ".")).absolute())
+    return Consent(
+        options.get("--task", ""), options.get("--script", ""), "--run" in options, asks if seen else None, directory
+    )
+
+
+def _join(
+    where: Contact, workers: int, consent: Consent, logs: Path | None, display: Display
+) -> Mapping[str, Any] | None:
     from unisono import run  # imports torch
 
-    return run.join(where, workers, logs=logs, on_message=display.handle)
+    return run.join(where, workers, consent, logs=logs, on_message=display.handle)
 
 
 def _words(result: Mapping[str, Any] | None) -> str:
     if result is None:
         return "all workers of this host have left; the run may go on without them"
     if "steps" not in result:
-        return f"the script has come to its end; its run lies in {result['run']}"
-    return f"the run has ended, {result['ending']}; its result lies in {result['run']}"
+        return f"the script has come to its end; its run lies in {printable(str(result['run']))}"
+    return printable(f"the run has ended, {result['ending']}; its result lies in {result['run']}")

@@ -17,6 +17,7 @@ from unisono.cli.words import whole
 from unisono.errors import InvalidInput
 from unisono.launch import PRELOAD as LAUNCHER_PRELOAD
 from unisono.launch import Elastic, Forkserver, launch_script, prepare
+from unisono.launch.limit import check_count
 from unisono.launch.lock import Holder, fresh, held
 from unisono.launch.process import age_seconds
 from unisono.launch.rally import rallied
@@ -180,6 +181,7 @@ def read(words: list[str]) -> Launch:
     logs = options.get("--logs")
     run = Path(options.get("--run") or logs or f"runs/{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     workers, fewest, most = _workers(options.get("--workers", "1"))
+    check_count(workers, "--workers")
     elastic, where = "--no-elastic" not in options, calling({n: v for n, v in options.items() if n in CALLING})
     if not elastic and (most is not None or where is not None):
         raise InvalidInput("--no-elastic", "(given)", "then no worker can come or go",

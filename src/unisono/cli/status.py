@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from unisono.cli.join import REACHING, reached
 from unisono.cli.token import VARIABLE
 from unisono.cli.words import read
-from unisono.doing import Doing, Phase
-from unisono.errors import InvalidInput
+from unisono.doing import Doing
+from unisono.errors import InvalidInput, printable
 from unisono.membership.card import CONTACT, DIRECTORY
 from unisono.membership.line import ask
+from unisono.membership.messages import StatusMessage, ViewMessage, WorkerMessage
+from unisono.membership.values import Over, View
 from unisono.observe.goodput import account
 from unisono.observe.words import duration
 from unisono.observe.written import SUMMARY
@@ -52,11 +54,11 @@ def status(words: list[str]) -> int:
         print(json.dumps(over, indent=2) if "--json" in options else "\n".join(_ended(over)))
         return 0
     where = reached(options, rest, "status")
-    told = ask(where, "/v1/status")
+    told = ask(where, "/v1/status", StatusMessage)
     if told is None:
         raise InvalidInput("coordinator", where.url, "it is none, or of another version", "check the address")
     if "--json" in options:
-        print(json.dumps(told, indent=2))
+        print(told.model_dump_json(indent=2))
     else:
         _print(told)
     return 0
@@ -75,21 +77,21 @@ def _summary(run: Path) -> Mapping[str, Any] | None:
 
 def _ended(summary: Mapping[str, Any]) -> list[str]:
     spent = {str(rank): seconds for rank, seconds in enumerate(summary.get("ledger", []))}
-    over = f"the run has ended after {duration(summary['wall_seconds'])}, {summary['ending']}"
+    over = f"the run has ended after {duration(summary['wall_seconds'])}, {printable(str(summary['ending']))}"
     return [over, "", *account(spent)]
 
 
-def _print(told: Mapping[str, Any]) -> None:
+def _print(told: StatusMessage) -> None:
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False)
-    console.print(heading(told), style="bold", markup=False)
-    if told["workers"]:
+    console.print(heading(told.view.value(), told.over, len(told.workers)), style="bold", markup=False)
+    if told.workers:
         console.print()
         console.print(_table(told))
-    spent = {worker: seconds for worker, seconds in told.get("spent", {}).items() if seconds}
-    parts = {"seconds of each worker's life": account(spent), "what held it up": told.get("says", [])[-_LATELY:],
-             "lately": list(_lately(told))}  # fmt: skip
+    spent = {worker: {phase.value: s for phase, s in seconds.items()} for worker, seconds in told.spent.items()}
+    parts = {"seconds of each worker's life": account({worker: each for worker, each in spent.items() if each}),
+             "what held it up": told.says[-_LATELY:], "lately": list(_lately(told))}  # fmt: skip
     for title, lines in parts.items():
         if lines:
             console.print(f"\n{title}", style="bold")
@@ -97,59 +99,61 @@ def _print(told: Mapping[str, Any]) -> None:
             console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def heading(told: Mapping[str, Any]) -> str:
-    """The view at hand in one sentence."""
-    view, members = told["view"], len(told["view"]["members"])
-    if not view["number"]:
-        return f"no view yet: {len(told['workers'])} workers are here"
-    goes_on = {
-        "no": "it goes on",
-        "at a boundary": "it ends after the step in hand",
-        "now": "it is over, and the next one is awaited",
-        "with too few to go on": "it is over, and more workers are awaited",
-        "for ever": "all is trained",
-    }
-    begun = f"from step {view['start']['step']:,}" if view["sources"] else "from what was kept"
-    count = f"{members} worker" + ("s" if members != 1 else "")
-    return f"view {view['number']}: {count} {begun}; {goes_on[told['over']]}"
+_GOES_ON = {
+    Over.NO: "it goes on",
+    Over.AT_A_BOUNDARY: "it ends after the step in hand",
+    Over.NOW: "it is over, and the next one is awaited",
+    Over.WITH_TOO_FEW: "it is over, and more workers are awaited",
+    Over.FOR_EVER: "all is trained",
+}
 
 
-def _table(told: Mapping[str, Any]) -> Table:
+def heading(view: View, over: Over, here: int = 0) -> str:
+    """The view at hand in one sentence; of a run that has none yet, how many workers are `here`."""
+    if not view.number:
+        return f"no view yet: {here} workers are here"
+    begun = f"from step {view.start.step:,}" if view.sources else "from what was kept"
+    count = f"{len(view.members)} worker" + ("s" if len(view.members) != 1 else "")
+    return f"view {view.number}: {count} {begun}; {_GOES_ON[over]}"
+
+
+def _table(told: StatusMessage) -> Table:
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     titles = ["worker", "is", "step", "heard"] + (["does"] if _knows_doings(told) else [])
     for title in titles:
         table.add_column(title, justify="right" if title in ("step", "heard") else "left")
-    for worker in told["workers"]:
-        table.add_row(*_row(told, worker)[: len(titles)])
+    for worker in told.workers:
+        cells = _row(told.view, worker)
+        table.add_row(*map(escape, cells[: len(titles)]))
     return table
 
 
-def _knows_doings(told: Mapping[str, Any]) -> bool:
-    return any(worker.get("doing") for worker in told["workers"])
+def _knows_doings(told: StatusMessage) -> bool:
+    return any(worker.doing for worker in told.workers)
 
 
-def _row(told: Mapping[str, Any], worker: Mapping[str, Any]) -> list[str]:
-    does = _does(worker["doing"]) if worker.get("doing") else ""
-    silent = f"{worker['silent_seconds']:.1f} s ago"
-    return [worker["worker"], _is(told["view"], worker), f"{worker['step']:,}", silent, does]
+def _row(view: ViewMessage, worker: WorkerMessage) -> list[str]:
+    does = _does(worker.doing.value()) if worker.doing else ""
+    silent = f"{worker.silent_seconds:.1f} s ago"
+    return [worker.worker, _is(view, worker), f"{worker.step:,}", silent, does]
 
 
-def _does(told: Mapping[str, Any]) -> str:
-    doing = Doing(Phase(told["phase"]), waits_for=told["waits_for"], line=told["line"])
-    return f"{doing.words} since {duration(told['since_seconds'])}{doing.where}"
+def _does(doing: Doing) -> str:
+    return f"{doing.words} since {duration(doing.since_seconds)}{doing.where}"
 
 
-def _is(view: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
-    if worker["leaving"]:
+def _is(view: ViewMessage, worker: WorkerMessage) -> str:
+    if worker.leaving:
         return "leaving"
-    if worker["worker"] not in view["members"]:
+    if worker.worker not in view.members:
         return "standing by"
-    return f"in view {worker['works_in']}" if worker["works_in"] else "between views"
+    return f"in view {worker.works_in}" if worker.works_in else "between views"
 
 
-def _lately(told: Mapping[str, Any]) -> Iterator[str]:
-    for each in told["happened"][-_LATELY:]:
-        yield f"{time.strftime('%H:%M:%S', time.localtime(each['at_seconds']))}  {each['words']}"
+def _lately(told: StatusMessage) -> Iterator[str]:
+    for each in told.happened[-_LATELY:]:
+        yield f"{time.strftime('%H:%M:%S', time.localtime(each.at_seconds))}  {each.words}"

@@ -8,8 +8,8 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ class Meeting:
         store = c10d.PrefixStore("world", self._store)
         notices = Notices(store, self._deadline_seconds, self._abort)
         size = len(self._hosts)
-        notices.exchange("here", self._rank, size, True)
+        notices.exchange("here", self._rank, size, True, bool)
         return TorchWorld(
             store, self._rank, size, self._address, self._device, self._deadline_seconds, self._abort)  # fmt: skip
 
@@ -223,31 +223,41 @@ def share_memory(
             failure = str(error)
         if rank == 0:
             notices.say("file", {"pid": os.getpid(), "number": number, "token": token})
-        (there,) = notices.hear([(0, "file")])
-        if not failure and there["number"] >= 0:
+        (there,) = notices.hear([(0, "file")], lambda told: _File(**told))
+        if not failure and there.number >= 0:
             try:
                 memory = _open(there, board)
             except OSError as error:
                 failure = str(error)
-        workers = notices.exchange("worker", rank, size, {"pid": os.getpid(), "failure": failure})
+        mine = {"pid": os.getpid(), "failure": failure}
+        workers = notices.exchange("worker", rank, size, mine, lambda told: (int(told["pid"]), str(told["failure"])))
     finally:
         if number >= 0:
             os.close(number)
-    for other, worker in enumerate(workers):
-        if worker["failure"]:
-            raise MemoryUnavailable(f"worker {other}: {worker['failure']}")
+    for other, (_, why) in enumerate(workers):
+        if why:
+            raise MemoryUnavailable(f"worker {other}: {why}")
     assert memory is not None
-    peers = Peers({other: worker["pid"] for other, worker in enumerate(workers) if other != rank})
-    host = Host(store, peers, there["pid"], board.words(memory))
+    peers = Peers({other: pid for other, (pid, _) in enumerate(workers) if other != rank})
+    host = Host(store, peers, there.pid, board.words(memory))
     family = Family(hosting=Hosting(deadline_seconds=deadline_seconds, abort=abort), abort=abort)
     return SharedMemory(rank, size, memory, host, deadline_seconds, family)
 
 
-def _open(there: dict[str, Any], board: Board) -> Tensor:
+@dataclass(frozen=True)
+class _File:
+    """Worker 0's memory: its process, the file's number there (-1: none), and a word that lies in it."""
+
+    pid: int
+    number: int
+    token: int
+
+
+def _open(there: _File, board: Board) -> Tensor:
     """Worker 0's file, and no other of the same numbers (a container may count its processes from 1
     again)."""
-    memory = open_of(there["pid"], there["number"], board.nbytes)
-    if board.words(memory)[Board.token] != there["token"]:
+    memory = open_of(there.pid, there.number, board.nbytes)
+    if board.words(memory)[Board.token] != there.token:
         raise MemoryUnavailable("worker 0 is in another container")
     return memory
 

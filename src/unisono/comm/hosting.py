@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unisono.comm.abort import Abort
 from unisono.comm.desk import Desk
+from unisono.comm.door import host_name
 from unisono.comm.line import Place, Run, SocketLine, connect_line, directly
 from unisono.comm.reception import Doors, Reception
 from unisono.comm.server import ServerProcess
@@ -28,7 +29,7 @@ from unisono.comm.stream import READY
 from unisono.comm.trust import TOKEN_BYTES
 from unisono.comm.work import Work
 
-_NOTE_BYTES = 256
+_NOTE_BYTES = 512
 
 
 class Verbs(Protocol):
@@ -71,7 +72,7 @@ class Hosting:
         token, rank = self._shared_token(comm), comm.rank
         desk = Desk(actor, rank, lambda sender, nbytes: self._count(sender not in (rank, -1 - rank), nbytes))
         doors = Doors.open(self._address)
-        mine = Place(rank, f"actor of worker {rank}", rank, *doors.endpoint, os.getpid(), doors.nearby)
+        mine = Place(rank, f"actor of worker {rank}", rank, *doors.endpoint, os.getpid(), doors.nearby, host_name())
         reception = Reception(doors.sockets, token, rank, desk.largest_bytes, desk.welcome)
         self._open.callback(desk.close)
         self._open.callback(reception.close)
@@ -97,7 +98,10 @@ class Hosting:
                 }
                 process = ServerProcess(order, doors.sockets)
                 self._open.callback(process.close)
-                place = Place(number, f"server {number}", comm.rank, *doors.endpoint, process.pid, doors.nearby)
+                address, port = doors.endpoint
+                place = Place(
+                    number, f"server {number}", comm.rank, address, port, process.pid, doors.nearby, host_name()
+                )
             processes.append(process)
             mine.append(place)
         places = sorted(_told(comm, mine, -(-count // comm.size)), key=lambda place: place.number)

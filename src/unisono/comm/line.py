@@ -20,6 +20,7 @@ from functools import partial
 
 from unisono.comm import frames, trust
 from unisono.comm.abort import Abort
+from unisono.comm.door import host_name
 from unisono.comm.frames import BrokenMessage, Buffer
 from unisono.comm.reception import abstract
 from unisono.comm.service import Message
@@ -45,8 +46,8 @@ def directly(then: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor is to be found: `rank` is the worker that keeps it, `pid` its process, `nearby` the name under
-    which those on the same host reach it without the network, if there is one."""
+    """Where an actor is to be found: `rank` is the worker that keeps it, `pid` its process on `host`, `nearby` the name
+    under which those on the same host reach it without the network, if there is one."""
 
     number: int
     name: str
@@ -55,6 +56,7 @@ class Place:
     port: int
     pid: int
     nearby: str = ""
+    host: str = ""
 
 
 class Call:
@@ -291,16 +293,25 @@ def _introduced(place: Place, token: bytes, sender: int, timeout_seconds: float)
 
 
 def _reach(place: Place, timeout_seconds: float) -> socket.socket:
-    """A connection to `place`, on the shortest way."""
-    if place.nearby:
+    """A connection to `place`, on the shortest way. A name belongs to nobody, and is told to all: it is tried on the
+    actor's own host only, and believed if a process of this user listens there."""
+    if place.nearby and place.host == host_name():
         wire = socket.socket(socket.AF_UNIX)
         wire.settimeout(timeout_seconds)
         try:
             wire.connect(abstract(place.nearby))
-            return wire
-        except OSError:  # it is on another host
-            wire.close()
+            if _user(wire) == os.getuid():
+                return wire
+        except OSError:  # it is in another network namespace
+            pass
+        wire.close()
     return socket.create_connection((place.address, place.port), timeout=timeout_seconds)
+
+
+def _user(wire: socket.socket) -> int:
+    """Who listens at the other end of a local connection, as the kernel knows."""
+    _, user, _ = struct.unpack("3i", wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(user)
 
 
 def _set_options(wire: socket.socket, deadline_seconds: float) -> None:

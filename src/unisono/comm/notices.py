@@ -77,23 +77,30 @@ class Notices:
         """`value`, as JSON can carry it, is there for everybody from now on. Raises as `hear`."""
         self._run(lambda: self._store.set(key, json.dumps(value)))
 
-    def hear(self, keys: Iterable[tuple[int, str]]) -> list[Any]:
-        """What each rank said under its key, when all of them have.
+    def hear(self, keys: Iterable[tuple[int, str]], read: Callable[[Any], T]) -> list[T]:
+        """What each rank said under its key, when all of them have, as `read` makes it of plain values.
 
         Raises:
-            PeerLost: it was broken off, or the deadline has passed; then it names those who did not come.
+            PeerLost: it was broken off, or the deadline has passed; then it names those who did not come. Or what is
+                there cannot be read: who reaches a meeting place can write to it.
         """
         wanted = list(keys)
-        return self._run(lambda: self._collect(wanted))
+        return self._run(lambda: self._collect(wanted, read))
 
-    def exchange(self, name: str, rank: int, size: int, value: Any) -> list[Any]:
-        """Everybody's `value`, in the order of ranks; raises as `hear`."""
+    def exchange(self, name: str, rank: int, size: int, value: Any, read: Callable[[Any], T]) -> list[T]:
+        """Everybody's `value`, in the order of ranks; `read` and errors as those of `hear`."""
         self.say(f"{name}/{rank}", value)
-        return self.hear((other, f"{name}/{other}") for other in range(size))
+        return self.hear(((other, f"{name}/{other}") for other in range(size)), read)
 
-    def _collect(self, wanted: list[tuple[int, str]]) -> list[Any]:
+    def _collect(self, wanted: list[tuple[int, str]], read: Callable[[Any], T]) -> list[T]:
         await_keys(self._store, wanted, self._deadline_seconds, self._abort)
-        return [json.loads(self._store.get(key)) for _, key in wanted]
+        return [self._read(rank, key, read) for rank, key in wanted]
+
+    def _read(self, rank: int, key: str, read: Callable[[Any], T]) -> T:
+        try:
+            return read(json.loads(self._store.get(key)))
+        except (ValueError, TypeError, LookupError) as error:
+            raise PeerLost([rank], "connect", f"what it says of itself is garbled ({type(error).__name__})") from error
 
     def _run(self, call: Callable[[], T]) -> T:
         """``call()``, which the store may keep for ever: who serves it, or holds its lock, may have been stopped."""

@@ -7,8 +7,10 @@ known by their ends: other threads open sockets of their own at the same time, w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
+import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -17,9 +19,30 @@ End = tuple[str, int]
 """Address and port."""
 
 
+def read_end(told: Any) -> End:
+    """As another process says it, as a list. Raises `ValueError` or `TypeError` where that is none."""
+    address, port = told
+    return str(address), int(port)
+
+
 def listening(address: str) -> frozenset[End]:
     """Where this process listens on `address`."""
     return frozenset(here for fd in _sockets() if (here := _end(fd, _listens_at)) and here[0] == address)
+
+
+def admit_nobody(end: End) -> None:
+    """From now on nobody connects to where this process listens at `end`: the kernel drops what comes there. What is
+    connected stays so. No effect where there is no such filter (it is Linux's, and needs no privilege)."""
+    for fd in _sockets():
+        if _end(fd, _listens_at) == end:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as wire:
+                wire.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _DROP_ALL)
+
+
+# A program of one instruction, "return 0 bytes of each packet": its length and where it lies (man 7 socket).
+_RETURN_NOTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
+_DROP_ALL = struct.pack("@HP", 1, ctypes.addressof(_RETURN_NOTHING))
+_SO_ATTACH_FILTER = 26
 
 
 def connected(ends: Collection[End]) -> dict[int, str]:

@@ -29,7 +29,7 @@ from unisono.comm.abort import Abort
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
 from unisono.comm.hosting import Hosting
 from unisono.comm.notices import Breakable, Notices
-from unisono.comm.sockets import End, connected, is_open, listening, shut
+from unisono.comm.sockets import End, admit_nobody, connected, is_open, listening, read_end, shut
 from unisono.comm.tiers import Tiers
 from unisono.errors import CommunicationError, InvalidInput, PeerLost
 
@@ -101,8 +101,9 @@ class TorchGroup(Conversation):
         devices = [Device.open(address) for _ in range(3 if backend == "nccl" else 2)]
         # Where all listen is known before anybody connects, so that what hangs meanwhile can be woken.
         notices = Notices(store, deadline_seconds, family.abort)
-        told = notices.exchange("listening", rank, size, [list(each.end) for each in devices])
-        ends = frozenset((str(host), int(port)) for each in told for host, port in each)
+        mine = [list(each.end) for each in devices]
+        told = notices.exchange("listening", rank, size, mine, lambda each: [read_end(end) for end in each])
+        ends = frozenset(end for each in told for end in each)
         forget = family.abort.then(lambda: shut(connected(ends)))
         try:
             with _peer_lost_for("connect"):
@@ -408,12 +409,15 @@ class Device:
 
 
 def gloo(store: c10d.Store, rank: int, size: int, device: Device, deadline_seconds: float) -> Any:
-    """torch's group of these workers over gloo, each through its `device`; they are connected."""
+    """torch's group of these workers over gloo, each through its `device`; they are connected, and nobody else can
+    connect: gloo would keep each stranger's descriptor, and end the process when there are no more."""
     made: Any = c10d.ProcessGroupGloo  # the stubs know nothing of options
     options = made._Options()
     options._devices = [device.made]
     options._timeout = timedelta(seconds=deadline_seconds)
-    return made(store, rank, size, options)
+    group = made(store, rank, size, options)
+    admit_nobody(device.end)
+    return group
 
 
 def _check_backend(backend: str) -> None:

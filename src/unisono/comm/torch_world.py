@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
 from unisono.comm.notices import Breakable, Notices
-from unisono.comm.sockets import connected, deafen, is_open, shut
+from unisono.comm.sockets import connected, deafen, is_open, read_end, shut
 from unisono.comm.torch_group import Device, gloo
 from unisono.errors import CommunicationError, PeerLost
 
@@ -155,8 +155,7 @@ class TorchWorld:
         device = Device.open(self._address)
         # Where all listen is known before anybody connects, so that what hangs meanwhile can be woken.
         notices = Notices(store, self._deadline_seconds, self._abort)
-        told = notices.exchange("listening", rank, size, list(device.end))
-        ends = frozenset((str(host), int(port)) for host, port in told)
+        ends = frozenset(notices.exchange("listening", rank, size, list(device.end), read_end))
         waiting = Breakable(c10d.PrefixStore("gloo", store), self._deadline_seconds, self._abort)
         forget = self._abort.then(lambda: shut(connected(ends)))
         try:

@@ -1,4 +1,5 @@
 from unisono.data.assignment import assign as assign
+from unisono.data.assignment import check_enough as check_enough
 from unisono.data.load import LOADERS as LOADERS
 from unisono.data.load import Inline as Inline
 from unisono.data.load import Load as Load

@@ -20,8 +20,7 @@ def assign(micro_batches: int, shares: Sequence[float]) -> list[range]:
     if not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares) > 0:
         raise ValueError(f"shares={list(shares)}: they must be finite and 0 or more, one of them above 0")
     active = [worker for worker, share in enumerate(shares) if share > 0]
-    if len(active) > micro_batches:
-        raise _too_many(len(active), micro_batches)
+    check_enough(micro_batches, len(active))
     counts = _largest_remainder(micro_batches, shares)
     ends = [sum(counts[: worker + 1]) for worker in range(len(shares))]
     return [range(end - count, end) for count, end in zip(counts, ends)]
@@ -40,11 +39,13 @@ def _largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
     return counts
 
 
-def _too_many(workers: int, micro_batches: int) -> InvalidInput:
-    return InvalidInput(
-        "workers",
-        workers,
-        f"a step has only {micro_batches} micro-batch{'es' * (micro_batches != 1)}, each worker needs one",
-        f"use at most {micro_batches} worker{'s' * (micro_batches != 1)}, or at least {workers} micro-batches: "
-        "a smaller micro_batch or a larger global_batch",
-    )
+def check_enough(micro_batches: int, workers: int) -> None:
+    """Raise `InvalidInput` if there are fewer micro-batches than workers."""
+    if workers > micro_batches:
+        raise InvalidInput(
+            "workers",
+            workers,
+            f"a step has only {micro_batches} micro-batch{'es' * (micro_batches != 1)}, each worker needs one",
+            f"use at most {micro_batches} worker{'s' * (micro_batches != 1)}, or at least {workers} micro-batches: "
+            "a smaller micro_batch or a larger global_batch",
+        )

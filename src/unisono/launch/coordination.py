@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unisono import exits
+from unisono import atomic, exits
 from unisono.backoff import Backoff
 from unisono.errors import UnisonoError
 from unisono.launch import process
@@ -163,7 +163,7 @@ def serve(
 
 
 def _write_to(log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = atomic.open_to_append(log)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)

@@ -44,8 +44,9 @@ from unisono.launch.worker import Order
 
 _LARGEST_MESSAGE = 1 << 20  # bytes
 _START = (
-    "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path');"
-    "from unisono.launch.forkserver import serve; serve(**given)"
+    "import json, socket, sys; control = socket.socket(fileno=int(sys.argv[1]));"
+    f"given = json.loads(control.recv({_LARGEST_MESSAGE})); sys.path[:] = given.pop('path');"
+    "from unisono.launch.forkserver import serve; serve(control, **given)"
 )
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
@@ -58,7 +59,8 @@ class Forkserver:
     """
 
     def __init__(self, preload: Sequence[str], name: str) -> None:
-        # A name that both know before the directory is made: whoever of them outlives the other removes it.
+        # A name that both know before the directory is made: whoever of them outlives the other removes it. Nobody else
+        # knows it before, and could make it first: it is told over the socket, not in arguments, which all can read.
         self._meeting = os.path.join(tempfile.gettempdir(), f"unisono-{secrets.token_hex(8)}")
         self._given = {
             "path": sys.path, "preload": list(preload), "name": name, "launcher": os.getpid(), "meeting": self._meeting,
@@ -117,10 +119,11 @@ class Forkserver:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        given = self._given | {"descriptor": theirs.fileno(), "workers": [pid for pid, _ in self._workers.values()]}
+        given = self._given | {"workers": [pid for pid, _ in self._workers.values()]}
+        ours.send(json.dumps(given).encode())
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(given)],
+                [sys.executable, "-c", _START, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
@@ -202,7 +205,7 @@ class Forkserver:
 
 
 def serve(
-    preload: Sequence[str], name: str, launcher: int, descriptor: int, meeting: str, workers: Sequence[int]
+    control: socket.socket, preload: Sequence[str], name: str, launcher: int, meeting: str, workers: Sequence[int]
 ) -> None:
     """The life of the server process, until the launcher's end of the socket closes.
 
@@ -215,9 +218,12 @@ def serve(
         signal.signal(number, signal.SIG_IGN)  # the launcher decides; its end is told by the socket
     _import(preload)
     process.outlive_parent()  # from now on the socket tells, and what was made is taken away again
-    with contextlib.suppress(FileExistsError):  # of an earlier server
+    try:
         os.mkdir(meeting, mode=0o700)
-    _Server(socket.socket(fileno=descriptor), meeting, launcher, workers).run()
+    except FileExistsError:
+        if os.lstat(meeting).st_uid != os.getuid():  # else it is an earlier server's
+            raise
+    _Server(control, meeting, launcher, workers).run()
     os._exit(0)  # taking torch down in order would cost most of a second
 
 

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import cloudpickle
 from setproctitle import getproctitle, setproctitle
 
+from unisono import atomic
 from unisono.errors import InvalidInput
 from unisono.launch.coordination import Coordination
 from unisono.launch.crew import Crew, OnMessage, Source
@@ -195,7 +196,7 @@ def _logs(directory: Path, workers: int) -> list[str]:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in paths:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+            os.close(atomic.open_to_append(path))
     except OSError as error:
         raise InvalidInput(
             "logs", str(directory), f"cannot be written ({error.strerror})", "name another directory"

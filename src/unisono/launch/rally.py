@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from unisono.launch.coordination import Coordination
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.local import Elastic
 from unisono.membership import Contact, Policy, card
-from unisono.membership.line import Line, ask, heard
+from unisono.membership.line import Line, Nothing, ask, heard
+from unisono.membership.messages import OrderMessage
 from unisono.membership.place import Calling
 from unisono.membership.store import Store
 
@@ -55,26 +57,26 @@ def rallied(
     with found as elastic:
         shown = card.keep(run, elastic.contact)
         if not elastic.contact.private:
-            told(f"others join with  unisono join {elastic.contact.url}  and the token in {shown}")
+            told(f"others join with  unisono join {elastic.contact.url}{_said(order)}  and the token in {shown}")
         try:
             yield replace(elastic, each_to_its_end=each_to_its_end)
         finally:
             shown.unlink(missing_ok=True)
 
 
-def lying_at(contact: Contact, server: Forkserver) -> tuple[Order, Contact]:
+def lying_at(contact: Contact, server: Forkserver) -> tuple[OrderMessage, Contact]:
     """What workers that `server` forks are to do as part of the run whose coordinator `contact` reaches, and how they
     reach it and each other.
 
     Raises:
         InvalidInput: nobody answers there, or nothing is to be done yet.
     """
-    order = ask(contact, "/v1/order")
+    order = ask(contact, "/v1/order", OrderMessage)
     if order is None:
         raise InvalidInput(
             "coordinator", contact.url, "no run has been started there yet",
             "start one with unisono train TASK --coordinator URL")  # fmt: skip
-    return order, replace(contact, meets_at=_meets_at(_is_here(order["meets_at"]), server))
+    return order, replace(contact, meets_at=_meets_at(_is_here(order.meets_at), server))
 
 
 @contextlib.contextmanager
@@ -99,7 +101,8 @@ def _beside(
 
 def _give(contact: Contact, order: Order) -> None:
     """Have the coordinator know what is to be done."""
-    answer = heard(contact, Line(contact).ask("PUT", "/v1/order", json.loads(json.dumps(order, default=str))))
+    told = json.loads(json.dumps(order, default=str))
+    answer = heard(contact, Line(contact).ask("PUT", "/v1/order", told, Nothing))
     if answer.status == 409:
         raise InvalidInput(
             "--coordinator", contact.url, "it is another run's, and a coordinator serves one run",
@@ -107,6 +110,13 @@ def _give(contact: Contact, order: Order) -> None:
             "another --state for this one")  # fmt: skip
     if answer.status != 204:
         raise InvalidInput("--coordinator", contact.url, f"it refuses the run ({answer.status})", "see its log")
+
+
+def _said(order: Order) -> str:
+    """What who joins says that it runs."""
+    if script := order.get("script"):
+        return f" --script {shlex.quote(script[0])}"
+    return f" --task {shlex.quote(order['task'])}" if order["task"] else ""
 
 
 def _meets_at(here: bool, server: Forkserver) -> str:

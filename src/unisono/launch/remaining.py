@@ -7,6 +7,7 @@ import time
 from collections.abc import Set
 
 from unisono.membership.line import Line
+from unisono.membership.messages import StatusMessage
 from unisono.membership.values import Contact
 
 _ANSWER_SECONDS = 3.0
@@ -20,17 +21,16 @@ def goes_on(contact: Contact, without: Set[str]) -> bool:
     until = time.monotonic() + _WAIT_SECONDS
     with contextlib.closing(Line(contact, _ANSWER_SECONDS)) as line:
         while time.monotonic() < until:
-            answer = line.ask("GET", "/v1/status")
-            if answer is None or answer.status != 200:
+            answer = line.get("/v1/status", StatusMessage)
+            if answer is None or answer.body is None:
                 return False
-            view = answer.body["view"]
-            if without >= set(view["members"]):
+            view = answer.body.view
+            if without >= set(view.members):
                 return False
             stepped = any(
-                worker["works_in"] == view["number"] and worker["step"] > view["start"]["step"]
-                for worker in answer.body["workers"]
+                worker.works_in == view.number and worker.step > view.start.step for worker in answer.body.workers
             )
-            if stepped and not without & set(view["members"]):
+            if stepped and not without & set(view.members):
                 return True
             time.sleep(_LOOK_SECONDS)
     return False

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unisono.membership.line import Line
+from unisono.membership.messages import LookMessage
 from unisono.membership.values import Contact, StepCount
 
 _PATH = "/v1/running"
@@ -38,10 +39,6 @@ def wanted_seconds(pid: int) -> dict[int, float]:
 def computes(before: Mapping[int, float], after: Mapping[int, float], seconds: float) -> bool:
     """Whether a thread wanted a processor for most of the `seconds` between two looks at `wanted_seconds`."""
     return any(wanted - before[task] > _MOSTLY * seconds for task, wanted in after.items() if task in before)
-
-
-def _count(told: Mapping[str, int]) -> StepCount:
-    return StepCount(told["taken"], told["furthest"])
 
 
 class Vouching:
@@ -76,9 +73,9 @@ class Vouching:
     def latest(self) -> StepCount:
         """As `count`, but asked for now; waits for the answer, some seconds at most."""
         with contextlib.closing(Line(self._contact, _LATEST_SECONDS)) as line:
-            answer = line.ask("POST", _PATH, {"workers": []})
-        if answer is not None and answer.status == 200:
-            self.count = _count(answer.body)
+            answer = line.post(_PATH, {"workers": []}, LookMessage)
+        if answer is not None:
+            self.count = answer.count
         return self.count
 
     def close(self) -> None:
@@ -97,12 +94,12 @@ class Vouching:
     def _look(self) -> None:
         busy: list[str] = []
         while not self._closed.is_set():
-            answer = self._line.ask("POST", _PATH, {"workers": busy})
-            if answer is None or answer.status != 200:  # nobody is there: it is asked again
+            answer = self._line.post(_PATH, {"workers": busy}, LookMessage)
+            if answer is None:  # nobody is there: it is asked again
                 self._closed.wait(_LOOK_SECONDS)
                 continue
-            self.count = _count(answer.body)
-            busy = self._busy() if answer.body["late"] else []
+            self.count = answer.count
+            busy = self._busy() if answer.late else []
 
     def _busy(self) -> list[str]:
         with self._changed:

@@ -22,6 +22,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
+from unisono import atomic
 from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFailed, RunFailed, Unlike
 from unisono.launch.identity import Identity
 from unisono.launch.stopping import Interrupted, StopRequest
@@ -139,7 +140,7 @@ def _settle_in(order: Order, identity: Identity) -> None:
 
 
 def _redirect(log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = atomic.open_to_append(log)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, stream in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
         os.dup2(source, stream)

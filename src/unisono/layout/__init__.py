@@ -1,6 +1,7 @@
 from unisono.layout.blocks import Compute as Compute
 from unisono.layout.blocks import as_it_is as as_it_is
 from unisono.layout.blocks import blocks as blocks
+from unisono.layout.compiled import compiled as compiled
 from unisono.layout.held import Held as Held
 from unisono.layout.held import Passage as Passage
 from unisono.layout.held import Stepping as Stepping

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from unisono.errors import InvalidInput
+from unisono.layout.compiled import compiled
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -59,7 +59,7 @@ class Compute:
     def prepare(self, block: nn.Module) -> None:
         """Change what `block` does when it is called, in place."""
         if self.compile and not self.whole:
-            block.forward = torch.compile(block.forward)
+            block.forward = compiled(block.forward)
         if self.recompute != "none":
             from unisono.layout.recompute import recompute  # imports more of torch than others need
 

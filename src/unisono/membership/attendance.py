@@ -12,9 +12,9 @@ from typing import Any
 from unisono.doing import Doing, Phase
 from unisono.errors import InvalidInput
 from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
-from unisono.membership.changes import Change, changed
 from unisono.membership.line import Line
-from unisono.membership.values import Contact, Over, Place, Standing, View, Word
+from unisono.membership.messages import WordMessage
+from unisono.membership.values import Contact, Standing, View, Word
 
 LOG = logging.getLogger("unisono")
 _REST_SECONDS = 0.1  # less than a beat's time
@@ -193,10 +193,13 @@ class Attendance:
             "knows_over": knows.over.value if knows else "",
             "waits": waits,
         }
-        answer = line.post("/v1/beat", told | self._of_itself(seldom=not waits))
-        if not isinstance(answer, dict):
+        answer = line.post("/v1/beat", told | self._of_itself(seldom=not waits), WordMessage)
+        if answer is None:
             return False
-        word = _word(answer, knows)
+        try:
+            word = answer.value(knows)
+        except ValueError:  # whoever says this does not know what it has said before
+            return False
         self._tell_people(answer)
         with self._news:
             self._knows = word
@@ -214,10 +217,10 @@ class Attendance:
             told["spent"] = {phase.value: seconds for phase, seconds in self._spent().items() if seconds}
         return told
 
-    def _tell_people(self, answer: dict[str, Any]) -> None:
+    def _tell_people(self, answer: WordMessage) -> None:
         with self._hearing:
-            new = answer["says"] if answer["said"] > self._heard else []
-            self._heard = max(self._heard, answer["said"])
+            new = answer.says if answer.said > self._heard else []
+            self._heard = max(self._heard, answer.said)
         for sentence in new:
             self._told(sentence)
 
@@ -232,23 +235,3 @@ class Attendance:
                 case Exit():
                     self._dismissed = True
         self._news.notify_all()
-
-
-def _word(told: dict[str, Any], known: Word | None) -> Word:
-    view = told["view"]
-    if view is None:
-        assert known is not None  # else it would have been told
-        return Word(changed_by(known.view, told["change"]), Over(told["over"]))
-    start = Standing(**view["start"])
-    places = tuple(Place(**place) for place in view["places"])
-    return Word(View(view["number"], tuple(view["members"]), start, tuple(view["sources"]), places), Over(told["over"]))
-
-
-def changed_by(known: View, told: dict[str, Any] | None) -> View:
-    """The view that a worker that knows one is told."""
-    if told is None:
-        return known
-    members = tuple(each if isinstance(each, str) else (each[0], each[1]) for each in told["members"])
-    places = tuple(Place(**place) for place in told["places"])
-    sources = tuple((first, behind) for first, behind in told["sources"])
-    return changed(known, Change(told["number"], members, places, Standing(**told["start"]), sources))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from unisono.membership.values import Place, Standing, View
 
+MOST_MEMBERS = 1 << 16  # of a view
 Run = tuple[int, int]
 """Ranks: the first, and the one behind the last."""
 
@@ -50,8 +51,10 @@ def changed(before: View, told: Change) -> View:
     """The later view.
 
     Raises:
-        ValueError: it cannot be made of that one.
+        ValueError: it cannot be made of that one, or would have more than `MOST_MEMBERS`.
     """
+    if sum(1 if isinstance(each, str) else each[1] - each[0] for each in told.members) > MOST_MEMBERS:
+        raise ValueError(f"view {told.number} has more than {MOST_MEMBERS} members")
     members: list[str] = []
     places: list[Place] = []
     new = iter(told.places)

@@ -8,24 +8,30 @@ import ssl
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 import httptools
+from pydantic import BaseModel
 
 from unisono.errors import InvalidInput
 from unisono.membership.values import Contact
 
 _LONGEST_ANSWER_BYTES = 16 << 20
 _READ_BYTES = 1 << 16
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Nothing(BaseModel):
+    """Of an answer whose status alone is looked at."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the coordinator said: HTTP's status, and the body as JSON; None where there is none."""
+class Answer(Generic[Body]):
+    """What the coordinator said: HTTP's status, and the message that was asked for; None with any status but 200."""
 
     status: int
-    body: Any
+    body: Body | None
 
 
 class Line:
@@ -57,20 +63,23 @@ class Line:
         )
         self._wire: socket.socket | None = None
 
-    def post(self, path: str, message: object) -> object | None:
-        """The answer's body; None if there is none, or it is an error."""
-        answer = self.ask("POST", path, message)
-        body: object = answer.body if answer and answer.status == 200 else None
-        return body
+    def get(self, path: str, kind: type[Body]) -> Answer[Body] | None:
+        """As `ask`."""
+        return self.ask("GET", path, None, kind)
 
-    def ask(self, method: str, path: str, message: object = None) -> Answer | None:
-        """The answer; None if the coordinator is away."""
+    def post(self, path: str, message: object, kind: type[Body]) -> Body | None:
+        """The message that is answered; None if there is none."""
+        answer = self.ask("POST", path, message, kind)
+        return answer.body if answer else None
+
+    def ask(self, method: str, path: str, message: object, kind: type[Body]) -> Answer[Body] | None:
+        """The answer, whose message is of that `kind`; None if the coordinator is away, or answers something else."""
         said = "" if message is None else json.dumps(message)  # which is ASCII
         request = f"{method} {path} HTTP/1.1\r\n{self._head}content-length: {len(said)}\r\n\r\n{said}".encode()
         try:
             answer = self._asked(request)
             self.refused = False
-            return Answer(answer.status, json.loads(answer.body) if answer.body and answer.status < 400 else None)
+            return Answer(answer.status, kind.model_validate_json(answer.body) if answer.status == 200 else None)
         except (OSError, ValueError, httptools.HttpParserError) as error:
             self.refused = isinstance(error, ConnectionRefusedError)
             self.close()
@@ -181,17 +190,16 @@ class _Reading:
 _GZIP = 16 + zlib.MAX_WBITS
 
 
-def ask(contact: Contact, path: str) -> Any:
-    """What the coordinator answers; None if it knows nothing of the kind.
+def ask(contact: Contact, path: str, kind: type[Body]) -> Body | None:
+    """The message of that `kind` that the coordinator answers; None if it has none.
 
     Raises:
         InvalidInput: nobody answers, or the token is another run's.
     """
-    answer = heard(contact, Line(contact).ask("GET", path))
-    return answer.body if answer.status == 200 else None
+    return heard(contact, Line(contact).get(path, kind)).body
 
 
-def heard(contact: Contact, answer: Answer | None) -> Answer:
+def heard(contact: Contact, answer: Answer[Body] | None) -> Answer[Body]:
     """`answer`, if it is one to whoever may ask.
 
     Raises:
@@ -199,7 +207,8 @@ def heard(contact: Contact, answer: Answer | None) -> Answer:
     """
     if answer is None:
         secure = contact.url.startswith("https:")
-        problem = "nobody answers there" + (", or its certificate is not known here" if secure else "")
+        problem = "nobody answers there as a coordinator of this version does"
+        problem += ", or its certificate is not known here" if secure else ""
         cure = "check the address, and that the run is under way" + ("; or give --authority FILE" if secure else "")
         raise InvalidInput("coordinator", contact.url, problem, cure)
     if answer.status == 401:

@@ -37,6 +37,7 @@ class Quick(Hurried):
 
     def on_headers_complete(self) -> None:
         """From now on it is known whether it is a beat."""
+        self._head_bytes = None
         free = self.cycle is None or self.cycle.response_complete
         if free and self._waiting is None and self._is_beat():
             self._said = bytearray()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 import socket
 import threading
@@ -18,7 +19,7 @@ from typing import Any, cast
 import uvicorn
 
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.hurry import allow_connections
+from unisono.membership.hurry import SELDOM, HurriedLoop, allow_connections
 from unisono.membership.place import Place as Place
 from unisono.membership.quick import Quick
 from unisono.membership.service import Ear, Service, application
@@ -52,11 +53,12 @@ class Serving:
         service = Service(Coordinator(policy, store.load(), began=time.monotonic()), store, told=told)
         guard = application(service, token)
         config = uvicorn.Config(
-            guard, http=cast(Any, partial(Quick, guard=guard, ear=Ear(service))), loop="uvloop",
+            guard, http=cast(Any, partial(Quick, guard=guard, ear=Ear(service))), loop=cast(Any, HurriedLoop),
             log_level="warning", access_log=False, lifespan="on", ws="none",
             server_header=False, proxy_headers=False, date_header=False, backlog=BACKLOG,
             timeout_keep_alive=KEPT_SECONDS, timeout_graceful_shutdown=1,
             ssl_certfile=place.certificate, ssl_keyfile=place.key)  # fmt: skip
+        logging.getLogger("uvicorn.error").addFilter(SELDOM)  # the same one is added once
         self._server, self._store = _Server(config, service.release), store
 
     def run(self) -> None:

@@ -14,214 +14,37 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
+from unisono.doing import Phase
 from unisono.membership.answers import Answers, Messages, answer
-from unisono.membership.changes import Change, change
+from unisono.membership.changes import change
 from unisono.membership.coordinator import Coordinator, Formed, Happened
 from unisono.membership.door import App, Guard, Receive, Scope, Send, body, unpacks
+from unisono.membership.messages import (
+    BeatMessage,
+    ChangeMessage,
+    DoingMessage,
+    GoneMessage,
+    HappenedMessage,
+    LookMessage,
+    RunningMessage,
+    StatusMessage,
+    ViewMessage,
+    WordMessage,
+    WorkerMessage,
+)
 from unisono.membership.ordered import offer
 from unisono.membership.reports import Reports
 from unisono.membership.store import Store, words
-from unisono.membership.values import Beat, Over, Place, Standing, View, Word
+from unisono.membership.values import Over, View
 
-MOST_MISSED = 1 << 13
 BEAT = "/v1/beat"
 _DOUBT_BEATS = 8  # after which who vouches for workers is answered, though none be late
 _DOUBT_SECONDS = 2.0  # the same, at the latest
-_MOST_WORKERS = 4096  # that one message names
-Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class StandingMessage(_Message):
-    """See `Standing`."""
-
-    view: Count = 0
-    step: Count = 0
-    digest: Annotated[str, Field(max_length=128)] = ""
-
-
-class PlaceMessage(_Message):
-    """See `Place`."""
-
-    host: Annotated[str, Field(max_length=256)] = ""
-    meets_at: Annotated[str, Field(max_length=1024)] = ""
-
-
-Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
-PhaseName = Annotated[Phase, Field(strict=False)]  # JSON knows no enumerations
-Sentence = Annotated[str, Field(max_length=LONGEST_WORDS)]
-
-
-class DoingMessage(_Message):
-    """See `Doing`."""
-
-    phase: PhaseName
-    step: Count = 0
-    micro_batch: Annotated[int, Field(ge=-1, lt=1 << 62)] = -1
-    since_seconds: Seconds = 0.0
-    waits_for: Sentence = ""
-    missing: Annotated[list[Count], Field(max_length=MOST_MISSING)] = []
-    line: Sentence = ""
-
-    @staticmethod
-    def of(doing: Doing) -> DoingMessage:
-        """Of what the worker says."""
-        return DoingMessage(
-            phase=doing.phase, step=doing.step, micro_batch=doing.micro_batch, since_seconds=doing.since_seconds,
-            waits_for=doing.waits_for, missing=list(doing.missing), line=doing.line)  # fmt: skip
-
-    def value(self) -> Doing:
-        """As it is thought about."""
-        return Doing(
-            self.phase, self.step, self.micro_batch, self.since_seconds, self.waits_for, tuple(self.missing),
-            self.line)  # fmt: skip
-
-
-class BeatMessage(_Message):
-    """See `Beat`; `knows` and `knows_over` are the word that the worker heard last, `heard` the number of the latest
-    sentence; `doing` and `spent`, seconds by phase, are told now and then. Who `waits` is answered when there is news,
-    or the next beat is due."""
-
-    worker: Name
-    count: Count
-    works_in: Count = 0
-    ended: Count = 0
-    broke: Count = 0
-    standing: StandingMessage = StandingMessage()
-    missed: Annotated[list[Name], Field(max_length=MOST_MISSED)] = []
-    leaving: bool = False
-    finished: bool = False
-    place: PlaceMessage = PlaceMessage()
-    knows: Count = 0
-    knows_over: Annotated[str, Field(max_length=32)] = ""
-    waits: bool = True
-    heard: Count = 0
-    doing: DoingMessage | None = None
-    spent: Annotated[dict[PhaseName, Seconds], Field(max_length=len(Phase))] | None = None
-
-    @staticmethod
-    def of(beat: Beat, knows: Word | None = None) -> BeatMessage:
-        """Of a beat as the protocol says it, from a worker that `knows` a word."""
-        standing = beat.standing
-        return BeatMessage(
-            worker=beat.worker, count=beat.count, works_in=beat.works_in, ended=beat.ended, broke=beat.broke,
-            standing=StandingMessage(view=standing.view, step=standing.step, digest=standing.digest),
-            missed=list(beat.missed), leaving=beat.leaving, finished=beat.finished,
-            place=PlaceMessage(host=beat.place.host, meets_at=beat.place.meets_at),
-            knows=knows.view.number if knows else 0, knows_over=knows.over.value if knows else "")  # fmt: skip
-
-    def value(self) -> Beat:
-        """As the protocol takes it."""
-        standing = Standing(self.standing.view, self.standing.step, self.standing.digest)
-        return Beat(
-            self.worker, self.count, self.works_in, self.ended, standing, tuple(self.missed), self.leaving,
-            self.finished, Place(self.place.host, self.place.meets_at), self.broke)  # fmt: skip
-
-
-class ViewMessage(_Message):
-    """See `View`."""
-
-    number: Count
-    members: list[str]
-    start: StandingMessage
-    sources: list[str]
-    places: list[PlaceMessage]
-
-
-RunOfRanks = Annotated[tuple[Count, Count], Field(strict=False)]  # JSON knows no tuples
-
-
-class ChangeMessage(_Message):
-    """See `Change`, from the view that the worker said it knows."""
-
-    number: Count
-    members: list[RunOfRanks | str]
-    places: list[PlaceMessage]
-    start: StandingMessage
-    sources: list[RunOfRanks]
-
-
-class WordMessage(_Message):
-    """See `Word`; with the seconds after which the coordinator wants to hear again, and what there is to tell people:
-    sentences that the worker has not heard, and the number of the latest. Without `view`: it is the one that the worker
-    said it knows, with the `change` if there is one."""
-
-    view: ViewMessage | None
-    change: ChangeMessage | None = None
-    over: str
-    beat_seconds: float
-    said: Count = 0
-    says: list[str] = []
-
-    @staticmethod
-    def of(word: Word, beat_seconds: float, said: int = 0, says: Sequence[str] = ()) -> WordMessage:
-        """Of a word as the protocol says it, to whom it is news."""
-        return WordMessage(
-            view=_view(word.view), over=word.over.value, beat_seconds=beat_seconds, said=said, says=list(says)
-        )
-
-
-class GoneMessage(_Message):
-    """The process of a worker has ended, as who started it saw."""
-
-    worker: Name
-
-
-class RunningMessage(_Message):
-    """The processes of these workers want processors, as who started them sees."""
-
-    workers: Annotated[list[Name], Field(max_length=_MOST_WORKERS)]
-
-
-class LookMessage(_Message):
-    """Whether it is time to look which processes want processors, as a worker is `late`; and the `StepCount`, so that
-    who replaces workers knows that it is of use."""
-
-    late: bool
-    taken: Count
-    furthest: Count
-
-
-class WorkerMessage(_Message):
-    """A worker, as last heard."""
-
-    worker: str
-    works_in: int
-    step: int
-    silent_seconds: float
-    leaving: bool
-    doing: DoingMessage | None
-    spent: dict[str, float]
-
-
-class HappenedMessage(_Message):
-    """A decision, with its time in seconds since the epoch."""
-
-    at_seconds: float
-    words: str
-
-
-class StatusMessage(_Message):
-    """All that the coordinator knows; `says` are its latest sentences about what holds steps up, `spent` is of all
-    workers that ever were."""
-
-    view: ViewMessage
-    over: str
-    workers: list[WorkerMessage]
-    happened: list[HappenedMessage]
-    says: list[str]
-    spent: dict[str, dict[str, float]]
 
 
 @dataclass(eq=False)
@@ -412,7 +235,7 @@ class Service:
         if number == self.word.view.number:
             return {"view": None}
         found = change(self._before, self.word.view) if number == self._before.number else None
-        return {"view": None, "change": _change(found)} if found else {}
+        return {"view": None, "change": ChangeMessage.of(found)} if found else {}
 
 
 class Ear:
@@ -518,7 +341,10 @@ def _shortcut(ear: App, app: App) -> App:
 def _status(service: Service) -> StatusMessage:
     now, word = service.now(), service.word
     doings = {worker: DoingMessage.of(doing) for worker, (doing, _) in service.reports.doings.items()}
-    spent = {worker: dict(seconds) for worker, seconds in service.reports.spent.items()}
+    spent = {
+        worker: {Phase(name): seconds for name, seconds in each.items()}
+        for worker, each in service.reports.spent.items()
+    }
     workers = [
         WorkerMessage(worker=beat.worker, works_in=beat.works_in, step=beat.standing.step, leaving=beat.leaving,
                       silent_seconds=round(now - last, 3), doing=doings.get(beat.worker),
@@ -526,21 +352,5 @@ def _status(service: Service) -> StatusMessage:
     ]  # fmt: skip
     happened = [HappenedMessage(at_seconds=at, words=said) for at, said in service.store.happened()]
     return StatusMessage(
-        view=_view(word.view), over=word.over.value, workers=workers, happened=happened,
+        view=ViewMessage.of(word.view), over=word.over, workers=workers, happened=happened,
         says=service.reports.sentences, spent=spent)  # fmt: skip
-
-
-def _change(told: Change) -> ChangeMessage:
-    start = StandingMessage(view=told.start.view, step=told.start.step, digest=told.start.digest)
-    places = [PlaceMessage(host=each.host, meets_at=each.meets_at) for each in told.places]
-    return ChangeMessage(
-        number=told.number, members=list(told.members), places=places, start=start, sources=list(told.sources)
-    )
-
-
-def _view(view: View) -> ViewMessage:
-    start = StandingMessage(view=view.start.view, step=view.start.step, digest=view.start.digest)
-    places = [PlaceMessage(host=each.host, meets_at=each.meets_at) for each in view.places]
-    return ViewMessage(
-        number=view.number, members=list(view.members), start=start, sources=list(view.sources), places=places
-    )

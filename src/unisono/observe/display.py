@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from unisono.errors import InvalidInput
+from unisono.errors import InvalidInput, printable, printable_lines
 from unisono.observe.pace import Pace
 from unisono.observe.words import clock, named, number, rate, resume_command, rows
 
@@ -89,10 +89,10 @@ class Display:
             case "run":
                 self.run = str(message["path"])  # said with the first step: until then it may be taken back
             case "notice":
-                self._say(Text.assemble(("note ", "yellow"), str(message["text"])))
+                self._say(Text.assemble(("note ", "yellow"), printable_lines(str(message["text"]))))
             case "finding" if message["text"] not in self._found:
                 self._found.append(message["text"])
-                self._say(Text.assemble(("stuck ", "red"), str(message["text"])))
+                self._say(Text.assemble(("stuck ", "red"), printable_lines(str(message["text"]))))
             case "progress":
                 self._take(message)
             case "breakpoint":
@@ -110,14 +110,14 @@ class Display:
     def _say_run(self) -> None:
         if self.run is not None and not self._run_said:
             self._run_said = True
-            self._say(Text.assemble(("run ", "dim"), self.run))
+            self._say(Text.assemble(("run ", "dim"), printable(self.run)))
 
     def _say(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)
 
     def _figures(self, progress: Mapping[str, Any]) -> str:
         figures = [f"loss {number(progress['loss'])}", f"{rate(progress['samples_per_second'])} samples/s"]
-        metrics = named(progress.get("metrics") or {})
+        metrics = printable(named(progress.get("metrics") or {}))
         left = self._left(progress)
         return "  ".join([*figures, *([metrics] if metrics else []), *([left] if left else [])])
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from unisono import atomic
+
 FILE = "events.jsonl"
 _log = logging.getLogger("unisono.observe")
 
@@ -26,7 +28,7 @@ class Events:
         self._path = directory / FILE
         self._failed = False
         try:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = atomic.open_to_append(self._path)
         except OSError as error:
             self._file = -1
             self._report(error)

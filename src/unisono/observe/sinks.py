@@ -57,4 +57,5 @@ def sinks(directory: Path) -> list[Sink]:
 def _writer(directory: Path) -> Any:
     from torch.utils.tensorboard.writer import SummaryWriter  # imports for half a second
 
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # its files are made readable for all
     return SummaryWriter(str(directory))

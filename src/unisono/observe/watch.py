@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
+from unisono.errors import printable
 from unisono.observe.ledger import Ledger
 from unisono.stack import dumped, line_of
 
@@ -137,5 +138,5 @@ class Watched:
         line = line_of(self._thread, loading=phase is Phase.DATA) if since > _LINE_SECONDS else ""
         if phase is Phase.DATA and since > _ASK_SECONDS and self._loader:
             line = next((found for text in self._loader.stacks() if (found := dumped(text))), line)
-        return Doing(phase, self._step, self._micro_batch, since, waits_for[:LONGEST_WORDS], missing[:MOST_MISSING],
-                     line[-LONGEST_WORDS:])  # fmt: skip
+        return Doing(phase, self._step, self._micro_batch, since, printable(waits_for)[:LONGEST_WORDS],
+                     missing[:MOST_MISSING], printable(line)[-LONGEST_WORDS:])  # fmt: skip

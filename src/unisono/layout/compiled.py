@@ -1,0 +1,45 @@
+"""``torch.compile`` with its cache of native code in a directory that nobody else can write to."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.errors import InvalidInput
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """`function` or module, to be compiled when it is called. What the variable ``TORCHINDUCTOR_CACHE_DIR`` says is the
+    user's choice; torch's own is a directory with a known name in the temporary one, which whoever comes first owns.
+
+    Raises:
+        InvalidInput: no directory can be made that is this user's alone.
+    """
+    if not os.environ.get(_VARIABLE):
+        os.environ[_VARIABLE] = str(_cache())
+    return torch.compile(function)
+
+
+def _cache() -> Path:
+    found = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono" / "compiled"
+    try:
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = found.lstat()
+    except OSError as error:
+        raise _refused(found, error.strerror or str(error)) from None
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise _refused(found, "others can write to it")
+    return found
+
+
+def _refused(directory: Path, why: str) -> InvalidInput:
+    return InvalidInput(
+        "compile", True, f"native code cannot be kept in {directory}: {why}", f"set {_VARIABLE} to a private directory"
+    )

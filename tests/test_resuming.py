@@ -1,0 +1,43 @@
+"""What a checkpoint claims is compared with the model before memory is taken for it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unisono.checkpoint import Opened, Writer, open_checkpoint
+from unisono.comm import Alone
+from unisono.errors import CheckpointMismatch
+from unisono.persist import Persistence
+
+
+def written(directory: Path, tensors: dict[str, Tensor]) -> Opened:
+    with closing(Writer(directory, 0, 1, 1, print, "test")) as writer:
+        writer.write(1, tensors, {"config": {}})
+        writer.finish()
+        writer.commit(1)
+        writer.finish()
+    (made,) = directory.glob("step-*")
+    return open_checkpoint(made)
+
+
+@pytest.mark.parametrize(
+    ("beside", "problem"),
+    [
+        ({"model/weight": torch.zeros(8, 8)}, r"'model/weight' is float32 \[2, 2\] here and float32 \[8, 8\]"),
+        ({"model/other": torch.zeros(8)}, "'model/other' .*, which is not known here"),
+        ({"optimizer/state": torch.zeros(80 << 20, dtype=torch.uint8)}, "more than 256 times as much"),
+        ({"sync/anchor": torch.zeros(80 << 20, dtype=torch.uint8)}, "more than 256 times as much"),
+    ],
+)
+def test_nothing_is_read_of_what_does_not_belong_to_the_model(beside, problem, tmp_path, monkeypatch) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    found = written(tmp_path, {"model/weight": torch.zeros(2, 2), **beside})
+    monkeypatch.setattr(Opened, "read", lambda *_: pytest.fail("memory was taken"))
+    persistence = Persistence(None, model, torch.optim.SGD(model.parameters(), 0.1), Alone(), 0, {"config": {}})
+    with pytest.raises(CheckpointMismatch, match=problem):
+        persistence.resume(found)
