@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import pytest
 from pydantic import BaseModel, RootModel
 
 from unisono.errors import InvalidInput
-from unisono.membership import Contact
+from unisono.membership import Contact, proof
 from unisono.membership.line import Answer, Line
+from unisono.membership.proof import Asking, Proving
 
 TOKEN = "a token of a run"
 
@@ -31,15 +33,31 @@ def number(value: int) -> Answer[Number]:
     return Answer(200, Number(value))
 
 
-def told(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
-    head = "".join(f"{line}\r\n" for line in (f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers))
-    return head.encode() + b"\r\n" + body
+Prove = Callable[[int, bytes], str]  # the proof of an answer to what was asked, of its status and body
+Say = Callable[[Prove], bytes]
+
+
+def told(body: bytes, status: str = "200 OK", *headers: str) -> Say:
+    """An answer with its proof."""
+
+    def say(prove: Prove) -> bytes:
+        proof = f"Unisono-Proof: {prove(int(status[:3]), body)}"
+        lines = (f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", proof, *headers)
+        return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body
+
+    return say
+
+
+def just(data: bytes) -> Say:
+    """No more than these bytes."""
+    return lambda prove: data
 
 
 class Desk:
-    """Answers what it was given, whatever it is asked; after None it closes the connection."""
+    """Answers what it was given, whatever it is asked, and knows the token; after None it closes the connection."""
 
-    def __init__(self, answers: Sequence[bytes | None]) -> None:
+    def __init__(self, answers: Sequence[Say | None]) -> None:
+        self.proving = Proving(TOKEN)
         self.asked: list[bytes] = []
         self.connections = 0
         self.hears = threading.Event()
@@ -55,6 +73,9 @@ class Desk:
             with wire, suppress(ConnectionError):  # who asks may have enough
                 self.connections += 1
                 while asked := wire.recv(1 << 16):
+                    if asked.startswith(b"GET /v1/challenge "):
+                        wire.sendall(self._challenge())
+                        continue
                     self.asked.append(asked)
                     self.hears.set()
                     if asked == b"end":
@@ -64,7 +85,21 @@ class Desk:
                     answer = self._answers.pop(0)
                     if answer is None:
                         break
-                    wire.sendall(answer)
+                    wire.sendall(answer(self._prover(asked)))
+
+    def _challenge(self) -> bytes:
+        said = f"www-authenticate: Bearer\r\nwww-authenticate: Unisono {self.proving.challenge}\r\n"
+        return f"HTTP/1.1 401 Unauthorized\r\n{said}content-length: 0\r\n\r\n".encode()
+
+    def _prover(self, asked: bytes) -> Prove:
+        head, _, body = asked.decode("latin-1").partition("\r\n\r\n")
+        first, *lines = head.split("\r\n")
+        method, path, _ = first.split(" ")
+        (given,) = [line.partition(": ")[2] for line in lines if line.startswith("authorization: ")]
+        claim = self.proving.claim(method, path, given)
+        assert claim is not None, "it is no proof, or was heard before"
+        assert claim.digest == hashlib.sha256(body.encode("latin-1")).hexdigest()
+        return lambda status, said: self.proving.proof(claim, status, hashlib.sha256(said).hexdigest())
 
     def close(self) -> None:
         with socket.create_connection(self._door.getsockname()) as wire:
@@ -74,7 +109,7 @@ class Desk:
 
 
 @contextmanager
-def asking(*answers: bytes | None, seconds: float = 10.0) -> Iterator[tuple[Line, Desk]]:
+def asking(*answers: Say | None, seconds: float = 10.0) -> Iterator[tuple[Line, Desk]]:
     desk = Desk(answers)
     line = Line(Contact(desk.url, TOKEN), seconds)
     try:
@@ -84,14 +119,15 @@ def asking(*answers: bytes | None, seconds: float = 10.0) -> Iterator[tuple[Line
         desk.close()
 
 
-def test_a_request_is_one_packet_with_its_length_and_the_token() -> None:
+def test_a_request_is_one_packet_with_its_length_and_a_proof_of_the_token() -> None:
     with asking(told(b'{"number": 1}')) as (line, desk):
         assert line.ask("POST", "/v1/beat", {"worker": "w\u00e4"}, Is) == Answer(200, Is(number=1))
     head, _, body = desk.asked[0].partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
     assert lines[0] == "POST /v1/beat HTTP/1.1"
     assert f"content-length: {len(body)}" in lines
-    assert f"authorization: Bearer {TOKEN}" in lines
+    assert any(line.startswith("authorization: Unisono ") for line in lines)
+    assert TOKEN not in head.decode()
     assert json.loads(body) == {"worker": "w\u00e4"}
 
 
@@ -105,8 +141,8 @@ def test_what_follows_is_asked_on_the_same_connection() -> None:
 def test_an_answer_may_be_packed_and_come_in_chunks() -> None:
     packed = gzip.compress(b'{"number": 2}')
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (packed[:5], packed[5:], b""))
-    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with asking(head + chunks) as (line, _):
+    head = "HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nTransfer-Encoding: chunked\r\nunisono-proof: "
+    with asking(lambda prove: f"{head}{prove(200, packed)}\r\n\r\n".encode() + chunks) as (line, _):
         assert line.post("/", {}, Is) == Is(number=2)
 
 
@@ -123,15 +159,22 @@ def test_a_connection_that_was_closed_is_made_again(closes) -> None:
 
 @pytest.mark.parametrize("answer", [
     None,
-    b"no HTTP at all\r\n\r\n",
+    just(b"no HTTP at all\r\n\r\n"),
     told(b"no JSON"),
     told(b'{"number": 2}'),
     told(b"[" * 100_000),
     told(b"not packed", "200 OK", "Content-Encoding: gzip"),
-    b"HTTP/1.1 200 OK\r\nX: " + b"x" * (17 << 20),
-], ids=["closed", "no HTTP", "no JSON", "another message", "nested", "not packed", "too long"])  # fmt: skip
+    just(b"HTTP/1.1 200 OK\r\nX: " + b"x" * (17 << 20)),
+    just(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n2"),
+    just(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\nunisono-proof: %b\r\n\r\n2" % (b"0" * 64)),
+    just(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"),
+    lambda prove: told(b"2")(lambda status, body: prove(status, b"3")),
+    lambda prove: told(b"2")(lambda status, body: prove(204, body)),
+], ids=["closed", "no HTTP", "no JSON", "another message", "nested", "not packed", "too long", "no proof",
+        "a false proof", "a refusal without a proof", "another body's proof", "another status's proof"])  # fmt: skip
 def test_no_answer_is_none_and_is_asked_anew(answer) -> None:
-    with asking(answer, told(b"2")) as (line, _):
+    answers = [answer] if answer else [None, None]  # what was closed meanwhile is asked once more
+    with asking(*answers, told(b"2")) as (line, _):
         assert line.get("/", Number) is None
         assert not line.refused
         assert line.get("/", Number) == number(2)
@@ -172,3 +215,72 @@ def test_who_waits_for_an_answer_can_be_cut_off() -> None:
 def test_a_token_that_cannot_be_said_is_refused(token) -> None:
     with pytest.raises(InvalidInput, match="printable"):
         Line(Contact("http://127.0.0.1:1", token))
+
+
+def test_whoever_does_not_know_the_token_learns_nothing_of_it_and_is_not_believed() -> None:
+    """A server that answers at the coordinator's address, and has all that clients say."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        line = Line(Contact(f"http://127.0.0.1:{door.getsockname()[1]}", TOKEN), 5.0)
+        found: list[Answer | None] = []
+        asking = threading.Thread(target=lambda: found.append(line.get("/v1/order", Number)))
+        asking.start()
+        wire, _ = door.accept()
+        with wire:
+            heard.append(wire.recv(1 << 16))
+            challenge = "0" * 32
+            wire.sendall(
+                f"HTTP/1.1 401 X\r\nwww-authenticate: Unisono {challenge}\r\ncontent-length: 0\r\n\r\n".encode()
+            )
+            heard.append(wire.recv(1 << 16))
+            wire.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\nunisono-proof: %b\r\n\r\n1" % (b"a" * 64))
+        asking.join()
+        line.close()
+    assert found == [None]
+    assert not any(TOKEN.encode() in each for each in heard)
+
+
+def test_a_coordinator_that_was_started_again_has_another_challenge() -> None:
+    def again(desk: Desk) -> Say:
+        def say(prove: Prove) -> bytes:
+            desk.proving = Proving(TOKEN)
+            return desk._challenge()
+
+        return say
+
+    with asking(told(b"1")) as (line, desk):
+        assert line.get("/", Number) == number(1)
+        desk._answers += [again(desk), told(b"2")]
+        assert line.get("/", Number) == number(2)
+
+
+def test_nothing_is_heard_twice_nor_under_another_path_or_body() -> None:
+    proving, asking_ = Proving(TOKEN), Asking(TOKEN)
+    assert asking_.challenged(f"Unisono {proving.challenge}")
+    said = asking_.authorization("POST", "/v1/gone", b"{}")
+    for method, path in (("PUT", "/v1/gone"), ("POST", "/v1/beat")):
+        assert proving.claim(method, path, said) is None
+    for place in range(1, 6):
+        words = said.split(" ")
+        words[place] = words[place][:-1] + ("0" if words[place][-1] != "0" else "1")
+        assert proving.claim("POST", "/v1/gone", " ".join(words)) is None
+    claim = proving.claim("POST", "/v1/gone", said)
+    assert claim is not None
+    assert claim.digest == hashlib.sha256(b"{}").hexdigest()
+    assert proving.claim("POST", "/v1/gone", said) is None, "it was replayed"
+    assert Proving(TOKEN).claim("POST", "/v1/gone", said) is None, "another process has another challenge"
+    assert Proving("another token").claim("POST", "/v1/gone", said) is None
+
+
+def test_when_too_many_clients_were_seen_all_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_MOST_CLIENTS", 3)
+    proving = Proving(TOKEN)
+    clients = [Asking(TOKEN) for _ in range(4)]
+    for client in clients:
+        client.challenged(f"Unisono {proving.challenge}")
+    heard = [client.authorization("GET", "/", b"") for client in clients]
+    assert [proving.claim("GET", "/", each) is not None for each in heard] == [True, True, True, False]
+    assert all(proving.claim("GET", "/", each) is None for each in heard)
+    for client in clients[:3]:
+        client.challenged(f"Unisono {proving.challenge}")
+        assert proving.claim("GET", "/", client.authorization("GET", "/", b"")) is not None

@@ -15,8 +15,8 @@ from unisono.membership.place import Calling, Place
 OPTIONS = {
     "--listen": ("HOST[:PORT]", "have the run's coordinator listen there, so that workers of other hosts may join "
                  f"(unisono join); they bear its token, {VARIABLE} of the environment or a new one [127.0.0.1]"),
-    "--certificate": ("FILE", "of that host, for TLS, with --key; none: no TLS, so that whoever is on the way reads "
-                      "the token and can tell hosts what to do"),
+    "--certificate": ("FILE", "of that host, for TLS, with --key; none: plain HTTP, which whoever is on the path can "
+                      "read"),
     "--key": ("FILE", "of the certificate"),
     "--authority": ("FILE", "certificate by which the coordinator's is known, where the system's list has it not; "
                     "none: for http:// to another host"),
@@ -61,7 +61,7 @@ def contact(url: str, options: Mapping[str, str]) -> Contact:
     where = Contact(url, known, authority=_file(options, "--authority"))
     if url.startswith("http:") and not where.private and options.get("--authority") != NONE:
         raise InvalidInput(
-            "coordinator", url, "over plain HTTP whoever is on the way reads the token and can tell us what to do",
+            "coordinator", url, "over plain HTTP whoever is on the path reads what is said",
             f"have it use https:// (unisono coordinator --help), or add --authority {NONE}")  # fmt: skip
     return where
 
@@ -79,7 +79,7 @@ def place(host: str, port: int, options: Mapping[str, str]) -> Place:
     where = Place(host, port, certificate, key)
     if not (where.private or certificate or options.get("--certificate") == NONE):
         raise InvalidInput(
-            "listen", host, "over plain HTTP whoever is on the way reads the token and can tell hosts what to do",
+            "listen", host, "over plain HTTP whoever is on the path reads what is said",
             f"give --certificate FILE and --key FILE, or --certificate {NONE}")  # fmt: skip
     return where
 

@@ -23,7 +23,7 @@ host. It ends on Ctrl-C, SIGTERM and SIGHUP; started again with the same --state
   --host HOST         address to listen at; any but loopback is reached from other machines [127.0.0.1]
   --port PORT         0 takes a free one [0]
   --state FILE        where its decisions lie [coordinator.sqlite]
-  --certificate FILE  of this host, for TLS, with --key FILE; none: plain HTTP, whose token whoever is on the way reads
+  --certificate FILE  of this host, for TLS, with --key FILE; none: plain HTTP, which whoever is on the path can read
   --minimum N         workers below which nothing is trained [1]
   --maximum N         workers above which further ones stand by [as many as come]
   --expected N        workers that the first view waits for, for 30 s [--minimum]

@@ -35,7 +35,7 @@ Without --task and --script a terminal shows it, and asks.
   --directory DIR    where this host's tasks lie that are not built in [.]
   --token-file FILE  holds the token, in place of {VARIABLE}
   --authority FILE   certificate by which an https:// coordinator is known; none: for http:// to another host, where
-                     whoever is on the way reads the token and can tell this host what to do
+                     whoever is on the path reads what is said
   --logs DIR         where what they print goes [runs/<host>-<number>/logs]
 """
 _CONSENT = ("--task", "--script", "--directory")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -11,21 +14,44 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 _WORTH_PACKING_BYTES = 4096
 _MOST_KEPT = 256
 
-Messages = tuple[dict[str, Any], dict[str, Any]]
-"""An answer as ASGI's messages: its head, and its body."""
+Header = tuple[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer: HTTP's status, its headers, and its body as it travels."""
+
+    status: int
+    headers: tuple[Header, ...]
+    body: bytes
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the body; taken once for all who are answered the same."""
+        return hashlib.sha256(self.body).hexdigest()
+
+    def messages(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As ASGI has it."""
+        start = {"type": "http.response.start", "status": self.status, "headers": list(self.headers)}
+        return start, {"type": "http.response.body", "body": self.body}
+
+    def written(self, more: Sequence[Header] = ()) -> bytes:
+        """As HTTP/1.1 writes it, with `more` headers."""
+        lines = [b"%b: %b\r\n" % header for header in (*self.headers, *more)]
+        return b"".join([STATUS_LINE[self.status], *lines, b"\r\n", self.body])
 
 
 class Answers:
     """Those to the latest word; names of thousands of workers are packed to a tenth."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[object, ...], Messages] = {}
+        self._made: dict[tuple[object, ...], Reply] = {}
 
     def forget(self) -> None:
         """There is a later word."""
         self._made = {}
 
-    def of(self, about: tuple[object, ...], packed: bool, make: Callable[[], bytes]) -> Messages:
+    def of(self, about: tuple[object, ...], packed: bool, make: Callable[[], bytes]) -> Reply:
         """The answer about `about`, whose body `make` makes if there is none yet; `packed` for who can unpack it."""
         found = self._made.get((about, packed))
         if found is None:
@@ -35,19 +61,11 @@ class Answers:
         return found
 
 
-def written(messages: Messages) -> bytes:
-    """The same as HTTP/1.1 writes it."""
-    start, end = messages
-    lines = [b"%b: %b\r\n" % header for header in start["headers"]]
-    return b"".join([STATUS_LINE[start["status"]], *lines, b"\r\n", end["body"]])
-
-
-def answer(status: int, body: bytes, packed: bool = False) -> Messages:
+def answer(status: int, body: bytes, packed: bool = False) -> Reply:
     """JSON with HTTP's `status`."""
     headers = [(b"content-type", b"application/json")]
     if packed and len(body) >= _WORTH_PACKING_BYTES:
         body = gzip.compress(body, compresslevel=6, mtime=0)
         headers.append((b"content-encoding", b"gzip"))
     headers.append((b"content-length", b"%d" % len(body)))
-    start = {"type": "http.response.start", "status": status, "headers": headers}
-    return start, {"type": "http.response.body", "body": body}
+    return Reply(status, tuple(headers), body)

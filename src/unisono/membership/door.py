@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
+
+from unisono.membership.answers import Header, Reply
+from unisono.membership.proof import HEADER, PATH, SCHEME, Claim, Proving
 
 LONGEST_BODY_BYTES = 1 << 20
 
@@ -16,33 +20,93 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """Lets through to `app` whoever bears `token`, and says how long its body is."""
+    """Lets through to `app` whoever proves to know `token`, or bears it, and says how long its body is; who proves it
+    is answered with a proof."""
 
     def __init__(self, app: App, token: str) -> None:
-        self._app, self._expected = app, f"Bearer {token}".encode()
+        self._app, self._expected, self._proving = app, f"Bearer {token}".encode(), Proving(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        status = self.refuses(scope["method"], scope["headers"])
+        query = scope.get("query_string", b"")
+        target = scope.get("raw_path", scope["path"].encode()) + (b"?" + query if query else b"")
+        status, claim = self.judge(scope["method"], target, scope["headers"])
+        if claim and not status:
+            said = await body(receive)
+            if said is None:
+                return None
+            receive = _again(said, receive)
+            status = self.unlike(claim, said)
+            send = self._proved(claim, send)
         if not status:
             return await self._app(scope, receive, send)
-        said = [(b"content-length", b"0")]
-        said.append((b"connection", b"close"))  # what follows is not looked at
-        if status == 401:
-            said.append((b"www-authenticate", b"Bearer"))
-        await send({"type": "http.response.start", "status": status, "headers": said})
-        await send({"type": "http.response.body", "body": b""})
+        refused = self.refusal(status, closes=target != PATH.encode() or scope["method"] != "GET")
+        for message in refused.messages():
+            await send(message)
 
-    def refuses(self, method: str, said: Headers) -> int:
-        """HTTP's status; 0: come in."""
+    def judge(self, method: str, target: bytes, said: Headers) -> tuple[int, Claim | None]:
+        """HTTP's status, 0 for come in, from a request's head; and what it proves of its body, if it bears no token."""
         headers = dict(said)
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-            return 401
+        given, claim = headers.get(b"authorization", b""), None
+        if not hmac.compare_digest(given, self._expected):
+            claim = self._proving.claim(method, target.decode("latin-1"), given.decode("latin-1"))
+            if claim is None:
+                return 401, None
+        return self._length(method, headers), claim
+
+    def unlike(self, claim: Claim, said: bytes) -> int:
+        """HTTP's status: 0 where the body is the one that was claimed."""
+        return 0 if hmac.compare_digest(hashlib.sha256(said).hexdigest(), claim.digest) else 401
+
+    def refusal(self, status: int, closes: bool = True) -> Reply:
+        """The answer to who is not let in; if it `closes` the connection, what follows is not looked at."""
+        headers = [(b"content-length", b"0")]
+        if closes:
+            headers.append((b"connection", b"close"))
+        if status == 401:
+            challenge = f"{SCHEME} {self._proving.challenge}".encode()
+            headers += [(b"www-authenticate", b"Bearer"), (b"www-authenticate", challenge)]
+        return Reply(status, tuple(headers), b"")
+
+    def proof(self, claim: Claim, status: int, digest: str) -> Header:
+        """The header by which an answer is believed."""
+        return HEADER.encode(), self._proving.proof(claim, status, digest).encode()
+
+    def _proved(self, claim: Claim, send: Send) -> Send:
+        """As `send`, for an answer that is sent when it is whole."""
+        start: MutableMapping[str, Any] = {}
+        parts: list[bytes] = []
+
+        async def proved(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+                return
+            parts.append(message.get("body", b""))
+            if message.get("more_body"):
+                return
+            whole = b"".join(parts)
+            proof = self.proof(claim, start["status"], hashlib.sha256(whole).hexdigest())
+            await send({**start, "headers": [*start.get("headers", []), proof]})
+            await send({"type": "http.response.body", "body": whole})
+
+        return proved
+
+    def _length(self, method: str, headers: Mapping[bytes, bytes]) -> int:
         length = headers.get(b"content-length", b"" if method in ("POST", "PUT", "PATCH") else b"0")
         if b"transfer-encoding" in headers or not length:
             return 411
         return 413 if not length.isdigit() or len(length) > 9 or int(length) > LONGEST_BODY_BYTES else 0
+
+
+def _again(said: bytes, receive: Receive) -> Receive:
+    """As `receive` before the body `said` was taken from it."""
+    waiting = [{"type": "http.request", "body": said, "more_body": False}]
+
+    async def again() -> MutableMapping[str, Any]:
+        return waiting.pop() if waiting else await receive()
+
+    return again
 
 
 async def body(receive: Receive) -> bytes | None:

@@ -6,6 +6,7 @@ import json
 import socket
 import ssl
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -15,6 +16,7 @@ import httptools
 from pydantic import BaseModel
 
 from unisono.errors import InvalidInput
+from unisono.membership.proof import PATH, Asking
 from unisono.membership.values import Contact
 
 _LONGEST_ANSWER_BYTES = 16 << 20
@@ -58,9 +60,9 @@ class Line:
         self._trust = _trust(contact.authority) if secure else None
         self._head = (
             f"host: {urlsplit(contact.url).netloc.rpartition('@')[2]}\r\n"
-            f"authorization: Bearer {_sayable(contact.token)}\r\n"
             "content-type: application/json\r\naccept-encoding: gzip\r\n"
         )
+        self._asking = Asking(_sayable(contact.token))
         self._wire: socket.socket | None = None
 
     def get(self, path: str, kind: type[Body]) -> Answer[Body] | None:
@@ -74,10 +76,9 @@ class Line:
 
     def ask(self, method: str, path: str, message: object, kind: type[Body]) -> Answer[Body] | None:
         """The answer, whose message is of that `kind`; None if the coordinator is away, or answers something else."""
-        said = "" if message is None else json.dumps(message)  # which is ASCII
-        request = f"{method} {path} HTTP/1.1\r\n{self._head}content-length: {len(said)}\r\n\r\n{said}".encode()
+        said = b"" if message is None else json.dumps(message).encode()
         try:
-            answer = self._asked(request)
+            answer = self._believed(method, path, said)
             self.refused = False
             return Answer(answer.status, kind.model_validate_json(answer.body) if answer.status == 200 else None)
         except (OSError, ValueError, httptools.HttpParserError) as error:
@@ -98,15 +99,45 @@ class Line:
         if wire is not None:
             wire.close()
 
-    def _asked(self, request: bytes) -> _Reading:
+    def _believed(self, method: str, path: str, said: bytes) -> _Reading:
+        """The answer of who proves to know the token, or 401.
+
+        Raises:
+            ValueError: whoever answers does not prove it.
+        """
+        known = bool(self._asking.challenge)
+        if not known:
+            self._learn()
+        answer = self._asked(method, path, said)
+        if answer.status == 401 and known:  # the coordinator was started again
+            self._learn()
+            answer = self._asked(method, path, said)
+        if answer.status != 401 and not self._asking.believes(answer.status, answer.sent, answer.proof):
+            raise ValueError("an answer of somebody who does not know the token")
+        return answer
+
+    def _learn(self) -> None:
+        asked = self._exchanged(lambda: f"GET {PATH} HTTP/1.1\r\n{self._head}content-length: 0\r\n\r\n".encode())
+        if not any(self._asking.challenged(said) for said in asked.challenges):
+            raise ValueError("no coordinator of this version")
+
+    def _asked(self, method: str, path: str, said: bytes) -> _Reading:
+        def request() -> bytes:
+            proof = self._asking.authorization(method, path, said)
+            head = f"{method} {path} HTTP/1.1\r\n{self._head}authorization: {proof}\r\n"
+            return f"{head}content-length: {len(said)}\r\n\r\n".encode() + said
+
+        return self._exchanged(request)
+
+    def _exchanged(self, request: Callable[[], bytes]) -> _Reading:
         used = self._wire is not None
         try:
-            return self._exchange(request)
+            return self._exchange(request())
         except ConnectionError:
             if not used or self._cut:
                 raise
         self.close()  # the other end has closed it while nothing was said; what is said twice does no harm
-        return self._exchange(request)
+        return self._exchange(request())
 
     def _exchange(self, request: bytes) -> _Reading:
         if self._wire is None:
@@ -138,6 +169,8 @@ class _Reading:
     Attributes:
         whole: all of it is there.
         goes_on: the connection can be used again.
+        challenges: what who is refused is to do.
+        proof: that it comes from who knows the token.
 
     Raises:
         ValueError: there is more of it than is read, or it cannot be unpacked.
@@ -146,6 +179,8 @@ class _Reading:
 
     def __init__(self) -> None:
         self.whole = self.goes_on = self._packed = False
+        self.challenges: list[str] = []
+        self.proof = ""
         self._parts: list[bytes] = []
         self._count = 0
         self._parser = httptools.HttpResponseParser(self)
@@ -163,9 +198,14 @@ class _Reading:
         return int(self._parser.get_status_code())
 
     @property
+    def sent(self) -> bytes:
+        """The body as it came."""
+        return b"".join(self._parts)
+
+    @property
     def body(self) -> bytes:
         """Unpacked."""
-        whole = b"".join(self._parts)
+        whole = self.sent
         if not self._packed:
             return whole
         try:
@@ -175,8 +215,13 @@ class _Reading:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by the parser."""
-        if name.lower() == b"content-encoding":
-            self._packed = value == b"gzip"
+        match name.lower():
+            case b"content-encoding":
+                self._packed = value == b"gzip"
+            case b"www-authenticate":
+                self.challenges.append(value.decode("latin-1"))
+            case b"unisono-proof":
+                self.proof = value.decode("latin-1")
 
     def on_body(self, part: bytes) -> None:
         """Called by the parser."""

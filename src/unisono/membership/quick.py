@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from unisono.membership.answers import Messages, answer, written
+from unisono.membership.answers import Reply, answer
 from unisono.membership.door import Guard, unpacks
 from unisono.membership.hurry import Hurried
+from unisono.membership.proof import Claim
 from unisono.membership.service import BEAT, Ear, Waiting
 
 LOG = logging.getLogger("unisono")
@@ -28,6 +29,7 @@ class Quick(Hurried):
         self._guard, self._ear = guard, ear
         self._said: bytearray | None = None  # of a beat that is on its way
         self._waiting: Waiting | None = None
+        self._claim: Claim | None = None  # of the beat that is heard
 
     def on_message_begin(self) -> None:
         """Whoever says something before it was answered is nobody we know."""
@@ -65,19 +67,28 @@ class Quick(Hurried):
     def _is_beat(self) -> bool:
         plain = self.parser.get_http_version() == "1.1" and self.parser.should_keep_alive()
         beat = self.url == _PATH and self.parser.get_method() == b"POST"
-        return beat and plain and not self.expect_100_continue and not self._guard.refuses("POST", self.headers)
+        if not (beat and plain) or self.expect_100_continue:
+            return False
+        status, self._claim = self._guard.judge("POST", self.url, self.headers)
+        return not status
 
     def _hear(self, said: bytearray) -> None:
         self._said = None
         self._late.cancel()
+        if self._claim and self._guard.unlike(self._claim, bytes(said)):
+            self._claim = None
+            self._reply(self._guard.refusal(401))
+            self.transport.close()
+            return
         try:
             self._waiting = self._ear.hear(bytes(said), unpacks(self.headers), self._reply)
         except Exception:
             LOG.exception("a beat could not be answered")
             self._reply(answer(500, b"{}"))
 
-    def _reply(self, messages: Messages) -> None:
-        self._waiting = None
+    def _reply(self, reply: Reply) -> None:
+        self._waiting, claim = None, self._claim
         if not self.transport.is_closing():
-            self.transport.write(written(messages))
+            proof = [self._guard.proof(claim, reply.status, reply.digest)] if claim else []
+            self.transport.write(reply.written(proof))
             self.on_response_complete()

@@ -20,7 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from unisono.doing import Phase
-from unisono.membership.answers import Answers, Messages, answer
+from unisono.membership.answers import Answers, Reply, answer
 from unisono.membership.changes import change
 from unisono.membership.coordinator import Coordinator, Formed, Happened
 from unisono.membership.door import App, Guard, Receive, Scope, Send, body, unpacks
@@ -218,7 +218,7 @@ class Service:
         self._last_due = min(now + 2 * seconds, max(now + seconds, self._last_due + 0.5 / policy.beats_per_second))
         return self._last_due
 
-    def answer(self, message: BeatMessage, packed: bool) -> Messages:
+    def answer(self, message: BeatMessage, packed: bool) -> Reply:
         """What the worker is told: the view only if it does not know it."""
         word, reports, seconds = self.word, self.reports, round(self.coordinator.beat_seconds, 3)
         knows = message.knows if message.knows_over else -1
@@ -244,7 +244,7 @@ class Ear:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def hear(self, said: bytes, packed: bool, reply: Callable[[Messages], None]) -> Waiting | None:
+    def hear(self, said: bytes, packed: bool, reply: Callable[[Reply], None]) -> Waiting | None:
         """`reply` gets the answer to what a worker `said`, now, or later: then what waits is returned. `packed`: for
         who can unpack it."""
         try:
@@ -267,7 +267,7 @@ class Ear:
         said = await body(receive)
         if said is None:
             return
-        answered: asyncio.Future[Messages] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         waiting = self.hear(said, unpacks(scope["headers"]), answered.set_result)
         if waiting is not None:
             closed = asyncio.ensure_future(receive())  # of what comes after a request there is only its end
@@ -277,7 +277,7 @@ class Ear:
                 closed.cancel()
             if not answered.done():
                 return self.hung_up(waiting)
-        for each in answered.result():
+        for each in answered.result().messages():
             await send(each)
 
 

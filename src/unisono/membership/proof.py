@@ -1,0 +1,113 @@
+"""Who speaks with a coordinator: each message proves that its sender knows the token, which neither end says.
+
+::
+
+    client   GET /v1/challenge
+    server   401, www-authenticate: Unisono <challenge>
+    client   authorization: Unisono <challenge> <client> <count> <SHA-256 of the body> <proof>
+    server   unisono-proof: <proof>
+
+A proof is HMAC-SHA-256 under a key that is derived from the token, one for each direction. That of a request covers its
+method and path and all that stands before the proof. That of an answer covers its status and body, and the client and
+count that it answers. A challenge belongs to one server process, and a client counts its requests: none is heard twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+
+SCHEME = "Unisono"
+PATH = "/v1/challenge"
+HEADER = "unisono-proof"
+_MOST_CLIENTS = 1 << 16  # whose counts are remembered
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A request whose head was proved: who asks, for the how-manieth time, and the digest of the body that follows."""
+
+    client: str
+    count: int
+    digest: str
+
+
+class Asking:
+    """A client's half.
+
+    Attributes:
+        challenge: of the server; empty until it is known.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.challenge = ""
+        self._request, self._answer = _keys(token)
+        self._client, self._count = secrets.token_hex(8), 0
+
+    def authorization(self, method: str, path: str, body: bytes) -> str:
+        """The header's value for the next request."""
+        self._count += 1
+        said = f"{self.challenge} {self._client} {self._count} {hashlib.sha256(body).hexdigest()}"
+        return f"{SCHEME} {said} {_proof(self._request, method, path, said)}"
+
+    def believes(self, status: int, body: bytes, proof: str) -> bool:
+        """Whether an answer to the latest request comes from who knows the token."""
+        digest = hashlib.sha256(body).hexdigest()
+        expected = _proof(self._answer, self._client, str(self._count), str(status), digest)
+        return hmac.compare_digest(proof.encode("utf-8", "replace"), expected.encode())
+
+    def challenged(self, said: str) -> bool:
+        """Take the challenge out of a ``www-authenticate``; whether there is one."""
+        scheme, _, challenge = said.partition(" ")
+        if scheme != SCHEME or not (challenge.isascii() and challenge.isalnum() and len(challenge) <= 64):
+            return False
+        self.challenge = challenge
+        return True
+
+
+class Proving:
+    """The server's half.
+
+    Attributes:
+        challenge: of this process; another one when too many clients have been seen to remember all.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._request, self._answer = _keys(token)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.challenge = secrets.token_hex(16)
+        self._counts: dict[str, int] = {}
+
+    def claim(self, method: str, path: str, authorization: str) -> Claim | None:
+        """What a request's head proves; None: nothing, or it was heard before."""
+        words = authorization.split(" ")
+        if len(words) != 6 or words[0] != SCHEME or not authorization.isascii():
+            return None
+        _, challenge, client, count, digest, proof = words
+        expected = _proof(self._request, method, path, f"{challenge} {client} {count} {digest}")
+        if not hmac.compare_digest(proof, expected) or challenge != self.challenge:
+            return None
+        if not (count.isdecimal() and len(count) < 20) or int(count) <= self._counts.get(client, 0):
+            return None
+        if client not in self._counts and len(self._counts) >= _MOST_CLIENTS:
+            self._begin()
+            return None
+        self._counts[client] = int(count)
+        return Claim(client, int(count), digest)
+
+    def proof(self, claim: Claim, status: int, digest: str) -> str:
+        """Of the answer with this status, whose body has that digest."""
+        return _proof(self._answer, claim.client, str(claim.count), str(status), digest)
+
+
+def _keys(token: str) -> tuple[bytes, bytes]:
+    derived = [hmac.digest(token.encode(), f"unisono {of}".encode(), "sha256") for of in ("request", "answer")]
+    return derived[0], derived[1]
+
+
+def _proof(key: bytes, *said: str) -> str:
+    return hmac.digest(key, "\n".join(said).encode(), "sha256").hex()
