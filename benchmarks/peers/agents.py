@@ -29,6 +29,7 @@ import uvloop
 from unisono.membership import Abort, Agent, Contact, Exit, Meet, Over, Place, Standing, View, Word
 from unisono.membership.line import ask
 from unisono.membership.messages import StatusMessage, WordMessage
+from unisono.membership.proof import PATH, Asking
 
 SAID_PER_SECOND = 200  # beats that are to be answered at once, of all workers together
 STEP_SECONDS = 0.5
@@ -39,10 +40,12 @@ DOING = (
 
 
 class Wire(asyncio.Protocol):
-    """One connection; a request is answered before the next is made."""
+    """One connection; a request is answered before the next is made. Requests prove the token, as a worker's do; the
+    proofs of answers are a worker's own time, and are not looked at here."""
 
-    def __init__(self, head: bytes) -> None:
-        self.head = head
+    def __init__(self, head: bytes, token: str) -> None:
+        self.head, self.asking = head, Asking(token)
+        self.asked = b"", b""
         self.then: Callable[[bytes], None] | None = None
         self.parts: list[bytes] = []
         self.lacking = -1
@@ -52,12 +55,24 @@ class Wire(asyncio.Protocol):
 
     def ask(self, path: bytes, body: bytes, then: Callable[[bytes], None]) -> None:
         assert self.then is None
-        self.then = then
-        self.transport.write(b"POST %b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n%b" % (path, self.head, len(body), body))
+        self.then, self.asked = then, (path, body)
+        self.send()
+
+    def send(self) -> None:
+        if not self.asking.challenge:
+            self.transport.write(b"GET %b HTTP/1.1\r\n%bcontent-length: 0\r\n\r\n" % (PATH.encode(), self.head))
+            return
+        path, body = self.asked
+        proof = self.asking.authorization("POST", path.decode(), body).encode()
+        head = b"POST %b HTTP/1.1\r\n%bauthorization: %b\r\n" % (path, self.head, proof)
+        self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
 
     def data_received(self, data: bytes) -> None:
         if self.lacking < 0:
             head, _, body = data.partition(b"\r\n\r\n")
+            if head.startswith(b"HTTP/1.1 401") and not self.asking.challenge:
+                self.asking.challenged(head.decode().rpartition("www-authenticate: ")[2].split("\r\n")[0])
+                return self.send()
             if not head.startswith((b"HTTP/1.1 200", b"HTTP/1.1 204")):
                 raise SystemExit(f"answered: {head!r} {body!r}")
             at = head.find(b"content-length: ")
@@ -197,10 +212,7 @@ class Crowd:
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
         self.address, self.contact = (parts.hostname, parts.port), Contact(url, token)
-        self.head = (
-            f"host: coordinator\r\nauthorization: Bearer {token}\r\ncontent-type: application/json\r\n"
-            "accept-encoding: gzip\r\n"
-        ).encode()
+        self.head = b"host: coordinator\r\ncontent-type: application/json\r\naccept-encoding: gzip\r\n"
         self.random = random.Random(1)
         self.reader = Reader()
         self.workers: list[Worker] = []
@@ -220,7 +232,7 @@ class Crowd:
 
     async def connect(self) -> Wire:
         loop = asyncio.get_running_loop()
-        _, wire = await loop.create_connection(lambda: Wire(self.head), *self.address)
+        _, wire = await loop.create_connection(lambda: Wire(self.head, self.contact.token), *self.address)
         return wire
 
     def start(self, work: Coroutine[None, None, None]) -> None:
