@@ -50,7 +50,12 @@ def test_it_answers_whoever_has_the_token_until_it_is_asked_to_end(number: signa
     with coordinating(tmp_path) as process:
         url = url_of(process)
         assert process.stdout is not None
-        made = process.stdout.readline().strip().rpartition(" ")[2]
+        said = process.stdout.readline().strip()
+        file = tmp_path / said.rpartition(" ")[2]
+        assert said == "its token, for --token-file of whoever takes part, lies in coordinator.sqlite.token"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        made = file.read_text().strip()
+        assert made not in said
         for given, status in ((made, 200), (made[:-1], 401), ("", 401)):
             answer = Line(Contact(url, given)).get("/v1/status", StatusMessage)
             assert answer is not None
@@ -58,6 +63,13 @@ def test_it_answers_whoever_has_the_token_until_it_is_asked_to_end(number: signa
         process.send_signal(number)
         assert process.wait(20) == 0
     assert stat.S_IMODE((tmp_path / "coordinator.sqlite").stat().st_mode) == 0o600
+    with coordinating(tmp_path) as process:  # again: with the same token
+        answer = Line(Contact(url_of(process), made)).get("/v1/status", StatusMessage)
+        assert answer is not None
+        assert answer.status == 200
+    file.chmod(0o644)
+    with coordinating(tmp_path) as process:
+        assert process.wait(20) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

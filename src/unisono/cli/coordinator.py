@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sqlite3
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from unisono import atomic
 from unisono.cli.calling import place
 from unisono.cli.token import VARIABLE, token
 from unisono.cli.words import read, whole
@@ -30,7 +32,8 @@ host. It ends on Ctrl-C, SIGTERM and SIGHUP; started again with the same --state
   --unit N            workers of one replica, for runs with a --layout; a view has whole replicas [1]
   --shares N          micro-batches of a step, by those that a replica computes at once: the number of replicas divides
                       it, where a layout has all of them take as many [any number]
-  --token-file FILE   holds the token that whoever takes part must bear [{VARIABLE} of the environment, or a new one]
+  --token-file FILE   holds the token that whoever takes part must know [{VARIABLE} of the environment, or a new one,
+                      which is kept beside --state, readable for this user only]
 """
 _OPTIONS = ("--host", "--port", "--state", "--certificate", "--key", "--minimum", "--maximum", "--expected",
             "--unit", "--shares", "--token-file")  # fmt: skip
@@ -52,7 +55,10 @@ def coordinator(words: list[str]) -> int:
     where = place(options.get("--host", "127.0.0.1"), port, options)
     policy, state = policy_of(options), Path(options.get("--state", "coordinator.sqlite"))
     given = token(options)
-    chosen = given or secrets.token_urlsafe(32)
+    if state.is_dir():
+        raise InvalidInput("--state", str(state), "it is a directory", "name a file in it")
+    kept = Path(f"{state}.token")
+    chosen = given or _kept(kept)
 
     from unisono.membership.serve import Serving  # imports the web server
 
@@ -61,9 +67,26 @@ def coordinator(words: list[str]) -> int:
     except (sqlite3.Error, OSError) as error:
         raise InvalidInput("--state", str(state), str(error), "name another file") from error
     print(f"coordinator at {serving.url}")
-    print("" if given else f"its token, for {VARIABLE} of whoever takes part: {chosen}\n", end="", flush=True)
+    print("" if given else f"its token, for --token-file of whoever takes part, lies in {kept}\n", end="", flush=True)
     serving.run()
     return 0
+
+
+def _kept(file: Path) -> str:
+    """The token that lies in `file`, which has one from now on.
+
+    Raises:
+        InvalidInput: it cannot be written, or others can read it.
+    """
+    try:
+        if not file.exists():
+            atomic.write(file, f"{secrets.token_urlsafe(32)}\n".encode())
+        state = file.stat()
+    except OSError as error:
+        raise InvalidInput("--state", str(file), str(error), "name another file") from error
+    if state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise InvalidInput("--token-file", str(file), "others can read it, or write it", "remove it: another is chosen")
+    return token({"--token-file": str(file)}, {})
 
 
 def policy_of(options: Mapping[str, str]) -> Policy:
