@@ -19,8 +19,9 @@ from tests.comm.test_shared_memory import open_files
 from tests.processes import run
 from unisono.comm import Abort, connect
 from unisono.comm.directory_store import DirectoryStore
+from unisono.comm.notices import Breakable
 from unisono.comm.sockets import listening
-from unisono.comm.torch_group import TorchGroup
+from unisono.comm.torch_group import Device, TorchGroup, gloo
 from unisono.errors import PeerLost
 
 
@@ -201,6 +202,7 @@ def garbled(rank: int, size: int, directory: str, words: str) -> str:
     store = c10d.PrefixStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
     if rank == 1:
         store.set("listening/1", words)
+        store.set("here/1", "true")
         return ""
     try:
         TorchGroup(store, rank, size, deadline_seconds=10.0)
@@ -215,3 +217,38 @@ def garbled(rank: int, size: int, directory: str, words: str) -> str:
 def test_a_garbled_place_is_that_of_a_lost_peer(words: str, tmp_path: Path) -> None:
     said, _ = run(2, garbled, str(tmp_path), words)
     assert said.startswith("worker 1 lost during connect: what it says of itself is garbled")
+
+
+class Liar(c10d.Store):
+    """A store that gives this worker another word than its peers."""
+
+    def __init__(self, store: c10d.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return b"another" if key == "word" else self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        self._store.wait(keys)
+
+
+def in_anothers_place(rank: int, size: int, directory: str) -> str:
+    """What is said by who meets somebody that does not know the word."""
+    store = c10d.PrefixStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
+    waiting = Breakable(store, 10.0, Abort())
+    try:
+        gloo(Liar(waiting) if rank == 1 else waiting, rank, size, Device.open("127.0.0.1"), 10.0)
+    except PeerLost as error:
+        return str(error)
+    return "it was taken for a peer"
+
+
+def test_who_does_not_know_the_word_of_a_meeting_is_no_peer(tmp_path: Path) -> None:
+    said = run(3, in_anothers_place, str(tmp_path))
+    wrong = "somebody else has connected in its place"
+    assert said == [f"worker 1 lost during connect: {wrong}", f"worker 0, 2 lost during connect: {wrong}",
+                    f"worker 1 lost during connect: {wrong}"]  # fmt: skip

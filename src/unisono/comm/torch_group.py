@@ -10,9 +10,11 @@ a size that would abort the process.
 from __future__ import annotations
 
 import ctypes
+import hmac
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -98,9 +100,10 @@ class TorchGroup(Conversation):
         self._waiting: Breakable | None = None  # gloo has only what C++ knows of it
         self._unabort: Callable[[], None] = lambda: None
         _check_backend(backend)
+        notices = Notices(store, deadline_seconds, family.abort)
+        notices.exchange("here", rank, size, True, bool)  # nothing listens before all can come, which takes moments
         devices = [Device.open(address) for _ in range(3 if backend == "nccl" else 2)]
         # Where all listen is known before anybody connects, so that what hangs meanwhile can be woken.
-        notices = Notices(store, deadline_seconds, family.abort)
         mine = [list(each.end) for each in devices]
         told = notices.exchange("listening", rank, size, mine, lambda each: [read_end(end) for end in each])
         ends = frozenset(end for each in told for end in each)
@@ -128,7 +131,6 @@ class TorchGroup(Conversation):
             payloads = near = over("payloads", devices[1])
         else:
             payloads, near = self._nccl(c10d.PrefixStore("payloads", store)), over("near", devices[2])
-        _meet(headers, self.size, self._deadline_seconds)
         self._waiting = waiting
         return headers, payloads, near
 
@@ -410,13 +412,21 @@ class Device:
 
 def gloo(store: c10d.Store, rank: int, size: int, device: Device, deadline_seconds: float) -> Any:
     """torch's group of these workers over gloo, each through its `device`; they are connected, and nobody else can
-    connect: gloo would keep each stranger's descriptor, and end the process when there are no more."""
+    connect: gloo would keep each stranger's descriptor, and end the process when there are no more.
+
+    Raises:
+        RuntimeError: they do not come to be connected.
+        PeerLost: whoever is connected in a peer's place does not know what only those know who read `store`.
+    """
     made: Any = c10d.ProcessGroupGloo  # the stubs know nothing of options
     options = made._Options()
     options._devices = [device.made]
     options._timeout = timedelta(seconds=deadline_seconds)
     group = made(store, rank, size, options)
     admit_nobody(device.end)
+    if rank == 0:
+        store.set("word", secrets.token_hex(32))
+    _introduce(group, store.get("word"), rank, size, deadline_seconds)
     return group
 
 
@@ -425,12 +435,22 @@ def _check_backend(backend: str) -> None:
         raise InvalidInput("backend", backend, "this build of torch does not have it", "write gloo")
 
 
-def _meet(group: Any, size: int, deadline_seconds: float) -> None:
-    """Return when all are connected: who closes at once must not break off a peer that still connects."""
-    mine, everybody = torch.zeros(1), torch.empty(size)
-    options = c10d.AllgatherOptions()
+def _introduce(group: Any, word: bytes, rank: int, size: int, deadline_seconds: float) -> None:
+    """Return when all are connected (who closes at once must not break off a peer that still connects), and each has
+    proved to each to know `word`: gloo takes whoever connects first, and says a peer's number, for that peer."""
+
+    def proofs(pairs: Iterable[tuple[int, int]]) -> Tensor:
+        said = b"".join(hmac.digest(word, f"{one} to {other}".encode(), "sha256") for one, other in pairs)
+        return torch.frombuffer(bytearray(said), dtype=torch.uint8)
+
+    mine = proofs((rank, other) for other in range(size))
+    expected, told = proofs((other, rank) for other in range(size)), torch.empty_like(mine)
+    options = c10d.AllToAllOptions()
     options.timeout = timedelta(seconds=deadline_seconds)
-    group._allgather_base(everybody, mine, options).wait()
+    group.alltoall_base(told, mine, [], [], options).wait()
+    wrong = (told != expected).view(size, -1).any(1).nonzero().flatten().tolist()
+    if wrong:
+        raise PeerLost(wrong, "connect", "somebody else has connected in its place")
 
 
 @contextmanager
