@@ -44,13 +44,13 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
     """A descriptor that writes behind all that the file `path` holds; it is made, private, if it is not there.
 
     Raises:
-        OSError: it cannot be written, or is no file of its own: a link leads elsewhere, and a pipe to somebody else.
+        OSError: it cannot be written, or is a link, which leads elsewhere, or a pipe, which leads to somebody else.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is a pipe", os.fspath(path))
     return descriptor
 
 

@@ -40,7 +40,7 @@ def toy(
             yield launcher
             launcher.wait(timeout=20)
             assert within(5, lambda: not processes(marker)), processes(marker)
-            assert within(5, lambda: not list(temporary.iterdir()))
+            assert within(5, lambda: not list(temporary.iterdir())), list(temporary.rglob("*"))
         finally:
             for pid in processes(marker):
                 with suppress(ProcessLookupError):  # it ends by itself meanwhile

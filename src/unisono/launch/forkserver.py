@@ -31,7 +31,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -61,7 +60,7 @@ class Forkserver:
     def __init__(self, preload: Sequence[str], name: str) -> None:
         # A name that both know before the directory is made: whoever of them outlives the other removes it. Nobody else
         # knows it before, and could make it first: it is told over the socket, not in arguments, which all can read.
-        self._meeting = os.path.join(tempfile.gettempdir(), f"unisono-{secrets.token_hex(8)}")
+        self._meeting = os.path.join(_temporary(), f"unisono-{secrets.token_hex(8)}")
         self._given = {
             "path": sys.path, "preload": list(preload), "name": name, "launcher": os.getpid(), "meeting": self._meeting,
         }  # fmt: skip
@@ -202,6 +201,14 @@ class Forkserver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _temporary() -> str:
+    """The directory that `tempfile` would choose; it finds out by writing a file, which stays where who writes it is
+    killed meanwhile."""
+    names = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    found = [name for name in (*names, "/tmp", "/var/tmp", "/usr/tmp") if name]
+    return next((os.path.abspath(name) for name in found if os.access(name, os.W_OK | os.X_OK)), os.getcwd())
 
 
 def serve(
