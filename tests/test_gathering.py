@@ -172,6 +172,12 @@ def test_what_no_order_is_is_refused(tmp_path) -> None:
             answer = line.ask("PUT", "/v1/order", wrong, Nothing)
             assert answer is not None
             assert answer.status == 422
+        deep: dict[str, Any] = {}
+        for _ in range(400):
+            deep = {"x": deep}
+        answer = line.ask("PUT", "/v1/order", {**sound, "arguments": deep}, Nothing)
+        assert answer is not None
+        assert answer.status == 422
         answer = line.ask("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}}, Nothing)
         assert answer is None or answer.status == 413
 

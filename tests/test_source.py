@@ -114,6 +114,7 @@ def test_an_absolute_name_means_the_same_everywhere(place: Path) -> None:
         ("wrong.py:x", {}, "wrong.py, line 2: SyntaxError: invalid syntax"),
         ("fails.py:x", {}, "fails.py, line 2 (json.loads('{')): json.decoder.JSONDecodeError"),
         ("leaves.py:x", {}, "leaves.py, line 2 (sys.exit(0)): SystemExit: 0; correct it there."),
+        ("~nobody-of-that-name/x.py:f", {}, "write the path in full"),
         ("lacks.py:x", {}, "lacks.py, line 1 (import not_installed_anywhere): ModuleNotFoundError"),
         ("lacks:x", {}, "ModuleNotFoundError: No module named 'not_installed_anywhere'"),
         ("absent:x", {}, "task = absent:x: there is no module absent; check the name"),

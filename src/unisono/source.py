@@ -124,7 +124,10 @@ class Source:
                 raise InvalidInput("task", self.name, f"there is no module {error.name}", cure) from None
 
     def _path(self, place: str) -> Path:
-        return Path(self.directory, Path(place).expanduser())
+        try:
+            return Path(self.directory, Path(place).expanduser())
+        except RuntimeError as error:  # ~name of nobody
+            raise InvalidInput("task", self.name, str(error), "write the path in full") from None
 
     def _unknown(self) -> InvalidInput:
         if self.name.rstrip(":").endswith(".py"):

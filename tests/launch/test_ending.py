@@ -100,6 +100,14 @@ def test_a_launcher_that_dies_before_it_reads_that_the_forkserver_is_ready() -> 
     server.close()
 
 
+def test_nobody_is_told_where_workers_meet_before_the_directory_is_there() -> None:
+    """Arguments can be read by every user of the host; who knew the name could make it first."""
+    with Forkserver([], f"secret-{uuid.uuid4().hex}") as server:
+        process = Path(f"/proc/{server._process.pid}")
+        for told in ("cmdline", "environ"):
+            assert os.path.basename(server.meeting).encode() not in (process / told).read_bytes()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_workers_come_to_a_step_boundary_and_their_results_are_kept(
     number: signal.Signals, marker: str, tmp_path: Path

@@ -20,7 +20,11 @@ def offer(app: FastAPI, store: Store) -> None:
     @app.put("/v1/order", status_code=204, responses={409: {"description": "there is another one"}})
     async def give(message: OrderMessage) -> Response:
         """What they are to do; said once, since a coordinator is one run's."""
-        return Response(status_code=204 if store.keep_order(message.model_dump_json()) else 409)
+        try:
+            told = message.model_dump_json()
+        except ValueError:  # nested deeper than can be written
+            return Response(status_code=422)
+        return Response(status_code=204 if store.keep_order(told) else 409)
 
     @app.get("/v1/traits", responses={404: {"description": "there are none"}}, response_model=TraitsMessage)
     async def traits() -> Response:
