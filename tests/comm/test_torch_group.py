@@ -20,6 +20,7 @@ from tests.processes import run
 from unisono.comm import Abort, connect
 from unisono.comm.directory_store import DirectoryStore
 from unisono.comm.notices import Breakable
+from unisono.comm.prefixed import Prefixed
 from unisono.comm.sockets import listening
 from unisono.comm.torch_group import Device, TorchGroup, gloo
 from unisono.errors import PeerLost
@@ -199,7 +200,7 @@ def test_who_comes_after_all_have_met_is_not_let_in(tmp_path: Path) -> None:
 
 def garbled(rank: int, size: int, directory: str, words: str) -> str:
     """What the first worker says of a second one, in whose place somebody has written `words`."""
-    store = c10d.PrefixStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
+    store = Prefixed("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
     if rank == 1:
         store.set("listening/1", words)
         store.set("here/1", "true")
@@ -238,7 +239,7 @@ class Liar(c10d.Store):
 
 def in_anothers_place(rank: int, size: int, directory: str) -> str:
     """What is said by who meets somebody that does not know the word."""
-    store = c10d.PrefixStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
+    store = Prefixed("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
     waiting = Breakable(store, 10.0, Abort())
     try:
         gloo(Liar(waiting) if rank == 1 else waiting, rank, size, Device.open("127.0.0.1"), 10.0)

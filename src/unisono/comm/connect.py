@@ -24,7 +24,9 @@ from unisono.comm.hosting import Hosting
 from unisono.comm.memory import MemoryUnavailable, check_platform, create, open_of
 from unisono.comm.notices import Notices
 from unisono.comm.peers import Peers
+from unisono.comm.prefixed import Prefixed
 from unisono.comm.rendezvous import open_store, own_address, parse_rendezvous, tidy
+from unisono.comm.sealed import Sealed
 from unisono.comm.shared_memory import Host, SharedMemory
 from unisono.comm.tiers import Part, Tiers, among_all
 from unisono.comm.torch_group import TorchGroup
@@ -80,6 +82,7 @@ class Meeting:
         hosts: where each worker is; those of one name share memory and loopback.
         rendezvous, kind, device, deadline_seconds: those of `connect`.
         abort: once it is set, what is made here fails, and so does whoever waits here.
+        token: that all workers know; what they tell each other where strangers reach is sealed by it.
 
     Raises:
         InvalidInput: what was asked for cannot work here.
@@ -96,6 +99,7 @@ class Meeting:
         deadline_seconds: float,
         *,
         abort: Abort | None = None,
+        token: str = "",
     ) -> None:
         self._rank, self._hosts, self._abort = rank, tuple(hosts), abort or Abort()
         self._kind, self._device, self._deadline_seconds = kind, device, deadline_seconds
@@ -108,7 +112,9 @@ class Meeting:
         # Workers may meet at one place several times, one run after the other: each time has keys of its own.
         _meetings[rendezvous] += 1
         store = open_store(self._place, rank, deadline_seconds, self._abort)
-        self._store = c10d.PrefixStore(f"meeting/{_meetings[rendezvous]}", store)
+        if token and not self._place.directory:  # which is private
+            store = Sealed(store, token, self._place.attempt, deadline_seconds)
+        self._store = Prefixed(f"meeting/{_meetings[rendezvous]}", store)
 
     def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
         """The wire between `ranks`, this worker among them: they call it alike, and become ``0 .. len(ranks)-1``.
@@ -123,7 +129,7 @@ class Meeting:
         chosen = _choose(self._kind, hosts, rank, self._device)
         if size == 1:
             return Alone(self._device)
-        store = c10d.PrefixStore("-".join([name, *map(str, ranks)]), self._store)
+        store = Prefixed("-".join([name, *map(str, ranks)]), self._store)
         comm = self._connect(store, chosen, rank, hosts)
         if size == len(self._hosts):
             self.complete = True
@@ -135,7 +141,7 @@ class Meeting:
         size = len(hosts)
         if chosen == "shared_memory":
             try:
-                within = c10d.PrefixStore("memory", store)
+                within = Prefixed("memory", store)
                 return share_memory(within, rank, size, self._deadline_seconds, self._abort)
             except MemoryUnavailable as reason:
                 chosen = "gloo"
@@ -143,7 +149,7 @@ class Meeting:
                     LOG.warning("shared memory cannot be used (%s): using gloo instead", reason)
         reach = partial(TorchGroup, address=self._address, deadline_seconds=self._deadline_seconds, abort=self._abort)
         group = reach(
-            c10d.PrefixStore(chosen, store),
+            Prefixed(chosen, store),
             rank,
             size,
             backend=chosen,
@@ -161,7 +167,7 @@ class Meeting:
         Raises:
             PeerLost: not all of them came within the deadline, or it was broken off before they had.
         """
-        store = c10d.PrefixStore("world", self._store)
+        store = Prefixed("world", self._store)
         notices = Notices(store, self._deadline_seconds, self._abort)
         size = len(self._hosts)
         notices.exchange("here", self._rank, size, True, bool)
@@ -188,7 +194,7 @@ def divide(
     within, reason = None, ""
     try:
         with among_all(mine):
-            within = share(c10d.PrefixStore(f"host/{number}", store), mine.index(group.rank), len(mine))
+            within = share(Prefixed(f"host/{number}", store), mine.index(group.rank), len(mine))
     except MemoryUnavailable as error:
         reason = str(error)
     if not group.gather(torch.tensor([within is not None])).wait().all():
@@ -201,7 +207,7 @@ def divide(
     between = None
     if group.rank in leaders:
         with among_all(leaders):
-            between = Part(reach(c10d.PrefixStore("between", store), number, len(leaders)), leaders)
+            between = Part(reach(Prefixed("between", store), number, len(leaders)), leaders)
     group.divide(Tiers(Part(within, mine), between))
 
 

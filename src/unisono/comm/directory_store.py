@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import threading
@@ -33,8 +32,6 @@ class DirectoryStore(c10d.Store):
         super().__init__()
         self._directory, self._deadline_seconds, self._abort = directory, deadline_seconds, abort
         directory.mkdir(mode=0o700, exist_ok=True)
-        # A store with a prefix keeps only what C++ knows of this one: without the rest it could not be called.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         """As torch's."""

@@ -23,6 +23,7 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
 from unisono.comm.directory_store import DirectoryStore
+from unisono.comm.prefixed import Prefixed
 from unisono.comm.sockets import shut, towards
 from unisono.errors import InvalidInput, PeerLost
 
@@ -77,7 +78,7 @@ def open_store(place: Rendezvous, rank: int, deadline_seconds: float, abort: Abo
         _directory_store(place, deadline_seconds, abort) if place.directory else _tcp_store(place, rank, timeout, abort)
     )
     store.set_timeout(timeout)
-    return c10d.PrefixStore(f"attempt/{place.attempt}", store)
+    return Prefixed(f"attempt/{place.attempt}", store)
 
 
 def own_address(place: Rendezvous) -> str:

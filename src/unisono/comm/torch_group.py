@@ -31,6 +31,7 @@ from unisono.comm.abort import Abort
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
 from unisono.comm.hosting import Hosting
 from unisono.comm.notices import Breakable, Notices
+from unisono.comm.prefixed import Prefixed
 from unisono.comm.sockets import End, admit_nobody, connected, is_open, listening, read_end, shut
 from unisono.comm.tiers import Tiers
 from unisono.errors import CommunicationError, InvalidInput, PeerLost
@@ -124,13 +125,13 @@ class TorchGroup(Conversation):
 
         def over(name: str, device: Device) -> Any:
             self._family.abort.check("connect")
-            return gloo(c10d.PrefixStore(name, waiting), self.rank, self.size, device, self._deadline_seconds)
+            return gloo(Prefixed(name, waiting), self.rank, self.size, device, self._deadline_seconds)
 
         headers = over("headers", devices[0])
         if self._backend == "gloo":
             payloads = near = over("payloads", devices[1])
         else:
-            payloads, near = self._nccl(c10d.PrefixStore("payloads", store)), over("near", devices[2])
+            payloads, near = self._nccl(Prefixed("payloads", store)), over("near", devices[2])
         self._waiting = waiting
         return headers, payloads, near
 
@@ -210,7 +211,7 @@ class TorchGroup(Conversation):
         if self._store is None:
             raise PeerLost([], "lane", "this end was closed")
         lane = TorchGroup(
-            c10d.PrefixStore(f"lane/{name}", self._store),
+            Prefixed(f"lane/{name}", self._store),
             self.rank,
             self.size,
             backend=self._backend,

@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
 from unisono.comm.notices import Breakable, Notices
+from unisono.comm.prefixed import Prefixed
 from unisono.comm.sockets import connected, deafen, is_open, read_end, shut
 from unisono.comm.torch_group import Device, gloo
 from unisono.errors import CommunicationError, PeerLost
@@ -66,7 +67,7 @@ class TorchWorld:
     ) -> None:
         self._address, self._deadline_seconds = address, deadline_seconds
         self._abort, self._wires, self._lock = abort or Abort(), dict[int, str](), threading.Lock()
-        self._stores: list[c10d.Store] = []  # gloo has only what C++ knows of them
+        self._stores: list[c10d.Store] = [store]  # torch and gloo have only what C++ knows of them
         gc.collect()  # modules that talked through the groups of the world before lie in circles
         # torch names a group by the number of groups begun before it. A group that could not be made still counts, in
         # this process alone: the names, and with them the keys in the store, would differ from those of new workers.
@@ -156,7 +157,7 @@ class TorchWorld:
         # Where all listen is known before anybody connects, so that what hangs meanwhile can be woken.
         notices = Notices(store, self._deadline_seconds, self._abort)
         ends = frozenset(notices.exchange("listening", rank, size, list(device.end), read_end))
-        waiting = Breakable(c10d.PrefixStore("gloo", store), self._deadline_seconds, self._abort)
+        waiting = Breakable(Prefixed("gloo", store), self._deadline_seconds, self._abort)
         forget = self._abort.then(lambda: shut(connected(ends)))
         try:
             made = partial(gloo, waiting, rank, size, device, timeout.total_seconds())
