@@ -102,7 +102,7 @@ class Meeting:
         token: str = "",
     ) -> None:
         self._rank, self._hosts, self._abort = rank, tuple(hosts), abort or Abort()
-        self._kind, self._device, self._deadline_seconds = kind, device, deadline_seconds
+        self._kind, self._device, self._deadline_seconds, self._token = kind, device, deadline_seconds, token
         _choose(kind, self._hosts, rank, device)
         self.complete = len(hosts) == 1
         if self.complete:
@@ -147,7 +147,8 @@ class Meeting:
                 chosen = "gloo"
                 if rank == 0:
                     LOG.warning("shared memory cannot be used (%s): using gloo instead", reason)
-        reach = partial(TorchGroup, address=self._address, deadline_seconds=self._deadline_seconds, abort=self._abort)
+        reach = partial(TorchGroup, address=self._address, deadline_seconds=self._deadline_seconds, abort=self._abort,
+                        secret=self._token)  # fmt: skip
         group = reach(
             Prefixed(chosen, store),
             rank,

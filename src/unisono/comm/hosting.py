@@ -1,11 +1,12 @@
 """`Services` for workers that are processes: actors behind sockets, in these processes or in some of their own.
 
-All workers of a run share a token: worker 0 makes it and the communicator carries it. Where an actor listens
-is told by the communicator as well, so no port has to be agreed on.
+All workers of a run share a token: worker 0 makes it, and the communicator carries it or what it is made of. Where an
+actor listens is told by the communicator as well, so no port has to be agreed on.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import secrets
@@ -52,10 +53,14 @@ class Hosting:
         address: of this host, by which the peers reach it; nothing listens on any other.
         deadline_seconds: how long an actor may be silent.
         abort: breaks off what waits for actors.
+        secret: that all workers know, where they do: the token is then made of it and of what worker 0 says, so that
+            who listens to the communicator does not know it.
     """
 
-    def __init__(self, address: str = "127.0.0.1", deadline_seconds: float = 60.0, abort: Abort | None = None) -> None:
-        self._address, self._deadline_seconds = address, deadline_seconds
+    def __init__(
+        self, address: str = "127.0.0.1", deadline_seconds: float = 60.0, abort: Abort | None = None, secret: str = ""
+    ) -> None:
+        self._address, self._deadline_seconds, self._secret = address, deadline_seconds, secret
         self._abort = abort or Abort()
         self._token = b""
         self._bytes_sent = 0
@@ -128,8 +133,9 @@ class Hosting:
 
     def _shared_token(self, comm: Verbs) -> bytes:
         if not self._token:
-            token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
-            self._token = bytes(comm.broadcast(token, 0).wait().tolist())
+            chosen = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
+            token = bytes(comm.broadcast(chosen, 0).wait().tolist())
+            self._token = hmac.digest(self._secret.encode(), token, "sha256") if self._secret else token
         return self._token
 
 
