@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import inspect
 import os
+import site
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -104,7 +105,8 @@ class Consent:
             "say with --directory DIR where this host's tasks lie")  # fmt: skip
 
 
-_LIBRARIES = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_LIBRARIES = [Path(each).resolve() for each in (*_INSTALLED, site.getusersitepackages())]
 
 
 def words(order: OrderMessage) -> str:

@@ -117,10 +117,14 @@ def test_started_again_it_knows_the_view(tmp_path) -> None:
         (["--state", "/"], "--state = /: "),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(unisono, words, said) -> None:
+def test_what_cannot_work_is_refused_in_a_sentence_and_leaves_nothing(
+    unisono, words, said, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     answer = unisono("coordinator", *words)
     assert answer.code == 2
     assert said in answer.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_token_that_is_short_is_refused_and_not_shown() -> None:

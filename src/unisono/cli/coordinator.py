@@ -57,13 +57,12 @@ def coordinator(words: list[str]) -> int:
     given = token(options)
     if state.is_dir():
         raise InvalidInput("--state", str(state), "it is a directory", "name a file in it")
-    kept = Path(f"{state}.token")
-    chosen = given or _kept(kept)
+    door, kept = where.open(), Path(f"{state}.token")
 
     from unisono.membership.serve import Serving  # imports the web server
 
     try:
-        serving = Serving(where, policy, state, chosen, _print)
+        serving = Serving(where, policy, state, given or _kept(kept), _print, door)
     except (sqlite3.Error, OSError) as error:
         raise InvalidInput("--state", str(state), str(error), "name another file") from error
     print(f"coordinator at {serving.url}")
