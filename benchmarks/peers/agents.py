@@ -43,8 +43,8 @@ class Wire(asyncio.Protocol):
     """One connection; a request is answered before the next is made. Requests prove the token, as a worker's do; the
     proofs of answers are a worker's own time, and are not looked at here."""
 
-    def __init__(self, head: bytes, token: str) -> None:
-        self.head, self.asking = head, Asking(token)
+    def __init__(self, head: bytes, asking: Asking) -> None:
+        self.head, self.asking = head, asking
         self.asked = b"", b""
         self.then: Callable[[bytes], None] | None = None
         self.parts: list[bytes] = []
@@ -155,7 +155,7 @@ class Worker:
             self.tell(self.saying, asked_at or time.perf_counter(), asked_at)
 
     async def open(self, at: float, probe: float | None) -> None:
-        self.saying = await self.crowd.connect()
+        self.saying = await self.crowd.connect(self.listening.asking.beside())
         self.tell(self.saying, at, probe)
 
     def tell(self, wire: Wire, at: float, probe: float | None) -> None:
@@ -230,9 +230,9 @@ class Crowd:
         """That all workers do now."""
         return int((time.perf_counter() - self.began) / STEP_SECONDS)
 
-    async def connect(self) -> Wire:
-        loop = asyncio.get_running_loop()
-        _, wire = await loop.create_connection(lambda: Wire(self.head, self.contact.token), *self.address)
+    async def connect(self, asking: Asking | None = None) -> Wire:
+        loop, mine = asyncio.get_running_loop(), asking or Asking(self.contact.token)
+        _, wire = await loop.create_connection(lambda: Wire(self.head, mine), *self.address)
         return wire
 
     def start(self, work: Coroutine[None, None, None]) -> None:

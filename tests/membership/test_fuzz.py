@@ -154,7 +154,7 @@ def test_what_is_proved_is_heard_once_and_answered_with_a_proof(path, body, stat
         assert asking.believes(status, answered, proof.partition(": ")[2])
         assert exchange(url, request).startswith(b"HTTP/1.1 401"), "it was replayed"
         other = Asking("another token")
-        other.challenge = asking.challenge
+        other.challenged(f"Unisono {asking.challenge}")
         assert exchange(url, proved(other, path, body)).startswith(b"HTTP/1.1 401")
 
 

@@ -59,7 +59,7 @@ class Desk:
     def __init__(self, answers: Sequence[Say | None]) -> None:
         self.proving = Proving(TOKEN)
         self.asked: list[bytes] = []
-        self.connections = 0
+        self.connections = self.challenged = 0
         self.hears = threading.Event()
         self._answers = list(answers)
         self._door = socket.create_server(("127.0.0.1", 0))
@@ -74,6 +74,7 @@ class Desk:
                 self.connections += 1
                 while asked := wire.recv(1 << 16):
                     if asked.startswith(b"GET /v1/challenge "):
+                        self.challenged += 1
                         wire.sendall(self._challenge())
                         continue
                     self.asked.append(asked)
@@ -284,3 +285,13 @@ def test_when_too_many_clients_were_seen_all_begin_anew(monkeypatch: pytest.Monk
     for client in clients[:3]:
         client.challenged(f"Unisono {proving.challenge}")
         assert proving.claim("GET", "/", client.authorization("GET", "/", b"")) is not None
+
+
+def test_what_one_connection_learns_of_the_coordinator_another_beside_it_knows() -> None:
+    with asking(told(b"1"), told(b"2")) as (line, desk):
+        beside = line.beside()
+        assert line.get("/", Number) == number(1)
+        line.close()
+        assert beside.get("/", Number) == number(2)
+        beside.close()
+    assert desk.challenged == 1

@@ -57,7 +57,8 @@ class Attendance:
         spent: Callable[[], Mapping[Phase, float]] | None = None,
         told: Callable[[str], None] = LOG.warning,
     ) -> None:
-        self._saying, self._listening = (Line(contact) for _ in "12")
+        self._listening = Line(contact)
+        self._saying = self._listening.beside()
         self._url = contact.url
         self._refused_at: float | None = None  # since when nobody has listened there
         self._agent, self._abort, self._leaving, self._stopping = agent, abort, leaving, stopping

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any
 
 from unisono.membership.answers import Header, Reply
-from unisono.membership.proof import HEADER, PATH, SCHEME, Claim, Proving
+from unisono.membership.proof import HEADER, SCHEME, Claim, Proving
 
 LONGEST_BODY_BYTES = 1 << 20
 
@@ -41,8 +41,7 @@ class Guard:
             send = self._proved(claim, send)
         if not status:
             return await self._app(scope, receive, send)
-        refused = self.refusal(status, closes=target != PATH.encode() or scope["method"] != "GET")
-        for message in refused.messages():
+        for message in self.refusal(status).messages():
             await send(message)
 
     def judge(self, method: str, target: bytes, said: Headers) -> tuple[int, Claim | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import ssl
@@ -64,6 +65,13 @@ class Line:
         )
         self._asking = Asking(_sayable(contact.token))
         self._wire: socket.socket | None = None
+
+    def beside(self) -> Line:
+        """Another one to the same coordinator."""
+        other = copy.copy(self)
+        other.refused = other._cut = False
+        other._asking, other._wire = self._asking.beside(), None
+        return other
 
     def get(self, path: str, kind: type[Body]) -> Answer[Body] | None:
         """As `ask`."""

@@ -35,27 +35,34 @@ class Claim:
 
 
 class Asking:
-    """A client's half.
-
-    Attributes:
-        challenge: of the server; empty until it is known.
-    """
+    """A client's half, for one connection at a time."""
 
     def __init__(self, token: str) -> None:
-        self.challenge = ""
-        self._request, self._answer = _keys(token)
+        self._keys, self._challenge = _keys(token), [""]
         self._client, self._count = secrets.token_hex(8), 0
+
+    def beside(self) -> Asking:
+        """Another client's, on another connection to the same server: what one learns of it, both know."""
+        other = Asking.__new__(Asking)
+        other._keys, other._challenge = self._keys, self._challenge
+        other._client, other._count = secrets.token_hex(8), 0
+        return other
+
+    @property
+    def challenge(self) -> str:
+        """Of the server; empty until it is known."""
+        return self._challenge[0]
 
     def authorization(self, method: str, path: str, body: bytes) -> str:
         """The header's value for the next request."""
         self._count += 1
         said = f"{self.challenge} {self._client} {self._count} {hashlib.sha256(body).hexdigest()}"
-        return f"{SCHEME} {said} {_proof(self._request, method, path, said)}"
+        return f"{SCHEME} {said} {_proof(self._keys[0], method, path, said)}"
 
     def believes(self, status: int, body: bytes, proof: str) -> bool:
         """Whether an answer to the latest request comes from who knows the token."""
         digest = hashlib.sha256(body).hexdigest()
-        expected = _proof(self._answer, self._client, str(self._count), str(status), digest)
+        expected = _proof(self._keys[1], self._client, str(self._count), str(status), digest)
         return hmac.compare_digest(proof.encode("utf-8", "replace"), expected.encode())
 
     def challenged(self, said: str) -> bool:
@@ -63,7 +70,7 @@ class Asking:
         scheme, _, challenge = said.partition(" ")
         if scheme != SCHEME or not (challenge.isascii() and challenge.isalnum() and len(challenge) <= 64):
             return False
-        self.challenge = challenge
+        self._challenge[0] = challenge
         return True
 
 

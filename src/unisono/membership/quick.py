@@ -9,11 +9,12 @@ from typing import Any
 from unisono.membership.answers import Reply, answer
 from unisono.membership.door import Guard, unpacks
 from unisono.membership.hurry import Hurried
-from unisono.membership.proof import Claim
+from unisono.membership.proof import PATH, Claim
 from unisono.membership.service import BEAT, Ear, Waiting
 
 LOG = logging.getLogger("unisono")
-_PATH = BEAT.encode()
+_BEAT = b"POST", BEAT.encode()
+_CHALLENGE = b"GET", PATH.encode()
 
 
 class Quick(Hurried):
@@ -30,6 +31,7 @@ class Quick(Hurried):
         self._said: bytearray | None = None  # of a beat that is on its way
         self._waiting: Waiting | None = None
         self._claim: Claim | None = None  # of the beat that is heard
+        self._wants_challenge = False
 
     def on_message_begin(self) -> None:
         """Whoever says something before it was answered is nobody we know."""
@@ -40,8 +42,9 @@ class Quick(Hurried):
     def on_headers_complete(self) -> None:
         """From now on it is known whether it is a beat."""
         self._head_bytes = None
-        free = self.cycle is None or self.cycle.response_complete
-        if free and self._waiting is None and self._is_beat():
+        free = (self.cycle is None or self.cycle.response_complete) and self._waiting is None
+        self._wants_challenge = free and self._asks_for_challenge()
+        if self._wants_challenge or (free and self._is_beat()):
             self._said = bytearray()
         else:
             super().on_headers_complete()
@@ -55,7 +58,14 @@ class Quick(Hurried):
 
     def on_message_complete(self) -> None:
         """All of it is there."""
-        super().on_message_complete() if self._said is None else self._hear(self._said)
+        if self._said is None:
+            super().on_message_complete()
+        elif self._wants_challenge:
+            self._said = None
+            self._late.cancel()
+            self._reply(self._guard.refusal(401, closes=False))
+        else:
+            self._hear(self._said)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Nobody waits for an answer any more."""
@@ -64,10 +74,19 @@ class Quick(Hurried):
         if waiting is not None:
             self._ear.hung_up(waiting)
 
+    def _is_plain(self) -> bool:
+        lasts = self.parser.get_http_version() == "1.1" and self.parser.should_keep_alive()
+        return lasts and not self.expect_100_continue
+
+    def _asks_for_challenge(self) -> bool:
+        """Without a body, of which nothing would be known."""
+        if (self.parser.get_method(), self.url) != _CHALLENGE or not self._is_plain():
+            return False
+        headers = dict(self.headers)
+        return headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
+
     def _is_beat(self) -> bool:
-        plain = self.parser.get_http_version() == "1.1" and self.parser.should_keep_alive()
-        beat = self.url == _PATH and self.parser.get_method() == b"POST"
-        if not (beat and plain) or self.expect_100_continue:
+        if (self.parser.get_method(), self.url) != _BEAT or not self._is_plain():
             return False
         status, self._claim = self._guard.judge("POST", self.url, self.headers)
         return not status
@@ -87,7 +106,7 @@ class Quick(Hurried):
             self._reply(answer(500, b"{}"))
 
     def _reply(self, reply: Reply) -> None:
-        self._waiting, claim = None, self._claim
+        self._waiting, claim, self._claim = None, self._claim, None
         if not self.transport.is_closing():
             proof = [self._guard.proof(claim, reply.status, reply.digest)] if claim else []
             self.transport.write(reply.written(proof))
