@@ -44,7 +44,7 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
     """A descriptor that writes behind all that the file `path` holds; it is made, private, if it is not there.
 
     Raises:
-        OSError: it cannot be written, or is a link, which leads elsewhere, or a pipe, which leads to somebody else.
+        OSError: the file cannot be written, or it is a symbolic link or a pipe.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)

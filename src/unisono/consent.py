@@ -1,4 +1,4 @@
-"""What this host runs of a run that it joins, whatever that run's coordinator tells: only what was said here."""
+"""Which task or script a host agrees to run when it joins a run: the one that was named on this host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unisono.tasks import TASKS
 
 @dataclass(frozen=True)
 class Consent:
-    """Who can tell a coordinator's run what it is, can have hosts that join run it: so each says what it runs.
+    """What this host agrees to run. Without it, a holder of the token could run any function on every host that joins.
 
     A task is built in, or lies below `directory` and not among installed packages; nothing is imported before that is
     known. Otherwise any module of the interpreter could be named as one.
@@ -28,9 +28,9 @@ class Consent:
     Args:
         task: the name of a task, as `Source` has it.
         script: the path of a script.
-        own: all that the run's order names: it is this user's, who has started the run on this host.
-        asks: shown what is to run, where neither `task` nor `script` is said; whether it may. None: nobody can be
-            asked.
+        own: the run was started by this user on this host, so that its order is trusted.
+        asks: called with the run's task or script in words, where neither is named; returns whether to run it. None:
+            there is no terminal.
         directory: what paths are relative to, and where tasks lie that are not built in, nor in the file of `task`.
     """
 
@@ -41,7 +41,7 @@ class Consent:
     directory: str = field(default_factory=os.getcwd)
 
     def check(self, order: OrderMessage) -> None:
-        """Raise `InvalidInput` if what is to be done is not what was said here. Nothing of it has been imported."""
+        """Raise `InvalidInput` if `order` names another task or script. Nothing is imported."""
         if self.own:
             return
         what = words(order)
@@ -50,17 +50,16 @@ class Consent:
         if self.task or self.script:
             if not (self._names_script(order) if order.script else self._names_task(order)):
                 name, said = ("--task", self.task) if self.task else ("--script", self.script)
-                raise InvalidInput(name, said, f"the run is another one: {what}", "say what this host is to run")
+                raise InvalidInput(name, said, f"the run is another one: {what}", "name the run's own task or script")
         elif self.asks is None:
             cure = "--script FILE" if order.script else "--task NAME"
-            raise InvalidInput(
-                "coordinator", what, "it names this run, and nobody has said that this host runs it", f"add {cure}"
-            )
+            raise InvalidInput("coordinator", what, "this host has not agreed to run it", f"add {cure}")
         elif not self.asks(what):
-            raise InvalidInput("coordinator", what, "this host is not to run it", "join the run that you mean")
+            raise InvalidInput("coordinator", what, "refused on the terminal", "join another run")
 
     def check_function(self, source: Source) -> None:
-        """Raise `InvalidInput` if the function that `source` names comes from elsewhere: its module was imported."""
+        """Raise `InvalidInput` if the function of `source` is defined outside the allowed directories: a module may
+        import a function from elsewhere. Imports the module."""
         if self.own or source.name in TASKS:
             return
         target = inspect.unwrap(source.target())
@@ -84,9 +83,7 @@ class Consent:
         else:
             path = [self.directory, *sys.path]
             spec = importlib.machinery.PathFinder.find_spec(place.partition(".")[0], path)
-            locations = list(
-                (spec and spec.submodule_search_locations) or ([spec.origin] if spec and spec.origin else [])
-            )
+            locations = [] if spec is None else list(spec.submodule_search_locations or filter(None, [spec.origin]))
             found = Path(locations[0]) if len(locations) == 1 else None
         if found is None or not self._below(found):
             raise self._elsewhere(source)
@@ -102,7 +99,7 @@ class Consent:
     def _elsewhere(self, source: Source) -> InvalidInput:
         return InvalidInput(
             "task", source.name, f"it is not built in, and does not lie below {self.directory}",
-            "say with --directory DIR where this host's tasks lie")  # fmt: skip
+            "name its directory by --directory DIR")  # fmt: skip
 
 
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -110,7 +107,7 @@ _LIBRARIES = [Path(each).resolve() for each in (*_INSTALLED, site.getusersitepac
 
 
 def words(order: OrderMessage) -> str:
-    """What is to be done, for a person."""
+    """The run's task with its arguments, or its script, for a person."""
     if order.script:
         return printable(" ".join(["script", *order.script]))
     given = "".join(f" {name}={value!r}" for name, value in order.arguments.items())

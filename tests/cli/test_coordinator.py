@@ -52,7 +52,7 @@ def test_it_answers_whoever_has_the_token_until_it_is_asked_to_end(number: signa
         assert process.stdout is not None
         said = process.stdout.readline().strip()
         file = tmp_path / said.rpartition(" ")[2]
-        assert said == "its token, for --token-file of whoever takes part, lies in coordinator.sqlite.token"
+        assert said == "its token, for --token-file of workers, is in coordinator.sqlite.token"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         made = file.read_text().strip()
         assert made not in said

@@ -11,8 +11,9 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from tests.processes import run
-from unisono.comm import Meeting, in_blocks
+from unisono.comm import Abort, Meeting, in_blocks
 from unisono.comm.sealed import Sealed
+from unisono.errors import PeerLost
 
 TOKEN = "a token that the run's workers know"
 
@@ -23,7 +24,7 @@ def served() -> c10d.Store:
 
 def test_what_is_written_is_read_by_who_knows_the_token_and_by_nobody_else() -> None:
     store = served()
-    ours, theirs, later = (Sealed(store, token, about, 0.05) for token, about in
+    ours, theirs, later = (Sealed(store, token, about, 0.05, Abort()) for token, about in
                            ((TOKEN, "1"), ("another", "1"), (TOKEN, "2")))  # fmt: skip
     value = b"10.0.0.1:4000" * 10
     ours.set("key", value)
@@ -32,14 +33,14 @@ def test_what_is_written_is_read_by_who_knows_the_token_and_by_nobody_else() -> 
     assert value[:8] not in store.get("key")
     for other in (theirs, later):
         assert not other.check(["key"])
-        with pytest.raises(RuntimeError, match="key did not come"):
+        with pytest.raises(PeerLost, match="did not come within the deadline"):
             other.get("key")
 
 
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 1000])
 def test_values_of_any_length_return_and_are_hidden_anew_each_time(length: int) -> None:
     store = served()
-    sealed, value = Sealed(store, TOKEN, "1", 0.05), bytes(range(256)) * 4
+    sealed, value = Sealed(store, TOKEN, "1", 0.05, Abort()), bytes(range(256)) * 4
     written = []
     for _ in range(2):
         sealed.set("key", value[:length])
@@ -50,7 +51,7 @@ def test_values_of_any_length_return_and_are_hidden_anew_each_time(length: int) 
 
 def test_a_value_that_does_not_verify_does_not_exist() -> None:
     store = served()
-    sealed = Sealed(store, TOKEN, "1", 0.05)
+    sealed = Sealed(store, TOKEN, "1", 0.05, Abort())
     sealed.set("key", b"value")
     written = store.get("key")
     for wrong in (b"", b"no JSON {", written[:-1], written + b"x", bytes(100), b"x" * (2 << 20)):

@@ -217,7 +217,7 @@ def garbled(rank: int, size: int, directory: str, words: str) -> str:
 )
 def test_a_garbled_place_is_that_of_a_lost_peer(words: str, tmp_path: Path) -> None:
     said, _ = run(2, garbled, str(tmp_path), words)
-    assert said.startswith("worker 1 lost during connect: what it says of itself is garbled")
+    assert said.startswith("worker 1 lost during connect: its entry in the store is garbled")
 
 
 class Liar(c10d.Store):
@@ -250,6 +250,6 @@ def in_anothers_place(rank: int, size: int, directory: str) -> str:
 
 def test_who_does_not_know_the_word_of_a_meeting_is_no_peer(tmp_path: Path) -> None:
     said = run(3, in_anothers_place, str(tmp_path))
-    wrong = "somebody else has connected in its place"
+    wrong = "another process has connected in its place"
     assert said == [f"worker 1 lost during connect: {wrong}", f"worker 0, 2 lost during connect: {wrong}",
                     f"worker 1 lost during connect: {wrong}"]  # fmt: skip

@@ -15,8 +15,7 @@ from unisono.membership.place import Calling, Place
 OPTIONS = {
     "--listen": ("HOST[:PORT]", "have the run's coordinator listen there, so that workers of other hosts may join "
                  f"(unisono join); they bear its token, {VARIABLE} of the environment or a new one [127.0.0.1]"),
-    "--certificate": ("FILE", "of that host, for TLS, with --key; none: plain HTTP, which whoever is on the path can "
-                      "read"),
+    "--certificate": ("FILE", "of that host, for TLS, with --key; none: plain HTTP, which is not encrypted"),
     "--key": ("FILE", "of the certificate"),
     "--authority": ("FILE", "certificate by which the coordinator's is known, where the system's list has it not; "
                     "none: for http:// to another host"),
@@ -51,7 +50,7 @@ def contact(url: str, options: Mapping[str, str]) -> Contact:
     """Of the coordinator at `url`.
 
     Raises:
-        InvalidInput: no token, no such file, or plain HTTP to another host that nobody has asked for.
+        InvalidInput: no token, no such file, or plain HTTP to another host without ``--authority none``.
     """
     known = token(options)
     if not known:
@@ -61,7 +60,7 @@ def contact(url: str, options: Mapping[str, str]) -> Contact:
     where = Contact(url, known, authority=_file(options, "--authority"))
     if url.startswith("http:") and not where.private and options.get("--authority") != NONE:
         raise InvalidInput(
-            "coordinator", url, "over plain HTTP whoever is on the path reads what is said",
+            "coordinator", url, "plain HTTP between hosts is not encrypted",
             f"have it use https:// (unisono coordinator --help), or add --authority {NONE}")  # fmt: skip
     return where
 
@@ -71,7 +70,7 @@ def place(host: str, port: int, options: Mapping[str, str]) -> Place:
 
     Raises:
         InvalidInput: no port; no such file; one of certificate and key without the other; or plain HTTP for other hosts
-            that nobody has asked for.
+            without ``--certificate none``.
     """
     if port > _LARGEST_PORT:
         raise InvalidInput("port", port, f"above {_LARGEST_PORT}", "leave it out, which takes a free one")
@@ -79,7 +78,7 @@ def place(host: str, port: int, options: Mapping[str, str]) -> Place:
     where = Place(host, port, certificate, key)
     if not (where.private or certificate or options.get("--certificate") == NONE):
         raise InvalidInput(
-            "listen", host, "over plain HTTP whoever is on the path reads what is said",
+            "listen", host, "plain HTTP between hosts is not encrypted",
             f"give --certificate FILE and --key FILE, or --certificate {NONE}")  # fmt: skip
     return where
 

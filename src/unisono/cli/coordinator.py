@@ -25,14 +25,14 @@ host. It ends on Ctrl-C, SIGTERM and SIGHUP; started again with the same --state
   --host HOST         address to listen at; any but loopback is reached from other machines [127.0.0.1]
   --port PORT         0 takes a free one [0]
   --state FILE        where its decisions lie [coordinator.sqlite]
-  --certificate FILE  of this host, for TLS, with --key FILE; none: plain HTTP, which whoever is on the path can read
+  --certificate FILE  of this host, for TLS, with --key FILE; none: plain HTTP, which is not encrypted
   --minimum N         workers below which nothing is trained [1]
   --maximum N         workers above which further ones stand by [as many as come]
   --expected N        workers that the first view waits for, for 30 s [--minimum]
   --unit N            workers of one replica, for runs with a --layout; a view has whole replicas [1]
   --shares N          micro-batches of a step, by those that a replica computes at once: the number of replicas divides
                       it, where a layout has all of them take as many [any number]
-  --token-file FILE   holds the token that whoever takes part must know [{VARIABLE} of the environment, or a new one,
+  --token-file FILE   holds the run's token [{VARIABLE} of the environment, or a new one,
                       which is kept beside --state, readable for this user only]
 """
 _OPTIONS = ("--host", "--port", "--state", "--certificate", "--key", "--minimum", "--maximum", "--expected",
@@ -66,7 +66,7 @@ def coordinator(words: list[str]) -> int:
     except (sqlite3.Error, OSError) as error:
         raise InvalidInput("--state", str(state), str(error), "name another file") from error
     print(f"coordinator at {serving.url}")
-    print("" if given else f"its token, for --token-file of whoever takes part, lies in {kept}\n", end="", flush=True)
+    print("" if given else f"its token, for --token-file of workers, is in {kept}\n", end="", flush=True)
     serving.run()
     return 0
 

@@ -26,16 +26,16 @@ Have workers of this host take part in a run that is under way: it may come to i
 it. URL is that of its coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both itself. At Ctrl-C or
 SIGTERM they hand over what they have and leave; the others go on.
 
-This host runs what is said here, and nothing else that a coordinator tells it: the task, or the script, of the run.
-Without --task and --script a terminal shows it, and asks.
+This host runs the task or script that is named here, and refuses any other that the coordinator names. Without --task
+and --script, the command shows the run's task on a terminal and asks.
 
   --workers N        processes to start here [1]
-  --task NAME        as unisono train was told it
-  --script FILE      as unisono launch was told it
+  --task NAME        the task of the run, as in unisono train NAME
+  --script FILE      the script of the run, as in unisono launch FILE
   --directory DIR    where this host's tasks lie that are not built in [.]
   --token-file FILE  holds the token, in place of {VARIABLE}
-  --authority FILE   certificate by which an https:// coordinator is known; none: for http:// to another host, where
-                     whoever is on the path reads what is said
+  --authority FILE   certificate by which an https:// coordinator is known; none: for http:// to another host, which
+                     is not encrypted
   --logs DIR         where what they print goes [runs/<host>-<number>/logs]
 """
 _CONSENT = ("--task", "--script", "--directory")

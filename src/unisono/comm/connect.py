@@ -82,7 +82,7 @@ class Meeting:
         hosts: where each worker is; those of one name share memory and loopback.
         rendezvous, kind, device, deadline_seconds: those of `connect`.
         abort: once it is set, what is made here fails, and so does whoever waits here.
-        token: that all workers know; what they tell each other where strangers reach is sealed by it.
+        token: shared by all workers of the run; encrypts and authenticates what they write to a TCP rendezvous.
 
     Raises:
         InvalidInput: what was asked for cannot work here.
@@ -113,7 +113,7 @@ class Meeting:
         _meetings[rendezvous] += 1
         store = open_store(self._place, rank, deadline_seconds, self._abort)
         if token and not self._place.directory:  # which is private
-            store = Sealed(store, token, self._place.attempt, deadline_seconds)
+            store = Sealed(store, token, self._place.attempt, deadline_seconds, self._abort)
         self._store = Prefixed(f"meeting/{_meetings[rendezvous]}", store)
 
     def among(self, ranks: Sequence[int], name: str = "") -> Communicator:

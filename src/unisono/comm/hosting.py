@@ -53,8 +53,8 @@ class Hosting:
         address: of this host, by which the peers reach it; nothing listens on any other.
         deadline_seconds: how long an actor may be silent.
         abort: breaks off what waits for actors.
-        secret: that all workers know, where they do: the token is then made of it and of what worker 0 says, so that
-            who listens to the communicator does not know it.
+        secret: the run's token, if there is one. The actors' token is then derived from it and from a nonce of worker
+            0, so that it does not travel over the communicator.
     """
 
     def __init__(

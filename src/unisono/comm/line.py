@@ -293,8 +293,8 @@ def _introduced(place: Place, token: bytes, sender: int, timeout_seconds: float)
 
 
 def _reach(place: Place, timeout_seconds: float) -> socket.socket:
-    """A connection to `place`, on the shortest way. A name belongs to nobody, and is told to all: it is tried on the
-    actor's own host only, and believed if a process of this user listens there."""
+    """A connection to `place`: by its local socket name on the actor's own host, else over TCP. Any process may bind a
+    local name, so the name counts only where a process of this user listens."""
     if place.nearby and place.host == host_name():
         wire = socket.socket(socket.AF_UNIX)
         wire.settimeout(timeout_seconds)
@@ -309,7 +309,7 @@ def _reach(place: Place, timeout_seconds: float) -> socket.socket:
 
 
 def _user(wire: socket.socket) -> int:
-    """Who listens at the other end of a local connection, as the kernel knows."""
+    """The user id of the process that listens at the other end of a local connection (SO_PEERCRED)."""
     _, user, _ = struct.unpack("3i", wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(user)
 

@@ -81,8 +81,8 @@ class Notices:
         """What each rank said under its key, when all of them have, as `read` makes it of plain values.
 
         Raises:
-            PeerLost: it was broken off, or the deadline has passed; then it names those who did not come. Or what is
-                there cannot be read: who reaches a meeting place can write to it.
+            PeerLost: the wait was aborted; or the deadline has passed, and the error names the missing ranks; or a
+                rank's value cannot be read, as other processes may be able to write to the store.
         """
         wanted = list(keys)
         return self._run(lambda: self._collect(wanted, read))
@@ -100,7 +100,7 @@ class Notices:
         try:
             return read(json.loads(self._store.get(key)))
         except (ValueError, TypeError, LookupError) as error:
-            raise PeerLost([rank], "connect", f"what it says of itself is garbled ({type(error).__name__})") from error
+            raise PeerLost([rank], "connect", f"its entry in the store is garbled ({type(error).__name__})") from error
 
     def _run(self, call: Callable[[], T]) -> T:
         """``call()``, which the store may keep for ever: who serves it, or holds its lock, may have been stopped."""

@@ -6,8 +6,8 @@ from torch._C import _distributed_c10d as c10d
 
 
 class Prefixed(c10d.PrefixStore):
-    """`store` for keys that begin with ``prefix/``. torch's own keeps only what C++ knows of `store`; where that is
-    written in Python, it could not be called any more once nobody else keeps it."""
+    """`store` for keys that begin with ``prefix/``. torch's own holds a reference to the C++ part of `store` alone. A
+    store written in Python would lose its methods as soon as its last Python reference goes; this keeps one."""
 
     def __init__(self, prefix: str, store: c10d.Store) -> None:
         super().__init__(prefix, store)

@@ -1,38 +1,37 @@
-"""A meeting place that strangers reach: what lies there can be read and written by those only who know the token.
+"""A store whose values are encrypted and authenticated, for a rendezvous that other hosts can reach.
 
-A value is sealed by HMAC-SHA-256 of its key and the encrypted value (encrypt, then authenticate); the stream that
-encrypts it is HMAC-SHA-256 of a nonce and a counter, under another key. Values are addresses and a few words.
+Encrypt-then-MAC: a value is encrypted by a keystream, HMAC-SHA-256 of a nonce and a counter. A second HMAC-SHA-256,
+under another key, covers the store's key and the ciphertext. Both keys are derived from the run's token.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
-import time
-from datetime import timedelta
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from unisono.backoff import Backoff
+from unisono.comm.abort import Abort
+from unisono.comm.notices import await_keys
 
 _NONCE_BYTES = 16
 _DIGEST_BYTES = 32
 _LARGEST_BYTES = 1 << 20
-_BACKOFF = Backoff(first_seconds=1e-3, factor=1.5, longest_seconds=20e-3)
 
 
 class Sealed(c10d.Store):
-    """`store`, for who knows `token`: a value that nobody who knows it has written is not there.
+    """`store` with authenticated values: a value that does not verify under `token` does not exist.
 
     Args:
-        about: what meets there. A value of another meeting is none of this one.
-        deadline_seconds: how long a key may take to come.
+        about: names this rendezvous; values of another one do not verify.
+        deadline_seconds: how long `get` and `wait` wait for a key.
+        abort: ends that waiting.
     """
 
-    def __init__(self, store: c10d.Store, token: str, about: str, deadline_seconds: float) -> None:
+    def __init__(self, store: c10d.Store, token: str, about: str, deadline_seconds: float, abort: Abort) -> None:
         super().__init__()
-        self._store, self._deadline_seconds = store, deadline_seconds
+        self._store, self._deadline_seconds, self._abort = store, deadline_seconds, abort
         self._hide, self._sign = (
             hmac.digest(token.encode(), f"unisono meeting, {of}: {about}".encode(), "sha256") for of in ("hide", "sign")
         )
@@ -45,7 +44,7 @@ class Sealed(c10d.Store):
         self._store.set(key, sealed)
 
     def get(self, key: str) -> bytes:
-        """As torch's. Raises `RuntimeError` where nothing comes before the deadline."""
+        """As torch's. Raises `PeerLost` where no valid value comes before the deadline."""
         self.wait([key])
         found = self._opened(key)
         assert found is not None
@@ -56,14 +55,8 @@ class Sealed(c10d.Store):
         return all(self._opened(key) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """As torch's."""
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else self._deadline_seconds
-        until, attempt = time.monotonic() + seconds, 0
-        while not self.check(keys):
-            if time.monotonic() > until:
-                raise RuntimeError(f"{', '.join(keys)} did not come within {seconds:g} s")
-            time.sleep(_BACKOFF.seconds(attempt))
-            attempt += 1
+        """As torch's, but that the deadline is this store's own."""
+        await_keys(self, [(-1, key) for key in keys], self._deadline_seconds, self._abort)
 
     def _opened(self, key: str) -> bytes | None:
         if not self._store.check([key]):
@@ -80,7 +73,7 @@ class Sealed(c10d.Store):
         return hmac.digest(self._sign, key.encode() + b"\0" + sealed, "sha256")
 
     def _turned(self, nonce: bytes, value: bytes) -> bytes:
-        """Hidden, or shown again."""
+        """Encrypted or decrypted: the keystream is its own inverse."""
         count = -(-len(value) // _DIGEST_BYTES)
         stream = b"".join(hmac.digest(self._hide, nonce + i.to_bytes(4), "sha256") for i in range(count))
         return bytes(a ^ b for a, b in zip(value, stream))

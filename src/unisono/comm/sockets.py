@@ -20,7 +20,7 @@ End = tuple[str, int]
 
 
 def read_end(told: Any) -> End:
-    """As another process says it, as a list. Raises `ValueError` or `TypeError` where that is none."""
+    """An end as JSON carries it, a list. Raises `ValueError` or `TypeError` for anything else."""
     address, port = told
     return str(address), int(port)
 
@@ -30,9 +30,9 @@ def listening(address: str) -> frozenset[End]:
     return frozenset(here for fd in _sockets() if (here := _end(fd, _listens_at)) and here[0] == address)
 
 
-def admit_nobody(end: End) -> None:
-    """From now on nobody connects to where this process listens at `end`: the kernel drops what comes there. What is
-    connected stays so. No effect where there is no such filter (it is Linux's, and needs no privilege)."""
+def refuse_connections(end: End) -> None:
+    """Have the kernel drop every packet to this process's listening socket at `end`. Connections that exist stay. It is
+    a socket filter of Linux, which needs no privilege; elsewhere the call has no effect."""
     for fd in _sockets():
         if _end(fd, _listens_at) == end:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as wire:

@@ -32,7 +32,7 @@ from unisono.comm.conversation import Blocked, Conversation, Family, Operation, 
 from unisono.comm.hosting import Hosting
 from unisono.comm.notices import Breakable, Notices
 from unisono.comm.prefixed import Prefixed
-from unisono.comm.sockets import End, admit_nobody, connected, is_open, listening, read_end, shut
+from unisono.comm.sockets import End, connected, is_open, listening, read_end, refuse_connections, shut
 from unisono.comm.tiers import Tiers
 from unisono.errors import CommunicationError, InvalidInput, PeerLost
 
@@ -414,22 +414,22 @@ class Device:
 
 
 def gloo(store: c10d.Store, rank: int, size: int, device: Device, deadline_seconds: float) -> Any:
-    """torch's group of these workers over gloo, each through its `device`; they are connected, and nobody else can
-    connect: gloo would keep each stranger's descriptor, and end the process when there are no more.
+    """torch's process group of these workers over gloo, each through its `device`. All pairs are connected, and the
+    listening socket refuses further connections: gloo would keep their descriptors, and abort when there are no more.
 
     Raises:
-        RuntimeError: they do not come to be connected.
-        PeerLost: whoever is connected in a peer's place does not know what only those know who read `store`.
+        RuntimeError: the pairs could not be connected.
+        PeerLost: a connected peer does not know the word that this group's workers share in `store`.
     """
     made: Any = c10d.ProcessGroupGloo  # the stubs know nothing of options
     options = made._Options()
     options._devices = [device.made]
     options._timeout = timedelta(seconds=deadline_seconds)
     group = made(store, rank, size, options)
-    admit_nobody(device.end)
+    refuse_connections(device.end)
     if rank == 0:
         store.set("word", secrets.token_hex(32))
-    _introduce(group, store.get("word"), rank, size, deadline_seconds)
+    _authenticate(group, store.get("word"), rank, size, deadline_seconds)
     return group
 
 
@@ -438,9 +438,9 @@ def _check_backend(backend: str) -> None:
         raise InvalidInput("backend", backend, "this build of torch does not have it", "write gloo")
 
 
-def _introduce(group: Any, word: bytes, rank: int, size: int, deadline_seconds: float) -> None:
-    """Return when all are connected (who closes at once must not break off a peer that still connects), and each has
-    proved to each to know `word`: gloo takes whoever connects first, and says a peer's number, for that peer."""
+def _authenticate(group: Any, word: bytes, rank: int, size: int, deadline_seconds: float) -> None:
+    """Exchange an HMAC under `word` over each pair: gloo takes the first connection that names a peer's number for that
+    peer. It is a barrier as well: a worker that closes at once must not break off a peer that still connects."""
 
     def proofs(pairs: Iterable[tuple[int, int]]) -> Tensor:
         said = b"".join(hmac.digest(word, f"{one} to {other}".encode(), "sha256") for one, other in pairs)
@@ -453,7 +453,7 @@ def _introduce(group: Any, word: bytes, rank: int, size: int, deadline_seconds: 
     group.alltoall_base(told, mine, [], [], options).wait()
     wrong = (told != expected).view(size, -1).any(1).nonzero().flatten().tolist()
     if wrong:
-        raise PeerLost(wrong, "connect", "somebody else has connected in its place")
+        raise PeerLost(wrong, "connect", "another process has connected in its place")
 
 
 @contextmanager
