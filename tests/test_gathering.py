@@ -21,7 +21,7 @@ from unisono.launch import Coordination
 from unisono.launch.rally import rallied
 from unisono.membership import Contact, Policy
 from unisono.membership.card import contact_in
-from unisono.membership.line import Line, Nothing, ask
+from unisono.membership.line import Line, NoBody, ask
 from unisono.membership.messages import OrderMessage, StatusMessage, WordMessage
 from unisono.membership.place import Calling, Place
 from unisono.order import Carried, Order
@@ -169,16 +169,16 @@ def test_what_no_order_is_is_refused(tmp_path) -> None:
         line = Line(Contact(coordination.url, TOKEN))
         sound = {"task": "digits", "settings": {"steps": 3}}
         for wrong in ({}, [], {**sound, "pickled": "x"}, {**sound, "task": 5}, {**sound, "run": "x" * 5000}):
-            answer = line.ask("PUT", "/v1/order", wrong, Nothing)
+            answer = line.ask("PUT", "/v1/order", wrong, NoBody)
             assert answer is not None
             assert answer.status == 422
         deep: dict[str, Any] = {}
         for _ in range(400):
             deep = {"x": deep}
-        answer = line.ask("PUT", "/v1/order", {**sound, "arguments": deep}, Nothing)
+        answer = line.ask("PUT", "/v1/order", {**sound, "arguments": deep}, NoBody)
         assert answer is not None
         assert answer.status == 422
-        answer = line.ask("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}}, Nothing)
+        answer = line.ask("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}}, NoBody)
         assert answer is None or answer.status == 413
 
 

@@ -29,7 +29,7 @@ import uvloop
 from unisono.membership import Abort, Agent, Contact, Exit, Meet, Over, Place, Standing, View, Word
 from unisono.membership.line import ask
 from unisono.membership.messages import StatusMessage, WordMessage
-from unisono.membership.proof import PATH, Asking
+from unisono.membership.proof import PATH, RequestSigner
 
 SAID_PER_SECOND = 200  # beats that are to be answered at once, of all workers together
 STEP_SECONDS = 0.5
@@ -43,7 +43,7 @@ class Wire(asyncio.Protocol):
     """One connection; a request is answered before the next is made. Requests prove the token, as a worker's do; the
     proofs of answers are a worker's own time, and are not looked at here."""
 
-    def __init__(self, head: bytes, asking: Asking) -> None:
+    def __init__(self, head: bytes, asking: RequestSigner) -> None:
         self.head, self.asking = head, asking
         self.asked = b"", b""
         self.then: Callable[[bytes], None] | None = None
@@ -71,7 +71,7 @@ class Wire(asyncio.Protocol):
         if self.lacking < 0:
             head, _, body = data.partition(b"\r\n\r\n")
             if head.startswith(b"HTTP/1.1 401") and not self.asking.challenge:
-                self.asking.challenged(head.decode().rpartition("www-authenticate: ")[2].split("\r\n")[0])
+                self.asking.accept_challenge(head.decode().rpartition("www-authenticate: ")[2].split("\r\n")[0])
                 return self.send()
             if not head.startswith((b"HTTP/1.1 200", b"HTTP/1.1 204")):
                 raise SystemExit(f"answered: {head!r} {body!r}")
@@ -155,7 +155,7 @@ class Worker:
             self.tell(self.saying, asked_at or time.perf_counter(), asked_at)
 
     async def open(self, at: float, probe: float | None) -> None:
-        self.saying = await self.crowd.connect(self.listening.asking.beside())
+        self.saying = await self.crowd.connect(self.listening.asking.sibling())
         self.tell(self.saying, at, probe)
 
     def tell(self, wire: Wire, at: float, probe: float | None) -> None:
@@ -230,8 +230,8 @@ class Crowd:
         """That all workers do now."""
         return int((time.perf_counter() - self.began) / STEP_SECONDS)
 
-    async def connect(self, asking: Asking | None = None) -> Wire:
-        loop, mine = asyncio.get_running_loop(), asking or Asking(self.contact.token)
+    async def connect(self, asking: RequestSigner | None = None) -> Wire:
+        loop, mine = asyncio.get_running_loop(), asking or RequestSigner(self.contact.token)
         _, wire = await loop.create_connection(lambda: Wire(self.head, mine), *self.address)
         return wire
 

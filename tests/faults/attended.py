@@ -25,7 +25,7 @@ from tests.test_netlab import socket_of
 from tests.training import HERE
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.membership import Contact, Policy
-from unisono.membership.line import Line, Nothing
+from unisono.membership.line import Line, NoBody
 from unisono.membership.messages import StatusMessage
 from unisono.membership.place import Place
 from unisono.membership.serve import Serving
@@ -97,7 +97,7 @@ class UnderWay:
 
     def gone(self, rank: int) -> None:
         """What a launcher says when it sees a process end."""
-        self.line.ask("POST", "/v1/gone", {"worker": str(rank)}, Nothing)
+        self.line.ask("POST", "/v1/gone", {"worker": str(rank)}, NoBody)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import pytest
 from tests.membership.fuzz import BEARER, PATIENT, POLICY, TOKEN, exchange, play, serving
 from unisono.membership import hurry
 from unisono.membership.place import Place
-from unisono.membership.proof import Asking
+from unisono.membership.proof import RequestSigner
 from unisono.membership.serve import Serving
 
 
@@ -128,7 +128,7 @@ def test_what_is_no_http_leaves_few_lines_in_the_log(tmp_path, monkeypatch) -> N
         assert said == [kind, *(f"{kind} ({n} times until now)" for n in (2, 4, 8, 16, 32))]
 
 
-def proved(asking: Asking, path: str, body: bytes, sent: bytes | None = None) -> bytes:
+def proved(asking: RequestSigner, path: str, body: bytes, sent: bytes | None = None) -> bytes:
     """A request whose head proves the token and `body`; another one may be `sent`."""
     sent = body if sent is None else sent
     lines = [f"POST {path} HTTP/1.1", "host: a", "content-type: application/json", f"content-length: {len(sent)}",
@@ -142,19 +142,19 @@ def proved(asking: Asking, path: str, body: bytes, sent: bytes | None = None) ->
 ])  # fmt: skip
 def test_what_is_proved_is_heard_once_and_answered_with_a_proof(path, body, status, tmp_path) -> None:
     with serving(tmp_path / "state", PATIENT) as url:
-        asking = Asking(TOKEN)
+        asking = RequestSigner(TOKEN)
         refused = exchange(url, b"GET /v1/challenge HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n").decode()
         (said,) = [line for line in refused.split("\r\n") if line.startswith("www-authenticate: Unisono")]
-        assert asking.challenged(said.partition(": ")[2])
+        assert asking.accept_challenge(said.partition(": ")[2])
         assert exchange(url, proved(asking, path, body, body.replace(b"a", b"b") + b" ")).startswith(b"HTTP/1.1 401")
         request = proved(asking, path, body)
         head, _, answered = exchange(url, request).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 %d" % status)
         (proof,) = [line for line in head.decode().split("\r\n") if line.lower().startswith("unisono-proof")]
-        assert asking.believes(status, answered, proof.partition(": ")[2])
+        assert asking.verifies(status, answered, proof.partition(": ")[2])
         assert exchange(url, request).startswith(b"HTTP/1.1 401"), "it was replayed"
-        other = Asking("another token")
-        other.challenged(f"Unisono {asking.challenge}")
+        other = RequestSigner("another token")
+        other.accept_challenge(f"Unisono {asking.challenge}")
         assert exchange(url, proved(other, path, body)).startswith(b"HTTP/1.1 401")
 
 

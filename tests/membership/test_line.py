@@ -16,7 +16,7 @@ from pydantic import BaseModel, RootModel
 from unisono.errors import InvalidInput
 from unisono.membership import Contact, proof
 from unisono.membership.line import Answer, Line
-from unisono.membership.proof import Asking, Proving
+from unisono.membership.proof import RequestSigner, RequestVerifier
 
 TOKEN = "a token of a run"
 
@@ -57,7 +57,7 @@ class Desk:
     """Answers what it was given, whatever it is asked, and knows the token; after None it closes the connection."""
 
     def __init__(self, answers: Sequence[Say | None]) -> None:
-        self.proving = Proving(TOKEN)
+        self.proving = RequestVerifier(TOKEN)
         self.asked: list[bytes] = []
         self.connections = self.challenged = 0
         self.hears = threading.Event()
@@ -244,7 +244,7 @@ def test_whoever_does_not_know_the_token_learns_nothing_of_it_and_is_not_believe
 def test_a_coordinator_that_was_started_again_has_another_challenge() -> None:
     def again(desk: Desk) -> Say:
         def say(prove: Prove) -> bytes:
-            desk.proving = Proving(TOKEN)
+            desk.proving = RequestVerifier(TOKEN)
             return desk._challenge()
 
         return say
@@ -256,8 +256,8 @@ def test_a_coordinator_that_was_started_again_has_another_challenge() -> None:
 
 
 def test_nothing_is_heard_twice_nor_under_another_path_or_body() -> None:
-    proving, asking_ = Proving(TOKEN), Asking(TOKEN)
-    assert asking_.challenged(f"Unisono {proving.challenge}")
+    proving, asking_ = RequestVerifier(TOKEN), RequestSigner(TOKEN)
+    assert asking_.accept_challenge(f"Unisono {proving.challenge}")
     said = asking_.authorization("POST", "/v1/gone", b"{}")
     for method, path in (("PUT", "/v1/gone"), ("POST", "/v1/beat")):
         assert proving.claim(method, path, said) is None
@@ -269,27 +269,28 @@ def test_nothing_is_heard_twice_nor_under_another_path_or_body() -> None:
     assert claim is not None
     assert claim.digest == hashlib.sha256(b"{}").hexdigest()
     assert proving.claim("POST", "/v1/gone", said) is None, "it was replayed"
-    assert Proving(TOKEN).claim("POST", "/v1/gone", said) is None, "another process has another challenge"
-    assert Proving("another token").claim("POST", "/v1/gone", said) is None
+    assert RequestVerifier(TOKEN).claim("POST", "/v1/gone", said) is None, "another process has another challenge"
+    assert RequestVerifier("another token").claim("POST", "/v1/gone", said) is None
 
 
 def test_when_too_many_clients_were_seen_all_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "_MOST_CLIENTS", 3)
-    proving = Proving(TOKEN)
-    clients = [Asking(TOKEN) for _ in range(4)]
+    proving = RequestVerifier(TOKEN)
+    clients = [RequestSigner(TOKEN) for _ in range(4)]
     for client in clients:
-        client.challenged(f"Unisono {proving.challenge}")
+        client.accept_challenge(f"Unisono {proving.challenge}")
     heard = [client.authorization("GET", "/", b"") for client in clients]
     assert [proving.claim("GET", "/", each) is not None for each in heard] == [True, True, True, False]
     assert all(proving.claim("GET", "/", each) is None for each in heard)
     for client in clients[:3]:
-        client.challenged(f"Unisono {proving.challenge}")
+        client.accept_challenge(f"Unisono {proving.challenge}")
         assert proving.claim("GET", "/", client.authorization("GET", "/", b"")) is not None
 
 
 def test_what_one_connection_learns_of_the_coordinator_another_beside_it_knows() -> None:
     with asking(told(b"1"), told(b"2")) as (line, desk):
-        beside = line.beside()
+        beside = line.sibling()
+        assert beside._signer is not line._signer  # each counts its own requests
         assert line.get("/", Number) == number(1)
         line.close()
         assert beside.get("/", Number) == number(2)

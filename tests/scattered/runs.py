@@ -22,7 +22,7 @@ from tests.membership.test_attendance import TOKEN, serving
 from unisono.gathering import policy_of
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.membership import Contact
-from unisono.membership.line import Line, Nothing
+from unisono.membership.line import Line, NoBody
 from unisono.membership.messages import StatusMessage
 from unisono.observe import telling
 from unisono.order import Order
@@ -90,7 +90,7 @@ class UnderWay:
         os.kill(process.pid, how)
         if how is signal.SIGKILL:
             process.join()
-            self.line.ask("POST", "/v1/gone", {"worker": name}, Nothing)
+            self.line.ask("POST", "/v1/gone", {"worker": name}, NoBody)
 
     def result(self) -> dict[str, Any]:
         """What it came to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from unisono.membership.line import Line, Nothing
+from unisono.membership.line import Line, NoBody
 from unisono.membership.values import Contact
 
 _ANSWER_SECONDS = 2.0
@@ -45,6 +45,6 @@ class Gone:
 
     def _say(self) -> None:
         while (name := self._names.get()) is not None:
-            while self._line.ask("POST", "/v1/gone", {"worker": name}, Nothing) is None:
+            while self._line.ask("POST", "/v1/gone", {"worker": name}, NoBody) is None:
                 if self._closed.wait(_RETRY_SECONDS):
                     return

@@ -1,6 +1,6 @@
 """Where the workers of a run find each other if they may come and go: a coordinator, at which lies what they are to do.
 
-Nothing here imports torch.
+NoBody here imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unisono.launch.coordination import Coordination
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.local import Elastic
 from unisono.membership import Contact, Policy, card
-from unisono.membership.line import Line, Nothing, ask, heard
+from unisono.membership.line import Line, NoBody, ask, heard
 from unisono.membership.messages import OrderMessage
 from unisono.membership.place import Calling
 from unisono.membership.store import Store
@@ -102,7 +102,7 @@ def _beside(
 def _give(contact: Contact, order: Order) -> None:
     """Have the coordinator know what is to be done."""
     told = json.loads(json.dumps(order, default=str))
-    answer = heard(contact, Line(contact).ask("PUT", "/v1/order", told, Nothing))
+    answer = heard(contact, Line(contact).ask("PUT", "/v1/order", told, NoBody))
     if answer.status == 409:
         raise InvalidInput(
             "--coordinator", contact.url, "it is another run's, and a coordinator serves one run",

@@ -58,7 +58,7 @@ class Attendance:
         told: Callable[[str], None] = LOG.warning,
     ) -> None:
         self._listening = Line(contact)
-        self._saying = self._listening.beside()
+        self._saying = self._listening.sibling()
         self._url = contact.url
         self._refused_at: float | None = None  # since when nobody has listened there
         self._agent, self._abort, self._leaving, self._stopping = agent, abort, leaving, stopping

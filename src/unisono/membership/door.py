@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any
 
 from unisono.membership.answers import Header, Reply
-from unisono.membership.proof import HEADER, SCHEME, Claim, Proving
+from unisono.membership.proof import HEADER, SCHEME, RequestVerifier, SignedRequest
 
 LONGEST_BODY_BYTES = 1 << 20
 
@@ -20,11 +20,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """Lets through to `app` whoever proves to know `token`, or bears it, and says how long its body is; who proves it
-    is answered with a proof."""
+    """ASGI middleware: passes on to `app` requests that are signed with `token`, or bear it, and whose length is
+    bounded. The answer to a signed request is signed."""
 
     def __init__(self, app: App, token: str) -> None:
-        self._app, self._expected, self._proving = app, f"Bearer {token}".encode(), Proving(token)
+        self._app, self._expected, self._verifier = app, f"Bearer {token}".encode(), RequestVerifier(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,42 +37,42 @@ class Guard:
             if said is None:
                 return None
             receive = _again(said, receive)
-            status = self.unlike(claim, said)
+            status = self.check_body(claim, said)
             send = self._proved(claim, send)
         if not status:
             return await self._app(scope, receive, send)
         for message in self.refusal(status).messages():
             await send(message)
 
-    def judge(self, method: str, target: bytes, said: Headers) -> tuple[int, Claim | None]:
-        """HTTP's status, 0 for come in, from a request's head; and what it proves of its body, if it bears no token."""
+    def judge(self, method: str, target: bytes, said: Headers) -> tuple[int, SignedRequest | None]:
+        """HTTP's status for a request's head, 0 where it is admitted; and the verified head, if it is signed."""
         headers = dict(said)
         given, claim = headers.get(b"authorization", b""), None
         if not hmac.compare_digest(given, self._expected):
-            claim = self._proving.claim(method, target.decode("latin-1"), given.decode("latin-1"))
+            claim = self._verifier.claim(method, target.decode("latin-1"), given.decode("latin-1"))
             if claim is None:
                 return 401, None
         return self._length(method, headers), claim
 
-    def unlike(self, claim: Claim, said: bytes) -> int:
-        """HTTP's status: 0 where the body is the one that was claimed."""
+    def check_body(self, claim: SignedRequest, said: bytes) -> int:
+        """HTTP's status: 0 where the body is the one that was signed."""
         return 0 if hmac.compare_digest(hashlib.sha256(said).hexdigest(), claim.digest) else 401
 
     def refusal(self, status: int, closes: bool = True) -> Reply:
-        """The answer to who is not let in; if it `closes` the connection, what follows is not looked at."""
+        """The answer to a request that is refused; `closes`: the connection ends, and what follows is not read."""
         headers = [(b"content-length", b"0")]
         if closes:
             headers.append((b"connection", b"close"))
         if status == 401:
-            challenge = f"{SCHEME} {self._proving.challenge}".encode()
+            challenge = f"{SCHEME} {self._verifier.challenge}".encode()
             headers += [(b"www-authenticate", b"Bearer"), (b"www-authenticate", challenge)]
         return Reply(status, tuple(headers), b"")
 
-    def proof(self, claim: Claim, status: int, digest: str) -> Header:
-        """The header by which an answer is believed."""
-        return HEADER.encode(), self._proving.proof(claim, status, digest).encode()
+    def proof(self, claim: SignedRequest, status: int, digest: str) -> Header:
+        """The header that signs an answer."""
+        return HEADER.encode(), self._verifier.proof(claim, status, digest).encode()
 
-    def _proved(self, claim: Claim, send: Send) -> Send:
+    def _proved(self, claim: SignedRequest, send: Send) -> Send:
         """As `send`, for an answer that is sent when it is whole."""
         start: MutableMapping[str, Any] = {}
         parts: list[bytes] = []

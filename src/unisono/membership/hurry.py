@@ -1,6 +1,4 @@
-"""What a client without the token can make the coordinator spend is bounded: a connection's seconds and memory, and
-lines of its log.
-"""
+"""Bounds on the cost of clients without the token: seconds and memory of a connection, and lines of the log."""
 
 from __future__ import annotations
 

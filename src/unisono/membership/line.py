@@ -17,7 +17,7 @@ import httptools
 from pydantic import BaseModel
 
 from unisono.errors import InvalidInput
-from unisono.membership.proof import PATH, Asking
+from unisono.membership.proof import PATH, RequestSigner
 from unisono.membership.values import Contact
 
 _LONGEST_ANSWER_BYTES = 16 << 20
@@ -25,7 +25,7 @@ _READ_BYTES = 1 << 16
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class Nothing(BaseModel):
+class NoBody(BaseModel):
     """Of an answer whose status alone is looked at."""
 
 
@@ -63,14 +63,14 @@ class Line:
             f"host: {urlsplit(contact.url).netloc.rpartition('@')[2]}\r\n"
             "content-type: application/json\r\naccept-encoding: gzip\r\n"
         )
-        self._asking = Asking(_sayable(contact.token))
+        self._signer = RequestSigner(_sayable(contact.token))
         self._wire: socket.socket | None = None
 
-    def beside(self) -> Line:
-        """Another one to the same coordinator."""
+    def sibling(self) -> Line:
+        """Another connection to the same coordinator, which shares its challenge."""
         other = copy.copy(self)
         other.refused = other._cut = False
-        other._asking, other._wire = self._asking.beside(), None
+        other._signer, other._wire = self._signer.sibling(), None
         return other
 
     def get(self, path: str, kind: type[Body]) -> Answer[Body] | None:
@@ -108,30 +108,30 @@ class Line:
             wire.close()
 
     def _believed(self, method: str, path: str, said: bytes) -> _Reading:
-        """The answer of who proves to know the token, or 401.
+        """The answer, whose signature was verified, or 401.
 
         Raises:
-            ValueError: whoever answers does not prove it.
+            ValueError: the answer was not signed with the token.
         """
-        known = bool(self._asking.challenge)
+        known = bool(self._signer.challenge)
         if not known:
             self._learn()
         answer = self._asked(method, path, said)
         if answer.status == 401 and known:  # the coordinator was started again
             self._learn()
             answer = self._asked(method, path, said)
-        if answer.status != 401 and not self._asking.believes(answer.status, answer.sent, answer.proof):
-            raise ValueError("an answer of somebody who does not know the token")
+        if answer.status != 401 and not self._signer.verifies(answer.status, answer.sent, answer.proof):
+            raise ValueError("an answer that is not signed with the token")
         return answer
 
     def _learn(self) -> None:
         asked = self._exchanged(lambda: f"GET {PATH} HTTP/1.1\r\n{self._head}content-length: 0\r\n\r\n".encode())
-        if not any(self._asking.challenged(said) for said in asked.challenges):
+        if not any(self._signer.accept_challenge(said) for said in asked.challenges):
             raise ValueError("no coordinator of this version")
 
     def _asked(self, method: str, path: str, said: bytes) -> _Reading:
         def request() -> bytes:
-            proof = self._asking.authorization(method, path, said)
+            proof = self._signer.authorization(method, path, said)
             head = f"{method} {path} HTTP/1.1\r\n{self._head}authorization: {proof}\r\n"
             return f"{head}content-length: {len(said)}\r\n\r\n".encode() + said
 
@@ -177,8 +177,8 @@ class _Reading:
     Attributes:
         whole: all of it is there.
         goes_on: the connection can be used again.
-        challenges: what who is refused is to do.
-        proof: that it comes from who knows the token.
+        challenges: the ``www-authenticate`` headers.
+        proof: the server's signature.
 
     Raises:
         ValueError: there is more of it than is read, or it cannot be unpacked.

@@ -1,4 +1,4 @@
-"""Who speaks with a coordinator: each message proves that its sender knows the token, which neither end says.
+"""Mutual authentication of a coordinator and its clients by the run's token, which is never sent.
 
 ::
 
@@ -9,7 +9,7 @@
 
 A proof is HMAC-SHA-256 under a key that is derived from the token, one for each direction. That of a request covers its
 method and path and all that stands before the proof. That of an answer covers its status and body, and the client and
-count that it answers. A challenge belongs to one server process, and a client counts its requests: none is heard twice.
+count that it answers. A challenge belongs to one server process, and a client counts its requests: a replay is refused.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _MOST_CLIENTS = 1 << 16  # whose counts are remembered
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A request whose head was proved: who asks, for the how-manieth time, and the digest of the body that follows."""
+class SignedRequest:
+    """A request whose head was verified: the client's id, its request count, and the SHA-256 of the body to come."""
 
     client: str
     count: int
     digest: str
 
 
-class Asking:
-    """A client's half, for one connection at a time."""
+class RequestSigner:
+    """The client's side, for one connection at a time."""
 
     def __init__(self, token: str) -> None:
         self._keys, self._challenge = _keys(token), [""]
         self._client, self._count = secrets.token_hex(8), 0
 
-    def beside(self) -> Asking:
-        """Another client's, on another connection to the same server: what one learns of it, both know."""
-        other = Asking.__new__(Asking)
+    def sibling(self) -> RequestSigner:
+        """One for another connection to the same server, with an id of its own. Both share the server's challenge."""
+        other = RequestSigner.__new__(RequestSigner)
         other._keys, other._challenge = self._keys, self._challenge
         other._client, other._count = secrets.token_hex(8), 0
         return other
 
     @property
     def challenge(self) -> str:
-        """Of the server; empty until it is known."""
+        """The server's challenge; empty until it is known."""
         return self._challenge[0]
 
     def authorization(self, method: str, path: str, body: bytes) -> str:
@@ -59,14 +59,14 @@ class Asking:
         said = f"{self.challenge} {self._client} {self._count} {hashlib.sha256(body).hexdigest()}"
         return f"{SCHEME} {said} {_proof(self._keys[0], method, path, said)}"
 
-    def believes(self, status: int, body: bytes, proof: str) -> bool:
-        """Whether an answer to the latest request comes from who knows the token."""
+    def verifies(self, status: int, body: bytes, proof: str) -> bool:
+        """Whether the answer to the latest request was signed with the token."""
         digest = hashlib.sha256(body).hexdigest()
         expected = _proof(self._keys[1], self._client, str(self._count), str(status), digest)
         return hmac.compare_digest(proof.encode("utf-8", "replace"), expected.encode())
 
-    def challenged(self, said: str) -> bool:
-        """Take the challenge out of a ``www-authenticate``; whether there is one."""
+    def accept_challenge(self, said: str) -> bool:
+        """Take the challenge from a ``www-authenticate`` header; returns whether it holds one."""
         scheme, _, challenge = said.partition(" ")
         if scheme != SCHEME or not (challenge.isascii() and challenge.isalnum() and len(challenge) <= 64):
             return False
@@ -74,11 +74,11 @@ class Asking:
         return True
 
 
-class Proving:
-    """The server's half.
+class RequestVerifier:
+    """The server's side.
 
     Attributes:
-        challenge: of this process; another one when too many clients have been seen to remember all.
+        challenge: random; chosen at the start, and again when more clients have been seen than are remembered.
     """
 
     def __init__(self, token: str) -> None:
@@ -89,8 +89,8 @@ class Proving:
         self.challenge = secrets.token_hex(16)
         self._counts: dict[str, int] = {}
 
-    def claim(self, method: str, path: str, authorization: str) -> Claim | None:
-        """What a request's head proves; None: nothing, or it was heard before."""
+    def claim(self, method: str, path: str, authorization: str) -> SignedRequest | None:
+        """The verified head of a request; None if its signature is wrong or it is a replay."""
         words = authorization.split(" ")
         if len(words) != 6 or words[0] != SCHEME or not authorization.isascii():
             return None
@@ -104,10 +104,10 @@ class Proving:
             self._begin()
             return None
         self._counts[client] = int(count)
-        return Claim(client, int(count), digest)
+        return SignedRequest(client, int(count), digest)
 
-    def proof(self, claim: Claim, status: int, digest: str) -> str:
-        """Of the answer with this status, whose body has that digest."""
+    def proof(self, claim: SignedRequest, status: int, digest: str) -> str:
+        """The signature of the answer to `claim` with this status and SHA-256 of the body."""
         return _proof(self._answer, claim.client, str(claim.count), str(status), digest)
 
 

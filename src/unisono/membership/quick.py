@@ -9,7 +9,7 @@ from typing import Any
 from unisono.membership.answers import Reply, answer
 from unisono.membership.door import Guard, unpacks
 from unisono.membership.hurry import Hurried
-from unisono.membership.proof import PATH, Claim
+from unisono.membership.proof import PATH, SignedRequest
 from unisono.membership.service import BEAT, Ear, Waiting
 
 LOG = logging.getLogger("unisono")
@@ -30,7 +30,7 @@ class Quick(Hurried):
         self._guard, self._ear = guard, ear
         self._said: bytearray | None = None  # of a beat that is on its way
         self._waiting: Waiting | None = None
-        self._claim: Claim | None = None  # of the beat that is heard
+        self._claim: SignedRequest | None = None  # of the beat that is heard
         self._wants_challenge = False
 
     def on_message_begin(self) -> None:
@@ -94,7 +94,7 @@ class Quick(Hurried):
     def _hear(self, said: bytearray) -> None:
         self._said = None
         self._late.cancel()
-        if self._claim and self._guard.unlike(self._claim, bytes(said)):
+        if self._claim and self._guard.check_body(self._claim, bytes(said)):
             self._claim = None
             self._reply(self._guard.refusal(401))
             self.transport.close()
