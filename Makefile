@@ -95,13 +95,27 @@ chaos: $(DEVELOP) ## try 100 seeds of faults on made-up runs of two tasks, and 2
 layouts: $(DEVELOP) ## train models of every kind under every layout, and on from what every other has saved
 	$(BIN)/python -m tests.layouts
 
+# The oldest versions that pyproject.toml admits. Tests that need newer tools of their own are left out.
+LOWEST := .venv-lowest/bin/python
+.PHONY: lowest
+lowest: $(DEVELOP) ## run what uses the core dependencies with the oldest versions that are allowed
+	$(PYTHON) -m venv --clear .venv-lowest
+	$(LOWEST) -m pip install --quiet "$$(grep '^torch==' requirements/lowest.txt)"
+	$(LOWEST) -m pip install --quiet -r requirements/lowest.txt 'setuptools>=77.0.3' \
+		pytest pytest-xdist pytest-timeout hypothesis psutil safetensors httpx2
+	$(LOWEST) -m pip install --quiet --no-deps -e .
+	$(LOWEST) -m pytest -n auto -m 'not long and not alone' tests/membership tests/cli tests/data tests/test_gathering.py \
+		tests/comm/test_token_store.py tests/comm/test_protection.py tests/comm/test_hostile.py \
+		tests/comm/test_service.py tests/checkpoint/test_round_trip.py \
+		--ignore tests/membership/test_fuzz.py --ignore tests/membership/test_quick.py
+
 .PHONY: system
 system:
 	@.ci/system-packages
 
 .PHONY: clean
 clean: ## remove the virtual environment and what tools left behind; runs/ stays
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-lowest build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Another Python version makes its own stamp, and with it the environment anew.
@@ -114,13 +128,17 @@ $(MADE):
 
 # torch by itself and first: its version decides which build of everything else fits.
 $(TORCH): constraints.txt $(MADE)
-	$(PIP) "$$(grep -m1 '^torch==' constraints.txt)"
+	$(PIP) --no-deps "$$(grep -m1 '^torch==' constraints.txt)"
 	@touch $@
 
-$(INSTALLED): pyproject.toml constraints.txt $(TORCH)
+# Then what is pinned, and only if it has the hashes that are kept here (.ci/hashes writes them). What another Python or
+# build of torch needs besides comes with the package.
+$(INSTALLED): pyproject.toml constraints.txt requirements/run.txt $(TORCH)
+	$(PIP) --no-deps --require-hashes -r requirements/run.txt
 	$(PIP) -c constraints.txt -e '.[all]'
 	@touch $@
 
-$(DEVELOP): $(INSTALLED)
+$(DEVELOP): requirements/dev.txt $(INSTALLED)
+	$(PIP) --no-deps --require-hashes -r requirements/dev.txt
 	$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks import harness
 from benchmarks.harness import Claim, Spread, Verdict
-from unisono.checkpoint import Writer, fingerprint, load
+from unisono.checkpoint import Writer, fingerprint, fingerprint_of, verified
 
 AFTER_STEPS = 3
 WIDTH, DEPTH, VOCABULARY, BATCH, LENGTH = 512, 12, 8192, 1, 96
@@ -210,7 +210,7 @@ def check(training: Training, folder: Path) -> float:
     way, tensors = Unisono(folder), training.tensors()
     way.begin(1, tensors)
     way.wait()
-    if fingerprint(load(folder / "step-00000001").tensors) != fingerprint(tensors):
+    if fingerprint_of(verified(folder / "step-00000001"), prefix="") != fingerprint(tensors):
         raise SystemExit("what was read is not what was written")
     way.writer.close()
     return sum(x.nbytes for x in tensors.values()) / 1e9

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
+import ssl
 import stat
 import subprocess
+import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +25,7 @@ from unisono.launch import Coordination
 from unisono.launch.rally import rallied
 from unisono.membership import Contact, Policy
 from unisono.membership.card import contact_in
+from unisono.membership.certificate import certified, pin
 from unisono.membership.line import Line, NoBody, ask
 from unisono.membership.messages import OrderMessage, StatusMessage, WordMessage
 from unisono.membership.place import Calling, Place
@@ -213,6 +218,42 @@ def test_over_tls_only_whom_the_authority_vouches_for_is_believed(tmp_path) -> N
         Line(Contact("https://127.0.0.1:1", TOKEN, authority=str(tmp_path / "ours.key")))
 
 
+def test_with_a_certificate_of_its_own_it_is_known_by_the_fingerprint_and_nobody_else_is(tmp_path) -> None:
+    said, told = notices()
+    calling = Calling(Place("0.0.0.0", makes_certificate=True), TOKEN)
+    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), told, calling) as elastic:
+        url, authority = elastic.contact.url, elastic.contact.authority
+        here = replace(elastic.contact, url=f"https://127.0.0.1:{url.rpartition(':')[2]}")
+        assert _order(here).task == "digits"
+        assert said == [
+            f"others join with  unisono join {url} --authority {authority} --task digits  and the token in "
+            f"{tmp_path / 'coordinator' / 'contact.json'}"
+        ]
+        with pytest.raises(InvalidInput, match="its certificate is not known here"):
+            ask(replace(here, authority=pin(b"another")), "/v1/order", OrderMessage)
+    assert stat.S_IMODE((tmp_path / "coordinator" / "key.pem").stat().st_mode) == 0o600
+
+
+def test_whoever_answers_with_another_certificate_is_told_nothing(tmp_path) -> None:
+    theirs = certified(Place(makes_certificate=True), tmp_path / "theirs.pem", tmp_path / "theirs.key")
+    context, heard = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), []
+    context.load_cert_chain(str(theirs.certificate), str(theirs.key))
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def serve() -> None:
+            wire, _ = door.accept()
+            with context.wrap_socket(wire, server_side=True) as secured:
+                heard.append(secured.recv(1000))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        contact = Contact(f"https://127.0.0.1:{door.getsockname()[1]}", TOKEN, authority=pin(b"the coordinator's"))
+        with pytest.raises(InvalidInput, match="its certificate is not known here"):
+            ask(contact, "/v1/order", OrderMessage)
+        thread.join()
+    assert heard == [b""]
+
+
 def test_one_that_listens_for_others_says_how_they_join(tmp_path) -> None:
     said, told = notices()
     calling = Calling(Place("0.0.0.0"), TOKEN)
@@ -220,6 +261,6 @@ def test_one_that_listens_for_others_says_how_they_join(tmp_path) -> None:
         assert elastic.contact.meets_at == ""
         assert elastic.contact.token == TOKEN
         assert said == [
-            f"others join with  unisono join {elastic.contact.url} --task digits  and the token in "
+            f"others join with  unisono join {elastic.contact.url} --authority none --task digits  and the token in "
             f"{tmp_path / 'coordinator' / 'contact.json'}"
         ]

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from tests import processes
+from tests.checkpoint.whole import load
 from tests.lives import Life, live, lived
 from tests.training import _worker, regression, source, train
 from unisono import Task
-from unisono.checkpoint import checkpoints, fingerprint_of, load, open_newest
+from unisono.checkpoint import checkpoints, fingerprint_of, open_newest
 from unisono.data import MicroBatchPlan
 from unisono.errors import Diverged, InvalidInput
 from unisono.guard import Guard

@@ -205,6 +205,27 @@ def test_every_dependency_is_pinned_and_torch_comes_first() -> None:
     assert required() - {canonical(line) for line in lines} == set()
 
 
+def test_every_pinned_package_but_torch_has_hashes() -> None:
+    """`.ci/hashes` writes them; no package is installed here by `make` whose bytes are not those."""
+    pins = {tuple(line.split("==")) for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    kept: set[tuple[str, str]] = set()
+    for page in ("run", "dev"):
+        text = (ROOT / "requirements" / f"{page}.txt").read_text()
+        for name, version, hashes in re.findall(r"^([a-z0-9-]+)==(\S+) \\\n((?:    --hash=\S+.*\n)+)", text, re.M):
+            assert re.fullmatch(r"(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", hashes)
+            kept.add((name, version))
+    assert kept == {(canonical(name), version) for name, version in pins} - {("torch", version) for _, version in pins}
+
+
+def test_the_lower_bounds_are_versions_that_are_tested() -> None:
+    """By `make lowest`."""
+    pins = dict(line.split("==") for line in (ROOT / "requirements" / "lowest.txt").read_text().splitlines())
+    bounds = dict(line.split(">=") for line in PYPROJECT["project"]["dependencies"])
+    tested = {name: version for name, version in pins.items() if name in bounds}
+    padded = {name: f"{bound}.0.0".split(".")[:3] for name, bound in bounds.items()}
+    assert {name: version.split(".") for name, version in tested.items()} == padded
+
+
 def test_every_dependency_is_accounted_for() -> None:
     rows = (ROOT / "docs" / "dependencies.md").read_text()
     assert {canonical(name) for name in re.findall(r"^\| ([\w-]+) \|", rows, re.M)} - {"package"} == required()
@@ -221,9 +242,10 @@ def test_torch_is_installed_by_a_call_of_its_own_before_the_package() -> None:
         check=True,
     ).stdout
     calls = [line for line in plan.splitlines() if "pip" in line and " install " in line]
-    assert len(calls) == 2
+    assert len(calls) == 3
     assert "torch==" in calls[0]
-    assert "-c constraints.txt" in calls[1]
+    assert "--require-hashes" in calls[1]
+    assert "-c constraints.txt" in calls[2]
     assert plan.splitlines()[-1].endswith("unisono train digits --workers 2")
 
 

@@ -143,8 +143,8 @@ class Attended:
 
     def __init__(self, worker: Worker, config: Config, contact: Contact, watch: Watched) -> None:
         self._worker, self._config = worker, config
-        self._door = open_door(contact.meets_at, contact.url)
-        self._name, self._token = worker.name, contact.token
+        self._door = open_door(contact.meets_at, contact.url, contact.token)
+        self._name, self._contact = worker.name, contact
         self.view, self.rank = View(), 0
         self._meeting: Meeting | None = None
         self._pace = Pace(_TELL_SECONDS)
@@ -193,7 +193,8 @@ class Attended:
         hosts = [place.host for place in self.view.places]
         where = at_attempt(self.view.places[0].meets_at, self.view.number)
         self._meeting = Meeting(self.rank, hosts, where, self._config.communicator, device,
-                                self._config.deadline_seconds, abort=self._abort, token=self._token)  # fmt: skip
+                                self._config.deadline_seconds, abort=self._abort, token=self._contact.token,
+                                encrypted=self._contact.secure)  # fmt: skip
         return self._meeting
 
     def met(self, step: int, digest: str) -> None:

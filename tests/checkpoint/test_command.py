@@ -15,8 +15,9 @@ import torch
 
 from tests.checkpoint.layouts import LAYOUTS, save_parts, tensors
 from tests.checkpoint.test_damage import flip
+from tests.checkpoint.whole import load
 from tests.cli.played import Said
-from unisono.checkpoint import fingerprint, load, open_checkpoint
+from unisono.checkpoint import fingerprint, open_checkpoint
 from unisono.cli import main
 
 META = {"config": {"layout": "Layout(shard=2)", "sync": "AllReduce()", "workers": 4}, "numbers": {}}

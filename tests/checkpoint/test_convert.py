@@ -18,8 +18,9 @@ from safetensors import safe_open
 from tests.checkpoint.layouts import LAYOUTS, save_parts, tensors
 from tests.checkpoint.states import every_kind, save
 from tests.checkpoint.test_damage import flip
+from tests.checkpoint.whole import load
 from tests.processes import run
-from unisono.checkpoint import fingerprint, load, open_checkpoint, open_plain, save_plain, store
+from unisono.checkpoint import fingerprint, open_checkpoint, open_plain, save_plain, store
 from unisono.errors import CheckpointDamaged, CheckpointError
 
 STEP = "step-00000003"

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.checkpoint.states import numbered, save, unexpected
-from unisono.checkpoint import fingerprint, load, load_newest
+from tests.checkpoint.whole import load, load_newest
+from unisono.checkpoint import fingerprint
 from unisono.checkpoint.manifest import seal, unseal
 from unisono.errors import CheckpointDamaged
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from tests.checkpoint.states import numbered, save, unexpected
+from tests.checkpoint.whole import load_newest
 from tests.processes import run
-from unisono.checkpoint import Event, Phase, Writer, fingerprint, load_newest
+from unisono.checkpoint import Event, Phase, Writer, fingerprint
 from unisono.errors import CheckpointError
 
 MEGABYTE = 1 << 20

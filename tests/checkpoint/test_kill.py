@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.states import unexpected
+from tests.checkpoint.whole import load, load_newest
 from tests.processes import start
-from unisono.checkpoint import Writer, checkpoints, fingerprint, load, load_newest
+from unisono.checkpoint import Writer, checkpoints, fingerprint
 
 PLACES = (os.path.join("unisono", "checkpoint", ""), os.path.join("unisono", "atomic.py"))
 COMMIT = {"commit_parts", "put_in_place", "write_latest", "write_durably", "move", "attempt", "_replace", "prune",

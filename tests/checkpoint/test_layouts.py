@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.layouts import LAYOUTS, Holdings, holders, locals_of, save_parts, tensors, wrong
 from tests.checkpoint.states import every_kind, numbered, save, unexpected
+from tests.checkpoint.whole import load
 from unisono.checkpoint import (
     Box,
     Writer,
@@ -20,7 +21,6 @@ from unisono.checkpoint import (
     fingerprint,
     fingerprint_of,
     holding,
-    load,
     open_checkpoint,
     open_newest,
 )

@@ -13,8 +13,9 @@ import torch
 from safetensors import safe_open
 
 from tests.checkpoint.states import every_kind, numbered, save, unexpected
+from tests.checkpoint.whole import load, load_newest
 from tests.processes import run
-from unisono.checkpoint import Event, Phase, Writer, checkpoints, compare, fingerprint, load, load_newest
+from unisono.checkpoint import Event, Phase, Writer, checkpoints, compare, fingerprint
 from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.errors import CheckpointMismatch
 

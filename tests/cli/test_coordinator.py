@@ -72,6 +72,30 @@ def test_it_answers_whoever_has_the_token_until_it_is_asked_to_end(number: signa
         assert process.wait(20) == 2
 
 
+def test_it_makes_a_certificate_by_whose_fingerprint_it_is_known(tmp_path: Path) -> None:
+    shown = []
+    for _ in range(2):
+        with coordinating(tmp_path, "--make-certificate", "--state", "here", UNISONO_TOKEN=TOKEN) as process:
+            url = url_of(process)
+            assert process.stdout is not None
+            said, _, authority = process.stdout.readline().strip().rpartition(" ")
+            assert said == f"others join with  unisono join {url} --authority"
+            shown.append(authority)
+            answer = Line(Contact(url, TOKEN, authority=authority)).get("/v1/status", StatusMessage)
+            assert answer is not None
+            assert answer.status == 200
+            by_file = Contact(url, TOKEN, authority=str(tmp_path / "here.certificate.pem"))
+            assert Line(by_file).get("/v1/status", StatusMessage) is not None
+            another = authority[:-1] + ("0" if authority[-1] != "0" else "1")
+            assert Line(Contact(url, TOKEN, authority=another)).get("/v1/status", StatusMessage) is None
+    assert shown[0] == shown[1]
+    key = tmp_path / "here.key.pem"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    key.chmod(0o640)
+    with coordinating(tmp_path, "--make-certificate", "--state", "here", UNISONO_TOKEN=TOKEN) as process:
+        assert process.wait(20) == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_where_it_was_started_with_sigint_ignored_other_signals_end_it(number: signal.Signals, tmp_path: Path) -> None:
     with coordinating(tmp_path, ignored=[signal.SIGINT], UNISONO_TOKEN=TOKEN) as process:
@@ -109,6 +133,7 @@ def test_started_again_it_knows_the_view(tmp_path) -> None:
         (["--minimum", "0"], "--minimum = 0: not a whole number from 1"),
         (["--port", "70000"], "port = 70000: above 65535"),
         (["--host", "192.0.2.1", "--certificate", "none"], "listen = 192.0.2.1:0: Cannot assign requested address"),
+        (["--host", "192.0.2.1", "--make-certificate"], "listen = 192.0.2.1:0: Cannot assign requested address"),
         (["--certificate", __file__], "TLS needs a certificate and its key; give both."),
         (["--key", "nowhere"], "--key = nowhere: there is no such file"),
         (["--token", TOKEN], "--token = (nothing): there is no such option; did you mean --token-file?"),

@@ -18,6 +18,8 @@ from unisono.membership.place import Calling, Place
 
 TOKEN = "as long as it has to be"
 
+PIN = f"sha256:{'0123456789abcdef' * 4}"
+
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +34,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--listen localhost", Calling(Place("localhost"), TOKEN)),
         ("--listen=[::]:4000 --certificate=none", Calling(Place("::", 4000), TOKEN)),
         (f"--listen here:1 --certificate none --authority {__file__}", Calling(Place("here", 1), TOKEN, __file__)),
+        ("--listen 10.0.0.1 --certificate new", Calling(Place("10.0.0.1", makes_certificate=True), TOKEN)),
+        (f"--coordinator https://here:4 --authority {PIN}",
+         Calling(elsewhere=Contact("https://here:4", TOKEN, authority=PIN))),
         ("--coordinator https://here:4", Calling(elsewhere=Contact("https://here:4", TOKEN))),
         ("--coordinator http://here:4 --authority none", Calling(elsewhere=Contact("http://here:4", TOKEN))),
         ("--coordinator http://[::1]:4", Calling(elsewhere=Contact("http://[::1]:4", TOKEN))),
@@ -57,7 +62,8 @@ def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, calling
         ("train digits --listen 10.0.0.1", "plain HTTP between hosts is not encrypted"),
         ("train digits --coordinator http://here:4", "plain HTTP between hosts is not encrypted"),
         ("status http://here:4", "have it use https:// (unisono coordinator --help), or add --authority none."),
-        ("coordinator --host 0.0.0.0", "give --certificate FILE and --key FILE, or --certificate none."),
+        ("coordinator --host 0.0.0.0", "give --certificate FILE and --key FILE, --certificate new (one is made), "),
+        ("join https://a:1 --authority sha256:12", "--authority = sha256:12: no fingerprint of a certificate; write"),
         ("join http://127.0.0.1:1 --task a --script b", "--script = b: --task is given too"),
         ("join", "URL = (nothing): one run is needed; write unisono join URL, or --run DIR."),
         ("join http://127.0.0.1:1 --workers none", "--workers = none: not a whole number from 1"),

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from unisono.comm import Alone, Line, Message, frames, trust
+from unisono.comm.frames import BrokenMessage
 from unisono.comm.hosting import Hosting
 from unisono.comm.reception import abstract
 
@@ -57,11 +58,35 @@ class Target:
         wire.settimeout(10.0)
         return wire
 
-    def trusted(self, number: int = NOBODY) -> socket.socket:
+    def trusted(self, number: int = NOBODY) -> Client:
         """A connection that knows the token."""
-        wire = self.stranger()
-        trust.introduce(wire, self.token, number, 0)
-        return wire
+        return Client(trust.introduce(self.stranger(), self.token, number, 0))
+
+
+@dataclass
+class Client:
+    """One that was let in, and says whatever it likes: its tags are right."""
+
+    trusted: trust.Trusted
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wire.close()
+
+    @property
+    def wire(self) -> socket.socket:
+        return self.trusted.wire
+
+    def say(self, data: bytes) -> None:
+        """`data`, cut into segments as the head that it begins with announces them."""
+        first = len(data)
+        with suppress(BrokenMessage, struct.error):
+            head = frames.Head.parse(data[: frames.HEAD_BYTES], LARGEST_BYTES)
+            first = frames.HEAD_BYTES + head.table_bytes + head.text_bytes
+        parts = self.trusted.outgoing.protect([memoryview(data[:first]), memoryview(data[first:])])
+        self.wire.sendall(b"".join(piece for part in parts for piece in part))
 
 
 DOORS = ("network", "nearby")
@@ -122,20 +147,20 @@ def broken_messages(server: Target) -> None:
         head(2, 1, LARGEST_BYTES + 8),
         head(1 << 31, 0, 0),
         head(2, 1 << 31, 0),
-        head(2, 1, 16) + table(0, (1 << 63) + 4) + b"{}",
-        head(2, 1, 16) + table(99, 4) + b"{}",
-        head(2, 2, 16) + table(0, 2**62) * 2 + b"{}",
+        head(2, 1, 16) + table(0, (1 << 63) + 4) + b"{}" + bytes(16),
+        head(2, 1, 16) + table(99, 4) + b"{}" + bytes(16),
+        head(2, 2, 16) + table(0, 2**62) * 2 + b"{}" + bytes(16),
         *(head(len(text), 0, 0) + text for text in TEXTS),
     ]
     for case in cases:
-        with server.trusted() as wire:
-            wire.sendall(case)
-            assert ended(wire), case
+        with server.trusted() as client:
+            client.say(case)
+            assert ended(client.wire), case
     for length in (1, 31, 32, 40, len(good) - 1):
-        with server.trusted() as wire:
-            wire.sendall(good[:length])
-            wire.shutdown(socket.SHUT_WR)
-            assert ended(wire), length
+        with server.trusted() as client:
+            client.wire.sendall(good[:length])
+            client.wire.shutdown(socket.SHUT_WR)
+            assert ended(client.wire), length
 
 
 TEXTS = [
@@ -171,8 +196,14 @@ def noise(server: Target, seconds: float, seed: int = 0) -> int:
     while time.monotonic() < until:
         count += 1
         junk = source.randbytes(source.choice([1, 8, 88, 200, 5000]))
-        with suppress(ConnectionError), server.trusted() if count % 2 else server.stranger() as wire:
-            wire.sendall(b"uni1" + junk if source.random() < 0.3 else junk)
+        said = b"uni1" + junk if source.random() < 0.3 else junk
+        with suppress(ConnectionError):
+            if count % 2:
+                with server.trusted() as client:
+                    client.say(said) if source.random() < 0.5 else client.wire.sendall(said)
+            else:
+                with server.stranger() as wire:
+                    wire.sendall(said)
         if count % 50 == 0:
             served(server)
     return count
@@ -183,9 +214,9 @@ def served(server: Target) -> None:
     until = time.monotonic() + 20.0
     while True:
         try:
-            with server.trusted(NOBODY + 1) as wire:
-                wire.sendall(b"".join(frames.encode(Message("value"))))
-                assert wire.recv(4) == b"uni1"
+            with server.trusted(NOBODY + 1) as client:
+                client.say(b"".join(frames.encode(Message("value"))))
+                assert client.wire.recv(4) == b"uni1"
                 return
         except ConnectionError:  # it had to make room, or its predecessor is not gone yet
             assert time.monotonic() < until

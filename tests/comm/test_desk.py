@@ -11,6 +11,8 @@ import pytest
 from tests.comm.actors import Echo
 from unisono.comm import Message, frames
 from unisono.comm.desk import Desk
+from unisono.comm.protection import Direction, Protection
+from unisono.comm.trust import Terms, Trusted
 
 
 class SlowToGrasp(Echo):
@@ -26,13 +28,18 @@ class SlowToGrasp(Echo):
         super().lost(sender)
 
 
+def bare(wire: socket.socket) -> Trusted:
+    """A connection as it is between processes of one host."""
+    return Trusted(wire, Terms(1 << 20, Protection.NONE), Direction(), Direction())
+
+
 def test_who_sees_its_connection_end_may_come_back_at_once() -> None:
     actor = SlowToGrasp()
     desk = Desk(actor, 0, lambda sender, nbytes: None)
     desk.meet([])
     ours, theirs = socket.socketpair()
     ours.settimeout(10.0)
-    desk.welcome(theirs, 7)
+    desk.welcome(bare(theirs), 7)
     ours.sendall(bytes(64))  # a message it is not
     assert actor.told.wait(10.0)
     ours.setblocking(False)
@@ -45,7 +52,7 @@ def test_who_sees_its_connection_end_may_come_back_at_once() -> None:
     again, theirs = socket.socketpair()
     again.settimeout(10.0)
     with closing(again):
-        desk.welcome(theirs, 7)
+        desk.welcome(bare(theirs), 7)
         again.sendall(b"".join(frames.encode(Message("value"))))
         assert again.recv(4) == b"uni1"
     desk.close()

@@ -42,7 +42,7 @@ def test_tensors_come_back_to_the_bit(dtype: torch.dtype, count: int) -> None:
     table = parse_table(head, whole[HEAD_BYTES:][: head.table_bytes])
     buffer = Buffer(head.payload_bytes)
     if buffer.nbytes:
-        buffer.bytes[:] = whole[HEAD_BYTES + head.table_bytes + head.text_bytes :]
+        buffer.bytes[: buffer.nbytes] = whole[HEAD_BYTES + head.table_bytes + head.text_bytes :]
     for found in buffer.cut(table):
         assert found.dtype is dtype
         assert found.view(torch.uint8).tolist() == x.view(torch.uint8).tolist()

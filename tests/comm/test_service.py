@@ -20,8 +20,8 @@ from tests.comm.test_laws import connected
 from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Alone, Communicator, Line, Link, Message, Simulated, outcomes, simulate
-from unisono.comm.door import host_name
 from unisono.comm.frames import DTYPES, encode, nbytes
+from unisono.comm.host import host_name
 from unisono.comm.line import Place, connect_line
 from unisono.comm.reception import Doors, Reception, listen
 from unisono.errors import MessageMismatch, PeerLost
@@ -161,20 +161,24 @@ def test_laws(kind: str, size: int, tmp_path: Path) -> None:
     over(kind, size, tmp_path, all_laws)
 
 
-def all_laws_over_the_network(comm: Communicator) -> None:
+def all_laws_over_the_network(comm: Communicator, encrypted: bool) -> None:
     """As between hosts; this process is another after every test."""
     Doors.open = staticmethod(lambda address: Doors([listen(address)], ""))  # type: ignore[method-assign]
+    comm._family.hosting._encrypted = encrypted  # type: ignore[attr-defined]
     all_laws(comm)
 
 
-def test_laws_hold_over_the_network(tmp_path: Path) -> None:
-    over("shared_memory", 2, tmp_path, all_laws_over_the_network)
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_laws_hold_over_the_network(tmp_path: Path, encrypted: bool) -> None:
+    over("shared_memory", 2, tmp_path, all_laws_over_the_network, encrypted)
 
 
 def test_who_is_not_nearby_comes_over_the_network() -> None:
     with closing(Doors.open("127.0.0.1")) as doors:
         families: SimpleQueue[int] = SimpleQueue()
-        reception = Reception(doors.sockets, b"token", 0, 1 << 20, lambda wire, sender: families.put(wire.family))
+        reception = Reception(
+            doors.sockets, b"token", 0, 1 << 20, lambda there, sender: families.put(there.wire.family)
+        )
         for nearby, host, family in (
             (doors.nearby, host_name(), socket.AF_UNIX),
             ("nobody has this name", host_name(), socket.AF_INET),

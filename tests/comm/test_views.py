@@ -28,10 +28,12 @@ from unisono.comm.rendezvous import parse_rendezvous
 from unisono.errors import InvalidInput, PeerLost
 
 CPU = torch.device("cpu")
+TOKEN = "a token that the run's workers know"
 
 
 def meet(rank: int, hosts: Sequence[str], url: str, kind: str = "auto", abort: Abort | None = None) -> Any:
-    return Meeting(rank, hosts, url, kind, CPU, DEADLINE_SECONDS, abort=abort).among(range(len(hosts)))
+    meeting = Meeting(rank, hosts, url, kind, CPU, DEADLINE_SECONDS, abort=abort, token=TOKEN)
+    return meeting.among(range(len(hosts)))
 
 
 # Hosts.
@@ -76,12 +78,12 @@ def test_all_on_one_host_share_memory_and_others_cannot(tmp_path: Path) -> None:
 
 
 def test_a_place_of_all_is_everybodys_door() -> None:
-    door = open_door("file:///private/place", "http://127.0.0.1:80")
+    door = open_door("file:///private/place", "http://127.0.0.1:80", TOKEN)
     assert door.url == "file:///private/place"
     door.close()
     for meets_at, towards in (("nowhere", "http://h:1"), ("", "no url")):
         with pytest.raises(InvalidInput):
-            open_door(meets_at, towards)
+            open_door(meets_at, towards, TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_a_place_has_many_times(url: str, expected: str) -> None:
 
 def through_doors(rank: int, size: int, directory: Path) -> list[str]:
     """Each opens a door; they meet at each of them, in turn."""
-    door = open_door("", "http://127.0.0.1:9")
+    door = open_door("", "http://127.0.0.1:9", TOKEN)
     (directory / f"door-{rank}").write_text(door.url)
     assert within(DEADLINE_SECONDS, lambda: len([f for f in directory.glob("door-*") if f.read_text()]) == size)
     doors = [(directory / f"door-{each}").read_text() for each in range(size)]
@@ -168,7 +170,7 @@ def place_of_all(rank: int, lost: int, through: str, directory: Path) -> str:
         return f"file://{directory}/place"
     told = directory / "door"
     if rank == lost:
-        DOORS.append(open_door("", "http://127.0.0.1:9"))
+        DOORS.append(open_door("", "http://127.0.0.1:9", TOKEN))
         (directory / "being told").write_text(DOORS[0].url)
         (directory / "being told").rename(told)
     assert within(DEADLINE_SECONDS, told.exists)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.checkpoint.whole import load_newest
 from tests.launch.observation import session
 from tests.layouts.runs import ROOT
 from tests.losses.raid import Plan, steps
 from tests.losses.tasks import BATCH, SAMPLES, STEPS
-from unisono.checkpoint import load_newest
 from unisono.launch.succession import AFTER_LOOP, BEFORE_LOOP, WITHOUT_STEP
 
 STILL_SECONDS = 200.0  # without a step, also on a busy machine: the run waits for something

@@ -11,7 +11,7 @@ from unisono.checkpoint.fingerprint import digest, fingerprint, fingerprint_of
 from unisono.checkpoint.holding import Piece, decode_holding, encode_holding, holding
 from unisono.checkpoint.opened import Opened, open_checkpoint
 from unisono.checkpoint.plain import Plain, open_plain
-from unisono.checkpoint.reader import Loaded, load, load_newest, newest, open_newest
+from unisono.checkpoint.reader import newest, open_newest
 from unisono.checkpoint.share import share_out
 from unisono.checkpoint.verify import damages, verified
 from unisono.checkpoint.weights import read_weights
@@ -20,7 +20,6 @@ from unisono.checkpoint.writer import Event, Phase, Progress, Writer
 __all__ = [
     "Box",
     "Event",
-    "Loaded",
     "Opened",
     "Phase",
     "Piece",
@@ -38,8 +37,6 @@ __all__ = [
     "fingerprint_of",
     "holding",
     "home",
-    "load",
-    "load_newest",
     "newest",
     "open_checkpoint",
     "open_found",

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import TypeVar
 
 from unisono.checkpoint import directory as place
 from unisono.checkpoint.opened import Opened, open_checkpoint
 from unisono.errors import CheckpointDamaged
 
 Read = TypeVar("Read")
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A sound checkpoint: its step, tensors by name (on the CPU, each with memory of its own), meta and
-    directory."""
-
-    step: int
-    tensors: Mapping[str, Tensor]
-    meta: Any
-    path: Path
 
 
 def newest(
@@ -58,18 +44,3 @@ def newest(
 def open_newest(directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]) -> Opened | None:
     """The newest checkpoint that can be opened, to be read piece by piece; see `newest` and `open_checkpoint`."""
     return newest(directory, on_damaged, open_checkpoint)
-
-
-def load_newest(directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]) -> Loaded | None:
-    """The newest sound checkpoint, whole; see `newest`."""
-    return newest(directory, on_damaged, load)
-
-
-def load(path: str | os.PathLike[str]) -> Loaded:
-    """All of the checkpoint in directory `path`.
-
-    Raises:
-        CheckpointDamaged: names the file, and where possible the tensor, that is not what was written.
-    """
-    opened = open_checkpoint(path)
-    return Loaded(opened.step, {name: opened.read(name) for name in opened.specs}, opened.meta, opened.path)

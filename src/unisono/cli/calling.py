@@ -10,19 +10,21 @@ from unisono.cli.token import VARIABLE, token
 from unisono.cli.words import whole
 from unisono.errors import InvalidInput
 from unisono.membership import Contact
+from unisono.membership.certificate import is_pin
 from unisono.membership.place import Calling, Place
 
 OPTIONS = {
     "--listen": ("HOST[:PORT]", "have the run's coordinator listen there, so that workers of other hosts may join "
                  f"(unisono join); they bear its token, {VARIABLE} of the environment or a new one [127.0.0.1]"),
-    "--certificate": ("FILE", "of that host, for TLS, with --key; none: plain HTTP, which is not encrypted"),
+    "--certificate": ("FILE", "of that host, for TLS, with --key; new: one is made, which others know by the printed "
+                      "fingerprint; none: plain HTTP, which is not encrypted"),
     "--key": ("FILE", "of the certificate"),
-    "--authority": ("FILE", "certificate by which the coordinator's is known, where the system's list has it not; "
-                    "none: for http:// to another host"),
+    "--authority": ("FILE", "certificate by which the coordinator's is known, where the system's list has it not, or "
+                    "the fingerprint of its own (sha256:...); none: for http:// to another host"),
     "--coordinator": ("URL", f"a unisono coordinator that is up already, whose token {VARIABLE} or --token-file holds"),
     "--token-file": ("FILE", f"holds the token, in place of {VARIABLE}"),
 }  # fmt: skip
-NONE = "none"
+NONE, NEW = "none", "new"
 _LARGEST_PORT = 65535
 
 
@@ -50,7 +52,8 @@ def contact(url: str, options: Mapping[str, str]) -> Contact:
     """Of the coordinator at `url`.
 
     Raises:
-        InvalidInput: no token, no such file, or plain HTTP to another host without ``--authority none``.
+        InvalidInput: no token, no such file or fingerprint, or plain HTTP to another host without
+            ``--authority none``.
     """
     known = token(options)
     if not known:
@@ -75,11 +78,12 @@ def place(host: str, port: int, options: Mapping[str, str]) -> Place:
     if port > _LARGEST_PORT:
         raise InvalidInput("port", port, f"above {_LARGEST_PORT}", "leave it out, which takes a free one")
     certificate, key = (Path(found) if (found := _file(options, name)) else None for name in ("--certificate", "--key"))
-    where = Place(host, port, certificate, key)
-    if not (where.private or certificate or options.get("--certificate") == NONE):
+    where = Place(host, port, certificate, key, options.get("--certificate") == NEW)
+    if not (where.private or certificate or where.makes_certificate or options.get("--certificate") == NONE):
         raise InvalidInput(
             "listen", host, "plain HTTP between hosts is not encrypted",
-            f"give --certificate FILE and --key FILE, or --certificate {NONE}")  # fmt: skip
+            f"give --certificate FILE and --key FILE, --certificate {NEW} (one is made), or --certificate {NONE}"
+        )  # fmt: skip
     return where
 
 
@@ -91,7 +95,11 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _file(options: Mapping[str, str], name: str) -> str:
-    path = "" if options.get(name) == NONE else options.get(name, "")
+    path = options.get(name, "")
+    if path == NONE or (name == "--certificate" and path == NEW):
+        return ""
+    if name == "--authority" and is_pin(path):
+        return path
     if path and not Path(path).is_file():
         raise InvalidInput(name, path, "there is no such file", "check the path")
     return str(Path(path).absolute()) if path else ""

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unisono import atomic
-from unisono.cli.calling import place
+from unisono.cli.calling import NEW, place
 from unisono.cli.token import VARIABLE, token
 from unisono.cli.words import read, whole
 from unisono.errors import InvalidInput
-from unisono.membership import Policy
+from unisono.membership import Contact, Policy
+from unisono.membership.card import joining
+from unisono.membership.certificate import certified, fingerprint
 
 USAGE = f"""\
 usage: unisono coordinator [options]
@@ -26,6 +28,7 @@ host. It ends on Ctrl-C, SIGTERM and SIGHUP; started again with the same --state
   --port PORT         0 takes a free one [0]
   --state FILE        where its decisions lie [coordinator.sqlite]
   --certificate FILE  of this host, for TLS, with --key FILE; none: plain HTTP, which is not encrypted
+  --make-certificate  make one, beside --state; others know it by its fingerprint, which is printed (--certificate new)
   --minimum N         workers below which nothing is trained [1]
   --maximum N         workers above which further ones stand by [as many as come]
   --expected N        workers that the first view waits for, for 30 s [--minimum]
@@ -48,7 +51,9 @@ def coordinator(words: list[str]) -> int:
     if "--help" in words or "-h" in words:
         print(USAGE, end="")
         return 0
-    options, rest = read(words, dict.fromkeys(_OPTIONS, True))
+    options, rest = read(words, {**dict.fromkeys(_OPTIONS, True), "--make-certificate": False})
+    if "--make-certificate" in options:
+        options.setdefault("--certificate", NEW)
     if rest:
         raise InvalidInput("coordinator", " ".join(rest), "it takes options only", "see unisono coordinator --help")
     port = whole("--port", options.get("--port", "0"), 0)
@@ -59,6 +64,8 @@ def coordinator(words: list[str]) -> int:
         raise InvalidInput("--state", str(state), "it is a directory", "name a file in it")
     door, kept = where.open(), Path(f"{state}.token")
 
+    makes, where = where.makes_certificate, certified(where, Path(f"{state}.certificate.pem"), Path(f"{state}.key.pem"))
+
     from unisono.membership.serve import Serving  # imports the web server
 
     try:
@@ -67,6 +74,9 @@ def coordinator(words: list[str]) -> int:
         raise InvalidInput("--state", str(state), str(error), "name another file") from error
     print(f"coordinator at {serving.url}")
     print("" if given else f"its token, for --token-file of workers, is in {kept}\n", end="", flush=True)
+    authority = fingerprint(where.certificate) if makes and where.certificate else ""
+    if authority or not where.private:
+        print(f"others join with  {joining(Contact(serving.url, '', authority=authority))}", flush=True)
     serving.run()
     return 0
 

@@ -34,8 +34,8 @@ and --script, the command shows the run's task on a terminal and asks.
   --script FILE      the script of the run, as in unisono launch FILE
   --directory DIR    where this host's tasks lie that are not built in [.]
   --token-file FILE  holds the token, in place of {VARIABLE}
-  --authority FILE   certificate by which an https:// coordinator is known; none: for http:// to another host, which
-                     is not encrypted
+  --authority FILE   certificate by which an https:// coordinator is known, or the fingerprint of its own as it is
+                     printed there (sha256:...); none: for http:// to another host, which is not encrypted
   --logs DIR         where what they print goes [runs/<host>-<number>/logs]
 """
 _CONSENT = ("--task", "--script", "--directory")

@@ -7,11 +7,11 @@ from unisono.comm.connect import Meeting as Meeting
 from unisono.comm.connect import connect as connect
 from unisono.comm.connect import in_blocks as in_blocks
 from unisono.comm.door import Door as Door
-from unisono.comm.door import host_name as host_name
 from unisono.comm.door import open_door as open_door
 from unisono.comm.faulty import Appointment as Appointment
 from unisono.comm.faulty import Delay as Delay
 from unisono.comm.faulty import Faulty as Faulty
+from unisono.comm.host import host_name as host_name
 from unisono.comm.link import Link as Link
 from unisono.comm.rendezvous import at_attempt as at_attempt
 from unisono.comm.service import Actor as Actor

@@ -26,7 +26,6 @@ from unisono.comm.notices import Notices
 from unisono.comm.peers import Peers
 from unisono.comm.prefixed import Prefixed
 from unisono.comm.rendezvous import open_store, own_address, parse_rendezvous, tidy
-from unisono.comm.sealed import Sealed
 from unisono.comm.shared_memory import Host, SharedMemory
 from unisono.comm.tiers import Part, Tiers, among_all
 from unisono.comm.torch_group import TorchGroup
@@ -82,7 +81,8 @@ class Meeting:
         hosts: where each worker is; those of one name share memory and loopback.
         rendezvous, kind, device, deadline_seconds: those of `connect`.
         abort: once it is set, what is made here fails, and so does whoever waits here.
-        token: shared by all workers of the run; encrypts and authenticates what they write to a TCP rendezvous.
+        token: shared by all workers of the run; a TCP rendezvous is then a store that only they can reach.
+        encrypted: whether messages to servers and other actors on other hosts are encrypted too.
 
     Raises:
         InvalidInput: what was asked for cannot work here.
@@ -100,9 +100,11 @@ class Meeting:
         *,
         abort: Abort | None = None,
         token: str = "",
+        encrypted: bool = False,
     ) -> None:
         self._rank, self._hosts, self._abort = rank, tuple(hosts), abort or Abort()
-        self._kind, self._device, self._deadline_seconds, self._token = kind, device, deadline_seconds, token
+        self._kind, self._device, self._deadline_seconds = kind, device, deadline_seconds
+        self._token, self._encrypted = token, encrypted
         _choose(kind, self._hosts, rank, device)
         self.complete = len(hosts) == 1
         if self.complete:
@@ -111,9 +113,7 @@ class Meeting:
         self._address = own_address(self._place)
         # Workers may meet at one place several times, one run after the other: each time has keys of its own.
         _meetings[rendezvous] += 1
-        store = open_store(self._place, rank, deadline_seconds, self._abort)
-        if token and not self._place.directory:  # which is private
-            store = Sealed(store, token, self._place.attempt, deadline_seconds, self._abort)
+        store = open_store(self._place, rank, deadline_seconds, self._abort, token)
         self._store = Prefixed(f"meeting/{_meetings[rendezvous]}", store)
 
     def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
@@ -148,7 +148,7 @@ class Meeting:
                 if rank == 0:
                     LOG.warning("shared memory cannot be used (%s): using gloo instead", reason)
         reach = partial(TorchGroup, address=self._address, deadline_seconds=self._deadline_seconds, abort=self._abort,
-                        secret=self._token)  # fmt: skip
+                        secret=self._token, encrypted=self._encrypted)  # fmt: skip
         group = reach(
             Prefixed(chosen, store),
             rank,

@@ -12,6 +12,7 @@ from unisono.comm import frames
 from unisono.comm.frames import BrokenMessage
 from unisono.comm.service import Actor, Line, Message
 from unisono.comm.stream import READY, Arrival, Inbox, Outbox
+from unisono.comm.trust import Trusted
 
 LOG = logging.getLogger("unisono")
 
@@ -47,13 +48,13 @@ class Desk:
         """``then()``, while nothing else reaches the actor."""
         self.run(lambda actor: then())
 
-    def welcome(self, wire: socket.socket, sender: int) -> None:
-        """A trusted connection of `sender`, of whom there can be one."""
+    def welcome(self, trusted: Trusted, sender: int) -> None:
+        """A connection of `sender`, of whom there can be one."""
         with self._lock:
             if sender in self._connections:
-                wire.close()
+                trusted.wire.close()
                 return
-            self._connections[sender] = _Connection(self, wire, sender)
+            self._connections[sender] = _Connection(self, trusted, sender)
         self._connections[sender].start()
 
     def leave(self, sender: int) -> None:
@@ -101,11 +102,12 @@ def name_of(sender: int) -> str:
 class _Connection:
     """What one sender says and is answered; its thread ends with it."""
 
-    def __init__(self, desk: Desk, wire: socket.socket, sender: int) -> None:
-        self._desk, self._wire, self._sender = desk, wire, sender
-        _set_options(wire)
+    def __init__(self, desk: Desk, trusted: Trusted, sender: int) -> None:
+        self._desk, self._wire, self._sender = desk, trusted.wire, sender
+        _set_options(self._wire)
         name = f"actor {desk.number} for {name_of(sender)}"
-        self._inbox, self._outbox = Inbox(wire, desk.largest_bytes), Outbox(wire, name)
+        self._inbox = Inbox(self._wire, desk.largest_bytes, trusted.incoming)
+        self._outbox = Outbox(self._wire, name, trusted.outgoing)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:

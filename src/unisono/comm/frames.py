@@ -24,6 +24,7 @@ _MAGIC = b"uni1"
 _HEAD = struct.Struct("<4sIIxxxxQQ")
 _ROW = struct.Struct("<B7xQ")
 _PADDING = bytes(8)
+_ROOM_BYTES = 16
 HEAD_BYTES = _HEAD.size
 LARGEST_TEXT_BYTES = 1 << 20
 MOST_TENSORS = 1 << 14
@@ -57,7 +58,7 @@ class Head(NamedTuple):
         return self.tensors * _ROW.size
 
     @staticmethod
-    def parse(data: memoryview, largest_bytes: int) -> Head:
+    def parse(data: bytes, largest_bytes: int) -> Head:
         """Raises `BrokenMessage` where what is announced may not come."""
         magic, text_bytes, tensors, call, payload_bytes = _HEAD.unpack(data)
         if magic != _MAGIC:
@@ -113,13 +114,14 @@ def parse_text(data: bytes) -> tuple[str, dict[str, Any]]:
 
 
 class Buffer:
-    """Memory for a payload, and the tensors that were last cut out of it."""
+    """Memory for a payload of `nbytes`, and the tensors that were last cut out of it. `bytes` has room for a tag behind
+    the payload."""
 
     __slots__ = ("_table", "_tensors", "bytes", "memory", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.memory = torch.empty(nbytes + _ROOM_BYTES if nbytes else 0, dtype=torch.uint8)
         self.bytes: memoryview = self.memory.numpy().data if nbytes else memoryview(b"")
         self._table: Table = ()
         self._tensors: list[Tensor] = []

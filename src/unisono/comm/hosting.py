@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unisono.comm.abort import Abort
 from unisono.comm.desk import Desk
-from unisono.comm.door import host_name
+from unisono.comm.host import host_name
 from unisono.comm.line import Place, Run, SocketLine, connect_line, directly
 from unisono.comm.reception import Doors, Reception
 from unisono.comm.server import ServerProcess
@@ -55,12 +55,19 @@ class Hosting:
         abort: breaks off what waits for actors.
         secret: the run's token, if there is one. The actors' token is then derived from it and from a nonce of worker
             0, so that it does not travel over the communicator.
+        encrypted: whether messages between hosts are encrypted; they are authenticated in any case.
     """
 
     def __init__(
-        self, address: str = "127.0.0.1", deadline_seconds: float = 60.0, abort: Abort | None = None, secret: str = ""
+        self,
+        address: str = "127.0.0.1",
+        deadline_seconds: float = 60.0,
+        abort: Abort | None = None,
+        secret: str = "",
+        encrypted: bool = False,
     ) -> None:
-        self._address, self._deadline_seconds, self._secret = address, deadline_seconds, secret
+        self._address, self._deadline_seconds = address, deadline_seconds
+        self._secret, self._encrypted = secret, encrypted
         self._abort = abort or Abort()
         self._token = b""
         self._bytes_sent = 0
@@ -78,7 +85,7 @@ class Hosting:
         desk = Desk(actor, rank, lambda sender, nbytes: self._count(sender not in (rank, -1 - rank), nbytes))
         doors = Doors.open(self._address)
         mine = Place(rank, f"actor of worker {rank}", rank, *doors.endpoint, os.getpid(), doors.nearby, host_name())
-        reception = Reception(doors.sockets, token, rank, desk.largest_bytes, desk.welcome)
+        reception = Reception(doors.sockets, token, rank, desk.largest_bytes, desk.welcome, self._encrypted)
         self._open.callback(desk.close)
         self._open.callback(reception.close)
         places = _told(comm, [mine])
@@ -99,7 +106,7 @@ class Hosting:
             with closing(Doors.open(self._address)) as doors:
                 order = {
                     **{"number": number, "service": service, "config": dict(config), "token": token.hex()},
-                    "deadline_seconds": self._deadline_seconds,
+                    **{"deadline_seconds": self._deadline_seconds, "encrypted": self._encrypted},
                 }
                 process = ServerProcess(order, doors.sockets)
                 self._open.callback(process.close)

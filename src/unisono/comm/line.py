@@ -15,17 +15,18 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from unisono.comm import frames, trust
 from unisono.comm.abort import Abort
-from unisono.comm.door import host_name
 from unisono.comm.frames import BrokenMessage, Buffer
+from unisono.comm.host import host_name
 from unisono.comm.reception import abstract
 from unisono.comm.service import Message
 from unisono.comm.stream import Arrival, Inbox, Outbox
-from unisono.comm.trust import Untrusted
+from unisono.comm.trust import Trusted, Untrusted
 from unisono.errors import PeerLost
 
 LOG = logging.getLogger("unisono")
@@ -101,17 +102,17 @@ class SocketLine:
     """The `Line` over a connected, trusted socket.
 
     Args:
-        wire: blocking, with the deadline as its timeouts in the kernel.
+        trusted: the connection, blocking, with the deadline as its timeouts in the kernel.
         place: what is at the other end.
-        largest_bytes: the largest payload of a message.
         count: called with the bytes of each message that leaves.
         run: how a callback of `tell` is to be called, for instance with the actor's attention.
     """
 
-    def __init__(self, wire: socket.socket, place: Place, largest_bytes: int, count: Count, run: Run) -> None:
+    def __init__(self, trusted: Trusted, place: Place, count: Count, run: Run) -> None:
         self.pid = place.pid
-        self._wire, self._place, self._count, self._run = wire, place, count, run
-        self._inbox, self._outbox = Inbox(wire, largest_bytes), Outbox(wire, f"line to {place.name}")
+        self._wire, self._place, self._count, self._run = trusted.wire, place, count, run
+        self._inbox = Inbox(trusted.wire, trusted.terms.largest_bytes, trusted.incoming)
+        self._outbox = Outbox(trusted.wire, f"line to {place.name}", trusted.outgoing)
         self._lock = threading.Lock()
         self._arrived, self._work_to_do = threading.Condition(self._lock), threading.Condition(self._lock)
         self._pending: dict[int, Call] = {}
@@ -272,9 +273,9 @@ def connect_line(
     while True:
         left = until - time.monotonic()
         try:
-            wire, largest_bytes = abort.run("connect", partial(_introduced, place, token, sender, max(left, 0.01)))
-            _set_options(wire, deadline_seconds)
-            return SocketLine(wire, place, largest_bytes, count, run)
+            trusted = abort.run("connect", partial(_introduced, place, token, sender, max(left, 0.01), abort))
+            _set_options(trusted.wire, deadline_seconds)
+            return SocketLine(trusted, place, count, run)
         except OSError as error:
             # Nobody listens any more: a place is told only after somebody does.
             if isinstance(error, ConnectionRefusedError | Untrusted) or left <= 0:
@@ -282,14 +283,23 @@ def connect_line(
             time.sleep(_RETRY_SECONDS)
 
 
-def _introduced(place: Place, token: bytes, sender: int, timeout_seconds: float) -> tuple[socket.socket, int]:
-    """A connection to `place` that is trusted at both ends, and the largest payload that is taken there."""
+def _introduced(place: Place, token: bytes, sender: int, timeout_seconds: float, abort: Abort) -> Trusted:
+    """A connection to `place` that is trusted at both ends."""
     wire = _reach(place, timeout_seconds)
+    forget = abort.then(partial(_shut, wire))
     try:
-        return wire, trust.introduce(wire, token, sender, place.number)
+        return trust.introduce(wire, token, sender, place.number)
     except BaseException:
         wire.close()
         raise
+    finally:
+        forget()
+
+
+def _shut(wire: socket.socket) -> None:
+    """Whoever waits for something from `wire` is woken."""
+    with suppress(OSError):  # it has ended already
+        wire.shutdown(socket.SHUT_RDWR)
 
 
 def _reach(place: Place, timeout_seconds: float) -> socket.socket:

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unisono.comm import trust
-from unisono.comm.trust import Untrusted
+from unisono.comm.protection import Protection
+from unisono.comm.trust import Terms, Trusted, Untrusted
 
 LOG = logging.getLogger("unisono")
 _ROOM = 128
@@ -97,6 +98,7 @@ class Reception:
         actor: the number of the actor that answers here.
         largest_bytes: the largest payload that the actor takes, to be told to clients.
         welcome: called with each connection that is trusted (blocking by now) and the number of who is there.
+        encrypted: whether what comes over the network is encrypted as well as authenticated.
     """
 
     def __init__(
@@ -105,10 +107,13 @@ class Reception:
         token: bytes,
         actor: int,
         largest_bytes: int,
-        welcome: Callable[[socket.socket, int], None],
+        welcome: Callable[[Trusted, int], None],
+        encrypted: bool = False,
     ) -> None:
         self._doors, self._welcome = list(doors), welcome
-        self._token, self._actor, self._largest_bytes = token, actor, largest_bytes
+        self._token, self._actor = token, actor
+        over_network = Protection.ENCRYPTED if encrypted else Protection.AUTHENTICATED
+        self._nearby, self._distant = Terms(largest_bytes, Protection.NONE), Terms(largest_bytes, over_network)
         self._visitors: dict[socket.socket, _Visitor] = {}  # in the order in which they came
         self._turned_away = 0
         self._selector = selectors.DefaultSelector()
@@ -182,10 +187,9 @@ class Reception:
             piece = visitor.wire.recv(trust.CLAIM_BYTES - len(visitor.said))
             visitor.said += piece
             if len(visitor.said) == trust.CLAIM_BYTES:
-                sender, proof = trust.judge(
-                    self._token, visitor.challenged, visitor.said, self._actor, self._largest_bytes
-                )
-                self._let_in(visitor, sender, proof)
+                terms = self._nearby if visitor.wire.family == socket.AF_UNIX else self._distant
+                sender, proof = trust.judge(self._token, visitor.challenged, visitor.said, self._actor, terms)
+                self._let_in(visitor, sender, proof, terms)
             elif not piece:
                 self._turn_away(visitor, "it said too little")
         except BlockingIOError:
@@ -195,7 +199,7 @@ class Reception:
         except OSError as error:
             self._turn_away(visitor, str(error))
 
-    def _let_in(self, visitor: _Visitor, sender: int, proof: bytes) -> None:
+    def _let_in(self, visitor: _Visitor, sender: int, proof: bytes, terms: Terms) -> None:
         self._forget(visitor)
         visitor.wire.setblocking(True)
         try:
@@ -203,7 +207,7 @@ class Reception:
         except OSError:
             visitor.wire.close()
             return
-        self._welcome(visitor.wire, sender)
+        self._welcome(trust.admitted(visitor.wire, self._token, visitor.challenged + visitor.said, terms), sender)
 
     def _turn_away(self, visitor: _Visitor, reason: str) -> None:
         self._turned_away += 1

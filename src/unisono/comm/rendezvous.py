@@ -25,6 +25,7 @@ from unisono.comm.abort import Abort
 from unisono.comm.directory_store import DirectoryStore
 from unisono.comm.prefixed import Prefixed
 from unisono.comm.sockets import shut, towards
+from unisono.comm.token_store import TokenStore
 from unisono.errors import InvalidInput, PeerLost
 
 _STORE = "store-"
@@ -66,17 +67,20 @@ def at_attempt(url: str, attempt: int) -> str:
     return f"{url}{'&' if '?' in url else '?'}attempt={attempt}"
 
 
-def open_store(place: Rendezvous, rank: int, deadline_seconds: float, abort: Abort) -> c10d.Store:
-    """The store of all peers at `place`.
+def open_store(place: Rendezvous, rank: int, deadline_seconds: float, abort: Abort, token: str = "") -> c10d.Store:
+    """The store of all peers at `place`; over TCP and with a `token`, one that `unisono.comm.token_store` serves.
 
     Raises:
         InvalidInput: worker 0 cannot serve at that address, or the directory cannot be made.
         PeerLost: nobody serves there within the deadline, or it was broken off.
     """
     timeout = timedelta(seconds=deadline_seconds)
-    store = (
-        _directory_store(place, deadline_seconds, abort) if place.directory else _tcp_store(place, rank, timeout, abort)
-    )
+    if place.directory:
+        store = _directory_store(place, deadline_seconds, abort)
+    elif token:
+        store = TokenStore(place.host, place.port, token, deadline_seconds, abort)
+    else:
+        store = _tcp_store(place, rank, timeout, abort)
     store.set_timeout(timeout)
     return Prefixed(f"attempt/{place.attempt}", store)
 

@@ -32,7 +32,7 @@ class ServerProcess:
     """The worker's side.
 
     Args:
-        order: number, service, config, token and deadline_seconds; see `unisono.comm.server_process`.
+        order: number, service, config, token, encrypted and deadline_seconds; see `unisono.comm.server_process`.
         doors: where the actor will answer.
     """
 

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from unisono.comm import frames
 from unisono.comm.frames import BrokenMessage, Buffer, Head
+from unisono.comm.protection import Direction
 from unisono.comm.service import Message
 
 READY = "\0ready"
@@ -80,11 +81,14 @@ class Inbox:
     """Reads messages from a blocking socket; one thread at a time.
 
     Small reads go through a scratch buffer, so that a small message costs one system call.
+
+    Args:
+        incoming: opens what arrives.
     """
 
-    def __init__(self, wire: socket.socket, largest_bytes: int) -> None:
+    def __init__(self, wire: socket.socket, largest_bytes: int, incoming: Direction) -> None:
         self.buffers = Buffers(largest_bytes)
-        self._wire, self._largest_bytes = wire, largest_bytes
+        self._wire, self._largest_bytes, self._incoming = wire, largest_bytes, incoming
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._start = self._end = 0
         self._asleep = 0
@@ -96,13 +100,21 @@ class Inbox:
             BrokenMessage: what came is not one; nothing after it can be read.
             OSError: the connection is gone (`BlockingIOError`: silent for as long as the socket allows).
         """
-        head = Head.parse(self._exactly(frames.HEAD_BYTES), self._largest_bytes)
-        rest = self._exactly(head.table_bytes + head.text_bytes)
+        said = bytes(self._exactly(frames.HEAD_BYTES))
+        head = Head.parse(said, self._largest_bytes)
+        nbytes = head.table_bytes + head.text_bytes
+        single = head.payload_bytes if head.payload_bytes <= self._incoming.single_bytes else 0
+        rest = self._incoming.open(self._exactly(nbytes + single + self._incoming.tag_bytes), said)
         table = frames.parse_table(head, rest[: head.table_bytes])
-        kind, fields = frames.parse_text(bytes(rest[head.table_bytes :]))
+        kind, fields = frames.parse_text(bytes(rest[head.table_bytes : nbytes]))
         buffer = self.buffers.take(head.payload_bytes)
-        if head.payload_bytes:
-            self._into(buffer.bytes[: head.payload_bytes])
+        if single:
+            buffer.bytes[:single] = rest[nbytes:]
+        for start in range(single, head.payload_bytes, self._incoming.segment_bytes):
+            # A tag lies where the next segment begins, which is written after it was looked at.
+            end = min(start + self._incoming.segment_bytes, head.payload_bytes) + self._incoming.tag_bytes
+            self._into(buffer.bytes[start:end])
+            self._incoming.open(buffer.bytes[start:end])
         return Arrival(head.call, Message(kind, fields, buffer.cut(table)), buffer)
 
     def _exactly(self, nbytes: int) -> memoryview:
@@ -153,7 +165,7 @@ class Inbox:
 
 @dataclass(slots=True)
 class _Leaving:
-    pieces: list[memoryview]
+    parts: Iterator[list[memoryview]]
     sent: Callable[[], None]
 
 
@@ -161,10 +173,13 @@ class Outbox:
     """Sends messages over a blocking socket, in the order in which they come, from any thread.
 
     An error while sending is no news: whoever reads from the same socket sees that it has ended.
+
+    Args:
+        outgoing: protects what leaves.
     """
 
-    def __init__(self, wire: socket.socket, name: str) -> None:
-        self._wire, self._name = wire, name
+    def __init__(self, wire: socket.socket, name: str, outgoing: Direction) -> None:
+        self._wire, self._name, self._outgoing = wire, name, outgoing
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._queue: deque[_Leaving] = deque()
@@ -175,12 +190,12 @@ class Outbox:
         """Never waits. True: it has left; else a thread sends it. ``sent()`` follows when its memory is not
         needed any more."""
         with self._lock:
-            if self._over:
-                pieces = []
-            elif not self._queue and frames.nbytes(pieces) <= _SMALL_BYTES:
-                pieces = self._send_now(pieces)
-            if pieces:
-                self._queue.append(_Leaving(pieces, sent))
+            parts = None if self._over else self._outgoing.protect(pieces)
+            if parts is not None and not self._queue and frames.nbytes(pieces) <= _SMALL_BYTES:
+                left = self._send_now([piece for part in parts for piece in part])
+                parts = iter([left]) if left else None
+            if parts is not None:
+                self._queue.append(_Leaving(parts, sent))
                 self._hand_over()
                 return False
         sent()
@@ -235,8 +250,9 @@ class Outbox:
                     return
                 leaving = self._queue[0]
             try:
-                while leaving.pieces:
-                    leaving.pieces = _without(leaving.pieces, self._wire.sendmsg(leaving.pieces[:_MOST_PIECES]))
+                for pieces in leaving.parts:
+                    while pieces:
+                        pieces = _without(pieces, self._wire.sendmsg(pieces[:_MOST_PIECES]))
             except OSError:  # gone, or nothing taken for as long as the socket allows
                 with self._changed:
                     self._break()

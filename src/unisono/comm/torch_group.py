@@ -63,7 +63,7 @@ class TorchGroup(Conversation):
         service_address: the same for actors; None: `address`.
         deadline_seconds: how long a peer may stay silent, at start and in every verb.
         abort: breaks off all that waits, now and later.
-        secret: that all workers of the run know, if they do; see `Hosting`.
+        secret, encrypted: those of `Hosting`.
 
     Raises:
         PeerLost: not all peers came within the deadline, or it was broken off.
@@ -83,11 +83,13 @@ class TorchGroup(Conversation):
         service_address: str | None = None,
         abort: Abort | None = None,
         secret: str = "",
+        encrypted: bool = False,
         family: Family | None = None,
     ) -> None:
         if family is None:
             abort = abort or Abort()
-            family = Family(hosting=Hosting(service_address or address, deadline_seconds, abort, secret), abort=abort)
+            hosting = Hosting(service_address or address, deadline_seconds, abort, secret, encrypted)
+            family = Family(hosting=hosting, abort=abort)
         super().__init__(family, deadline_seconds)
         self.rank, self.size = rank, size
         self._store: c10d.Store | None = store

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import secrets
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from unisono.launch.coordination import Coordination
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.local import Elastic
 from unisono.membership import Contact, Policy, card
+from unisono.membership.certificate import certified, fingerprint
 from unisono.membership.line import Line, NoBody, ask, heard
 from unisono.membership.messages import OrderMessage
 from unisono.membership.place import Calling
@@ -57,7 +57,8 @@ def rallied(
     with found as elastic:
         shown = card.keep(run, elastic.contact)
         if not elastic.contact.private:
-            told(f"others join with  unisono join {elastic.contact.url}{_said(order)}  and the token in {shown}")
+            joining = card.joining(elastic.contact, *_named(order))
+            told(f"others join with  {joining}  and the token in {shown}")
         try:
             yield replace(elastic, each_to_its_end=each_to_its_end)
         finally:
@@ -92,11 +93,15 @@ def _beside(
     calling: Calling,
 ) -> Iterator[Elastic]:  # fmt: skip
     token, meets_at = calling.token or secrets.token_urlsafe(32), _meets_at(calling.place.private, server)
-    state, log = _new_life(run), logs / "coordinator.log"
+    state, log, kept = _new_life(run), logs / "coordinator.log", card.directory(run)
+    place, authority = calling.place, calling.authority
+    if place.makes_certificate:
+        place = certified(place, kept / "certificate.pem", kept / "key.pem")
+        authority = fingerprint(kept / "certificate.pem")
     with contextlib.closing(Store(state)) as store:
         store.keep_order(json.dumps({**order, "meets_at": meets_at}, default=str))
-    with Coordination(calling.place, policy, state, token, log, told) as coordination:
-        yield Elastic(Contact(coordination.url, token, meets_at, calling.authority), coordination)
+    with Coordination(place, policy, state, token, log, told) as coordination:
+        yield Elastic(Contact(coordination.url, token, meets_at, authority), coordination)
 
 
 def _give(contact: Contact, order: Order) -> None:
@@ -112,11 +117,11 @@ def _give(contact: Contact, order: Order) -> None:
         raise InvalidInput("--coordinator", contact.url, f"it refuses the run ({answer.status})", "see its log")
 
 
-def _said(order: Order) -> str:
-    """What who joins says that it runs."""
+def _named(order: Order) -> list[str]:
+    """How a host that joins names what it runs."""
     if script := order.get("script"):
-        return f" --script {shlex.quote(script[0])}"
-    return f" --task {shlex.quote(order['task'])}" if order["task"] else ""
+        return ["--script", script[0]]
+    return ["--task", order["task"]] if order["task"] else []
 
 
 def _meets_at(here: bool, server: Forkserver) -> str:

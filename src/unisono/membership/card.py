@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
 from unisono import atomic
 from unisono.errors import InvalidInput
+from unisono.membership.certificate import is_pin
 from unisono.membership.values import Contact
 
 DIRECTORY = "coordinator"  # in the run's
@@ -57,6 +59,14 @@ def contact_in(run: Path) -> Contact:
         return Contact(**json.loads((run / DIRECTORY / CONTACT).read_text()))
     except (OSError, ValueError, TypeError):
         raise InvalidInput("run", str(run), "no coordinator of it is up", "name a run that is under way") from None
+
+
+def joining(contact: Contact, *words: str) -> str:
+    """The command with which workers of other hosts join, with further `words`; they have the token by other means."""
+    command = ["unisono", "join", contact.url]
+    if not contact.secure or is_pin(contact.authority):
+        command += ["--authority", contact.authority or "none"]
+    return shlex.join([*command, *words])
 
 
 def forget(run: Path) -> None:

@@ -17,6 +17,7 @@ import httptools
 from pydantic import BaseModel
 
 from unisono.errors import InvalidInput
+from unisono.membership.certificate import is_pin, pin
 from unisono.membership.proof import PATH, RequestSigner
 from unisono.membership.values import Contact
 
@@ -58,7 +59,8 @@ class Line:
         self.refused = self._cut = False
         self._host, self._port, secure = _address(contact.url)
         self._seconds = answer_seconds
-        self._trust = _trust(contact.authority) if secure else None
+        self._pin = contact.authority if secure and is_pin(contact.authority) else ""
+        self._trust = _trust("" if self._pin else contact.authority, bool(self._pin)) if secure else None
         self._head = (
             f"host: {urlsplit(contact.url).netloc.rpartition('@')[2]}\r\n"
             "content-type: application/json\r\naccept-encoding: gzip\r\n"
@@ -165,10 +167,18 @@ class Line:
         wire = socket.create_connection((self._host, self._port), self._seconds)
         try:
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return self._trust.wrap_socket(wire, server_hostname=self._host) if self._trust else wire
+            return self._secured(wire) if self._trust else wire
         except BaseException:
             wire.close()
             raise
+
+    def _secured(self, wire: socket.socket) -> ssl.SSLSocket:
+        assert self._trust is not None
+        secured = self._trust.wrap_socket(wire, server_hostname=self._host)
+        if self._pin and pin(secured.getpeercert(binary_form=True) or b"") != self._pin:
+            secured.close()
+            raise ssl.SSLCertVerificationError("the certificate has another fingerprint")
+        return secured
 
 
 class _Reading:
@@ -259,10 +269,11 @@ def heard(contact: Contact, answer: Answer[Body] | None) -> Answer[Body]:
         InvalidInput: else.
     """
     if answer is None:
-        secure = contact.url.startswith("https:")
         problem = "nobody answers there as a coordinator of this version does"
-        problem += ", or its certificate is not known here" if secure else ""
-        cure = "check the address, and that the run is under way" + ("; or give --authority FILE" if secure else "")
+        cure = "check the address, and that the run is under way"
+        if contact.secure:
+            problem += ", or its certificate is not known here"
+            cure += "; or give --authority FILE or its fingerprint"
         raise InvalidInput("coordinator", contact.url, problem, cure)
     if answer.status == 401:
         raise InvalidInput("token", "(not shown)", "it is not that of the coordinator", "give the one of this run")
@@ -289,9 +300,12 @@ def _sayable(token: str) -> str:
     return token
 
 
-def _trust(authority: str) -> ssl.SSLContext:
+def _trust(authority: str, pinned: bool) -> ssl.SSLContext:
     try:
-        return ssl.create_default_context(cafile=authority or None)
+        context = ssl.create_default_context(cafile=authority or None)
+        if pinned:  # the fingerprint alone decides
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context
     except OSError as error:
         raise InvalidInput(
             "authority",

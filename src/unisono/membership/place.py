@@ -20,12 +20,14 @@ class Place:
         host: an address of this machine; others than loopback are reached from elsewhere.
         port: 0 takes a free one.
         certificate, key: files, for TLS; both or none.
+        makes_certificate: it is to have one of its own, see `unisono.membership.certificate`.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     certificate: Path | None = None
     key: Path | None = None
+    makes_certificate: bool = False
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -70,7 +72,7 @@ class Calling:
     Args:
         place: where one is started, that ends with the run; on loopback only this host's workers reach it.
         token: that it asks for; empty: one that nobody has seen.
-        authority: see `Contact`.
+        authority: see `Contact`; empty where the coordinator makes its certificate: that one.
         elsewhere: one that is up already, in place of that.
     """
 

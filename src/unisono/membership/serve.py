@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import signal
@@ -27,6 +28,7 @@ from unisono.membership.store import Store
 from unisono.membership.values import Policy
 
 BACKLOG = 4096  # connections that may come at once
+_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 128 << 10  # of glibc's malloc.h
 KEPT_SECONDS = 600  # a connection on which nothing is said: a worker's second is used when the view changes
 
 
@@ -71,6 +73,7 @@ class Serving:
                     self._server.ignored.add(number)
             gc.set_threshold(100_000, 50, 100)  # of what thousands of workers are, little is ever garbage
         allow_connections()
+        _return_memory()
         try:
             self._server.run(sockets=[self._door])
         finally:
@@ -112,3 +115,10 @@ class _Server(uvicorn.Server):
         if self._loop:
             with suppress(RuntimeError):  # it has ended
                 self._loop.call_soon_threadsafe(self._asked.set)
+
+
+def _return_memory() -> None:
+    """Have the buffers of TLS connections, of 256 KiB each, returned to the system when these end. Once one is freed,
+    glibc takes further ones from its heap, which grows with each flood of connections."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

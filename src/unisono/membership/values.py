@@ -178,8 +178,8 @@ class Contact:
         token: that every call bears.
         meets_at: where workers of this host meet each other, ``file:///private/directory``; empty: each opens a door
             of its own, that other hosts can reach.
-        authority: a file with the certificate by which an ``https://`` coordinator is known, where the system's own
-            list does not have it.
+        authority: by what an ``https://`` coordinator is known, where the system's own list does not have it: a file
+            with a certificate, or the fingerprint of the coordinator's own, ``sha256:`` and 64 hexadecimal digits.
     """
 
     url: str
@@ -191,3 +191,8 @@ class Contact:
     def private(self) -> bool:
         """Whether only the coordinator's own host reaches it."""
         return urlsplit(self.url).hostname in LOOPBACK
+
+    @property
+    def secure(self) -> bool:
+        """Whether the coordinator is reached by TLS."""
+        return urlsplit(self.url).scheme == "https"

@@ -1,0 +1,116 @@
+"""The certificate that a coordinator makes for itself, and the fingerprint by which others know it.
+
+Whoever has the fingerprint needs no authority: a connection counts if its certificate is the very one. The fingerprint
+is the SHA-256 of the certificate (DER), as in ``sha256:3f…``; it is no secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import re
+import secrets
+import socket
+import ssl
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono import atomic
+from unisono.errors import InvalidInput
+from unisono.membership.place import Place
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+PINNED = "sha256:"
+_DAYS = 3650
+
+
+def certified(place: Place, certificate: Path, key: Path) -> Place:
+    """`place` with a certificate of its own, if it is to make one; what an earlier life has made is used again.
+
+    Args:
+        certificate, key: where they lie; the key is private.
+
+    Raises:
+        InvalidInput: they cannot be written, or the key that is there can be read by others.
+    """
+    if not place.makes_certificate:
+        return place
+    try:
+        if not (certificate.exists() and key.exists()):
+            secret, public = _make(place.host)
+            atomic.write(key, secret)
+            atomic.write(certificate, public)
+        state = key.stat()
+    except OSError as error:
+        raise InvalidInput("--make-certificate", str(certificate), str(error), "name another directory") from error
+    if state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise InvalidInput("--make-certificate", str(key), "others can read it, or write it",
+                           "remove it and the certificate: others are made")  # fmt: skip
+    return replace(place, certificate=certificate, key=key, makes_certificate=False)
+
+
+def fingerprint(certificate: Path) -> str:
+    """Of the certificate in that file, in PEM format. Raises OSError and ValueError."""
+    return pin(ssl.PEM_cert_to_DER_cert(certificate.read_text(encoding="ascii")))
+
+
+def pin(certificate: bytes) -> str:
+    """The fingerprint of a certificate, in DER format."""
+    return PINNED + hashlib.sha256(certificate).hexdigest()
+
+
+def is_pin(authority: str) -> bool:
+    """Whether that is a fingerprint, and not the name of a file.
+
+    Raises:
+        InvalidInput: it begins like one.
+    """
+    if not authority.startswith(PINNED):
+        return False
+    if not re.fullmatch(r"[0-9a-f]{64}", authority.removeprefix(PINNED)):
+        raise InvalidInput("--authority", authority, "no fingerprint of a certificate",
+                           f"write {PINNED} and 64 hexadecimal digits, as the coordinator prints them")  # fmt: skip
+    return True
+
+
+def _make(host: str) -> tuple[bytes, bytes]:
+    """A new key and a certificate that it signs itself, both in PEM format, for `host` and this machine."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"unisono coordinator {secrets.token_hex(4)}")])
+    names = dict.fromkeys([host.strip("[]"), socket.gethostname(), "localhost", "127.0.0.1"])
+    now = datetime.now(UTC)
+    usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
+    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))  # clocks of hosts differ
+        .not_valid_after(now + timedelta(days=_DAYS))
+        .add_extension(x509.SubjectAlternativeName([_general_name(each) for each in names]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(own, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return secret, made.public_bytes(serialization.Encoding.PEM)
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    with suppress(ValueError):
+        return x509.IPAddress(ipaddress.ip_address(name))
+    return x509.DNSName(name)
