@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import processes
@@ -70,6 +71,7 @@ def task(*, fails: str = "", samples: int = 96, width: int = 32) -> unisono.Task
 def nothing():
     return 3
 """
+STACKS = os.environ | {"PYTHONFAULTHANDLER": "1"}  # printed when a process is aborted
 EXACT = ("--workers", "2", "--compress", "Exact()")
 
 
@@ -111,7 +113,8 @@ def _unisono(rank: int, size: int, at: Path, words: list[str]) -> tuple[int, str
 def under_way(at: Path, run: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A training of `own.py` that has come to its tenth step; of which nothing may be left after the block."""
     line = command("train", "own.py:task", "--run", run, *words)
-    with subprocess.Popen(line, cwd=at, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    streams: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(line, cwd=at, env=STACKS, start_new_session=True, **streams) as process:
         try:
             assert within(90, lambda: last_step(at / run) >= 10), process.stderr
             yield process
@@ -122,10 +125,12 @@ def under_way(at: Path, run: str, *words: str) -> Iterator[subprocess.Popen[str]
                 os.kill(pid, signal.SIGKILL)
 
 
-def said(process: subprocess.Popen[str]) -> str:
-    """What a process that ends has written to stderr."""
-    assert process.stderr is not None
-    return process.stderr.read()
+def said(process: subprocess.Popen[str], seconds: float = 120) -> str:
+    """What a process that ends has written to stderr; with the stacks of its threads if it does not end."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=seconds)[1]
+    process.send_signal(signal.SIGABRT)
+    raise AssertionError(process.communicate(timeout=20)[1])
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -314,9 +319,11 @@ def test_a_signal_before_there_are_workers_ends_the_command_in_words(number: sig
         "import pathlib, sys, time\n\ndef task(*, here: str):\n    pathlib.Path(here).touch()\n    time.sleep(600)\n"
     )
     line = command("train", "slow.py:task", "--here", here)
-    with subprocess.Popen(line, cwd=home, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    streams: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(line, cwd=home, env=STACKS, start_new_session=True, **streams) as process:
         try:
-            assert within(90, here.exists)
+            # A signal just before Python enters time.sleep is not seen until that returns: no system call is interrupted.
+            assert within(90, lambda: here.exists() and psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
             os.kill(process.pid, number)
             assert said(process) == f"interrupted by {number.name}\n"
             assert process.wait(30) == 128 + number
