@@ -322,7 +322,7 @@ def test_a_signal_before_there_are_workers_ends_the_command_in_words(number: sig
     streams: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, cwd=home, env=STACKS, start_new_session=True, **streams) as process:
         try:
-            # A signal just before Python enters time.sleep is not seen until that returns: no system call is interrupted.
+            # A signal just before Python enters time.sleep is not seen until that returns, as it interrupts no call.
             assert within(90, lambda: here.exists() and psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
             os.kill(process.pid, number)
             assert said(process) == f"interrupted by {number.name}\n"
