@@ -11,8 +11,10 @@ import ctypes
 import os
 import socket
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+from unisono.comm.packet_filter import DROP, LARGEST, admitting
 
 _OLDER_FAMILY = "::ffff:"
 End = tuple[str, int]
@@ -33,15 +35,25 @@ def listening(address: str) -> frozenset[End]:
 def refuse_connections(end: End) -> None:
     """Have the kernel drop every packet to this process's listening socket at `end`. Connections that exist stay. It is
     a socket filter of Linux, which needs no privilege; elsewhere the call has no effect."""
+    _filter(end, [DROP])
+
+
+def admit_only(addresses: Collection[str], end: End) -> None:
+    """Have the kernel drop packets to this process's listening socket at `end`, but those from `addresses`; as
+    `refuse_connections`, which may follow. No effect where the kernel has no room for so long a program: at
+    20 kB for each socket, the least that is usual (``net.core.optmem_max``), those are some 800 addresses."""
+    _filter(end, admitting(addresses))
+
+
+def _filter(end: End, program: Sequence[bytes]) -> None:
+    code = ctypes.create_string_buffer(b"".join(program))
+    described = struct.pack("@HP", min(len(program), LARGEST + 1), ctypes.addressof(code))
     for fd in _sockets():
         if _end(fd, _listens_at) == end:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as wire:
-                wire.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _DROP_ALL)
+                wire.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
 
 
-# A program of one instruction, "return 0 bytes of each packet": its length and where it lies (man 7 socket).
-_RETURN_NOTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
-_DROP_ALL = struct.pack("@HP", 1, ctypes.addressof(_RETURN_NOTHING))
 _SO_ATTACH_FILTER = 26
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import hmac
+import ipaddress
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,10 +30,11 @@ from unisono.backoff import Backoff
 from unisono.comm import record
 from unisono.comm.abort import Abort
 from unisono.comm.conversation import Blocked, Conversation, Family, Operation, Steps
+from unisono.comm.host import sources
 from unisono.comm.hosting import Hosting
 from unisono.comm.notices import Breakable, Notices
 from unisono.comm.prefixed import Prefixed
-from unisono.comm.sockets import End, connected, is_open, listening, read_end, refuse_connections, shut
+from unisono.comm.sockets import End, admit_only, connected, is_open, listening, read_end, refuse_connections, shut
 from unisono.comm.tiers import Tiers
 from unisono.errors import CommunicationError, InvalidInput, PeerLost
 
@@ -106,12 +108,7 @@ class TorchGroup(Conversation):
         self._unabort: Callable[[], None] = lambda: None
         _check_backend(backend)
         notices = Notices(store, deadline_seconds, family.abort)
-        notices.exchange("here", rank, size, True, bool)  # nothing listens before all can come, which takes moments
-        devices = [Device.open(address) for _ in range(3 if backend == "nccl" else 2)]
-        # Where all listen is known before anybody connects, so that what hangs meanwhile can be woken.
-        mine = [list(each.end) for each in devices]
-        told = notices.exchange("listening", rank, size, mine, lambda each: [read_end(end) for end in each])
-        ends = frozenset(end for each in told for end in each)
+        devices, ends = open_devices(notices, rank, size, address, 3 if backend == "nccl" else 2)
         forget = family.abort.then(lambda: shut(connected(ends)))
         try:
             with _peer_lost_for("connect"):
@@ -408,11 +405,31 @@ class Device:
     end: End
 
     @staticmethod
-    def open(address: str) -> Device:
-        """One that listens on the network that `address` belongs to."""
+    def open(address: str, admitted: Collection[str]) -> Device:
+        """One that listens on the network that `address` belongs to, to hosts that have one of the addresses
+        `admitted`."""
         before, group = listening(address), cast(Any, c10d.ProcessGroupGloo)  # the stubs know nothing of devices
         made = group.create_device(hostname=address)
-        return Device(made, next(iter(listening(address) - before), (address, 0)))
+        end = next(iter(listening(address) - before), (address, 0))
+        admit_only(admitted, end)
+        return Device(made, end)
+
+
+def open_devices(
+    notices: Notices, rank: int, size: int, address: str, count: int
+) -> tuple[list[Device], frozenset[End]]:
+    """`count` devices of this worker, and where those of all workers listen: so what hangs while they connect can be
+    woken. Nothing listens before all workers have come, which then connect within moments, and only to their addresses.
+
+    Raises:
+        PeerLost: as `Notices.hear`.
+    """
+    here = notices.exchange("here", rank, size, sources(address), _read_addresses)
+    admitted = frozenset(each for addresses in here for each in addresses)
+    devices = [Device.open(address, admitted) for _ in range(count)]
+    mine = [list(each.end) for each in devices]
+    told = notices.exchange("listening", rank, size, mine, lambda each: [read_end(end) for end in each])
+    return devices, frozenset(end for each in told for end in each)
 
 
 def gloo(store: c10d.Store, rank: int, size: int, device: Device, deadline_seconds: float) -> Any:
@@ -433,6 +450,11 @@ def gloo(store: c10d.Store, rank: int, size: int, device: Device, deadline_secon
         store.set("word", secrets.token_hex(32))
     _authenticate(group, store.get("word"), rank, size, deadline_seconds)
     return group
+
+
+def _read_addresses(told: Any) -> list[str]:
+    """As JSON carries them. Raises `ValueError` or `TypeError` for anything else."""
+    return [str(ipaddress.ip_address(each)) for each in told]
 
 
 def _check_backend(backend: str) -> None:

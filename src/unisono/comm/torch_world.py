@@ -23,8 +23,8 @@ from torch._C import _distributed_c10d as c10d
 from unisono.comm.abort import Abort
 from unisono.comm.notices import Breakable, Notices
 from unisono.comm.prefixed import Prefixed
-from unisono.comm.sockets import connected, deafen, is_open, read_end, shut
-from unisono.comm.torch_group import Device, gloo
+from unisono.comm.sockets import connected, deafen, is_open, shut
+from unisono.comm.torch_group import gloo, open_devices
 from unisono.errors import CommunicationError, PeerLost
 
 LOG = logging.getLogger("unisono")
@@ -153,10 +153,8 @@ class TorchWorld:
 
     def _group(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
         """As torch asks a backend for each group; gloo connects all pairs at once."""
-        device = Device.open(self._address)
-        # Where all listen is known before anybody connects, so that what hangs meanwhile can be woken.
         notices = Notices(store, self._deadline_seconds, self._abort)
-        ends = frozenset(notices.exchange("listening", rank, size, list(device.end), read_end))
+        (device,), ends = open_devices(notices, rank, size, self._address, 1)
         waiting = Breakable(Prefixed("gloo", store), self._deadline_seconds, self._abort)
         forget = self._abort.then(lambda: shut(connected(ends)))
         try:

@@ -1,0 +1,63 @@
+"""Programs by which the kernel judges the packets of a socket (classic BPF; man 7 socket, ``SO_ATTACH_FILTER``).
+
+The kernel runs such a program on each packet, beginning at the transport header; what it returns is how many bytes of
+the packet are kept, none being to drop it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import struct
+from collections.abc import Collection, Iterable
+
+# Names of <linux/bpf_common.h> and <linux/filter.h>.
+_LOAD_WORD = 0x20  # BPF_LD | BPF_W | BPF_ABS
+_LOAD_BYTE = 0x30  # BPF_LD | BPF_B | BPF_ABS
+_SHIFT_RIGHT = 0x74  # BPF_ALU | BPF_RSH | BPF_K
+_JUMP = 0x05  # BPF_JMP | BPF_JA
+_JUMP_IF = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
+_RETURN = 0x06  # BPF_RET | BPF_K
+_NETWORK_HEADER = 2**32 - 0x100000  # SKF_NET_OFF: offsets from here on are those in the header of IP
+_SOURCE = {4: 12, 6: 8}  # where that header has the sender's address, by version of IP
+_WORD_BYTES = 4
+LARGEST = 4096
+"""Instructions that a program may have (BPF_MAXINSNS)."""
+
+
+def _instruction(code: int, operand: int, skip_if: int = 0, skip_else: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, skip_if, skip_else, operand)
+
+
+KEEP, DROP = _instruction(_RETURN, 2**32 - 1), _instruction(_RETURN, 0)
+
+
+def admitting(addresses: Collection[str]) -> list[bytes]:
+    """A program that drops all packets but those from `addresses`: three instructions for each of IPv4, nine of IPv6.
+    Raises `ValueError` for what is no address."""
+    found = sorted({ipaddress.ip_address(each) for each in addresses}, key=int)
+    rules = {version: [_admit(each.packed, _SOURCE[version]) for each in found if each.version == version]
+             for version in _SOURCE}  # fmt: skip
+    return [*itertools.chain(*(_of_version(version, rules[version]) for version in rules)), DROP]
+
+
+def _of_version(version: int, rules: Iterable[list[bytes]]) -> list[bytes]:
+    """Drops a packet of that version of IP unless one of `rules` keeps it, and passes on others."""
+    then = [*itertools.chain(*rules), DROP]
+    return [
+        _instruction(_LOAD_BYTE, _NETWORK_HEADER),
+        _instruction(_SHIFT_RIGHT, 4),
+        _instruction(_JUMP_IF, version, skip_if=1),
+        _instruction(_JUMP, len(then)),
+        *then,
+    ]
+
+
+def _admit(packed: bytes, source: int) -> list[bytes]:
+    """Keeps a packet that has `packed` at the offset `source` of its header, and passes on others."""
+    made = [KEEP]
+    for at in reversed(range(0, len(packed), _WORD_BYTES)):
+        word = int.from_bytes(packed[at : at + _WORD_BYTES])
+        compare = _instruction(_JUMP_IF, word, skip_else=len(made))
+        made = [_instruction(_LOAD_WORD, _NETWORK_HEADER + source + at), compare, *made]
+    return made
