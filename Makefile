@@ -56,7 +56,7 @@ endef
 check: static test ## the gate: format, lint, types, walls, tests
 
 .PHONY: static
-static: format-check lint types walls ## the gate without the tests
+static: format-check lint types walls audit ## the gate without the tests
 
 .PHONY: format-check
 format-check: $(DEVELOP)
@@ -73,6 +73,12 @@ types: $(DEVELOP)
 .PHONY: walls
 walls: $(DEVELOP)
 	$(BIN)/lint-imports
+
+# What is installed has the pinned hashes; here, that no requirement is missing or of a version that another one excludes.
+# Known vulnerabilities are listed by services on the network, which a gate without one cannot ask.
+.PHONY: audit
+audit: $(DEVELOP)
+	$(BIN)/python -m pip --disable-pip-version-check check
 
 .PHONY: format
 format: $(DEVELOP) ## write the sources in the house's format

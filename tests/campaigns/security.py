@@ -2,8 +2,10 @@
 
 Hosts are network namespaces on one bridge; a third one has the strangers, and another user attacks on the first host
 itself. They scan, send garbage, open floods of connections, make claims without the token, write stores, send requests
-with wrong tokens and heads without end, and look for secrets. A worker is killed meanwhile; a coordinator that is none
-tries to have the second host run a command. In the end
+with wrong tokens and heads without end, take names, relay, and look for secrets. A process that knows the token sends
+the coordinator what no worker sends; a worker that has joined sends its peers noise, again and again. A worker is
+killed meanwhile; a coordinator that is none tries to have the second host run a command. Afterwards the checkpoints are
+written over, and opened. In the end
 
 - the run ends with the weights of an undisturbed one on one worker, to the bit;
 - the coordinator and the workers that were there throughout have the descriptors of the start, and no more memory than
@@ -34,6 +36,7 @@ from typing import Any
 import psutil
 from benchmarks.harness import environment
 
+from tests.campaigns import hostile_files
 from tests.campaigns.strangers import TRACE
 from unisono.membership.certificate import certified, fingerprint
 from unisono.membership.place import Place
@@ -41,6 +44,8 @@ from unisono.membership.place import Place
 ADDRESSES = ("10.84.0.1", "10.84.0.2", "10.84.0.3")
 COORDINATOR, HOSTILE = 4000, 4001
 NOBODY = 65534
+HOSTILE_WORKER = Path(__file__).parent / "hostile_worker"
+HOSTILE_FILES = 100
 MOST_GROWTH_BYTES, MOST_GROWTH_DESCRIPTORS = 64 << 20, 16
 _FIRST, _KILL, _LAST = 0.05, 0.4, 0.85  # shares of the steps: strangers come, a worker dies, strangers go
 _SETTLE_SECONDS = 12.0  # the longest that a stranger is waited for is 10 s
@@ -109,7 +114,7 @@ def attacked(directory: Path, words: Sequence[str], steps: int) -> tuple[dict[st
     Path(TRACE).unlink(missing_ok=True)
     unisono = [sys.executable, "-m", "unisono"]
     with network(directory) as net:
-        listening = ["--workers", "2:3", "--listen", f"{ADDRESSES[0]}:{COORDINATOR}", "--certificate", "new"]
+        listening = ["--workers", "2:4", "--listen", f"{ADDRESSES[0]}:{COORDINATOR}", "--certificate", "new"]
         train = net.start(0, "train", [*unisono, "train", *words, *listening, "--run", run], UNISONO_TOKEN=token)
         _until(lambda: (run / "coordinator" / "contact.json").exists(), train, "the coordinator is up")
         pin = json.loads((run / "coordinator" / "contact.json").read_text())["authority"]
@@ -122,11 +127,19 @@ def attacked(directory: Path, words: Sequence[str], steps: int) -> tuple[dict[st
             "stranger": _strangers(net, 2, "stranger", ADDRESSES[0]),
             "stranger of host 1": _strangers(net, 2, "stranger-1", ADDRESSES[1]),
             "another user": _strangers(net, 0, "user", "127.0.0.1", "--user", str(NOBODY)),
+            "member": _strangers(net, 2, "member", ADDRESSES[0], "--authority", pin, UNISONO_TOKEN=token),
         }
         _until(lambda: _step(run) > _KILL * steps, train, "the run goes on under attack")
         _workers(train)[-1].kill()
-        refusals = _hostile_coordinator(net, unisono, pin, token)
-        _until(lambda: _step(run) > _LAST * steps, train, "the run goes on without a worker")
+        wrong = _hostile_coordinator(net, unisono, pin, token)
+        noise = {"PYTHONPATH": str(HOSTILE_WORKER), "HOSTILE_WORKER_LOG": str(directory / "noise")}
+        hostile = net.start(2, "hostile-worker", [*join, "--logs", directory / "hostile"], UNISONO_TOKEN=token, **noise)
+        _until(lambda: _step(run) > _LAST * steps, train, "the run goes on under attack, and without a worker")
+        if hostile.poll() is None:
+            os.killpg(hostile.pid, signal.SIGKILL)
+        noises = _lines(directory / "noise")
+        if not noises:
+            wrong.append(f"the hostile worker sent nothing, so it proves nothing: {net.said('hostile-worker')[-500:]}")
         seconds = time.monotonic() - began
         reports = {}
         for name, (process, report) in strangers.items():
@@ -139,9 +152,8 @@ def attacked(directory: Path, words: Sequence[str], steps: int) -> tuple[dict[st
         after = _weighed(train, joined)
         train.wait(600)
         joined.wait(60)
-        wrong = [f"{name}: {each}" for name, report in reports.items() for each in report.get("broken", ["no report"])]
+        wrong += [f"{name}: {each}" for name, report in reports.items() for each in report.get("broken", ["no report"])]
         wrong += [f"{name} failed: {report['failed']}" for name, report in reports.items() if report.get("failed")]
-        wrong += refusals
         for name, process in (("train", train), ("join", joined)):
             if process.returncode:
                 wrong.append(f"{name} ended with exit code {process.returncode}: {net.said(name)[-500:]}")
@@ -157,19 +169,24 @@ def attacked(directory: Path, words: Sequence[str], steps: int) -> tuple[dict[st
             wrong.append(
                 f"{name} has grown by {after[pid][1] - memory} bytes and {after[pid][2] - descriptors} descriptors"
             )
+    wrong += hostile_files.attack(run, directory, HOSTILE_FILES)
     figures = {
         "seconds": round(seconds, 1),
         "grown": grown,
+        "views": sum(each["event"] == "view" for each in _events(run)),
+        "noise of the hostile worker": len(noises),
         "done": {name: each.get("done") for name, each in reports.items()},
     }
     return {**_summary(run), "attack": figures}, wrong
 
 
-def _strangers(net: Network, host: int, name: str, address: str, *more: str) -> tuple[subprocess.Popen[bytes], Path]:
+def _strangers(
+    net: Network, host: int, name: str, address: str, *more: str, **environ: str
+) -> tuple[subprocess.Popen[bytes], Path]:
     report = net.directory / f"{name}.json"
     words = [sys.executable, "-m", "tests.campaigns.strangers", "--address", address, "--coordinator", COORDINATOR]
     # As another user, it is to find this package all the same.
-    return net.start(host, name, [*words, "--report", report, *more], PYTHONPATH=str(Path.cwd())), report
+    return net.start(host, name, [*words, "--report", report, *more], PYTHONPATH=str(Path.cwd()), **environ), report
 
 
 def _strangers_once(net: Network) -> None:
@@ -224,8 +241,12 @@ def _workers(command: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in _lines(run / "events.jsonl") if line.endswith("}")]
+
+
+def _lines(path: Path) -> list[str]:
     with suppress(FileNotFoundError):
-        return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if line.endswith("}")]
+        return path.read_text().splitlines()
     return []
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.comm import trust
+from unisono.membership import Contact
+from unisono.membership.line import Line, NoBody
 
 ROUTES = [
     "/v1/challenge",
@@ -51,10 +54,15 @@ class Stranger:
     """
 
     def __init__(self, address: str, coordinator: int, seed: int) -> None:
-        self.address, self.coordinator, self.random = address, coordinator, random.Random(seed)
+        self.address, self.coordinator, self.seed, self.random = address, coordinator, seed, random.Random(seed)
         self.done: Counter[str] = Counter()
         self.broken: list[str] = []
         self.ports: list[int] = []
+        self.squatted: list[socket.socket] = []
+        self.made: list[Path] = []
+
+    def leave(self) -> None:
+        """Nothing of this one stays behind."""
 
     def scan(self) -> None:
         """Which ports of the usual range are open."""
@@ -127,6 +135,17 @@ class Stranger:
                 self.broken.append(f"port {port} lets a store be written")
             self.done["stores tried"] += 1
 
+    def relays(self) -> None:
+        """What one port says, said to another one as if it were an answer, and back."""
+        for one, other in itertools.permutations(self.ports, 2):
+            with contextlib.suppress(OSError), self._connected(one) as here, self._connected(other) as there:
+                until = time.monotonic() + 0.2
+                while (left := until - time.monotonic()) > 0:
+                    ready, _, _ = select.select([here, there], [], [], left)
+                    for wire in ready:
+                        (there if wire is here else here).sendall(wire.recv(1 << 16))
+                        self.done["messages relayed"] += 1
+
     def requests(self) -> None:
         """Every route with tokens that are wrong, and an order that would run a command."""
         for route in ROUTES:
@@ -189,6 +208,33 @@ class OtherUser(Stranger):
                 wire.sendall(self.random.randbytes(88))
                 self.done["names tried"] += 1
 
+    def squat(self) -> None:
+        """Names and places like those that the run uses, taken before it does."""
+        seen = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@unisono" in line]
+        for name in [*seen, "@unisono"]:
+            for number in range(8):
+                wire = socket.socket(socket.AF_UNIX)
+                with contextlib.suppress(OSError):
+                    wire.bind(f"\0{name[1:]}{number or ''}")
+                    wire.listen()
+                    self.done["names taken"] += 1
+                    self.squatted.append(wire)
+        for place in ("unisono", "unisono-0", f"torchinductor_{self.seed}", "torchinductor_root"):
+            with contextlib.suppress(OSError):
+                Path("/tmp", place).mkdir(mode=0o777)
+                self.made.append(Path("/tmp", place))
+                self.done["directories taken"] += 1
+        for wire in self.squatted[:-64]:
+            wire.close()
+        del self.squatted[:-64]
+
+    def leave(self) -> None:
+        for wire in self.squatted:
+            wire.close()
+        for place in self.made:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+
     def secrets(self) -> None:
         """What the processes of the run have in memory, environment and files."""
         for process in Path("/proc").glob("[0-9]*"):
@@ -201,6 +247,38 @@ class OtherUser(Stranger):
                 if path.stat().st_uid != os.getuid() and (os.listdir(path) if path.is_dir() else path.read_bytes()):
                     self.broken.append(f"{path} can be read")
         self.done["looked for secrets"] += 1
+
+
+class Member:
+    """Knows the run's token, and says what no worker says.
+
+    Args:
+        contact: of the coordinator.
+    """
+
+    def __init__(self, contact: Contact, seed: int) -> None:
+        self._line, self._random = Line(contact), random.Random(seed)
+        self.done: Counter[str] = Counter()
+        self.broken: list[str] = []
+
+    def leave(self) -> None:
+        """Nothing of this one stays behind."""
+        self._line.close()
+
+    def messages(self) -> None:
+        """Bodies of every form, to every route that takes one."""
+        for route in ("/v1/beat", "/v1/gone", "/v1/running"):
+            for body in self._bodies():
+                answer = self._line.ask("POST", route, body, NoBody)
+                self.done["messages sent"] += 1
+                if answer is not None and answer.status >= 500:
+                    self.broken.append(f"POST {route} is answered {answer.status}")
+
+    def _bodies(self) -> Iterator[Any]:
+        noise = self._random.randbytes(200).decode("latin-1")
+        for odd in (None, -1, 1e308, 10**400, "", noise, "x" * 100_000, [], [noise] * 1000, {}, {noise: noise}):
+            yield {"worker": odd, "workers": odd, "launcher": odd, "doing": odd, "step": odd, "view": odd, noise: odd}
+            yield odd
 
 
 def stores_module() -> Any:
@@ -236,6 +314,7 @@ def main() -> None:
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--serve", type=Path, metavar="DIR", help="be a coordinator, with the certificate there")
     parser.add_argument("--user", type=int, help="become this user")
+    parser.add_argument("--authority", default="", help="be a member: the fingerprint of the coordinator's certificate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=1 << 30)
     asked = parser.parse_args()
@@ -248,12 +327,20 @@ def main() -> None:
         os.setgroups([])
         os.setgid(asked.user)
         os.setuid(asked.user)
-    kind = OtherUser if asked.user else Stranger
-    stranger = kind(asked.address, asked.coordinator, asked.seed)
-    names = ["scan", "garbage", "flood", "claims", "stores", "requests", "heads"]
-    attacks: list[Callable[[], Any]] = [getattr(stranger, name) for name in names]
+    stranger: Stranger | Member
+    if asked.authority:
+        url = f"https://{asked.address}:{asked.coordinator}"
+        stranger = Member(Contact(url, os.environ["UNISONO_TOKEN"], authority=asked.authority), asked.seed)
+    else:
+        stranger = (OtherUser if asked.user else Stranger)(asked.address, asked.coordinator, asked.seed)
+    names = ["scan", "garbage", "flood", "claims", "relays", "stores", "requests", "heads"]
+    attacks: list[Callable[[], Any]] = []
+    if isinstance(stranger, Stranger):
+        attacks += [getattr(stranger, name) for name in names]
+    else:
+        attacks += [stranger.messages]
     if isinstance(stranger, OtherUser):
-        attacks += [stranger.names, stranger.secrets]
+        attacks += [stranger.names, stranger.squat, stranger.secrets]
 
     def end(*_: object) -> None:
         raise SystemExit
@@ -271,6 +358,7 @@ def main() -> None:
         failed = repr(error)
         raise
     finally:
+        stranger.leave()
         json.dump({"done": stranger.done, "broken": sorted(set(stranger.broken)), "failed": failed}, report)
         report.close()
 
