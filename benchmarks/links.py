@@ -1,4 +1,4 @@
-"""What messages cost: every verb under netlab, on gloo, against the closed forms of `unisono.comm.link`.
+"""What messages cost: every verb under netlab, on gloo, against the closed forms of `unisono.comm.link_model`.
 
 The closed forms are what ``unisono simulate`` counts with. Needs what `benchmarks.netlab` needs; prints the ratios and
 judges nothing.
@@ -15,7 +15,7 @@ from benchmarks.harness import BIN, PEERS, environment
 from benchmarks.netlab import Rate, netlab, run_workers
 from benchmarks.netlab.network import Unavailable
 from unisono.comm import Link
-from unisono.comm.link import exchange_seconds, gather_seconds, sum_seconds
+from unisono.comm.link_model import exchange_seconds, gather_seconds, sum_seconds
 
 HOSTS = 4
 NETWORKS = ((Rate.of("25mbit"), 0.0), (Rate.of("100mbit"), 0.0), (Rate.of("100mbit"), 0.02))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono import Cosine, Evaluation, Task
-from unisono.tasks.digits import images
+from unisono.tasks.builtin.digits import images
 
 
 def network(width: int, dropout: float) -> keras.Model:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono import Cosine, Evaluation, Task
-from unisono.tasks.text import Corpus, collate, held_out_windows, standard_library, text_files, training_windows
+from unisono.tasks.builtin.text import Corpus, collate, held_out_windows, standard_library, text_files, training_windows
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from unisono import Cosine, Evaluation, Task
-from unisono.tasks.text import Corpus, collate, held_out_windows, standard_library, text_files, training_windows
+from unisono.tasks.builtin.text import Corpus, collate, held_out_windows, standard_library, text_files, training_windows
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.assemble import Feed, bind, build
-from unisono.badstep import Judge
+from unisono.bad_steps import Judge
 from unisono.checkpoint import Writer, fingerprint, newest, verified
 from unisono.comm import Simulated, outcomes
+from unisono.comm.process_groups import Wires
 from unisono.config import Config
 from unisono.observe import Nothing
-from unisono.persist import Persistence
-from unisono.replica import weights_of
-from unisono.settings import settle
-from unisono.task import Task
-from unisono.trainer import Trainer
-from unisono.wires import Wires
+from unisono.run.resolve import settle
+from unisono.tasks.task import Task
+from unisono.trainer.build import Feed, bind, build
+from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.loop import Trainer
+from unisono.trainer.replica import weights_of
 
 Tamper = Callable[[int, int, Trainer], None]  # given the rank, the steps done and the trainer, between two steps
 

@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.data import MicroBatchPlan, assign
-from unisono.replica import Replica
 from unisono.sync import Synchronizer
-from unisono.tasks.digits import images
+from unisono.tasks.builtin.digits import images
+from unisono.trainer.replica import Replica
 
 WORKERS, GLOBAL_BATCH, STEPS = 4, 64, 60
 COMPUTE_SECONDS = 0.01

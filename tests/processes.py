@@ -32,7 +32,7 @@ from unisono.launch.failure import Failure, describe, first_cause
 # Whatever a worker imports for itself takes its time in every worker. torch._dynamo comes with the first optimizer, the
 # others with training, with the built-in digits, with worker 0's scalars and with the modules that hold the tests.
 PRELOAD = [
-    "torch._dynamo", "torch.distributed", "unisono.work", "unisono.layout.lay", "sklearn.datasets",
+    "torch._dynamo", "torch.distributed", "unisono.run.worker", "unisono.layout.parallelize", "sklearn.datasets",
     "torch.utils.tensorboard", "pytest", "hypothesis", __name__,
 ]  # fmt: skip
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.membership.test_attendance import TOKEN, serving
-from unisono.admission import admit, compare
 from unisono.comm import outcomes, simulate
+from unisono.elastic.admission import admit, compare
 from unisono.errors import Unlike
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.membership import Contact
-from unisono.membership.line import Line
+from unisono.membership.http_client import Line
 from unisono.membership.messages import TraitsMessage
 
 TRAITS = {"samples": "96", "optimizer.lr": "0.1"}
@@ -89,7 +89,7 @@ def test_who_is_to_stop_waits_for_nobody(tmp_path: Path) -> None:
 def test_a_coordinator_that_is_away_keeps_nobody_for_ever(monkeypatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(
-        "unisono.admission.time",
+        "unisono.elastic.admission.time",
         SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s)),
     )
     admit(Contact("http://127.0.0.1:1", TOKEN), worker("0"), TRAITS, never)

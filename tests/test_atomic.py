@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from unisono import atomic
 from unisono.errors import InvalidInput
-from unisono.membership import Contact, card
+from unisono.membership import Contact
+from unisono.membership import contact_file as card
 from unisono.observe import write_summary
+from unisono.system import atomic_files as atomic
 
 
 @pytest.fixture(autouse=True)

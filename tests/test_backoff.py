@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from unisono.backoff import Backoff
+from unisono.system.backoff import Backoff
 
 
 @pytest.mark.parametrize("backoff", [Backoff(20e-6, 1.1, 500e-6), Backoff(1.0, 2.0, 60.0), Backoff(0.1, 2.0, 5.0)])

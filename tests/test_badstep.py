@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from unisono.badstep import ENOUGH, REMEMBERED, UNFIT, Judge, RollBack, Skip, Split, Stop, compare
+from unisono.bad_steps import ENOUGH, REMEMBERED, UNFIT, Judge, RollBack, Skip, Split, Stop, compare
 
 LOSS = st.floats(-1e6, 1e6)
 LOSSES = st.lists(LOSS, min_size=1, max_size=8)

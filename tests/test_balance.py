@@ -15,14 +15,14 @@ import torch
 
 from tests.training import HERE, Noisy, regression, train
 from unisono import Task
-from unisono.balance import Balance, Follow
 from unisono.comm import Link
 from unisono.data import Shares, assign
-from unisono.data.shares import STOCK_STEPS, last_done, quickest
+from unisono.data.work_shares import STOCK_STEPS, last_done, quickest
 from unisono.errors import InvalidInput
 from unisono.plan import Cluster, Compute, Forecast, forecast
-from unisono.settings import settle
-from unisono.source import Source
+from unisono.run.resolve import settle
+from unisono.tasks.source import Source
+from unisono.trainer.load_balance import Balance, Follow
 
 MICRO_BATCHES = 12
 SETTINGS = {"micro_batch": 2, "global_batch": 2 * MICRO_BATCHES, "steps": 40}

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers import BatchEncoding
 
-from unisono.batch import mapped, samples_in, tensors, to_device
 from unisono.errors import InvalidInput
+from unisono.tensors.batch import mapped, samples_in, tensors, to_device
 
 META = torch.device("meta")
 X, Y = torch.arange(15.0).view(5, 3), torch.arange(5)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from unisono.comm import simulate
 from unisono.errors import UnisonoError
+from unisono.trainer.sync_batchnorm import SyncBatchNorm, synchronize_batchnorm
 
 SHARE, FEATURES = 4, 3
 SHAPES = {"1d": (FEATURES,), "sequence": (FEATURES, 5), "2d": (FEATURES, 3, 2)}

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from tests.launch.observation import within
-from unisono.company import in_order
+from unisono.elastic.extra_state import Kept, read, written
+from unisono.elastic.loop_group import in_order
 from unisono.errors import InvalidInput, RunFailed
-from unisono.keep import Kept, read, written
 from unisono.launch.failure import Failure
-from unisono.launch.succession import EachToItsEnd, Joined, Replaced
-from unisono.membership.values import StepCount
+from unisono.launch.restart_policy import EachToItsEnd, Joined, Replaced
+from unisono.membership.protocol import StepCount
 
 STEPS, HIT = 400, 7
 SCRIPT = """

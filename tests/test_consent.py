@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.consent import Consent
 from unisono.errors import InvalidInput
 from unisono.membership.messages import OrderMessage
-from unisono.source import Source
+from unisono.run.consent import Consent
+from unisono.tasks.source import Source
 
 MINE = """
 from subprocess import getoutput
-from unisono.tasks.digits import digits as theirs
+from unisono.tasks.builtin.digits import digits as theirs
 def task(): return theirs()
 """
 NOT_BELOW = "is not built in, and does not lie below"
@@ -71,7 +71,7 @@ def test_what_was_said_is_run(here: Path) -> None:
         (Consent(asks=lambda what: True), task("os:system", command="id"), NOT_BELOW),
         (Consent(asks=lambda what: True), task("posix:system", command="id"), NOT_BELOW),
         (Consent(asks=lambda what: True), task("torch.hub:load", repo="a"), NOT_BELOW),
-        (Consent(asks=lambda what: True), task("unisono.tasks.digits:digits"), NOT_BELOW),
+        (Consent(asks=lambda what: True), task("unisono.tasks.builtin.digits:digits"), NOT_BELOW),
         (Consent(asks=lambda what: True), task(f"{__file__}:task"), NOT_BELOW),
     ],
 )

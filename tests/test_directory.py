@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from unisono import Config, directory
-from unisono.directory import claimed, with_earlier
+from unisono import Config
 from unisono.errors import InvalidInput
 from unisono.launch.lock import LOCK, Holder, held
-from unisono.order import Carried
+from unisono.run import directory
+from unisono.run.directory import claimed, with_earlier
+from unisono.run.spec import Carried
 
 SOURCE = Carried("some/where.py:my task", b"")
 

@@ -22,7 +22,7 @@ from unisono import Config, notation
 from unisono.checkpoint import fingerprint
 from unisono.config import FIELDS, INSIDE, NOTED
 from unisono.errors import InvalidInput
-from unisono.source import Source
+from unisono.tasks.source import Source
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -18,19 +18,19 @@ from typing import Any
 import pytest
 
 from unisono.config import Config
-from unisono.consent import Consent
 from unisono.errors import InvalidInput
-from unisono.gathering import Script, called, gathered, policy_of
 from unisono.launch import Coordination
-from unisono.launch.rally import rallied
+from unisono.launch.coordinator_setup import rallied
 from unisono.membership import Contact, Policy
-from unisono.membership.card import contact_in
 from unisono.membership.certificate import certified, pin
-from unisono.membership.line import Line, NoBody, ask
+from unisono.membership.contact_file import contact_in
+from unisono.membership.endpoint import Calling, Place
+from unisono.membership.http_client import Line, NoBody, ask
 from unisono.membership.messages import OrderMessage, StatusMessage, WordMessage
-from unisono.membership.place import Calling, Place
-from unisono.order import Carried, Order
-from unisono.source import Source
+from unisono.run.consent import Consent
+from unisono.run.elastic_run import Script, called, gathered, policy_of
+from unisono.run.spec import Carried, Order
+from unisono.tasks.source import Source
 
 TOKEN = "as long as it has to be"
 OURS = Consent(own=True)

@@ -20,9 +20,9 @@ from unisono import Task
 from unisono.checkpoint import checkpoints, fingerprint_of, open_newest
 from unisono.data import MicroBatchPlan
 from unisono.errors import Diverged, InvalidInput
-from unisono.guard import Guard
-from unisono.source import Source
-from unisono.trainer import Trainer
+from unisono.tasks.source import Source
+from unisono.trainer.loop import Trainer
+from unisono.trainer.step_validation import Guard
 
 PLAN = MicroBatchPlan(96, 24, 4, 0)  # of `regression`
 STEPS = 8

@@ -16,7 +16,7 @@ import pytest
 from tests import training
 from tests.launch.hosts import ADDRESSES, Hosts, two_hosts
 from tests.launch.observation import session, within
-from unisono.source import Source
+from unisono.tasks.source import Source
 
 pytestmark = pytest.mark.root
 EXAMPLES = Path(__file__).parents[1] / "examples"

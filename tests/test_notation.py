@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono import notation
-from unisono.badstep import BAD_STEPS, RollBack, Skip, Stop
+from unisono.bad_steps import BAD_STEPS, RollBack, Skip, Stop
 from unisono.compress import COMPRESSORS, Auto, ByName, BySize, Cast, Exact, Quantize, WithErrorFeedback
 from unisono.config import NOTED
 from unisono.data import LOADERS, Inline, Processes, Threads
 from unisono.errors import InvalidInput
 from unisono.layout import LAYOUTS, Layout
-from unisono.layout.words import WORDS
-from unisono.schedule import SCHEDULES, Constant, Cosine, Linear
+from unisono.layout.split_styles import WORDS
 from unisono.sync import SYNCHRONIZERS, AllReduce
+from unisono.tasks.lr_schedules import SCHEDULES, Constant, Cosine, Linear
 
 COUNT, FACTOR = st.integers(1, 10**12), st.floats(0, 1)
 SIMPLE = (

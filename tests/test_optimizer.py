@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.optimizer import LearningRate, load_state, optimizer_of, prefer_fused, state_of
+from unisono.trainer.optimizer import LearningRate, load_state, optimizer_of, prefer_fused, state_of
 
 
 def net() -> nn.Sequential:

@@ -23,14 +23,14 @@ from transformers import BatchEncoding
 from tests.processes import ChildFailed
 from tests.training import regression, source, start, train
 from unisono import Cosine, Evaluation, Task
-from unisono.batch import to_device
 from unisono.comm import Alone
 from unisono.errors import InvalidInput, RunFailed
-from unisono.evaluate import Evaluator
 from unisono.launch import Identity, StopRequest, Worker
-from unisono.order import Carried, Order
-from unisono.settings import settle
-from unisono.work import work
+from unisono.run.resolve import settle
+from unisono.run.spec import Carried, Order
+from unisono.run.worker import work
+from unisono.tensors.batch import to_device
+from unisono.trainer.evaluation import Evaluator
 
 # A script without a main guard: everything in it is carried to the workers by value.
 SCRIPT = """

@@ -18,8 +18,8 @@ from unisono import Result, Task
 from unisono.checkpoint import checkpoints, fingerprint
 from unisono.cli import main
 from unisono.errors import CheckpointError, InvalidInput
-from unisono.replica import weights_of
-from unisono.source import Source
+from unisono.tasks.source import Source
+from unisono.trainer.replica import weights_of
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unisono.checkpoint import Opened, Writer, open_checkpoint
 from unisono.comm import Alone
 from unisono.errors import CheckpointMismatch
-from unisono.persist import Persistence
+from unisono.trainer.checkpointing import Persistence
 
 
 def written(directory: Path, tensors: dict[str, Tensor]) -> Opened:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.schedule import SCHEDULES, Constant, Cosine, Linear
+from unisono.tasks.lr_schedules import SCHEDULES, Constant, Cosine, Linear
 
 WARMUP, FLOOR = st.integers(0, 50), st.floats(0, 1)
 ANY = st.builds(Constant, WARMUP) | st.builds(Linear, WARMUP, FLOOR) | st.builds(Cosine, WARMUP, FLOOR)

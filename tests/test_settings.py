@@ -5,7 +5,7 @@ from torch import nn
 
 from unisono import Config, Exact, Task
 from unisono.errors import InvalidInput
-from unisono.settings import IDENTITY, LIBRARY_GLOBAL_BATCH, check_same_run, settle
+from unisono.run.resolve import IDENTITY, LIBRARY_GLOBAL_BATCH, check_same_run, settle
 
 
 def task(**defaults) -> Task:

@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 import pytest
 
-from unisono.arguments import bind, nested, parameters
 from unisono.errors import InvalidInput
-from unisono.source import Source
-from unisono.task import Task
+from unisono.tasks.arguments import bind, nested, parameters
+from unisono.tasks.source import Source
+from unisono.tasks.task import Task
 
 FILE = """
 from __future__ import annotations
 from typing import TYPE_CHECKING
 import torch
-from unisono.task import Task
+from unisono.tasks.task import Task
 import beside
 if TYPE_CHECKING:
     from somewhere import Unknown

@@ -10,8 +10,8 @@ from unisono.checkpoint import fingerprint
 from unisono.comm import simulate
 from unisono.data import assign
 from unisono.errors import UnisonoError
-from unisono.replica import weights_of
-from unisono.statistics import Statistics
+from unisono.trainer.buffer_sync import Statistics
+from unisono.trainer.replica import weights_of
 
 MICRO_BATCHES, STEPS = 6, 3
 

@@ -10,7 +10,7 @@ from io import FileIO
 
 import pytest
 
-from unisono.streams import Unfailing, unfailing
+from unisono.system.output_streams import Unfailing, unfailing
 
 
 @contextmanager

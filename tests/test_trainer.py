@@ -10,17 +10,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from unisono import Task
-from unisono.assemble import Feed, bind, build
-from unisono.badstep import Judge
+from unisono.bad_steps import Judge
 from unisono.checkpoint import fingerprint
 from unisono.comm import Alone
+from unisono.comm.process_groups import Wires
+from unisono.elastic.presence import Unchanging
 from unisono.errors import PeerLost
 from unisono.layout import Whole
 from unisono.observe import Nothing
-from unisono.persist import Persistence
-from unisono.presence import Unchanging
-from unisono.settings import settle
-from unisono.wires import Wires
+from unisono.run.resolve import settle
+from unisono.trainer.build import Feed, bind, build
+from unisono.trainer.checkpointing import Persistence
 
 MICRO_BATCHES = 4
 

@@ -11,7 +11,7 @@ import pytest
 from tests.processes import ChildFailed
 from tests.training import source, start, train
 from unisono.checkpoint import checkpoints, open_newest
-from unisono.order import Result
+from unisono.run.spec import Result
 
 TASKS = {
     "digits": (source("digits"), {"steps": 6}),

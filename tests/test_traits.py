@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from unisono import Config, Evaluation, Task
 from unisono.errors import Unlike
-from unisono.traits import check, of_config, of_data, of_groups, of_model, of_optimizer, of_task
+from unisono.trainer.traits import check, of_config, of_data, of_groups, of_model, of_optimizer, of_task
 
 FILE = """
 import torch

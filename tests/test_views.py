@@ -10,11 +10,11 @@ from tests.launch.observation import within
 from tests.membership.test_attendance import TOKEN, serving
 from tests.processes import run
 from unisono.config import Config
+from unisono.elastic.session import Attended
 from unisono.errors import PeerLost
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.membership import Contact, Policy
 from unisono.observe import Watched
-from unisono.views import Attended
 
 LONGEST_SECONDS = 30.0
 

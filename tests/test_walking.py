@@ -18,19 +18,19 @@ from torch.utils.data import TensorDataset
 
 from tests.launch.observation import session, within
 from tests.test_reliability import TASK, events, last_step, said, under_way
-from unisono.chaos.virtual import Network, VirtualRun
+from unisono.chaos.virtual_cluster import Network, VirtualRun
 from unisono.checkpoint import checkpoints
 from unisono.comm import Link, Lost, outcomes
-from unisono.handover import Held, differing, digest, mean_of
+from unisono.elastic.snapshot import Milestone
+from unisono.elastic.state_transfer import Reached, describe
+from unisono.elastic.transfer import Held, differing, digest, mean_of
 from unisono.launch import Identity, Worker
 from unisono.membership import Policy, View
-from unisono.milestone import Milestone
 from unisono.observe import Watched
-from unisono.order import Carried, Order, Result
-from unisono.settings import recovers, settle
-from unisono.state import Reached, describe
-from unisono.task import Task, with_data
-from unisono.work import Life
+from unisono.run.resolve import recovers, settle
+from unisono.run.spec import Carried, Order, Result
+from unisono.run.worker import Life
+from unisono.tasks.task import Task, with_data
 
 SAMPLES, BATCH, STEPS, EPOCHS = 48, 24, 48, 24
 PERIODIC = ["LocalSGD(every=4)", "LocalSGD(every=5,start=7)", "DiLoCo(every=6,outer=Average())",

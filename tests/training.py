@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 from tests import processes
 from unisono import Evaluation, Task
 from unisono.launch import Identity, StopRequest, Worker
-from unisono.order import Order
-from unisono.source import Source
-from unisono.work import work
+from unisono.run.spec import Order
+from unisono.run.worker import work
+from unisono.tasks.source import Source
 
 STEPS = 20  # of the runs that are compared
 

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from unisono.membership import Abort, Agent, Contact, Exit, Meet, Over, Place, Standing, View, Word
-from unisono.membership.line import ask
+from unisono.membership.http_client import ask
 from unisono.membership.messages import StatusMessage, WordMessage
 from unisono.membership.proof import PATH, RequestSigner
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from unisono.tasks.gpt import Attention
+from unisono.tasks.builtin.gpt import Attention
 
 Step = Callable[[int], None]
 Way = Callable[[argparse.Namespace, list[list[Batch]], list[Tensor]], Step]

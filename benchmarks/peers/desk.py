@@ -12,9 +12,9 @@ import tempfile
 import threading
 from pathlib import Path
 
-from unisono.membership.place import Place
-from unisono.membership.serve import Serving
-from unisono.membership.values import Policy
+from unisono.membership.endpoint import Place
+from unisono.membership.protocol import Policy
+from unisono.membership.server.http_server import Serving
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono
-from unisono.tasks.gpt import GPT, parameters
+from unisono.tasks.builtin.gpt import GPT, parameters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from laid import Samples, fused, loss, together

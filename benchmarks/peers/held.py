@@ -29,7 +29,7 @@ import unisono
 from unisono.errors import WorkerFailed
 from unisono.layout import Layout
 from unisono.notation import parse
-from unisono.tasks.gpt import GPT
+from unisono.tasks.builtin.gpt import GPT
 
 CONTEXT = 32  # bytes: activations weigh little beside the model
 STEPS = 3  # the optimizer's state is there from the second on

@@ -29,7 +29,7 @@ import unisono
 from unisono.data import MicroBatchPlan, seed_compute, stream
 from unisono.layout import Layout
 from unisono.notation import parse
-from unisono.tasks.gpt import GPT
+from unisono.tasks.builtin.gpt import GPT
 
 SAMPLES = 512
 Batch = tuple[Tensor, Tensor]

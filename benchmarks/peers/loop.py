@@ -28,7 +28,7 @@ def build(model: str) -> nn.Module:
     if model == "mlp":
         layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.ReLU())]
         return nn.Sequential(*layers, nn.Linear(256, 256))
-    from unisono.tasks.gpt import GPT
+    from unisono.tasks.builtin.gpt import GPT
 
     return GPT(layers=12, width=256, heads=4, context=128).build()
 

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import torch
 
-from unisono.comm import Answer, Line, Message, frames
-from unisono.comm.desk import Desk
-from unisono.comm.line import Place, SocketLine, directly, not_counted
-from unisono.comm.protection import Direction, Protected, Protection
-from unisono.comm.trust import Terms, Trusted
+from unisono.comm import Answer, Line, Message
+from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors.client import Place, SocketLine, directly, not_counted
+from unisono.comm.actors.handshake import Terms, Trusted
+from unisono.comm.actors.protection import Direction, Protected, Protection
+from unisono.comm.actors.server import Desk
 
 LARGE_ELEMENTS, SMALL_ELEMENTS = 10_000_000, 1024
 KEY = bytes(16)

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from unisono import Task
 from unisono.launch.process import age_seconds
-from unisono.tasks.gpt import GPT
+from unisono.tasks.builtin.gpt import GPT
 
 SAMPLES = 1 << 14
 CONTEXT = 64  # bytes

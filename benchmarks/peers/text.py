@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.data import MicroBatchPlan, assign, seed_compute, stream
-from unisono.optimizer import LearningRate, prefer_fused
-from unisono.task import Task, build_dataset
-from unisono.tasks.gpt import GPT
-from unisono.tasks.text import text
+from unisono.tasks.builtin.gpt import GPT
+from unisono.tasks.builtin.text import text
+from unisono.tasks.task import Task, build_dataset
+from unisono.trainer.optimizer import LearningRate, prefer_fused
 
 SEED = 0
 CLIP = 1.0

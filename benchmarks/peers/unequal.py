@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from unisono.compress import COMPRESSORS
 from unisono.notation import parse
-from unisono.tasks.gpt import GPT
+from unisono.tasks.builtin.gpt import GPT
 
 CONTEXT = 64  # bytes
 WINDOWS = 4096

@@ -11,9 +11,9 @@ TYPE_CHECKING = False  # typing would take most of the time that this import tak
 if TYPE_CHECKING:
     from typing import Any
 
-    from unisono.badstep import RollBack as RollBack
-    from unisono.badstep import Skip as Skip
-    from unisono.badstep import Stop as Stop
+    from unisono.bad_steps import RollBack as RollBack
+    from unisono.bad_steps import Skip as Skip
+    from unisono.bad_steps import Stop as Stop
     from unisono.compress import Auto as Auto
     from unisono.compress import ByName as ByName
     from unisono.compress import BySize as BySize
@@ -31,12 +31,9 @@ if TYPE_CHECKING:
     from unisono.data import Processes as Processes
     from unisono.data import Threads as Threads
     from unisono.layout import Layout as Layout
-    from unisono.order import Result as Result
-    from unisono.order import load as load
-    from unisono.run import train as train
-    from unisono.schedule import Constant as Constant
-    from unisono.schedule import Cosine as Cosine
-    from unisono.schedule import Linear as Linear
+    from unisono.run.spec import Result as Result
+    from unisono.run.spec import load as load
+    from unisono.run.start import train as train
     from unisono.sync import AllReduce as AllReduce
     from unisono.sync import Average as Average
     from unisono.sync import BlockMomentum as BlockMomentum
@@ -53,13 +50,16 @@ if TYPE_CHECKING:
     from unisono.sync import Ring as Ring
     from unisono.sync import ScaledByStaleness as ScaledByStaleness
     from unisono.sync import Torus as Torus
-    from unisono.task import Evaluation as Evaluation
-    from unisono.task import Task as Task
+    from unisono.tasks.lr_schedules import Constant as Constant
+    from unisono.tasks.lr_schedules import Cosine as Cosine
+    from unisono.tasks.lr_schedules import Linear as Linear
+    from unisono.tasks.task import Evaluation as Evaluation
+    from unisono.tasks.task import Task as Task
     from unisono.world import World as World
     from unisono.world import join as join
 
 _HOMES = {
-    "badstep": ("RollBack", "Skip", "Stop"),
+    "bad_steps": ("RollBack", "Skip", "Stop"),
     "compress": (
         "Auto",
         "ByName",
@@ -77,9 +77,9 @@ _HOMES = {
     "config": ("Config",),
     "data": ("Inline", "Processes", "Threads"),
     "layout": ("Layout",),
-    "order": ("Result", "load"),
-    "run": ("train",),
-    "schedule": ("Constant", "Cosine", "Linear"),
+    "run.spec": ("Result", "load"),
+    "run.start": ("train",),
+    "tasks.lr_schedules": ("Constant", "Cosine", "Linear"),
     "sync": (
         "AllReduce",
         "Average",
@@ -98,7 +98,7 @@ _HOMES = {
         "ScaledByStaleness",
         "Torus",
     ),
-    "task": ("Evaluation", "Task"),
+    "tasks.task": ("Evaluation", "Task"),
     "world": ("World", "join"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

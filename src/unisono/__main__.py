@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from unisono import early
+from unisono.system import early_exit as early
 
 early.listen()
 try:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from unisono import notation
-from unisono.badstep import BAD_STEPS, BadStep, Stop
+from unisono.bad_steps import BAD_STEPS, BadStep, Stop
 from unisono.compress import COMPRESSORS, Cast, Compressor
 from unisono.data import LOADERS, Load
 from unisono.errors import InvalidInput
 from unisono.layout import LAYOUTS, Layout
-from unisono.schedule import SCHEDULES, Schedule
 from unisono.sync import PARTS, SYNCHRONIZERS, AllReduce, Synchronizer
+from unisono.tasks.lr_schedules import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True)

@@ -24,26 +24,26 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unisono.attached import before_forward
-from unisono.batch import Batch, samples_in
 from unisono.comm import Communicator, connect
-from unisono.company import STUCK_IN, Company, Same, State, Whoever, words_of
 from unisono.compress import Cast, Compressor
 from unisono.config import Config, check_whole, checked
 from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
-from unisono.doing import Phase
+from unisono.elastic.extra_state import Stateful
+from unisono.elastic.loop_group import STUCK_IN, Company, Same, State, Whoever, words_of
 from unisono.errors import InvalidInput, PeerLost, UnisonoError
-from unisono.keep import Stateful
 from unisono.launch import Identity, claim
 from unisono.launch.script import takes_part
 from unisono.observe import Watchdog, Watched
-from unisono.replica import Replica, Step, check_fit, check_trainable
-from unisono.same_inputs import SameInputs
-from unisono.saving import Plan, Recalled, load, save
-from unisono.settings import LIBRARY_GLOBAL_BATCH, walk
+from unisono.observe.activity import Phase
+from unisono.run.resolve import LIBRARY_GLOBAL_BATCH, walk
 from unisono.sync import AllReduce, Synchronizer
-from unisono.task import build_dataset
-from unisono.traits import Traits, of_data, of_groups, of_model, of_script
+from unisono.tasks.task import build_dataset
+from unisono.tensors.batch import Batch, samples_in
+from unisono.trainer.duplicate_inputs import SameInputs
+from unisono.trainer.loop_checkpoint import Plan, Recalled, load, save
+from unisono.trainer.model_hooks import before_forward
+from unisono.trainer.replica import Replica, Step, check_fit, check_trainable
+from unisono.trainer.traits import Traits, of_data, of_groups, of_model, of_script
 
 LOG = logging.getLogger("unisono")
 

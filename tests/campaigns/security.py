@@ -39,7 +39,7 @@ from benchmarks.harness import environment
 from tests.campaigns import hostile_files
 from tests.campaigns.strangers import TRACE
 from unisono.membership.certificate import certified, fingerprint
-from unisono.membership.place import Place
+from unisono.membership.endpoint import Place
 
 ADDRESSES = ("10.84.0.1", "10.84.0.2", "10.84.0.3")
 COORDINATOR, HOSTILE = 4000, 4001

@@ -24,9 +24,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from unisono.comm import trust
+from unisono.comm.actors import handshake as trust
 from unisono.membership import Contact
-from unisono.membership.line import Line, NoBody
+from unisono.membership.http_client import Line, NoBody
 
 ROUTES = [
     "/v1/challenge",

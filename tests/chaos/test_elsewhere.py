@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from unisono.chaos.elsewhere import Elsewhere, unavailable
+from unisono.chaos.network_namespace import Elsewhere, unavailable
 from unisono.errors import UnisonoError
 
 KNOCK = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1.0).close()"

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from unisono import state
-from unisono.chaos.made_up import MadeUp
+from unisono.chaos.fault_schedule import Kind, Moment
 from unisono.chaos.outcome import Outcome
-from unisono.chaos.schedule import Kind, Moment
 from unisono.chaos.trial import QUIET, Trial, settings_of, trials
-from unisono.state import Reached
-from unisono.tasks.digits import digits
-from unisono.tasks.gpt import GPT
-from unisono.tasks.text import text
+from unisono.chaos.virtual_ground import MadeUp
+from unisono.elastic import state_transfer as state
+from unisono.elastic.state_transfer import Reached
+from unisono.tasks.builtin.digits import digits
+from unisono.tasks.builtin.gpt import GPT
+from unisono.tasks.builtin.text import text
 
 ALL = {Kind.KILL: 3, Kind.FREEZE: 1, Kind.PARTITION: 1, Kind.JOIN: 2, Kind.DRAIN: 1, Kind.COORDINATOR: 1}
 SOURCES = str(Path(state.__file__).parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.chaos.schedule import Fault, Kind, Moment, Pending, Schedule, Seen, aim, draw
+from unisono.chaos.fault_schedule import Fault, Kind, Moment, Pending, Schedule, Seen, aim, draw
 
 SEEDS = st.integers(0, 2**32)
 WANTED = st.fixed_dictionaries({kind: st.integers(0, 4) for kind in Kind})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.checkpoint import Event, Writer
-from unisono.checkpoint.container import CODES
+from unisono.checkpoint.safetensors_format import CODES
 
 
 def every_kind() -> dict[str, Tensor]:

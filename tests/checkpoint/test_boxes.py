@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.checkpoint.box import Box, check_tiling, slabs
+from unisono.tensors.box import Box, check_tiling, slabs
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

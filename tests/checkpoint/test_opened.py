@@ -14,7 +14,8 @@ from tests.checkpoint.layouts import LAYOUTS, save_parts, tensors, wrong
 from tests.checkpoint.states import unexpected
 from tests.checkpoint.test_damage import flip
 from tests.checkpoint.whole import load
-from unisono.checkpoint import Box, Opened, compare, damages, fingerprint_of, newest, open_checkpoint, open_newest
+from unisono.checkpoint import Box, Opened, damages, fingerprint_of, newest, open_checkpoint, open_newest
+from unisono.checkpoint import model_match as compare
 from unisono.errors import CheckpointDamaged, CheckpointMismatch
 
 OLD, NEW = "step-00000001", "step-00000002"
@@ -85,7 +86,7 @@ def test_a_box_of_a_row_is_read_alone_once_it_is_verified(
         assert torch.equal(opened.read("x", part), found["x"][1:2, 100:200])
         assert sum(counted) == nbytes
     counted.clear()
-    monkeypatch.setattr("unisono.checkpoint.opened.CHUNK", 800)
+    monkeypatch.setattr("unisono.checkpoint.open_checkpoint.CHUNK", 800)
     opened.read("x", whole.cut(1, 100, 200))  # a column of every row: what lies between is passed over
     assert sum(counted) == 5 * 100 * 8
 

@@ -15,10 +15,10 @@ from unisono.cli import main
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Played:
-    """Stands in for `unisono.run`."""
-    made, module = Played(), types.ModuleType("unisono.run")
+    """Stands in for `unisono.run.start`."""
+    made, module = Played(), types.ModuleType("unisono.run.start")
     module.start = made.start  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "unisono.run", module)
+    monkeypatch.setitem(sys.modules, "unisono.run.start", module)
     monkeypatch.setattr(package, "run", module, raising=False)
     return made
 

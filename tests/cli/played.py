@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.membership.place import Calling
-from unisono.source import Source
+from unisono.membership.endpoint import Calling
+from unisono.tasks.source import Source
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Result:
 
 @dataclass
 class Played:
-    """What `unisono.run.start` was called with; `act` is what it does."""
+    """What `unisono.run.start.start` was called with; `act` is what it does."""
 
     act: Callable[[Callable[[int, Mapping[str, Any]], None]], Result | None] = lambda on_message: Result()
     source: Source | None = None

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from unisono import state
-from unisono.chaos.schedule import Kind
+from unisono.chaos.fault_schedule import Kind
 from unisono.chaos.trial import depends
 from unisono.cli.chaos import read
-from unisono.source import Source
-from unisono.state import Reached
+from unisono.elastic import state_transfer as state
+from unisono.elastic.state_transfer import Reached
+from unisono.tasks.source import Source
 
 TASK = """
 import torch
@@ -87,7 +87,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(
     [({}, ""), ({"compress": "Cast()"}, "sums are rounded otherwise"), ({"sync": "DiLoCo()"}, "replicas that walk")],
 )
 def test_why_bits_depend_on_who_takes_part(settings: dict[str, Any], why: str) -> None:
-    task = Source("unisono.tasks.digits:digits").load()
+    task = Source("unisono.tasks.builtin.digits:digits").load()
     found = depends(task, {"workers": 3, "compress": "Exact()", **settings})
     assert why in found
     assert bool(why) == bool(found)

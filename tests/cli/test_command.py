@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pytest
 
 from tests.cli.played import Said
-from unisono.cli.fields import fields
+from unisono.cli.config_fields import fields
 from unisono.tasks import TASKS
 
 Unisono = Callable[..., Said]

@@ -17,7 +17,7 @@ from tests.processes import ignoring
 from unisono.cli.token import token
 from unisono.errors import InvalidInput
 from unisono.membership import Contact
-from unisono.membership.line import Line
+from unisono.membership.http_client import Line
 from unisono.membership.messages import StatusMessage, WordMessage
 
 TOKEN = "as long as it has to be"

@@ -11,10 +11,11 @@ import pytest
 from tests.membership.test_attendance import TOKEN as THEIRS
 from tests.membership.test_attendance import serving
 from unisono.cli.status import heading
-from unisono.membership import Contact, Over, Standing, View, card
-from unisono.membership.line import Line
+from unisono.membership import Contact, Over, Standing, View
+from unisono.membership import contact_file as card
+from unisono.membership.endpoint import Calling, Place
+from unisono.membership.http_client import Line
 from unisono.membership.messages import WordMessage
-from unisono.membership.place import Calling, Place
 
 TOKEN = "as long as it has to be"
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.membership.test_attendance import TOKEN, serving
 from unisono.cli import main
-from unisono.doing import Doing, Phase
 from unisono.membership import Agent, Contact, Policy, Standing
-from unisono.membership.attendance import Attendance
-from unisono.membership.card import keep
+from unisono.membership.client import Attendance
+from unisono.membership.contact_file import keep
+from unisono.observe.activity import Doing, Phase
 
 DOING = Doing(Phase.DATA, 7, 1, 2.5, "", (), "own.py:31 __getitem__")
 

@@ -78,7 +78,7 @@ import os, runpy, signal, sys
 
 class Asks:
     def find_spec(name, *_):
-        if name == "unisono.cli.command":
+        if name == "unisono.cli.main":
             os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,9 +12,9 @@ import pytest
 
 from tests.cli.played import Played, Result, Said
 from unisono.errors import Diverged, InvalidInput, WorkerFailed
-from unisono.launch.stopping import Interrupted
+from unisono.launch.stop_request import Interrupted
 from unisono.observe import write_config
-from unisono.source import Source
+from unisono.tasks.source import Source
 
 Unisono = Callable[..., Said]
 

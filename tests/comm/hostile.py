@@ -20,10 +20,12 @@ from pathlib import Path
 
 import torch
 
-from unisono.comm import Alone, Line, Message, frames, trust
-from unisono.comm.frames import BrokenMessage
-from unisono.comm.hosting import Hosting
-from unisono.comm.reception import abstract
+from unisono.comm import Alone, Line, Message
+from unisono.comm.actors import handshake as trust
+from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors.listener import abstract
+from unisono.comm.actors.services import Hosting
+from unisono.comm.actors.wire_format import BrokenMessage
 
 LARGEST_BYTES = 1 << 22
 NOBODY = 1000  # numbers of senders from here on belong to no worker

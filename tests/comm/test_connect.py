@@ -18,8 +18,8 @@ from tests.comm.laws import start_sum
 from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Abort, Alone, SharedMemory, TorchGroup, connect
-from unisono.comm.notices import Notices
-from unisono.comm.rendezvous import Rendezvous, open_store, own_address, parse_rendezvous
+from unisono.comm.rendezvous.address import Rendezvous, open_store, own_address, parse_rendezvous
+from unisono.comm.rendezvous.store_exchange import Notices
 from unisono.errors import InvalidInput, PeerLost
 
 PROMPT_SECONDS = 20.0

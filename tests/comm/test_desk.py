@@ -9,10 +9,11 @@ from contextlib import closing
 import pytest
 
 from tests.comm.actors import Echo
-from unisono.comm import Message, frames
-from unisono.comm.desk import Desk
-from unisono.comm.protection import Direction, Protection
-from unisono.comm.trust import Terms, Trusted
+from unisono.comm import Message
+from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors.handshake import Terms, Trusted
+from unisono.comm.actors.protection import Direction, Protection
+from unisono.comm.actors.server import Desk
 
 
 class SlowToGrasp(Echo):

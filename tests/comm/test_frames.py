@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from unisono.comm import Message
-from unisono.comm.frames import DTYPES, HEAD_BYTES, BrokenMessage, Buffer, Head, encode, parse_table, parse_text
+from unisono.comm.actors.wire_format import (
+    DTYPES,
+    HEAD_BYTES,
+    BrokenMessage,
+    Buffer,
+    Head,
+    encode,
+    parse_table,
+    parse_text,
+)
 
 FIELDS = (
     {},

@@ -8,7 +8,7 @@ import pytest
 
 from unisono.comm.host import sources
 from unisono.comm.packet_filter import KEEP, LARGEST, admitting
-from unisono.comm.sockets import admit_only, refuse_connections
+from unisono.comm.process_sockets import admit_only, refuse_connections
 
 
 def reached(wire: socket.socket, source: str) -> bool:

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from tests.comm.hostile import Target, target
-from unisono.comm import Message, frames
-from unisono.comm.frames import HEAD_BYTES, BrokenMessage
-from unisono.comm.line import Place, SocketLine, connect_line
-from unisono.comm.protection import SEGMENT_BYTES, SINGLE_BYTES, TAG_BYTES, Direction, Protected, Protection
-from unisono.comm.stream import Inbox, Outbox
-from unisono.comm.trust import Terms, Untrusted, challenge, introduce, judge
+from unisono.comm import Message
+from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors.client import Place, SocketLine, connect_line
+from unisono.comm.actors.handshake import Terms, Untrusted, challenge, introduce, judge
+from unisono.comm.actors.message_stream import Inbox, Outbox
+from unisono.comm.actors.protection import SEGMENT_BYTES, SINGLE_BYTES, TAG_BYTES, Direction, Protected, Protection
+from unisono.comm.actors.wire_format import HEAD_BYTES, BrokenMessage
 from unisono.errors import PeerLost
 
 KEY = bytes(range(16))

@@ -20,10 +20,10 @@ from tests.comm.test_laws import connected
 from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Alone, Communicator, Line, Link, Message, Simulated, outcomes, simulate
-from unisono.comm.frames import DTYPES, encode, nbytes
+from unisono.comm.actors.client import Place, connect_line
+from unisono.comm.actors.listener import Doors, Reception, listen
+from unisono.comm.actors.wire_format import DTYPES, encode, nbytes
 from unisono.comm.host import host_name
-from unisono.comm.line import Place, connect_line
-from unisono.comm.reception import Doors, Reception, listen
 from unisono.errors import MessageMismatch, PeerLost
 
 EVERY = [("alone", 1), ("simulated", 1), ("simulated", 3), ("gloo", 2), ("shared_memory", 2)]

@@ -20,12 +20,13 @@ import torch
 from tests.comm.laws import STARTS, start_sum
 from tests.launch.observation import within
 from tests.processes import run, start
-from unisono.comm import SharedMemory, TorchGroup, connect, shared_memory
+from unisono.comm import SharedMemory, TorchGroup, connect
 from unisono.comm.abort import Abort
-from unisono.comm.board import Board, Slice
 from unisono.comm.connect import Meeting
-from unisono.comm.memory import open_of
-from unisono.comm.peers import Peers
+from unisono.comm.shared_memory import communicator as shared_memory
+from unisono.comm.shared_memory.memfd import open_of
+from unisono.comm.shared_memory.memory_map import Board, Slice
+from unisono.comm.shared_memory.peer_processes import Peers
 from unisono.errors import PeerLost
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.comm import Link, Lost, Simulated, outcomes, simulate
-from unisono.comm.link import CROWDED, exchange_seconds, gather_seconds, sum_seconds
+from unisono.comm.link_model import CROWDED, exchange_seconds, gather_seconds, sum_seconds
 from unisono.errors import MessageMismatch, PeerLost
 
 SLOW = Link(bytes_per_second=1e3, latency_seconds=0.5)

@@ -17,9 +17,9 @@ from tests.comm.actors import Echo
 from tests.launch.observation import within
 from tests.processes import run
 from unisono.comm import Abort, Meeting, at_attempt, in_blocks, open_door
-from unisono.comm.prefixed import Prefixed
-from unisono.comm.reception import Doors, listen
-from unisono.comm.token_store import StoreServer, TokenStore
+from unisono.comm.actors.listener import Doors, listen
+from unisono.comm.rendezvous.prefix_store import Prefixed
+from unisono.comm.rendezvous.token_store import StoreServer, TokenStore
 from unisono.errors import PeerLost
 
 TOKEN = "a token that the run's workers know"

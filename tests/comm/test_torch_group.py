@@ -21,11 +21,11 @@ from tests.comm.test_shared_memory import open_files
 from tests.launch.observation import within
 from tests.processes import run
 from unisono.comm import Abort, connect
-from unisono.comm.directory_store import DirectoryStore
-from unisono.comm.notices import Breakable
-from unisono.comm.prefixed import Prefixed
-from unisono.comm.sockets import listening
-from unisono.comm.torch_group import Device, TorchGroup, gloo
+from unisono.comm.process_sockets import listening
+from unisono.comm.rendezvous.directory_store import DirectoryStore
+from unisono.comm.rendezvous.prefix_store import Prefixed
+from unisono.comm.rendezvous.store_exchange import Breakable
+from unisono.comm.torch_groups.process_group import Device, TorchGroup, gloo
 from unisono.errors import PeerLost
 
 

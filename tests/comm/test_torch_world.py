@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Abort, Meeting, TorchWorld, at_attempt, in_blocks
-from unisono.comm.notices import Notices
-from unisono.comm.sockets import listening
-from unisono.comm.torch_world import STUCK
+from unisono.comm.process_sockets import listening
+from unisono.comm.rendezvous.store_exchange import Notices
+from unisono.comm.torch_groups.default_group import STUCK
 from unisono.errors import PeerLost
 
 NUMBERS = 1 << 18

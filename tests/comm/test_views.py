@@ -23,8 +23,8 @@ from tests.comm.test_shared_memory import mappings, open_files
 from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Abort, Door, Meeting, SharedMemory, TorchGroup, at_attempt, host_name, open_door
-from unisono.comm.notices import Notices
-from unisono.comm.rendezvous import parse_rendezvous
+from unisono.comm.rendezvous.address import parse_rendezvous
+from unisono.comm.rendezvous.store_exchange import Notices
 from unisono.errors import InvalidInput, PeerLost
 
 CPU = torch.device("cpu")

@@ -14,9 +14,12 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from tests import processes
-from unisono.comm import Communicator, TorchGroup, connect, conversation, shared_memory, torch_group
+from unisono.comm import Communicator, TorchGroup, connect
+from unisono.comm import operation_queue as conversation
 from unisono.comm.connect import share_memory
-from unisono.comm.conversation import Blocked
+from unisono.comm.operation_queue import Blocked
+from unisono.comm.shared_memory import communicator as shared_memory
+from unisono.comm.torch_groups import process_group as torch_group
 from unisono.errors import PeerLost
 
 TEN_MINUTES = 600.0

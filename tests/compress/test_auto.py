@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from unisono.comm import simulate
-from unisono.comm.link import CROWDED
-from unisono.comm.link import Link as Wires
+from unisono.comm.link_model import CROWDED
+from unisono.comm.link_model import Link as Wires
 from unisono.compress import Auto, Cast, Compressor, Memory, OneBit, Quantize, TopK
-from unisono.compress.forecast import HIDES, Candidate, Forecast, Link, Pace, fit, forecast, heats, pace, pick
-from unisono.sync.flow import Flow
+from unisono.compress.cost_model import HIDES, Candidate, Forecast, Link, Pace, fit, forecast, heats, pace, pick
+from unisono.sync.pending_mean import Flow
 
 AUTO = Auto(steps=4)
 STEPS = AUTO.steps * (len(AUTO.candidates) + 2) + 3  # until it has chosen, and some

@@ -17,7 +17,7 @@ from unisono.compress import (
     TopK,
     WithErrorFeedback,
 )
-from unisono.sync.flow import Flow
+from unisono.sync.pending_mean import Flow
 
 BY_NAME = ByName((("embed*", TopK(0.1)), ("*.bias", Cast()), ("*", BySize(below=10))), otherwise=OneBit())
 

@@ -22,7 +22,7 @@ from unisono.compress import (
     WithErrorFeedback,
     bits,
 )
-from unisono.sync.flow import Flow
+from unisono.sync.pending_mean import Flow
 
 CPU = torch.device("cpu")
 SIZES = [0, 1, 2, 17, 5003]

@@ -7,7 +7,7 @@ import torch
 
 from unisono.comm import simulate
 from unisono.compress import Cast, Memory, PowerSGD, RandomK, Span, bits
-from unisono.sync.flow import Flow
+from unisono.sync.pending_mean import Flow
 
 
 @pytest.fixture(autouse=True)

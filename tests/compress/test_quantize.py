@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from unisono.compress import Memory, OneBit, Quantize, TwoBit, bits
-from unisono.compress.blocks import Blocks
-from unisono.compress.packing import pack, packed, unpack
+from unisono.compress.bit_packing import pack, packed, unpack
+from unisono.compress.block_codec import Blocks
 
 LARGE = 1_000_000
 BLOCKS = [Quantize(), Quantize(bits=4), Quantize(block=64, stochastic=True), OneBit(), TwoBit(1.0)]

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.comm import simulate
-from unisono.compress import Cast, Compressor, Memory, RandomK, TopK, bits, indices, top_k
+from unisono.compress import Cast, Compressor, Memory, RandomK, TopK, bits, top_k
+from unisono.compress import index_coding as indices
 from unisono.compress.top_k import count, largest
-from unisono.sync.flow import Flow
+from unisono.sync.pending_mean import Flow
 
 
 def normal(numel: int, seed: int = 0) -> torch.Tensor:

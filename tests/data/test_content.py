@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from unisono.data import content
-from unisono.data.content import MOST_ITEMS, indices, look, read, sample_of, written
+from unisono.data import content_sample as content
+from unisono.data.content_sample import MOST_ITEMS, indices, look, read, sample_of, written
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ import torch
 
 from tests.processes import run
 from unisono.data import Inline, Loader, MicroBatchPlan, Processes
-from unisono.data.raised import Raised
+from unisono.data.remote_exception import Raised
 from unisono.errors import InvalidInput, LoadingFailed
 
 PLAN = MicroBatchPlan(50, 12, 3, seed=5)
@@ -177,7 +177,7 @@ def test_a_process_that_is_killed_while_it_waits_is_replaced_again_and_again(tak
 
 
 def test_a_process_that_dies_at_its_start_is_not_started_for_ever(monkeypatch) -> None:
-    monkeypatch.setattr("unisono.data.forked.setproctitle", lambda title: os._exit(5))
+    monkeypatch.setattr("unisono.data.fork_setup.setproctitle", lambda title: os._exit(5))
     with pytest.raises(
         LoadingFailed, match="every loading process dies at its start: the first ended with exit code 5"
     ):
@@ -254,7 +254,7 @@ def test_the_interpreter_prints_it_too(tmp_path) -> None:
     """Whose own printer is written in C."""
     (tmp_path / "broken.py").write_text("def fetch():\n    x = 1\n    raise KeyError('no such file')\n")
     script = (
-        "import sys; sys.path.insert(0, '.')\nimport broken\nfrom unisono.data.raised import Raised\n"
+        "import sys; sys.path.insert(0, '.')\nimport broken\nfrom unisono.data.remote_exception import Raised\n"
         "try:\n    broken.fetch()\nexcept KeyError as error:\n    raised = Raised.of(error)\nraise raised.again()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.data.test_loader import PLAN, Recording
 from unisono.data import Inline, Load, Loader, Processes, Shares, Stock, Threads, assign, most_ahead, slowness
-from unisono.data.shares import STOCK_SECONDS, STOCK_STEPS, WORTH, last_done, quickest
+from unisono.data.work_shares import STOCK_SECONDS, STOCK_STEPS, WORTH, last_done, quickest
 
 SECONDS = st.floats(1e-3, 10.0)
 REACTS_WITHIN = 2 * STOCK_STEPS  # of a change, the steps until most of what is heard of tells of it

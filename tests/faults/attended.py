@@ -25,13 +25,13 @@ from tests.test_netlab import socket_of
 from tests.training import HERE
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.membership import Contact, Policy
-from unisono.membership.line import Line, NoBody
+from unisono.membership.endpoint import Place
+from unisono.membership.http_client import Line, NoBody
 from unisono.membership.messages import StatusMessage
-from unisono.membership.place import Place
-from unisono.membership.serve import Serving
-from unisono.order import Order
-from unisono.source import Source
-from unisono.work import work
+from unisono.membership.server.http_server import Serving
+from unisono.run.spec import Order
+from unisono.run.worker import work
+from unisono.tasks.source import Source
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 LONGEST_SECONDS = 60.0  # that anything is waited for

@@ -21,10 +21,10 @@ from unisono.errors import UnisonoError
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.launch.failure import Failure, first_cause
 from unisono.launch.process import age_seconds
-from unisono.launch.worker import _describe
-from unisono.order import Order
-from unisono.source import Source
-from unisono.work import work
+from unisono.launch.worker_main import _describe
+from unisono.run.spec import Order
+from unisono.run.worker import work
+from unisono.tasks.source import Source
 
 PLANTED = "tests/faults/planted.py"
 

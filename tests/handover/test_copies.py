@@ -17,9 +17,9 @@ from torch import Tensor
 from tests.processes import start
 from unisono.checkpoint import Box, Piece
 from unisono.comm import Abort, Communicator, Meeting, at_attempt, simulate
+from unisono.elastic.transfer import Copies, Held, hand_over, newest
+from unisono.elastic.transfer.buddies import keepers
 from unisono.errors import PeerLost, StateMissing
-from unisono.handover import Copies, Held, hand_over, newest
-from unisono.handover.keepers import keepers
 
 SHAPE, ROWS = (12, 50), 12
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.processes import run
 from unisono.checkpoint import Box, Piece
 from unisono.comm import Communicator, Meeting, simulate
+from unisono.elastic.transfer import Held, digest, hand_over
 from unisono.errors import StateDamaged, StateMissing
-from unisono.handover import Held, digest, hand_over
 
 STATE: dict[str, Tensor] = {
     "model/weight": torch.arange(60.0).view(12, 5),

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.checkpoint import Box, Piece
+from unisono.elastic.transfer.transfer_plan import Move, plan, rounds
 from unisono.errors import StateMissing
-from unisono.handover.plan import Move, plan, rounds
 
 SHAPES = {"a": (7,), "b": (4, 6), "c": (), "d": (0, 3), "e": (3, 2, 5)}
 DTYPES = {"a": torch.float32, "b": torch.float64, "c": torch.int64, "d": torch.float32, "e": torch.bfloat16}

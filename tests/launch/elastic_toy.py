@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unisono.launch import Coordination, Elastic, Interrupted, launch
 from unisono.membership import Contact, Policy
-from unisono.membership.place import Place
+from unisono.membership.endpoint import Place
 
 
 def main(marker: str, directory: str, *_: str) -> int:

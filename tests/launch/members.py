@@ -11,7 +11,7 @@ from typing import Any
 from unisono.errors import PeerLost
 from unisono.launch import Worker
 from unisono.membership import Agent, Contact, Standing, View
-from unisono.membership.attendance import Attendance
+from unisono.membership.client import Attendance
 
 STEP_SECONDS = 0.02
 

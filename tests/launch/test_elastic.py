@@ -17,14 +17,15 @@ import pytest
 from tests.launch.observation import processes, within
 from tests.launch.test_ending import await_running, code, toy
 from unisono.errors import UnisonoError, WorkerFailed
-from unisono.launch import Coordination, Elastic, Interrupted, crew, launch
+from unisono.launch import Coordination, Elastic, Interrupted, launch
+from unisono.launch import supervisor as crew
 from unisono.launch.failure import Failure
-from unisono.launch.succession import Joined, Replaced
+from unisono.launch.restart_policy import Joined, Replaced
 from unisono.membership import Contact, Policy
-from unisono.membership.place import Place
-from unisono.membership.values import StepCount
+from unisono.membership.endpoint import Place
+from unisono.membership.protocol import StepCount
 
-PRELOAD = ("unisono.membership.attendance", "tests.launch.members")
+PRELOAD = ("unisono.membership.client", "tests.launch.members")
 Act = tuple[Callable[["Drill"], bool], Callable[["Drill"], object]]
 
 

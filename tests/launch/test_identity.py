@@ -6,7 +6,7 @@ import pytest
 
 from unisono.errors import InvalidInput
 from unisono.launch import Identity, identify
-from unisono.launch.hostlist import counts, expand
+from unisono.launch.slurm_hostlist import counts, expand
 
 OURS = Identity(2, 4, 0, 2, "tcp://a:1?attempt=0", "unisono").environ()
 TORCHRUN = {

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.launch.observation import within
-from unisono.launch.vouching import computes, wanted_seconds
+from unisono.launch.cpu_liveness import computes, wanted_seconds
 
 HOLDS_THE_INTERPRETER = "print(flush=True); [pow(7, 1 << 20) for _ in range(1 << 30)]"
 WAITS = "print(flush=True); import threading; threading.Event().wait()"

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from tests.training import HERE, differ, losses
 from unisono import Evaluation, Task
-from unisono.source import Source
-from unisono.tasks.gpt import GPT, Experts
+from unisono.tasks.builtin.gpt import GPT, Experts
+from unisono.tasks.source import Source
 
 VOCABULARY, CONTEXT = 64, 16
 SHAPE = {

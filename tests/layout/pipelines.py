@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono.layout.pipeline import Pipeline, Stages, split, stages_for, stages_of
-from unisono.tasks.gpt import GPT
+from unisono.tasks.builtin.gpt import GPT
 
 STEPS = 10
 

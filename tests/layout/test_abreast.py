@@ -19,8 +19,8 @@ from tests.processes import run
 from unisono.checkpoint import open_newest
 from unisono.errors import InvalidInput
 from unisono.layout import Layout, Places, Sample
-from unisono.layout.blocks import blocks
-from unisono.layout.calls import Calls, calls
+from unisono.layout.block_calls import Calls, calls
+from unisono.layout.repeated_blocks import blocks
 
 TOKENS = torch.arange(4 * 2 * 8).view(4, 2, 8) % VOCABULARY
 
@@ -139,7 +139,7 @@ CALLED = ([0, 3], [1, 3])  # nobody calls the third block
 
 def _chosen(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
     """Gradients of two micro-batches of each worker, against those of one that computes all four."""
-    from unisono.layout.lay import lay, mesh_of
+    from unisono.layout.parallelize import lay, mesh_of
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
@@ -200,7 +200,7 @@ class Partial(Stack):
 
 
 def _unlike(rank: int, size: int, path: str, layout: Layout, called: list[list[int]]) -> str:
-    from unisono.layout.lay import lay, mesh_of
+    from unisono.layout.parallelize import lay, mesh_of
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
@@ -226,7 +226,7 @@ def test_workers_that_will_not_call_the_same_blocks_are_refused(layout, called, 
 
 
 def _twice(rank: int, size: int, path: str, order: list[int]) -> str:
-    from unisono.layout.lay import lay, mesh_of
+    from unisono.layout.parallelize import lay, mesh_of
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:

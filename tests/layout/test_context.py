@@ -26,10 +26,11 @@ from tests.layouts.corners import Experts
 from tests.layouts.tasks import VOCABULARY
 from tests.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout.context import Split, attending, length, part_loss, share, take, unmasked, verify, with_positions
+from unisono.layout.context import Split, length, part_loss, share, take, unmasked, verify, with_positions
+from unisono.layout.context import function_mode as attending
 from unisono.layout.context.attention import FORMS
-from unisono.layout.context.peers import GroupPeers
-from unisono.tasks.gpt import GPT
+from unisono.layout.context.group import GroupPeers
+from unisono.tasks.builtin.gpt import GPT
 
 CLOSE = 2e-6
 SHAPE = GPT(layers=2, width=32, heads=4, context=64)

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from unisono.errors import InvalidInput
 from unisono.layout.deferred import Deferred, record
-from unisono.tasks.gpt import GPT
+from unisono.tasks.builtin.gpt import GPT
 
 Build = Callable[[], nn.Module]
 

@@ -18,7 +18,7 @@ from tests.training import train
 from unisono.checkpoint import fingerprint
 from unisono.errors import InvalidInput
 from unisono.layout import Layout, Places, Sample, Whole
-from unisono.tasks.gpt import GPT
+from unisono.tasks.builtin.gpt import GPT
 
 SAME = 2e-6
 
@@ -79,7 +79,7 @@ def test_a_mixture_of_ours_needs_two_experts_and_as_many_as_it_chooses(shape, wo
 def test_fewer_experts_than_workers_are_sharded_inside(shape, dimension) -> None:
     from torch.distributed.tensor import Shard
 
-    from unisono.layout.shard import placed
+    from unisono.layout.fsdp import placed
 
     expected = None if dimension is None else Shard(dimension)
     assert placed(4, nn.Parameter(torch.zeros(shape))) == expected
@@ -87,7 +87,7 @@ def test_fewer_experts_than_workers_are_sharded_inside(shape, dimension) -> None
 
 @pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 2), (7, 2, 4), (16, 3, 5), (0, 2, 4)])
 def test_pairs_are_in_the_order_of_experts_and_come_back_to_their_tokens(tokens, choices, experts) -> None:
-    from unisono.layout.expert.routed import Pairs, numbered
+    from unisono.layout.expert.routing import Pairs, numbered
 
     random = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, 3, generator=random)
@@ -106,7 +106,7 @@ LAYOUTS = {
 
 
 def _gradients(rank: int, size: int, path: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    from unisono.layout.lay import mesh_of
+    from unisono.layout.parallelize import mesh_of
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
@@ -123,7 +123,7 @@ def _gradients(rank: int, size: int, path: str, names: tuple[str, ...]) -> list[
 
 def _law(build: Any, layout: Layout, mesh: Any, lane: int, lanes: int) -> dict[str, Any]:
     """The same bits, hash, outputs and gradients as the whole has; each lane has another number of tokens."""
-    from unisono.layout.lay import lay
+    from unisono.layout.parallelize import lay
 
     batches = [torch.randint(VOCABULARY, (1 + i, CONTEXT), generator=torch.Generator().manual_seed(i))
                for i in range(lanes)]  # fmt: skip

@@ -16,10 +16,10 @@ from tests import processes
 from tests.layout.forecast import CASES, compare
 from tests.training import Noisy, source
 from unisono import Task
-from unisono.plan import laid_table
-from unisono.plan.laid import foretell
-from unisono.settings import settle
-from unisono.source import Source
+from unisono.plan import layout_table as laid_table
+from unisono.plan.layout_estimate import foretell
+from unisono.run.resolve import settle
+from unisono.tasks.source import Source
 
 
 @pytest.mark.short(1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unisono.layout.known import Known
-from unisono.layout.tensor import derive
+from unisono.layout.shape_propagation import Known
+from unisono.layout.tensor import derive_plan as derive
 
 
 class Looking(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from tests.processes import run
 from tests.training import Block
 from unisono.layout import Layout, Places, Sample, Whole
-from unisono.tasks.gpt import GPT
+from unisono.tasks.builtin.gpt import GPT
 
 NETWORK = GPT(layers=3, width=32, heads=4, context=16, dropout=0.0)
 TOKENS = torch.arange(32).view(2, 16)
@@ -52,7 +52,7 @@ class Tied(nn.Module):
 
 def _places(rank: int, size: int, path: str, layout: Layout) -> list[str]:
     """Names of the tensors that differ from the model's, of all places where modules hold one."""
-    from unisono.layout.lay import lay, mesh_of
+    from unisono.layout.parallelize import lay, mesh_of
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
@@ -79,7 +79,7 @@ def test_what_blocks_share_is_filled_wherever_it_is_held(layout, tmp_path: Path)
 
 
 def _held(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
-    from unisono.layout.lay import lay, mesh_of
+    from unisono.layout.parallelize import lay, mesh_of
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from unisono.errors import InvalidInput
 from unisono.layout import AXES, SIDE_BY_SIDE, Layout, Places
-from unisono.layout.places import nearest_divisor
+from unisono.layout.rank_mesh import nearest_divisor
 
 SHARDS = st.integers(1, 5)
 

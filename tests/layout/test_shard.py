@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.processes import run
 from unisono.errors import InvalidInput
 from unisono.layout import Compute, Layout, Places, Sample
-from unisono.layout.shard import others
-from unisono.tasks.gpt import GPT
+from unisono.layout.fsdp import others
+from unisono.tasks.builtin.gpt import GPT
 
 NETWORK = GPT(layers=3, width=32, heads=4, context=16, dropout=0.0)
 TOKENS = torch.arange(128).view(4, 2, 16)
@@ -57,7 +57,7 @@ class Messages(TorchDispatchMode):
 
 def _step(rank: int, size: int, path: str, layout: Layout, compute: Compute) -> dict[str, Any]:
     """Forward and backward of two micro-batches of each worker."""
-    from unisono.layout.lay import lay, mesh_of
+    from unisono.layout.parallelize import lay, mesh_of
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
@@ -144,7 +144,7 @@ def test_blocks_that_compute_again_gather_no_more(tmp_path: Path) -> None:
 
 def _changed(rank: int, size: int, path: str, layout: Layout) -> dict[str, float]:
     """Weights are doubled after an evaluation, as replicas that meet change them; what the next forward pass sees."""
-    from unisono.layout.lay import lay, mesh_of
+    from unisono.layout.parallelize import lay, mesh_of
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from unisono.errors import InvalidInput
 from unisono.layout.pipeline import joints, split
-from unisono.layout.pipeline.standins import Door, Earlier, Later
+from unisono.layout.pipeline.stub_modules import Door, Earlier, Later
 
 
 def unit() -> nn.Module:

@@ -21,8 +21,8 @@ import torch
 from tests import processes
 from tests.layout.forecast import foretold
 from tests.training import _worker, source
-from unisono.pipelined import PipelinedTrainer
-from unisono.trainer import Trainer
+from unisono.trainer.loop import Trainer
+from unisono.trainer.pipeline_loop import PipelinedTrainer
 
 TASK = source("text", text=("README.md",), model={"layers": 2, "width": 256, "heads": 4, "context": 64})
 CASES: list[tuple[str, Mapping[str, Any]]] = [

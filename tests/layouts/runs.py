@@ -14,10 +14,10 @@ from tests import processes
 from tests.layouts import corners, tasks
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import Identity, StopRequest, Worker
-from unisono.observe import telling
-from unisono.order import Order
-from unisono.source import Source
-from unisono.work import work
+from unisono.observe import progress_reporter as telling
+from unisono.run.spec import Order
+from unisono.run.worker import work
+from unisono.tasks.source import Source
 
 ROOT = str(Path(__file__).resolve().parents[2])
 # Once, where workers are forked from, and not in each of them.

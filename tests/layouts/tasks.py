@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from unisono import Task
-from unisono.tasks.gpt import GPT
-from unisono.tasks.text import text
+from unisono.tasks.builtin.gpt import GPT
+from unisono.tasks.builtin.text import text
 
 VOCABULARY, LENGTH, SAMPLES = 64, 16, 320
 IGNORED = -100

@@ -19,8 +19,8 @@ from typing import Any
 
 from tests.losses.tasks import FIRST, LAST, STEPS, allow
 from unisono.cli import main
-from unisono.launch import local
-from unisono.launch.seen import Seen
+from unisono.launch import launcher as local
+from unisono.launch.process_monitor import Seen
 
 MOST_SECONDS = 1.5  # between the beginning of a replacement and its end
 

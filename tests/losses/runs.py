@@ -19,7 +19,7 @@ from tests.launch.observation import session
 from tests.layouts.runs import ROOT
 from tests.losses.raid import Plan, steps
 from tests.losses.tasks import BATCH, SAMPLES, STEPS
-from unisono.launch.succession import AFTER_LOOP, BEFORE_LOOP, WITHOUT_STEP
+from unisono.launch.restart_policy import AFTER_LOOP, BEFORE_LOOP, WITHOUT_STEP
 
 STILL_SECONDS = 200.0  # without a step, also on a busy machine: the run waits for something
 CLOSE = 2e-5  # of losses around 3, as other replicas sum in another order

@@ -8,7 +8,7 @@ import pytest
 
 from tests.losses.raid import Plan
 from tests.losses.runs import KINDS, ended_early, trial
-from unisono.launch.succession import BEFORE_LOOP, WITHOUT_STEP
+from unisono.launch.restart_policy import BEFORE_LOOP, WITHOUT_STEP
 
 
 @pytest.mark.long

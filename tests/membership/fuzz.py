@@ -27,10 +27,10 @@ from hypothesis import strategies as st
 from schemathesis.generation import GenerationMode
 
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.place import Place
-from unisono.membership.serve import Serving
-from unisono.membership.store import Store
-from unisono.membership.values import Policy
+from unisono.membership.endpoint import Place
+from unisono.membership.protocol import Policy
+from unisono.membership.server.http_server import Serving
+from unisono.membership.server.store import Store
 
 TOKEN = "the token of this run"
 BEARER = {"authorization": f"Bearer {TOKEN}"}

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import InvalidInput
-from unisono.membership import Agent, Contact, Policy, Standing, attendance
-from unisono.membership.attendance import Attendance
-from unisono.membership.serve import Place, Serving
+from unisono.membership import Agent, Contact, Policy, Standing
+from unisono.membership import client as attendance
+from unisono.membership.client import Attendance
+from unisono.membership.server.http_server import Place, Serving
 
 TOKEN = "a token"
 POLICY = Policy(minimum=1, expected=2, maximum=3, beat_seconds=2.0)  # the machine may be busy

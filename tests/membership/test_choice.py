@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.membership import Place, Standing, View
-from unisono.membership.changes import change, changed
-from unisono.membership.choice import acquainted, best, seated, unproven
+from unisono.membership.selection import acquainted, best, seated, unproven
+from unisono.membership.view_delta import change, changed
 
 NAMES = [f"w{i}" for i in range(8)]
 SOME = st.lists(st.sampled_from(NAMES), unique=True)

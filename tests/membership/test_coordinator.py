@@ -3,8 +3,8 @@
 import pytest
 
 from unisono.membership import Beat, Coordinator, Ended, Over, Policy, Standing
-from unisono.membership.quarrels import Quarrels
-from unisono.membership.values import StepCount
+from unisono.membership.protocol import StepCount
+from unisono.membership.unreachable_pairs import Quarrels
 
 
 def begun() -> Coordinator:

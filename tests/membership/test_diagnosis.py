@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.doing import Doing, Phase
-from unisono.membership.diagnosis import Presence, Seen, Stuck, diagnose
+from unisono.observe.activity import Doing, Phase
+from unisono.observe.stall_diagnosis import Presence, Seen, Stuck, diagnose
 
 STUCK = Stuck(57, 6.0, 0.31)
 SUM = "sum (gradients, message 114)"

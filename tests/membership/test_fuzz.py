@@ -17,10 +17,10 @@ import httpx2
 import pytest
 
 from tests.membership.fuzz import BEARER, PATIENT, POLICY, TOKEN, exchange, play, serving
-from unisono.membership import hurry
-from unisono.membership.place import Place
+from unisono.membership.endpoint import Place
 from unisono.membership.proof import RequestSigner
-from unisono.membership.serve import Serving
+from unisono.membership.server import request_timeout as hurry
+from unisono.membership.server.http_server import Serving
 
 
 def test_nonsense_is_refused_and_changes_nothing(tmp_path) -> None:

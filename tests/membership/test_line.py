@@ -15,7 +15,7 @@ from pydantic import BaseModel, RootModel
 
 from unisono.errors import InvalidInput
 from unisono.membership import Contact, proof
-from unisono.membership.line import Answer, Line
+from unisono.membership.http_client import Answer, Line
 from unisono.membership.proof import RequestSigner, RequestVerifier
 
 TOKEN = "a token of a run"

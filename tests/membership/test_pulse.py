@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.membership.pulse import Pulse
+from unisono.observe.adaptive_timeout import Pulse
 
 
 def beaten(*gaps: float, least_seconds: float = 0.75) -> Pulse:

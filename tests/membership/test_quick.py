@@ -14,7 +14,7 @@ import pytest
 
 from tests.membership.fuzz import PATIENT, TOKEN, serving
 from tests.membership.test_fuzz import is_closed
-from unisono.membership.service import Ear
+from unisono.membership.server.service import Ear
 
 LATER = {"worker": "a", "count": 2, "knows": 0, "knows_over": "now"}  # knows all there is to know, and waits
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.membership.test_attendance import TOKEN, serving
-from unisono.doing import Doing, Phase
 from unisono.membership import Agent, Beat, Contact, Coordinator, Over, Policy, Standing
-from unisono.membership.attendance import Attendance
-from unisono.membership.line import Line
+from unisono.membership.client import Attendance
+from unisono.membership.http_client import Line
 from unisono.membership.messages import StatusMessage, WordMessage
-from unisono.membership.reports import HELD_UP_SECONDS, TOGETHER_SECONDS, Reports
+from unisono.membership.server.stall_reports import HELD_UP_SECONDS, TOGETHER_SECONDS, Reports
+from unisono.observe.activity import Doing, Phase
 
 STEP = 0.5  # seconds that one takes
 SUM = "sum (gradients, message 9)"

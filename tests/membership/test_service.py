@@ -10,10 +10,10 @@ import httpx2
 import pytest
 
 from unisono.membership import Beat, Coordinator, Over, Policy, Standing
-from unisono.membership.door import LONGEST_BODY_BYTES
 from unisono.membership.messages import BeatMessage, WordMessage
-from unisono.membership.service import Service, application
-from unisono.membership.store import Store
+from unisono.membership.server.service import Service, application
+from unisono.membership.server.store import Store
+from unisono.membership.server.token_auth import LONGEST_BODY_BYTES
 
 TOKEN = "a token of this run"
 BEARER = {"authorization": f"Bearer {TOKEN}"}

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from unisono.errors import InvalidInput
 from unisono.observe.display import Display, summary
-from unisono.observe.words import clock, duration, number, rate, resume_command
+from unisono.observe.formatting import clock, duration, number, rate, resume_command
 
 RESULT: Mapping[str, Any] = {
     "steps": 240,

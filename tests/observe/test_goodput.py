@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.doing import Phase
+from unisono.observe.activity import Phase
 from unisono.observe.goodput import advice, goodput, in_a_line, table, total
 
 SECONDS = st.dictionaries(st.sampled_from([phase.value for phase in Phase]), st.floats(0, 1e6), max_size=9)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.doing import Phase
-from unisono.observe.ledger import WORTHLESS, Ledger, in_words
+from unisono.observe.activity import Phase
+from unisono.observe.time_ledger import WORTHLESS, Ledger, in_words
 
 # Times are whole numbers, so that sums are exact and equality means equality.
 PHASES = st.sampled_from(list(Phase))

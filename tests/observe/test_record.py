@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from unisono.observe import Nothing, Recorder, RunRecorder, write_config, write_summary
-from unisono.observe.events import Events
+from unisono.observe.event_log import Events
 from unisono.observe.sinks import TensorBoard
 
 FOREVER = 1e9  # seconds

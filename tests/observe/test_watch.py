@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.doing import Doing, Phase
 from unisono.observe import Unwatched, Watched
-from unisono.stack import LOADER, line_of, raised_at
+from unisono.observe.activity import Doing, Phase
+from unisono.observe.user_frames import LOADER, line_of, raised_at
 
 HERE = "tests/observe/test_watch.py"
 
@@ -111,7 +111,7 @@ def test_every_phase_has_words() -> None:
 _LOOKS_WHILE_TENSORS_ARE_COLLECTED = """
 import gc, threading, time
 import torch
-from unisono.stack import line_of
+from unisono.observe.user_frames import line_of
 
 def drop():
     while not over.is_set():

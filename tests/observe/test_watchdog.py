@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from itertools import pairwise
 
-from unisono.doing import Doing, Phase
 from unisono.observe import Watchdog, Watched
+from unisono.observe.activity import Doing, Phase
 from unisono.observe.watchdog import LATE_SECONDS, Patience
 
 WAITS = Doing(Phase.COMMUNICATION, 20, 1, 3.0, "sum (gradients, message 40)", (2,), "own.py:7 train")

@@ -15,12 +15,12 @@ from torch.utils.data import TensorDataset
 from tests.training import regression, source, train
 from unisono import Task
 from unisono.comm import Link, Simulated, simulate
-from unisono.comm.link import sum_seconds
+from unisono.comm.link_model import sum_seconds
 from unisono.errors import Diverged, InvalidInput, WorkerFailed
 from unisono.plan import Cluster, Compute, Forecast, forecast
-from unisono.plan.measure import share_seconds
-from unisono.plan.pace import Pace
-from unisono.settings import settle
+from unisono.plan.compute_benchmark import share_seconds
+from unisono.plan.paced_trainer import Pace
+from unisono.run.resolve import settle
 
 FAST = Link(1e12, 0.0)
 

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from unisono.errors import InvalidInput
 from unisono.plan import Forecast, Point
-from unisono.plan.chart import MARKS, Axis, chart, legend, size
-from unisono.plan.figure import check, draw
-from unisono.plan.table import tables
+from unisono.plan.forecast_table import tables
+from unisono.plan.plot import check, draw
+from unisono.plan.text_chart import MARKS, Axis, chart, legend, size
 
 
 def made(speed: float, loss: float = 2.0) -> Forecast:
@@ -123,6 +123,6 @@ def test_where_no_picture_can_be_drawn_it_is_said_first(name: str, says: str, tm
 
 
 def test_without_matplotlib_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.plan.figure.find_spec", lambda name: None)
+    monkeypatch.setattr("unisono.plan.plot.find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=r"pip install 'unisono\[plot\]'"):
         check("--plot", str(tmp_path / "a.png"))

@@ -9,8 +9,8 @@ import pytest
 from tests.training import regression
 from unisono.config import Config
 from unisono.errors import InvalidInput
-from unisono.plan.study import ways
-from unisono.plan.way import changes, label
+from unisono.plan.scenarios import ways
+from unisono.plan.variants import changes, label
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,16 @@ from typing import Any
 from tests import processes
 from tests.layouts.runs import ROOT
 from tests.membership.test_attendance import TOKEN, serving
-from unisono.gathering import policy_of
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.membership import Contact
-from unisono.membership.line import Line, NoBody
+from unisono.membership.http_client import Line, NoBody
 from unisono.membership.messages import StatusMessage
-from unisono.observe import telling
-from unisono.order import Order
-from unisono.settings import settle
-from unisono.source import Source
-from unisono.work import work
+from unisono.observe import progress_reporter as telling
+from unisono.run.elastic_run import policy_of
+from unisono.run.resolve import settle
+from unisono.run.spec import Order
+from unisono.run.worker import work
+from unisono.tasks.source import Source
 
 LONGEST_SECONDS = 120.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.scattered.runs import UnderWay, under_way
-from unisono.launch.stopping import STOP_ALL
+from unisono.launch.stop_request import STOP_ALL
 
 STEPS, LOST_AT = 24, 9
 LAYOUT = "Layout(shard=2)"

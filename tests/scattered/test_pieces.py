@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from unisono.comm import Simulated, outcomes
-from unisono.keeping import LONGEST_STEPS, SHARE, interval
+from unisono.elastic.sharded_recovery import LONGEST_STEPS, SHARE, interval
+from unisono.elastic.sharded_state import At, Laid, Pieces, assemble, distinct
+from unisono.elastic.state_transfer import Parts, Reached
 from unisono.layout import Part
-from unisono.pieces import At, Laid, Pieces, assemble, distinct
-from unisono.state import Parts, Reached
 
 ROWS, PLACES = 6, 3
 AT: list[At] = [(1, 4), (1, 7), (2, 5)]

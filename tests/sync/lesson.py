@@ -10,8 +10,8 @@ from torch.nn.functional import mse_loss
 
 from unisono.comm import Communicator, connect
 from unisono.compress import Compressor
-from unisono.replica import Replica
 from unisono.sync import Synchronizer
+from unisono.trainer.replica import Replica
 
 
 class Lesson:

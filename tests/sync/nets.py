@@ -10,8 +10,8 @@ from unisono.checkpoint import fingerprint
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.data import assign
-from unisono.replica import Replica, Step, weights_of
 from unisono.sync import Synchronizer
+from unisono.trainer.replica import Replica, Step, weights_of
 
 MICRO_BATCHES, SAMPLES = 6, 4
 

@@ -10,7 +10,7 @@ from unisono.comm import simulate
 from unisono.compress import Cast, Memory, Span
 from unisono.sync import AllReduce
 from unisono.sync.adasum import adasum, combined
-from unisono.sync.flow import Flow
+from unisono.sync.pending_mean import Flow
 
 SPANS = tuple(Span(f"p{i}", torch.Size([8]), (1,), 8 * i, 8 * i + 8) for i in range(2))
 

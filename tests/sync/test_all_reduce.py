@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.sync.nets import plain, sgd, train
-from unisono.badstep import UNFIT
+from unisono.bad_steps import UNFIT
 from unisono.comm import simulate
 from unisono.compress import Cast, Exact
 from unisono.errors import UnisonoError
-from unisono.replica import Replica
 from unisono.sync import AllReduce, Loop
 from unisono.sync.buckets import cut, gaps, pack, unpack
+from unisono.trainer.replica import Replica
 
 SMALL = AllReduce(bucket_bytes=600, first_bytes=100)
 

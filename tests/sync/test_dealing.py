@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unisono.comm import Message, simulate
-from unisono.sync.dealing import Dealer, Dealing, TakingTurns, lease
+from unisono.sync.work_leasing import Dealer, Dealing, TakingTurns, lease
 
 
 @pytest.mark.parametrize("workers", range(1, 9))

@@ -17,13 +17,13 @@ from tests.sync.lesson import Lesson, in_a_process
 from tests.sync.test_topology import matrix
 from unisono import notation
 from unisono.comm import Communicator, Link, simulate
-from unisono.comm.service import Message
+from unisono.comm.actor import Message
 from unisono.compress import Cast, Compressor, Exact, Memory, OneBit, Quantize, RandomK, TopK, TwoBit
 from unisono.config import Config
 from unisono.sync import AllReduce, Complete, Gossip, Loop, OnePeerExponential, RandomPairs, Ring, Synchronizer, Torus
-from unisono.sync.likeness import Likeness, fit, gamma
-from unisono.sync.partner import Partner
-from unisono.sync.weights import Weights
+from unisono.sync.async_gossip import Partner
+from unisono.sync.flat_weights import Weights
+from unisono.sync.peer_estimate import Likeness, fit, gamma
 
 TOPOLOGIES = [Ring(), Torus(), Complete(), RandomPairs(), OnePeerExponential()]
 EVERY = [Gossip(topology, asynchronous) for topology in TOPOLOGIES for asynchronous in (False, True)]

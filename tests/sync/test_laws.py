@@ -12,8 +12,6 @@ from unisono.checkpoint import fingerprint
 from unisono.comm import Appointment, Faulty, outcomes, simulate
 from unisono.compress import Cast, Exact
 from unisono.errors import PeerLost
-from unisono.optimizer import load_state, state_of
-from unisono.replica import Replica, weights_of
 from unisono.sync import (
     SYNCHRONIZERS,
     AllReduce,
@@ -25,6 +23,8 @@ from unisono.sync import (
     ParameterServer,
     Synchronizer,
 )
+from unisono.trainer.optimizer import load_state, state_of
+from unisono.trainer.replica import Replica, weights_of
 
 LOCKSTEP: list[Synchronizer] = [
     AllReduce(),

@@ -20,9 +20,9 @@ from unisono.checkpoint import fingerprint
 from unisono.comm import Link, Simulated, simulate
 from unisono.compress import Cast, Compressor, Exact, OneBit, Quantize, TopK
 from unisono.errors import PeerLost, UnisonoError
-from unisono.replica import Replica, weights_of
 from unisono.sync import AllReduce, LocalSGD, ParameterServer, Synchronizer
-from unisono.sync.server.conversation import Conversation
+from unisono.sync.server.shard_client import Conversation
+from unisono.trainer.replica import Replica, weights_of
 
 SLOW = Link(bytes_per_second=2e4, latency_seconds=1e-3)
 SMALL = ParameterServer(servers=2, slice_bytes=64)

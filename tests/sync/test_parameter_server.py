@@ -25,13 +25,13 @@ from unisono.checkpoint import fingerprint
 from unisono.comm import Communicator, Link, Message, simulate
 from unisono.compress import Cast, Exact, Quantize, Span, TwoBit
 from unisono.errors import InvalidInput, PeerLost
-from unisono.optimizer import load_state, state_of
-from unisono.replica import Replica, weights_of
 from unisono.sync import AllReduce, DelayCompensation, Loop, ParameterServer, ScaledByStaleness
 from unisono.sync.server.actor import MOVED, Server
-from unisono.sync.server.keeper import Keeper, Lot, Push, Terms
+from unisono.sync.server.slice_optimizer import ELEMENTWISE, Stepper, numbers_of
+from unisono.sync.server.slice_state import Keeper, Lot, Push, Terms
 from unisono.sync.server.slices import cut
-from unisono.sync.server.stepping import ELEMENTWISE, Stepper, numbers_of
+from unisono.trainer.optimizer import load_state, state_of
+from unisono.trainer.replica import Replica, weights_of
 
 INF = math.inf
 

@@ -23,7 +23,7 @@ from unisono.sync import (
     Momentum,
     Nesterov,
 )
-from unisono.sync.rhythm import Rhythm, divide
+from unisono.sync.sync_schedule import Rhythm, divide
 
 N, LR, MOMENTUM = 4, 0.1, 0.9
 SHAPES = [(6,), (2, 3), (5,), (4,)]

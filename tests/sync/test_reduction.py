@@ -5,7 +5,7 @@ from torch import nn
 
 from unisono.comm import simulate
 from unisono.compress import Auto, Cast, Compressor
-from unisono.sync.reduction import Reduction
+from unisono.sync.bucket_reduction import Reduction
 
 AUTO = Auto((Cast(),), steps=4, again=0)
 TRIED = AUTO.steps * 3 + 1  # rounds until it has chosen

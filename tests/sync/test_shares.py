@@ -15,8 +15,8 @@ from unisono import notation
 from unisono.comm import Communicator, simulate
 from unisono.compress import Cast, Compressor, Exact, Quantize, TopK
 from unisono.data import assign
-from unisono.replica import Replica
 from unisono.sync import AllReduce, Average, BlockMomentum, DiLoCo, LocalSGD, Synchronizer
+from unisono.trainer.replica import Replica
 
 STEPS, LR = 6, 0.3
 EACH_STEP: list[Synchronizer] = [LocalSGD(1), BlockMomentum(1, momentum=0.0), DiLoCo(1, outer=Average())]

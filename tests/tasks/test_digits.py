@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from unisono.errors import InvalidInput
-from unisono.task import build_dataset, call
-from unisono.tasks.digits import HELD_OUT, digits, images, network
+from unisono.tasks.builtin.digits import HELD_OUT, digits, images, network
+from unisono.tasks.task import build_dataset, call
 
 
 def test_every_image_is_in_exactly_one_part_and_the_split_is_always_the_same() -> None:
@@ -75,7 +75,7 @@ def test_a_third_of_its_steps_reaches_97_percent(seed: int) -> None:
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        sys.modules["unisono.tasks.digits"],
+        sys.modules["unisono.tasks.builtin.digits"],
         "find_spec",
         lambda name: None if name == "sklearn" else real(name),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.tasks.gpt import GPT, parameters
+from unisono.tasks.builtin.gpt import GPT, parameters
 
 TINY = GPT(layers=2, width=16, heads=2, context=12)
 

@@ -12,9 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from unisono.errors import InvalidInput
-from unisono.task import build_dataset
-from unisono.tasks.gpt import GPT
-from unisono.tasks.text import (
+from unisono.tasks.builtin.gpt import GPT
+from unisono.tasks.builtin.text import (
     EVALUATED_WINDOWS,
     HELD_OUT,
     Corpus,
@@ -26,6 +25,7 @@ from unisono.tasks.text import (
     text_files,
     training_windows,
 )
+from unisono.tasks.task import build_dataset
 
 
 def corpus(tmp_path: Path, size: int) -> Corpus:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.observe.events import FILE
+from unisono.observe.event_log import FILE
 
 Losses = dict[int, list[Any]]  # by step from 1: each value that was recorded, once
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from unisono.chaos.happening import Happening
+from unisono.chaos.fault_record import Happening
+from unisono.chaos.fault_schedule import Kind, Schedule, draw
 from unisono.chaos.outcome import Outcome, Row, compare
-from unisono.chaos.schedule import Kind, Schedule, draw
 from unisono.compress import Exact
 from unisono.config import Config
 from unisono.errors import InvalidInput
-from unisono.settings import RECOVERING, recovers, settle, walks
-from unisono.task import Task
+from unisono.run.resolve import RECOVERING, recovers, settle, walks
+from unisono.tasks.task import Task
 
 QUIET = Schedule(0, ())
 _DEFAULTS = {"workers": 4, "compress": "Exact()", "checkpoint_every": 10}

@@ -1,21 +1,21 @@
 """The run written down, independent of how many workers wrote it. Safetensors and JSON; nothing is
 unpickled."""
 
-from unisono.checkpoint.box import Box
-from unisono.checkpoint.compare import compare
-from unisono.checkpoint.container import Spec
+from unisono.checkpoint.async_writer import Event, Phase, Progress, Writer
 from unisono.checkpoint.convert import save_plain, store
 from unisono.checkpoint.directory import checkpoints
-from unisono.checkpoint.find import home, open_found
 from unisono.checkpoint.fingerprint import digest, fingerprint, fingerprint_of
-from unisono.checkpoint.holding import Piece, decode_holding, encode_holding, holding
-from unisono.checkpoint.opened import Opened, open_checkpoint
-from unisono.checkpoint.plain import Plain, open_plain
-from unisono.checkpoint.reader import newest, open_newest
-from unisono.checkpoint.share import share_out
+from unisono.checkpoint.load import newest, open_newest
+from unisono.checkpoint.locate import home, open_found
+from unisono.checkpoint.model_match import compare
+from unisono.checkpoint.open_checkpoint import Opened, open_checkpoint
+from unisono.checkpoint.ownership import Piece, decode_holding, encode_holding, holding
+from unisono.checkpoint.plain_safetensors import Plain, open_plain
+from unisono.checkpoint.safetensors_format import Spec
 from unisono.checkpoint.verify import damages, verified
 from unisono.checkpoint.weights import read_weights
-from unisono.checkpoint.writer import Event, Phase, Progress, Writer
+from unisono.checkpoint.write_plan import share_out
+from unisono.tensors.box import Box
 
 __all__ = [
     "Box",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unisono.atomic import sync_directory, write_durably
 from unisono.checkpoint import directory as place
 from unisono.checkpoint.manifest import Part, decode_part, encode_manifest, merged, part_file
-from unisono.checkpoint.part import report_file
+from unisono.checkpoint.part_file import report_file
 from unisono.errors import CheckpointError
+from unisono.system.atomic_files import sync_directory, write_durably
 
 
 def commit_parts(temporary: Path, directory: Path, step: int, size: int, meta: Any) -> int:

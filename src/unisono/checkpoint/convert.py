@@ -7,16 +7,16 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from unisono import atomic
 from unisono.checkpoint import directory as place
-from unisono.checkpoint.box import Box
 from unisono.checkpoint.commit import commit_parts
-from unisono.checkpoint.container import Spec, container
-from unisono.checkpoint.holding import Piece
 from unisono.checkpoint.manifest import Entry, Part, encode_part, part_file
-from unisono.checkpoint.part import report_file
-from unisono.checkpoint.plain import INDEX
-from unisono.checkpoint.stream import Source, write_file
+from unisono.checkpoint.ownership import Piece
+from unisono.checkpoint.part_file import report_file
+from unisono.checkpoint.plain_safetensors import INDEX
+from unisono.checkpoint.safetensors_format import Spec, container
+from unisono.checkpoint.tensor_stream import Source, write_file
+from unisono.system import atomic_files as atomic
+from unisono.tensors.box import Box
 
 
 def save_plain(

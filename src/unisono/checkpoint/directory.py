@@ -19,9 +19,9 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono import atomic
 from unisono.checkpoint.manifest import seal, unseal
 from unisono.errors import CheckpointDamaged
+from unisono.system import atomic_files as atomic
 
 MANIFEST = "manifest.json"
 LATEST = "LATEST"

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor, uint8
 from xxhash import xxh3_64
 
-from unisono.checkpoint.container import Spec, dtype_name
-from unisono.checkpoint.stream import Source
+from unisono.checkpoint.safetensors_format import Spec, dtype_name
+from unisono.checkpoint.tensor_stream import Source
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.checkpoint.box import Box, check_tiling
-from unisono.checkpoint.container import DTYPES, dtype_name
-from unisono.checkpoint.holding import Piece
+from unisono.checkpoint.ownership import Piece
+from unisono.checkpoint.safetensors_format import DTYPES, dtype_name
+from unisono.tensors.box import Box, check_tiling
 
 FORMAT = 2
 READABLE = (1, 2)

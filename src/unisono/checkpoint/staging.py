@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
-from unisono.checkpoint.container import PAGE, Container, container
 from unisono.checkpoint.fingerprint import raw_bytes
-from unisono.checkpoint.holding import Piece
 from unisono.checkpoint.manifest import Entry
+from unisono.checkpoint.ownership import Piece
+from unisono.checkpoint.safetensors_format import PAGE, Container, container
 
 CHUNK = 32 << 20  # bytes per write: long enough that the interpreter's lock is rarely asked for
 WINDOW = 8 << 20  # bytes per write while nothing trains

@@ -1,1 +1,1 @@
-from unisono.cli.command import main as main
+from unisono.cli.main import main as main

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.chaos.schedule import Kind
-from unisono.cli.describe import task_options
-from unisono.cli.options import given
-from unisono.cli.settings import Request, request
-from unisono.cli.words import whole
+from unisono.chaos.fault_schedule import Kind
+from unisono.cli.argument_words import whole
+from unisono.cli.request import Request, request
+from unisono.cli.task_help import task_options
+from unisono.cli.train_options import given
 from unisono.errors import InvalidInput, UnisonoError
 
 if TYPE_CHECKING:
@@ -169,15 +169,15 @@ def _tried(asked: Asked, directory: Path, console: Console) -> Iterator[Trial]:
 
 
 def _ground(asked: Asked, task: Any, settings: Mapping[str, Any], directory: Path) -> Ground:
-    from unisono.chaos.made_up import MadeUp
-    from unisono.chaos.real import Real
+    from unisono.chaos.process_ground import Real
+    from unisono.chaos.virtual_ground import MadeUp
 
     return MadeUp.of(task, settings) if asked.virtual else Real(asked.request.source, settings, directory)
 
 
 def _cuts(asked: Asked, console: Console) -> int:
     """How many links can be cut of those that were to be."""
-    from unisono.chaos.elsewhere import unavailable
+    from unisono.chaos.network_namespace import unavailable
 
     cuts = asked.wanted[Kind.PARTITION]
     why = "" if asked.virtual or not cuts else unavailable()
@@ -196,7 +196,7 @@ def _heading(asked: Asked, settings: Mapping[str, Any], undisturbed: Outcome) ->
 
 def _print(asked: Asked, trial: Trial, console: Console) -> None:
     """One seed: all of it, or a line where there are many."""
-    from unisono.chaos.telling import show
+    from unisono.chaos.report import show
 
     equal = not trial.differences
     if len(asked.seeds) == 1:
@@ -235,7 +235,7 @@ def _kept(run: str | None) -> Iterator[tuple[Path, Any]]:
 
 
 def _write(path: Path, found: Sequence[Trial]) -> None:
-    from unisono.chaos.telling import told
+    from unisono.chaos.report import told
     from unisono.observe import write_summary
 
     try:

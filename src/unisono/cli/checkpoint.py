@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli.words import read, single
+from unisono.cli.argument_words import read, single
 from unisono.errors import CheckpointDamaged, InvalidInput, UnisonoError, printable
 from unisono.notation import nearest
 
 if TYPE_CHECKING:
     from unisono.checkpoint import Opened
-    from unisono.checkpoint.stream import Source
+    from unisono.checkpoint.tensor_stream import Source
 
 USAGE = """\
 usage: unisono checkpoint show DIR
@@ -65,7 +65,7 @@ _CONVERSION = {"--to": True, "--from": True, "--max-shard-bytes": True, "--all":
 
 
 def _show(directory: Path, options: Mapping[str, str]) -> int:
-    from unisono.checkpoint.contents import contents
+    from unisono.checkpoint.listing import contents
 
     print("\n".join(contents(_newest(directory))))
     return 0
@@ -73,7 +73,7 @@ def _show(directory: Path, options: Mapping[str, str]) -> int:
 
 def _verify(directory: Path, options: Mapping[str, str]) -> int:
     from unisono.checkpoint import damages, open_checkpoint
-    from unisono.checkpoint.find import found
+    from unisono.checkpoint.locate import found
 
     damaged = _latest_is_damaged(directory)
     for path in found(directory, "DIR"):
@@ -102,8 +102,8 @@ def convert(directory: Path, options: Mapping[str, str]) -> int:
         OSError: the disk does not take it.
     """
     from unisono.checkpoint import save_plain
-    from unisono.checkpoint.plain import INDEX
-    from unisono.checkpoint.stream import Renamed
+    from unisono.checkpoint.plain_safetensors import INDEX
+    from unisono.checkpoint.tensor_stream import Renamed
     from unisono.checkpoint.weights import weights_in
 
     path, most = Path(options["--to"]), size_of(options)
@@ -125,7 +125,7 @@ def convert(directory: Path, options: Mapping[str, str]) -> int:
 
 def _from(directory: Path, options: Mapping[str, str]) -> int:
     from unisono.checkpoint import open_plain, store
-    from unisono.checkpoint.stream import Renamed
+    from unisono.checkpoint.tensor_stream import Renamed
     from unisono.checkpoint.weights import WEIGHTS
 
     if "--max-shard-bytes" in options:
@@ -179,14 +179,14 @@ def size_of(options: Mapping[str, str]) -> int | None:
 
 
 def _newest(directory: Path) -> Opened:
-    from unisono.checkpoint.find import open_found
+    from unisono.checkpoint.locate import open_found
 
     return open_found(directory, "DIR", lambda damage: print(printable(f"damaged: {damage}"), file=sys.stderr))
 
 
 def _latest_is_damaged(directory: Path) -> bool:
     from unisono.checkpoint.directory import read_latest
-    from unisono.checkpoint.find import found, home
+    from unisono.checkpoint.locate import found, home
 
     if found(directory, "DIR") == [directory]:
         return False

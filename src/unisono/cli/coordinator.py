@@ -9,14 +9,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from unisono import atomic
-from unisono.cli.calling import NEW, place
+from unisono.cli.argument_words import read, whole
+from unisono.cli.coordinator_options import NEW, place
 from unisono.cli.token import VARIABLE, token
-from unisono.cli.words import read, whole
 from unisono.errors import InvalidInput
 from unisono.membership import Contact, Policy
-from unisono.membership.card import joining
 from unisono.membership.certificate import certified, fingerprint
+from unisono.membership.contact_file import joining
+from unisono.system import atomic_files as atomic
 
 USAGE = f"""\
 usage: unisono coordinator [options]
@@ -66,7 +66,7 @@ def coordinator(words: list[str]) -> int:
 
     makes, where = where.makes_certificate, certified(where, Path(f"{state}.certificate.pem"), Path(f"{state}.key.pem"))
 
-    from unisono.membership.serve import Serving  # imports the web server
+    from unisono.membership.server.http_server import Serving  # imports the web server
 
     try:
         serving = Serving(where, policy, state, given or _kept(kept), _print, door)

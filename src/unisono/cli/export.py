@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from unisono.cli.argument_words import read, single
 from unisono.cli.checkpoint import convert, size_of
-from unisono.cli.words import read, single
 from unisono.errors import InvalidInput, UnisonoError
 
 USAGE = """\
@@ -53,8 +53,8 @@ def _save(run: Path, path: Path) -> None:
     """Write a file that ``torch.load(path, weights_only=True)`` reads; it appears when it is complete."""
     import torch
 
-    from unisono.atomic import move, sync_directory
-    from unisono.order import load
+    from unisono.run.spec import load
+    from unisono.system.atomic_files import move, sync_directory
 
     if path.exists():
         raise InvalidInput("--to", str(path), "it is there already", "name another file, or take it away")

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.cli.calling import contact
+from unisono.cli.argument_words import read, whole
+from unisono.cli.coordinator_options import contact
 from unisono.cli.token import VARIABLE
-from unisono.cli.words import read, whole
-from unisono.consent import Consent
 from unisono.errors import InvalidInput, printable
-from unisono.launch.stopping import STOP, Interrupted
+from unisono.launch.stop_request import STOP, Interrupted
 from unisono.membership import Contact
-from unisono.membership.card import contact_in
+from unisono.membership.contact_file import contact_in
 from unisono.observe.display import Display
+from unisono.run.consent import Consent
 
 USAGE = f"""\
 usage: unisono join URL --task NAME [--workers N] [options]
@@ -112,7 +112,7 @@ def _consent(options: Mapping[str, str], display: Display) -> Consent:
 def _join(
     where: Contact, workers: int, consent: Consent, logs: Path | None, display: Display
 ) -> Mapping[str, Any] | None:
-    from unisono import run  # imports torch
+    from unisono.run import start as run
 
     return run.join(where, workers, consent, logs=logs, on_message=display.handle)
 

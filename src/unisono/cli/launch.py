@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.cli.calling import OPTIONS as CALLING
-from unisono.cli.calling import calling
-from unisono.cli.words import whole
+from unisono.cli.argument_words import whole
+from unisono.cli.coordinator_options import OPTIONS as CALLING
+from unisono.cli.coordinator_options import calling
 from unisono.errors import InvalidInput
 from unisono.launch import PRELOAD as LAUNCHER_PRELOAD
 from unisono.launch import Elastic, Forkserver, launch_script, prepare
+from unisono.launch.coordinator_setup import rallied
 from unisono.launch.limit import check_count
 from unisono.launch.lock import Holder, fresh, held
 from unisono.launch.process import age_seconds
-from unisono.launch.rally import rallied
 from unisono.membership import Policy
-from unisono.membership.card import forget, refused
-from unisono.membership.place import Calling
+from unisono.membership.contact_file import forget, refused
+from unisono.membership.endpoint import Calling
 from unisono.notation import nearest
 
 PRELOAD = (*LAUNCHER_PRELOAD, "unisono.world")

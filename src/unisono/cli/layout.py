@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.cli.describe import task_options
-from unisono.cli.options import given, parser
-from unisono.cli.settings import request
+from unisono.cli.request import request
+from unisono.cli.task_help import task_options
+from unisono.cli.train_options import given, parser
 from unisono.errors import InvalidInput, UnisonoError
 
 _DESCRIPTION = """\
@@ -39,7 +39,7 @@ def layout(words: list[str]) -> int:
 def _foretold(source: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     from rich.console import Console
 
-    from unisono import run
+    from unisono.run import start as run
 
     console = Console(stderr=True)
     with console.status("laying it out …") if console.is_terminal else console.capture():
@@ -49,7 +49,7 @@ def _foretold(source: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _print(name: str, laid: Mapping[str, Any]) -> None:
     from rich.console import Console
 
-    from unisono.plan import laid_table
+    from unisono.plan import layout_table as laid_table
 
     console = Console(file=sys.stdout, highlight=False)
     console.print(laid_table.heading(name, laid), style="bold", markup=False)

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli.describe import task_options
-from unisono.cli.options import given, parser
-from unisono.cli.settings import Request, request
+from unisono.cli.request import Request, request
+from unisono.cli.task_help import task_options
 from unisono.cli.terminal import ending
+from unisono.cli.train_options import given, parser
 from unisono.errors import InvalidInput, UnisonoError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def simulate(words: list[str]) -> int:
     asked = read(words)
     if asked.request.settings.get("resume"):
         raise InvalidInput("--resume", True, "a simulation writes and reads no run", "leave it out")
-    from unisono.plan import figure  # imports torch
+    from unisono.plan import plot as figure
 
     picture = figure.check("--plot", asked.options["--plot"]) if "--plot" in asked.options else None
     try:
@@ -86,8 +86,9 @@ def simulate(words: list[str]) -> int:
 def _forecasts(asked: Asked) -> tuple[str, dict[str, Forecast]]:
     """What all of it is about, in one sentence, and what every way will be like."""
     from unisono.observe.display import Display
-    from unisono.plan import forecast, study
-    from unisono.task import with_data
+    from unisono.plan import forecast
+    from unisono.plan import scenarios as study
+    from unisono.tasks.task import with_data
 
     source, (link, latency, compute) = asked.request.source, (asked.options[name] for name in _DEFAULTS)
     task = with_data(source.load())
@@ -110,8 +111,9 @@ def _forecasts(asked: Asked) -> tuple[str, dict[str, Forecast]]:
 def _print(heading: str, forecasts: Mapping[str, Forecast]) -> None:
     from rich.console import Console
 
-    from unisono.observe.words import duration
-    from unisono.plan import chart, table
+    from unisono.observe.formatting import duration
+    from unisono.plan import forecast_table as table
+    from unisono.plan import text_chart as chart
 
     console = Console(file=sys.stdout, highlight=False)
     console.print(heading, style="bold", markup=False)

@@ -9,18 +9,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.cli.argument_words import read
 from unisono.cli.join import REACHING, reached
 from unisono.cli.token import VARIABLE
-from unisono.cli.words import read
-from unisono.doing import Doing
 from unisono.errors import InvalidInput, printable
-from unisono.membership.card import CONTACT, DIRECTORY
-from unisono.membership.line import ask
+from unisono.membership.contact_file import CONTACT, DIRECTORY
+from unisono.membership.http_client import ask
 from unisono.membership.messages import StatusMessage, ViewMessage, WorkerMessage
-from unisono.membership.values import Over, View
+from unisono.membership.protocol import Over, View
+from unisono.observe.activity import Doing
+from unisono.observe.formatting import duration
 from unisono.observe.goodput import account
-from unisono.observe.words import duration
-from unisono.observe.written import SUMMARY
+from unisono.observe.record_files import SUMMARY
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.cli.describe import first_sentence, task_options
+from unisono.cli.task_help import first_sentence, task_options
 from unisono.errors import InvalidInput
 from unisono.tasks import TASKS
 

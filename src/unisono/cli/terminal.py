@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unisono import early
-from unisono.streams import unfailing
+from unisono.system import early_exit as early
+from unisono.system.output_streams import unfailing
 
 
 class Asked(KeyboardInterrupt):

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unisono.cli.describe import task_options
-from unisono.cli.options import given, parser
-from unisono.cli.settings import Request, request
-from unisono.cli.words import ended
+from unisono.cli.argument_words import ended
+from unisono.cli.request import Request, request
+from unisono.cli.task_help import task_options
+from unisono.cli.train_options import given, parser
 from unisono.errors import Diverged, InvalidInput, UnisonoError
 from unisono.launch import identity_here
-from unisono.launch.stopping import Interrupted
+from unisono.launch.stop_request import Interrupted
 from unisono.observe.display import Display, summary
-from unisono.observe.words import resume_command
+from unisono.observe.formatting import resume_command
 
 
 def train(words: list[str]) -> int:
@@ -50,7 +50,7 @@ def train(words: list[str]) -> int:
 
 def run_of(asked: Request, on_message: Callable[[int, Mapping[str, Any]], None]) -> Mapping[str, Any] | None:
     """Start what was asked for: the fields of its `Result`, or None for a worker of another launcher."""
-    from unisono import run  # imports torch
+    from unisono.run import start as run
 
     result = run.start(
         asked.source, asked.settings, json=asked.json, on_message=on_message, calling=asked.calling, debug=asked.debug

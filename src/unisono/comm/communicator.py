@@ -14,8 +14,8 @@ from typing import Protocol
 
 from torch import Tensor, dtype
 
-from unisono.comm.service import Services
-from unisono.comm.tiers import Tiers
+from unisono.comm.actor import Services
+from unisono.comm.hierarchy import Tiers
 from unisono.comm.work import Work as Work
 
 

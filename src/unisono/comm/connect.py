@@ -16,20 +16,20 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
-from unisono.comm.alone import Alone
-from unisono.comm.board import Board
+from unisono.comm.actors.services import Hosting
 from unisono.comm.communicator import Communicator
-from unisono.comm.conversation import Family
-from unisono.comm.hosting import Hosting
-from unisono.comm.memory import MemoryUnavailable, check_platform, create, open_of
-from unisono.comm.notices import Notices
-from unisono.comm.peers import Peers
-from unisono.comm.prefixed import Prefixed
-from unisono.comm.rendezvous import open_store, own_address, parse_rendezvous, tidy
-from unisono.comm.shared_memory import Host, SharedMemory
-from unisono.comm.tiers import Part, Tiers, among_all
-from unisono.comm.torch_group import TorchGroup
-from unisono.comm.torch_world import TorchWorld
+from unisono.comm.hierarchy import Part, Tiers, among_all
+from unisono.comm.operation_queue import Family
+from unisono.comm.rendezvous.address import open_store, own_address, parse_rendezvous, tidy
+from unisono.comm.rendezvous.prefix_store import Prefixed
+from unisono.comm.rendezvous.store_exchange import Notices
+from unisono.comm.shared_memory.communicator import Host, SharedMemory
+from unisono.comm.shared_memory.memfd import MemoryUnavailable, check_platform, create, open_of
+from unisono.comm.shared_memory.memory_map import Board
+from unisono.comm.shared_memory.peer_processes import Peers
+from unisono.comm.single import Alone
+from unisono.comm.torch_groups.default_group import TorchWorld
+from unisono.comm.torch_groups.process_group import TorchGroup
 from unisono.errors import InvalidInput
 
 LOG = logging.getLogger("unisono")
@@ -51,7 +51,7 @@ def connect(
 
     Args:
         rank, size: this worker's number, ``0 .. size-1``, and how many there are.
-        rendezvous: a URL, see `unisono.comm.rendezvous`; not looked at when `size` is 1.
+        rendezvous: a URL, see `unisono.comm.rendezvous.address`; not looked at when `size` is 1.
         local_size: how many of the workers run on this host.
         kind: one of `KINDS`; ``auto`` is NCCL on CUDA, else shared memory where all workers run on one host,
         else gloo.

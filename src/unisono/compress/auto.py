@@ -14,13 +14,13 @@ from torch import Tensor
 
 from unisono.compress.cast import Cast
 from unisono.compress.compressor import Codec, Compressor, Mean, Wire
+from unisono.compress.cost_model import Candidate, Forecast, Link, Pace, fit, forecast, heats, pace, pick
 from unisono.compress.delegate import Delegate, check_compressor
-from unisono.compress.forecast import Candidate, Forecast, Link, Pace, fit, forecast, heats, pace, pick
+from unisono.compress.dry_run import rehearse
+from unisono.compress.link_probe import probe, slowest
 from unisono.compress.memory import Memory
 from unisono.compress.power_sgd import PowerSGD
-from unisono.compress.probe import probe, slowest
 from unisono.compress.quantize import Quantize
-from unisono.compress.rehearsal import rehearse
 from unisono.compress.span import Span
 
 LOG = logging.getLogger("unisono")

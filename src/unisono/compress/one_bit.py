@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.compress.blocks import SCALE, Blocks, check_block
+from unisono.compress.block_codec import SCALE, Blocks, check_block
 
 
 @dataclass(frozen=True)

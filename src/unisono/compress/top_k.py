@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unisono.compress import indices as places
+from unisono.compress import index_coding as places
 from unisono.compress.compressor import Codec, Mean, Wire
 from unisono.compress.memory import Memory, accumulated
 from unisono.compress.span import Span

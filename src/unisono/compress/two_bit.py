@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from unisono.compress.blocks import Blocks
+from unisono.compress.block_codec import Blocks
 
 
 @dataclass(frozen=True)

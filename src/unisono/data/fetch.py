@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from unisono.batch import Batch, tensors
-from unisono.data.plan import MicroBatchPlan
-from unisono.data.streams import seed_load, stream
+from unisono.data.micro_batch_plan import MicroBatchPlan
+from unisono.data.random_streams import seed_load, stream
+from unisono.tensors.batch import Batch, tensors
 
 Key = tuple[int, int]
 """A step, and a micro-batch of it."""

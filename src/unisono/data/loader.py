@@ -10,12 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Protocol
 
-from unisono.batch import Batch
 from unisono.data.fetch import Fetch, Fetched, Key, timed
-from unisono.data.load import Inline, Load, Processes, Threads
-from unisono.data.plan import MicroBatchPlan
+from unisono.data.load_modes import Inline, Load, Processes, Threads
+from unisono.data.micro_batch_plan import MicroBatchPlan
 from unisono.data.processes import LoadingProcesses
 from unisono.errors import InvalidInput
+from unisono.tensors.batch import Batch
 
 INLINE_BELOW_BYTES = 1 << 20  # of what is in memory already: copied sooner than handed over
 INLINE_BELOW_SECONDS = 300e-6

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.streams import mix
+from unisono.data.random_streams import mix
 
 _ROUNDS = 6
 

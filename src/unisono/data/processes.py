@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unisono.data.fetch import ALL, Fetch, Fetched, Key, timed
-from unisono.data.forked import settle_in
-from unisono.data.load import Processes
-from unisono.data.raised import Raised
-from unisono.data.stacks import Stacks
+from unisono.data.fork_setup import settle_in
+from unisono.data.load_modes import Processes
+from unisono.data.loader_stacks import Stacks
+from unisono.data.remote_exception import Raised
 from unisono.errors import LoadingFailed
-from unisono.exits import ended
+from unisono.system.exit_status import ended
 
 _FORK = multiprocessing.get_context("fork")
 _HERE = str(Path(__file__).parent)

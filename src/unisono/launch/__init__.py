@@ -1,14 +1,14 @@
 """Who am I among the workers, and how do I start the others?"""
 
 from unisono.launch.claim import claim, identity_here
-from unisono.launch.coordination import Coordination
+from unisono.launch.cluster_environment import Identity, identify
+from unisono.launch.coordinator_process import Coordination
 from unisono.launch.failure import ScriptExited
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.identity import Identity, identify
-from unisono.launch.local import PRELOAD, Elastic, ask, launch, prepare
+from unisono.launch.launcher import PRELOAD, Elastic, ask, launch, prepare
 from unisono.launch.script import launch_script
-from unisono.launch.stopping import Interrupted, StopRequest
-from unisono.launch.worker import Report, Worker
+from unisono.launch.stop_request import Interrupted, StopRequest
+from unisono.launch.worker_main import Report, Worker
 
 __all__ = [
     "PRELOAD",

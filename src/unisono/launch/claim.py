@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 
 from unisono.errors import UnisonoError
-from unisono.launch.identity import CONVENTIONS, Identity, identify
+from unisono.launch.cluster_environment import CONVENTIONS, Identity, identify
 
 _MARK = "UNISONO_CLAIM"
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from unisono.errors import Diverged, InvalidInput, LoadingFailed, RunFailed, UnisonoError, Unlike, WorkerFailed
-from unisono.exits import describe as describe
-from unisono.launch.stopping import Interrupted
+from unisono.launch.stop_request import Interrupted
+from unisono.system.exit_status import describe as describe
 
 SAY_ALL: dict[str, type[UnisonoError]] = {
     each.__name__: each for each in (InvalidInput, Unlike, Diverged, LoadingFailed, RunFailed, Interrupted)
@@ -40,7 +40,7 @@ class Failure:
         consequence: it says that another worker is gone, so that the other's end is likely to be the cause.
         exit_code: what ``sys.exit`` was called with, if it was.
         said: the class and the arguments of an error that says all by itself, if it was one.
-        line: of the user's code on which it came, as `unisono.stack` names it.
+        line: of the user's code on which it came, as `unisono.observe.user_frames` names it.
     """
 
     rank: int

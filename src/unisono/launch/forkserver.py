@@ -37,9 +37,10 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from unisono.exits import ended
-from unisono.launch import process, worker
-from unisono.launch.worker import Order
+from unisono.launch import process
+from unisono.launch import worker_main as worker
+from unisono.launch.worker_main import Order
+from unisono.system.exit_status import ended
 
 _LARGEST_MESSAGE = 1 << 20  # bytes
 _START = (

@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import Set
 
-from unisono.membership.line import Line
+from unisono.membership.http_client import Line
 from unisono.membership.messages import StatusMessage
-from unisono.membership.values import Contact
+from unisono.membership.protocol import Contact
 
 _ANSWER_SECONDS = 3.0
 _WAIT_SECONDS = 10.0  # longer than others take to a view without the workers that ended, and to a step in it

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from unisono.errors import InvalidInput
-from unisono.launch.crew import OnMessage
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.local import PRELOAD, Elastic, launch
-from unisono.launch.stopping import STOP_ALL
+from unisono.launch.launcher import PRELOAD, Elastic, launch
+from unisono.launch.stop_request import STOP_ALL
+from unisono.launch.supervisor import OnMessage
 from unisono.launch.torch_store import TorchStore
-from unisono.launch.worker import Worker
-from unisono.membership.values import Contact
-from unisono.stack import exit_in_words
+from unisono.launch.worker_main import Worker
+from unisono.membership.protocol import Contact
+from unisono.observe.user_frames import exit_in_words
 
 DONE = True  # what comes of a script that has come to its end
 _TAKES_PART: ContextVar[TakesPart | None] = ContextVar("takes_part", default=None)

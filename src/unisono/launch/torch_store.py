@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Self
 
 from unisono.launch import process
-from unisono.launch.identity import LOOPBACK
+from unisono.launch.cluster_environment import LOOPBACK
 
 _START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path');"

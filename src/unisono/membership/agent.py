@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unisono.membership.values import Beat, Over, Place, Standing, View, Word
+from unisono.membership.protocol import Beat, Over, Place, Standing, View, Word
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono import atomic
 from unisono.errors import InvalidInput
-from unisono.membership.place import Place
+from unisono.membership.endpoint import Place
+from unisono.system import atomic_files as atomic
 
 if TYPE_CHECKING:
     from cryptography import x509

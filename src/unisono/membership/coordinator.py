@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from unisono.membership.choice import acquainted, best, seated, unproven
-from unisono.membership.diagnosis import Presence
-from unisono.membership.pulse import Pulse
-from unisono.membership.quarrels import Quarrels
-from unisono.membership.roll import Roll
-from unisono.membership.values import Beat, Over, Policy, Standing, StepCount, View, Word
+from unisono.membership.protocol import Beat, Over, Policy, Standing, StepCount, View, Word
+from unisono.membership.roster import Roll
+from unisono.membership.selection import acquainted, best, seated, unproven
+from unisono.membership.unreachable_pairs import Quarrels
+from unisono.observe.adaptive_timeout import Pulse
+from unisono.observe.stall_diagnosis import Presence
 
 _LINEAGE = 16  # views remembered; a worker that was away for longer cannot prove what was not committed
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.doing import LONGEST_WORDS, MOST_MISSING, Doing, Phase
-from unisono.membership.changes import MOST_MEMBERS, Change, changed
-from unisono.membership.values import Beat, Over, Place, Standing, StepCount, View, Word
+from unisono.membership.protocol import Beat, Over, Place, Standing, StepCount, View, Word
+from unisono.membership.view_delta import MOST_MEMBERS, Change, changed
+from unisono.observe.activity import LONGEST_WORDS, MOST_MISSING, Doing, Phase
 
 MOST_MISSED = 1 << 13
 _MOST_WORKERS = 4096  # that one message names
@@ -307,6 +307,6 @@ class OrderMessage(_Message):
 
 
 class TraitsMessage(_Message):
-    """What all workers of the run must have in common, see `unisono.traits`."""
+    """What all workers of the run must have in common, see `unisono.trainer.traits`."""
 
     traits: Annotated[dict[Annotated[str, Field(max_length=256)], Text], Field(max_length=256)]

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.errors import InvalidInput, printable, printable_lines
-from unisono.observe.pace import Pace
-from unisono.observe.words import clock, named, number, rate, resume_command, rows
+from unisono.observe.formatting import clock, named, number, rate, resume_command, rows
+from unisono.observe.rate_limit import Pace
 
 PLAIN_SECONDS = 5.0
 _REFRESHES_PER_SECOND = 8

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.doing import Phase
+from unisono.observe.activity import Phase
 
 Spent = Mapping[str, float]  # seconds by the phase's name, as in a run's summary
 _APART = 1.5  # times the others' computing, from where a worker is slow

@@ -8,10 +8,10 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 
-from unisono.doing import Doing, Phase
-from unisono.membership.diagnosis import Stuck, of_oneself
-from unisono.membership.pulse import Pulse
-from unisono.observe.watch import Watched
+from unisono.observe.activity import Doing, Phase
+from unisono.observe.activity_tracker import Watched
+from unisono.observe.adaptive_timeout import Pulse
+from unisono.observe.stall_diagnosis import Stuck, of_oneself
 
 LATE_SECONDS = 1.0  # beyond a step's deadline
 _LOOK_SECONDS = 0.25

@@ -1,7 +1,7 @@
 """What a run will be like: the trainer and the synchronizer themselves, on virtual workers and a made-up clock.
 
 The weights, losses and bytes are real: the same that processes would compute and send. The time is made up: of
-`Compute` while a worker computes, of `unisono.comm.link` while messages travel. What compressing costs the processor
+`Compute` while a worker computes, of `unisono.comm.link_model` while messages travel. What compressing costs the processor
 is not in it, nor the loading of data, nor evaluation.
 """
 
@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
-from unisono.assemble import Feed, bind, build
 from unisono.checkpoint import fingerprint
 from unisono.comm import Link, Simulated, simulate
+from unisono.comm.process_groups import Wires
 from unisono.config import Config
 from unisono.data import Inline
 from unisono.errors import UnisonoError, WorkerFailed
-from unisono.observe.record import Fields
-from unisono.persist import Persistence
-from unisono.plan.compute import Compute, quantiles
-from unisono.plan.pace import Pace, PacedTrainer
-from unisono.replica import weights_of
-from unisono.task import Task, with_data
-from unisono.wires import Wires
+from unisono.observe.recorder import Fields
+from unisono.plan.compute_time import Compute, quantiles
+from unisono.plan.paced_trainer import Pace, PacedTrainer
+from unisono.tasks.task import Task, with_data
+from unisono.trainer.build import Feed, bind, build
+from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.replica import weights_of
 
 _PATIENCE_SECONDS = 1e9  # of virtual time: nobody is taken for lost because a link is slow
 Tell = Callable[[Mapping[str, Any]], None]

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from unisono.checkpoint import Spec
 from unisono.layout import CUTTING, Places
-from unisono.layout.counting import Message
-from unisono.layout.imagined import Imagined
-from unisono.layout.shares import sizes
-from unisono.optimizer import optimizer_of, prefer_fused, state_of
-from unisono.task import Task
-from unisono.wholes import owners
+from unisono.layout.accounting import Message
+from unisono.layout.fake_worker import Imagined
+from unisono.layout.shard_sizes import sizes
+from unisono.tasks.task import Task
+from unisono.trainer.optimizer import optimizer_of, prefer_fused, state_of
+from unisono.trainer.whole_tensor_optimizers import owners
 
 Shape = tuple[int, ...]
 

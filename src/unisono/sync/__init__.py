@@ -2,12 +2,12 @@ from unisono.sync.all_reduce import AllReduce as AllReduce
 from unisono.sync.block_momentum import BlockMomentum as BlockMomentum
 from unisono.sync.diloco import DiLoCo as DiLoCo
 from unisono.sync.gossip import Gossip as Gossip
-from unisono.sync.local import LocalGradients as LocalGradients
+from unisono.sync.local_gradients import LocalGradients as LocalGradients
 from unisono.sync.local_sgd import LocalSGD as LocalSGD
-from unisono.sync.outer import OUTER as OUTER
-from unisono.sync.outer import Average as Average
-from unisono.sync.outer import Momentum as Momentum
-from unisono.sync.outer import Nesterov as Nesterov
+from unisono.sync.outer_optimizer import OUTER as OUTER
+from unisono.sync.outer_optimizer import Average as Average
+from unisono.sync.outer_optimizer import Momentum as Momentum
+from unisono.sync.outer_optimizer import Nesterov as Nesterov
 from unisono.sync.parameter_server import ParameterServer as ParameterServer
 from unisono.sync.periodic import Periodic as Periodic
 from unisono.sync.server import COMPENSATIONS as COMPENSATIONS

@@ -17,7 +17,7 @@ from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import UnisonoError
 from unisono.sync.adasum import adasum
-from unisono.sync.reduction import Agreed, How, Reduction, mean
+from unisono.sync.bucket_reduction import Agreed, How, Reduction, mean
 from unisono.sync.synchronizer import Lockstep, Loop
 
 

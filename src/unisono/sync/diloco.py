@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unisono.sync.outer import OUTER, Nesterov, Outer
+from unisono.sync.outer_optimizer import OUTER, Nesterov, Outer
 from unisono.sync.periodic import Periodic
-from unisono.sync.rhythm import Rhythm
+from unisono.sync.sync_schedule import Rhythm
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.compress import Compressor, views
+from unisono.sync.bucket_reduction import Reduction
 from unisono.sync.buckets import Cut
-from unisono.sync.outer import Outer
-from unisono.sync.reduction import Reduction
+from unisono.sync.outer_optimizer import Outer
 
 _BUCKET_BYTES = 8 << 20
 _WHOLE = 1 << 62  # bytes: no exchange that nobody waits for should wait for somebody to poll between its buckets

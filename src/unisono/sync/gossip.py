@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator, Work
 from unisono.compress import Compressor
-from unisono.sync.likeness import Likeness, gamma, letter_bytes
-from unisono.sync.local import LocalGradients, LocalMean
-from unisono.sync.partner import BoundPartners
+from unisono.sync.async_gossip import BoundPartners
+from unisono.sync.flat_weights import Weights, mean
+from unisono.sync.local_gradients import LocalGradients, LocalMean
+from unisono.sync.peer_estimate import Likeness, gamma, letter_bytes
 from unisono.sync.synchronizer import AllHere, BoundSynchronizer, Loop, OwesNothing, Share
 from unisono.sync.topology import Parts, Ring, Topology
-from unisono.sync.weights import Weights, mean
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unisono.sync.periodic import Periodic
-from unisono.sync.rhythm import Rhythm
+from unisono.sync.sync_schedule import Rhythm
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,16 @@ from torch.optim import Optimizer
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import InvalidInput
-from unisono.sync.dealing import Dealing, lease
-from unisono.sync.server.bound import BoundServer
-from unisono.sync.server.compensation import Compensation
-from unisono.sync.server.conversation import Conversation
-from unisono.sync.server.lockstep import LockstepServer
+from unisono.sync.server.asynchronous import Pace, WalkingServer
+from unisono.sync.server.client import BoundServer
+from unisono.sync.server.delay_compensation import Compensation
+from unisono.sync.server.shard_client import Conversation
+from unisono.sync.server.slice_optimizer import kind_of, numbers_of
 from unisono.sync.server.slices import Slice, cut
-from unisono.sync.server.stepping import kind_of, numbers_of
-from unisono.sync.server.values import write
-from unisono.sync.server.walking import Pace, WalkingServer
+from unisono.sync.server.synchronous import LockstepServer
+from unisono.sync.server.value_codec import write
 from unisono.sync.synchronizer import Loop
+from unisono.sync.work_leasing import Dealing, lease
 
 SERVICE = "unisono.sync.server.actor:serve"
 _SMALL_PART = 1 / 16  # of an update: weights that lack so much are as good

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.compress import Cast, Compressor
 from unisono.sync.all_reduce import AllReduce, BoundAllReduce
+from unisono.sync.bucket_reduction import under
+from unisono.sync.flat_weights import Weights, mean
 from unisono.sync.fragment import Fragment
-from unisono.sync.local import LocalGradients
-from unisono.sync.reduction import under
-from unisono.sync.rhythm import Rhythm, divide
+from unisono.sync.local_gradients import LocalGradients
+from unisono.sync.sync_schedule import Rhythm, divide
 from unisono.sync.synchronizer import AllHere, Change, Loop, Share
-from unisono.sync.weights import Weights, mean
 
 
 class Periodic:

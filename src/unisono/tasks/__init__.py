@@ -1,6 +1,6 @@
 """The built-in tasks by name, as ``module:function`` strings, so that listing them imports nothing."""
 
 TASKS: dict[str, str] = {
-    "digits": "unisono.tasks.digits:digits",
-    "text": "unisono.tasks.text:text",
+    "digits": "unisono.tasks.builtin.digits:digits",
+    "text": "unisono.tasks.builtin.text:text",
 }

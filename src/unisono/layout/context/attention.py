@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unisono.errors import InvalidInput
+from unisono.layout.context.group import Peers
 from unisono.layout.context.masks import causal, widened
-from unisono.layout.context.peers import Peers
-from unisono.layout.context.ring import ring
-from unisono.layout.context.split import Split
+from unisono.layout.context.ring_attention import ring
+from unisono.layout.context.sequence_split import Split
 
 FORMS = ("gather", "ring")
 

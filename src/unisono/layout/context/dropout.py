@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.layout.context.split import Split
+from unisono.layout.context.sequence_split import Split
 
 
 def dropout(

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from unisono.errors import InvalidInput
-from unisono.layout.context.peers import Peers
-from unisono.layout.context.split import Split
+from unisono.layout.context.group import Peers
+from unisono.layout.context.sequence_split import Split
 
 
 def widened(

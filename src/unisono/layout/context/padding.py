@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.batch import Batch, mapped
 from unisono.errors import InvalidInput
+from unisono.tensors.batch import Batch, mapped
 
 NAME = "attention_mask"  # as models of transformers call it
 

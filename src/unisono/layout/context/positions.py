@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import InvalidInput
-from unisono.layout.context.split import Split
+from unisono.layout.context.sequence_split import Split
 
 
 def arange(split: Split, rank: int, *args: Any, **kwargs: Any) -> Tensor:

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from unisono.batch import tensors
 from unisono.errors import InvalidInput
-from unisono.layout.context.asked import Asked
-from unisono.layout.context.attending import attending
-from unisono.layout.context.batch import length, part_loss, share, take
+from unisono.layout.context.data_dependence import Asked
+from unisono.layout.context.function_mode import attending
 from unisono.layout.context.padding import Inputs, unmasked
-from unisono.layout.context.split import Split
-from unisono.layout.context.together import Together, together
-from unisono.layout.pipeline.generators import Generators
+from unisono.layout.context.sequence_batch import length, part_loss, share, take
+from unisono.layout.context.sequence_split import Split
+from unisono.layout.context.threaded_group import Together, together
+from unisono.layout.pipeline.rng_states import Generators
+from unisono.tensors.batch import tensors
 
 LOG = logging.getLogger("unisono")
 Forward = Callable[[Any], Any]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import _disable_current_modes
 
-from unisono.layout.deferred.draws import Draws
-from unisono.layout.deferred.operators import Traits, traits
+from unisono.layout.deferred.operator_traits import Traits, traits
 from unisono.layout.deferred.replay import last_draws, replay
-from unisono.layout.deferred.slots import emptied
+from unisono.layout.deferred.rng_draws import Draws
 from unisono.layout.deferred.tape import Draw, Operation, Outline, Place, Tape, leaves, replaced
+from unisono.layout.deferred.tensor_slots import emptied
 
 _SMALL_BYTES = 1 << 16  # what was read and is not larger is kept, so that it need not be computed again
 _CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from unisono.layout.deferred.order import needed, schedule
+from unisono.layout.deferred.replay_order import needed, schedule
 from unisono.layout.deferred.tape import Draw, Operation, Outline, Place, Tape, leaves, replaced
 
 Ends = Mapping[torch.Generator, Tensor | int]

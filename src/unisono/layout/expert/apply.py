@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from unisono.layout.expert.exchange import exchanged
-from unisono.layout.expert.plan import ExpertPlan, Split
+from unisono.layout.expert.all_to_all import exchanged
+from unisono.layout.expert.expert_plan import ExpertPlan, Split
 
 LOG = logging.getLogger("unisono")
 

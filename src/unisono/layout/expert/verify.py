@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.layout.expert.find import arguments, experts, widths
-from unisono.layout.expert.part import Part, counted
-from unisono.layout.expert.routed import Calling, Pairs, Routed, numbered
-from unisono.layout.tensor.compare import Outcome, difference, measured
-from unisono.layout.tensor.observe import Call, evaluating
-from unisono.layout.tensor.substance import substantial
+from unisono.layout.expert.find_experts import arguments, experts, widths
+from unisono.layout.expert.partial_mixture import Part, counted
+from unisono.layout.expert.routing import Calling, Pairs, Routed, numbered
+from unisono.layout.tensor.forward_trace import Call, evaluating
+from unisono.layout.tensor.materialize import substantial
+from unisono.layout.tensor.numeric_compare import Outcome, difference, measured
 
 TOKENS = 32
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import InvalidInput
-from unisono.layout.known import Known
-from unisono.layout.pipeline import standins
-from unisono.layout.pipeline.blocks import opened, units
-from unisono.layout.pipeline.cut import spread, sums
-from unisono.layout.pipeline.graph import Chain, Division, Untraceable, trace
+from unisono.layout.pipeline import stub_modules as standins
+from unisono.layout.pipeline.chain_units import opened, units
+from unisono.layout.pipeline.fx_graph import Chain, Division, Untraceable, trace
+from unisono.layout.pipeline.preserved_state import undisturbed
 from unisono.layout.pipeline.stage import Inputs, Stage, by_name
-from unisono.layout.pipeline.undisturbed import undisturbed
+from unisono.layout.pipeline.stage_balance import spread, sums
+from unisono.layout.shape_propagation import Known
 
 CURE = 'name the cuts (cuts=("blocks.4",)), write the model as nn.Sequential, or use pipeline=1'
 

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional as F
 
-from unisono.layout.deferred.slots import Slots, tie
-from unisono.layout.tensor import heads
-from unisono.layout.tensor.between import entered, gathered, scattered, summed
-from unisono.layout.tensor.exchange import Exchange
-from unisono.layout.tensor.matrix import Matrix, embedded, matrix
-from unisono.layout.tensor.plan import TensorPlan
-from unisono.layout.words import GATHERED, GROUPS, ROWS, SCATTERED, VOCABULARY
+from unisono.layout.deferred.tensor_slots import Slots, tie
+from unisono.layout.split_styles import GATHERED, GROUPS, ROWS, SCATTERED, VOCABULARY
+from unisono.layout.tensor import attention_heads as heads
+from unisono.layout.tensor.collectives import entered, gathered, scattered, summed
+from unisono.layout.tensor.linear_modules import Matrix, embedded, matrix
+from unisono.layout.tensor.row_exchange import Exchange
+from unisono.layout.tensor.tensor_plan import TensorPlan
 
 
 def apply(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from unisono.layout.tensor.observe import Observed, observed
-from unisono.layout.tensor.plan import TensorPlan
-from unisono.layout.tensor.trial import Trial, Unit
-from unisono.layout.words import COLUMNS, GATHERED, ROW, VOCABULARY
+from unisono.layout.split_styles import COLUMNS, GATHERED, ROW, VOCABULARY
+from unisono.layout.tensor.forward_trace import Observed, observed
+from unisono.layout.tensor.split_trial import Trial, Unit
+from unisono.layout.tensor.tensor_plan import TensorPlan
 
 
 def verify(model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, ...] | Mapping[str, Any]) -> TensorPlan:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from unisono.comm.service import Answer, Line, Message
+from unisono.comm.actor import Answer, Line, Message
 from unisono.compress import Span
-from unisono.sync.server.keeper import Keeper, Lot, Refused, Terms
 from unisono.sync.server.shard import Shard, whole
-from unisono.sync.server.values import read
+from unisono.sync.server.slice_state import Keeper, Lot, Refused, Terms
+from unisono.sync.server.value_codec import read
 
 MOVED = Message("moved")
 """The answer of a server whose shard another one answers for."""

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.comm.service import Message
-from unisono.sync.server.editions import pays
-from unisono.sync.server.keeper import Keeper, Lot, Push, Refused, Terms
+from unisono.comm.actor import Message
+from unisono.sync.server.slice_state import Keeper, Lot, Push, Refused, Terms
+from unisono.sync.server.weight_deltas import pays
 
 Reply = Callable[[Message, Keeper | None], None]
 """Answers a message; the keeper, if any, is that whose weights are the answer's memory."""

@@ -1,0 +1,46 @@
+"""What befell a run, for people and for files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.chaos.fault_schedule import Fault, Kind, Moment, Strike
+
+_WHAT = {
+    Kind.KILL: "worker {victim} was killed",
+    Kind.FREEZE: "worker {victim} was frozen for {seconds:.1f} s",
+    Kind.PARTITION: "the link of worker {victim} was cut for {seconds:.1f} s",
+    Kind.JOIN: "another worker was started",
+    Kind.DRAIN: "worker {victim} was asked to leave",
+    Kind.COORDINATOR: "the coordinator was killed",
+}
+
+
+@dataclass(frozen=True)
+class Happening:
+    """One fault that came to pass.
+
+    Args:
+        at_seconds: since the run began.
+        step: how many were done.
+        victim: the worker's name; empty where it was none.
+    """
+
+    at_seconds: float
+    step: int
+    kind: Kind
+    moment: Moment
+    victim: str
+    words: str
+
+    @staticmethod
+    def of(strike: Strike, at_seconds: float, step: int, more: str = "") -> Happening:
+        """`strike`, with what else there is to say of it."""
+        said = _said(strike.fault, strike.victim)
+        when = f" {strike.moment.value}" if strike.moment.value else ""
+        words = f"{said}{when}" + (f": {more}" if more else "")
+        return Happening(at_seconds, step, strike.fault.kind, strike.moment, strike.victim, words)
+
+
+def _said(fault: Fault, victim: str) -> str:
+    return _WHAT[fault.kind].format(victim=victim, seconds=fault.seconds)

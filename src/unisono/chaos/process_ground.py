@@ -1,0 +1,231 @@
+"""Both runs on real processes of this machine, which are killed, stopped and cut off from outside, as anybody might."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.chaos.command_processes import Command
+from unisono.chaos.fault_record import Happening
+from unisono.chaos.fault_schedule import Kind, Moment, Pending, Schedule, Seen, Strike
+from unisono.chaos.network_namespace import Elsewhere
+from unisono.chaos.outcome import Outcome, losses
+from unisono.errors import InvalidInput, UnisonoError
+from unisono.membership.contact_file import contact_in
+from unisono.membership.http_client import Line
+from unisono.membership.messages import StatusMessage
+from unisono.observe import write_config
+from unisono.observe.event_log import FILE
+from unisono.observe.record_files import SUMMARY
+from unisono.run.spec import TaskSource
+
+_GLANCE_SECONDS, _KEEN_SECONDS = 0.03, 0.002  # between two looks; the latter while a fault waits for its moment
+_LEAST_SECONDS, _TIMES = 180.0, 20.0  # what a run may take: at least, and of what it took undisturbed
+_ENDED_SECONDS = 90.0  # for those who joined, once the run is over; who comes too late for it finds that out in 30
+_LINES = 12  # that are shown of what a command said
+
+
+@dataclass(frozen=True)
+class Real:
+    """What is run, with faults or without.
+
+    Args:
+        settings: Config fields.
+        directory: takes the runs, and what their processes print.
+    """
+
+    source: TaskSource
+    settings: Mapping[str, Any]
+    directory: Path
+
+    def run(self, name: str, schedule: Schedule, undisturbed: Outcome | None, happened: list[Happening]) -> Outcome:
+        """See `Ground`. The run lies in the directory `name`.
+
+        Raises:
+            UnisonoError: it did not come to its end.
+        """
+        given = self.directory / "given"
+        given.mkdir(exist_ok=True)
+        write_config(given, self.settings, self.source.absolute(), self.source.arguments)
+        with ExitStack() as stack:
+            elsewhere = stack.enter_context(Elsewhere()) if schedule.count(Kind.PARTITION) else None
+            words = ["train", "--config", str(given / "config.toml"), "--run", str(self.directory / name)]
+            words += ["--listen", elsewhere.address, "--certificate", "none"] if elsewhere else []
+            train = Command(words, self.directory / f"{name}.log")
+            stack.callback(train.end)
+            steps, seconds = (undisturbed.steps, undisturbed.seconds) if undisturbed else (1, _LEAST_SECONDS)
+            raid = _Raid(self.directory / name, train, schedule, steps, elsewhere, happened)
+            stack.callback(raid.end)
+            raid.until_over(max(_LEAST_SECONDS, _TIMES * seconds))
+            return _outcome(self.directory / name, train)
+
+
+def _outcome(run: Path, train: Command) -> Outcome:
+    if train.process.returncode:
+        lines = train.said().splitlines()[-_LINES:]
+        raise UnisonoError("\n".join([f"the run ended with exit code {train.process.returncode}:", *lines]))
+    came = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    return Outcome(came["steps"], came["samples"], losses(run), came["metrics"], came["weights_sha256"],
+                   seconds=came["wall_seconds"])  # fmt: skip
+
+
+@dataclass
+class _Raid:
+    """Faults upon one run."""
+
+    run: Path
+    train: Command
+    schedule: Schedule
+    steps: int
+    elsewhere: Elsewhere | None
+    happened: list[Happening]
+
+    def __post_init__(self) -> None:
+        self._pending, self._began = Pending(self.schedule), time.monotonic()
+        self._joined: list[Command] = []
+        self._passing: list[tuple[float, str, signal.Signals | None]] = []  # when what ends, and of whom
+        self._away: set[str] = set()
+        self._step, self._read = 0, 0
+        self._line: Line | None = None
+
+    def until_over(self, most_seconds: float) -> None:
+        """Strike until the run has come to its end.
+
+        Raises:
+            UnisonoError: it does not.
+        """
+        keen = False
+        while not self.train.over(_KEEN_SECONDS if keen else _GLANCE_SECONDS):
+            if time.monotonic() - self._began > most_seconds:
+                raise UnisonoError(f"not over after {most_seconds:.0f} s, {self._step:,} steps: see {self.train.log}")
+            self._pass()
+            self._catch_up()
+            if self._pending.faults or self._passing:
+                keen = self._look()
+        for each in self._joined:
+            if not each.over(_ENDED_SECONDS):
+                raise UnisonoError(f"who had joined is still there {_ENDED_SECONDS:.0f} s after the end: {each.log}")
+
+    def end(self) -> None:
+        """Nobody who joined stays, nor stays frozen."""
+        for each in self._joined:
+            each.end()
+        if self._line:
+            self._line.close()
+
+    def _look(self) -> bool:
+        """Strike whoever is due; whether a fault waits for its moment."""
+        share = self._step / self.steps
+        waiting = [fault for fault in self._pending.faults if fault.after <= share]
+        if self.elsewhere and not self._joined and self._contact():
+            self._join(self.elsewhere)
+        if waiting:
+            for strike in self._pending.due(self._seen(share)):
+                with suppress(ProcessLookupError):  # it has ended just now
+                    self._carry_out(strike)
+        return any(fault.moment is not Moment.ANY for fault in waiting)
+
+    def _seen(self, share: float) -> Seen:
+        told = self._status()
+        if told is None:
+            return Seen(share)
+        view = told.view
+        works = {each.worker for each in told.workers if each.works_in == view.number}
+        here = [name for name in view.members if name not in self._away and self._command(name)]
+        able = tuple(name for name in here if name in works or name in view.sources)
+        givers = tuple(name for name in able if name in view.sources)
+        takers = tuple(name for name in here if view.sources and name not in able)
+        far = self._joined[0] if self.elsewhere and self._joined else None
+        apart = tuple(name for name in able if far and self._command(name) is far)
+        with suppress(OSError):  # there are no checkpoints yet
+            names = os.listdir(self.run / "checkpoints")
+            return Seen(share, any(name.startswith(".step") for name in names), able, givers, takers, apart)
+        return Seen(share, False, able, givers, takers, apart)
+
+    def _status(self) -> StatusMessage | None:
+        if not self._contact() or self._line is None:
+            return None
+        answer = self._line.get("/v1/status", StatusMessage)
+        return answer.body if answer else None
+
+    def _contact(self) -> bool:
+        """Whether the coordinator's address is known."""
+        with suppress(InvalidInput):
+            self._line = self._line or Line(contact_in(self.run), answer_seconds=1.0)
+        return self._line is not None
+
+    def _command(self, name: str) -> Command | None:
+        """Of that worker."""
+        return next((each for each in (self.train, *self._joined) if each.worker(name)), None)
+
+    def _carry_out(self, strike: Strike) -> None:
+        fault, victim = strike.fault, strike.victim
+        until = time.monotonic() + fault.seconds
+        match fault.kind:
+            case Kind.KILL:
+                self._send(victim, signal.SIGKILL)
+                self._away.add(victim)
+            case Kind.FREEZE:
+                self._send(victim, signal.SIGSTOP)
+                self._away.add(victim)
+                self._passing.append((until, victim, signal.SIGCONT))
+            case Kind.PARTITION:
+                assert self.elsewhere is not None
+                self.elsewhere.cut()
+                self._away.add(victim)
+                self._passing.append((until, victim, None))
+            case Kind.DRAIN:
+                self._send(victim, signal.SIGTERM)
+            case Kind.JOIN:
+                self._join(None)
+            case Kind.COORDINATOR:
+                pid = self.train.coordinator()
+                if pid is None:  # killed just now, and not there again
+                    raise ProcessLookupError
+                os.kill(pid, signal.SIGKILL)
+        self.happened.append(Happening.of(strike, time.monotonic() - self._began, self._step))
+
+    def _send(self, victim: str, number: signal.Signals) -> None:
+        command = self._command(victim)
+        pid = command.worker(victim) if command else None
+        if pid:
+            os.kill(pid, number)
+
+    def _join(self, elsewhere: Elsewhere | None) -> None:
+        number = len(self._joined) + 1
+        logs = self.run.parent / f"{self.run.name}-joined-{number}"
+        words = ["join", "--run", str(self.run), "--logs", str(logs)]
+        before = elsewhere.command([]) if elsewhere else []
+        self._joined.append(Command(words, logs.with_suffix(".log"), before))
+
+    def _pass(self) -> None:
+        """End what has lasted long enough."""
+        now = time.monotonic()
+        for each in [each for each in self._passing if each[0] <= now]:
+            self._passing.remove(each)
+            _, victim, number = each
+            self._away.discard(victim)
+            if number is None and self.elsewhere:
+                self.elsewhere.mend()
+            elif number is not None:
+                with suppress(ProcessLookupError):
+                    self._send(victim, number)
+
+    def _catch_up(self) -> None:
+        """Read what the run has recorded since."""
+        with suppress(FileNotFoundError), (self.run / FILE).open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._read += len(line)
+                event = json.loads(line)
+                if event["event"] == "step":
+                    self._step = max(self._step, event["step"])

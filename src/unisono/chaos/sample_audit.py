@@ -1,0 +1,45 @@
+"""Which samples a made-up run uses, counted where they are fetched."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from unisono.chaos.virtual_cluster import Process
+
+
+class Samples:
+    """Which samples each worker fetched for which step of which view."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, Process] = {}  # by thread
+        self._fetched: dict[int, dict[int, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
+
+    def fetch(self, numbers: Sequence[int]) -> None:
+        """By the calling thread's process."""
+        process = self.processes[threading.get_ident()]
+        self._fetched[process.agent.standing.step + 1][process.view.number].update(numbers)
+
+    def kept(self, steps: int) -> dict[int, dict[int, int]]:
+        """Those of each step, from 1, that is in the final state: the one that was computed last."""
+        return {step: dict(views[max(views)]) for step, views in self._fetched.items() if step <= steps}
+
+
+class Counted:
+    """A dataset that says which samples are fetched."""
+
+    def __init__(self, dataset: Any, samples: Samples) -> None:
+        self._dataset, self._samples = dataset, samples
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> Any:
+        self._samples.fetch(numbers)
+        many = getattr(self._dataset, "__getitems__", None)
+        return many(numbers) if many else [self._dataset[number] for number in numbers]

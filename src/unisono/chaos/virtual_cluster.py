@@ -1,0 +1,381 @@
+"""A run whose processes, network, coordinator and clock are all made up: the trainer and the protocol are the real
+ones, and whatever happens follows from a seed.
+
+    faults ──► processes (threads, one of which runs at a time) ◄── words ── the coordinator ◄── beats ── agents
+                     └── a communicator of each view, on the same clock
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from unisono.comm import Communicator, Link, Lost, Simulated, TorchWorld
+from unisono.comm.simulated.communicator import SimulatedWorld
+from unisono.comm.simulated.virtual_clock import Turns
+from unisono.comm.simulated.virtual_work import VirtualWork
+from unisono.errors import CommunicationError, PeerLost
+from unisono.membership import Abort, Action, Agent, Coordinator, Exit, Formed, Meet, Policy, Saved, Standing, View
+
+_MOST_SECONDS = 1e5  # of made-up time: a run that takes longer does not get on
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between agents and coordinator: seconds that messages take, and the share that is lost."""
+
+    least_seconds: float = 0.001
+    most_seconds: float = 0.02
+    lost: float = 0.0
+
+
+class VirtualRun:
+    """Processes that train together as the coordinator says.
+
+    Args:
+        policy: of the coordinator.
+        processes: how many there ever are; each begins when `begin` is called for it, or never.
+        link: of every process.
+        seed: of all that happens by chance.
+        step_seconds: what a step takes about, before and after it is in the state.
+        most_seconds: after which all processes are killed, since the run does not get on.
+
+    Attributes:
+        look: called whenever time has passed or something has happened; it must not raise.
+    """
+
+    def __init__(
+        self, policy: Policy, processes: int, link: Link, network: Network, seed: int, step_seconds: float = 0.1,
+        most_seconds: float = _MOST_SECONDS,
+    ) -> None:  # fmt: skip
+        self.look: Callable[[], None] = lambda: None
+        self.most_seconds = most_seconds
+        self.policy, self.link, self._network, self._step_seconds = policy, link, network, step_seconds
+        self.chance = random.Random(seed)
+        self.turns = Turns(processes, seed, self._nobody_goes_on)
+        self.processes = [Process(self, number) for number in range(processes)]
+        self.views: dict[int, _ViewWorld] = {}
+        self.formed: list[View] = []
+        self.given_up: list[int] = []
+        self._coordinator: Coordinator | None = Coordinator(policy, began=0.0)
+        self._saved = Saved()
+        self.over = False
+
+    def run(self, live: Callable[[Process], Any]) -> list[Any]:
+        """What ``live(process)`` returned in each process, or raised."""
+        results: list[Any] = [None] * len(self.processes)
+
+        def alive(number: int) -> None:
+            process = self.processes[number]
+            try:
+                process.wait(lambda: process.begun or self.over)
+                results[number] = live(process) if process.begun else None
+            except BaseException as error:
+                results[number] = error
+            process.end()
+
+        self.turns.at(0.0, self._tick)
+        self.turns.run(alive)
+        return results
+
+    # What may be done to it, at a moment of the made-up clock.
+
+    def begin(self, number: int) -> None:
+        """Process `number` starts."""
+        self.processes[number].begin()
+
+    def kill(self, number: int, *, seen: bool = True) -> None:
+        """SIGKILL to a process; `seen` by whoever started it."""
+        process = self.processes[number]
+        process.die()
+        if seen:
+            self._later(lambda: self._say(lambda coordinator: coordinator.gone(process.name, self.turns.now)))
+
+    def freeze(self, number: int, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after so long."""
+        self.processes[number].frozen_until = self.turns.now + seconds
+
+    def cut(self, number: int, seconds: float) -> None:
+        """Nothing reaches the process, nor leaves it, for so long; who waits for it does not learn why."""
+        self.processes[number].cut_until = self.turns.now + seconds
+
+    def kill_coordinator(self, seconds: float) -> None:
+        """It is gone; the next one has only what was on disk."""
+        self._coordinator = None
+        self.turns.at(self.turns.now + seconds, self._start_coordinator)
+
+    # Between agents and coordinator.
+
+    def send(self, process: Process) -> None:
+        """What the process has to say goes to the coordinator, and an answer comes back."""
+        if not process.reachable:
+            return
+        if process.leaving:
+            process.do(process.agent.leave())
+        beat = process.agent.beat()
+        self._later(lambda: self._say(lambda coordinator: coordinator.hear(beat, self.turns.now)))
+        self._later(lambda: self._answer(process), trips=2)
+
+    def _say(self, to: Callable[[Coordinator], Sequence[object]]) -> None:
+        if self._coordinator is None:
+            return
+        happened = to(self._coordinator)
+        self._saved = self._coordinator.saved
+        for each in happened:
+            if isinstance(each, Formed):
+                self.formed.append(each.view)
+                self.given_up += each.given_up
+        if happened:
+            self.look()
+            for process in self.processes:
+                self._later(lambda process=process: self._answer(process))  # type: ignore[misc]
+
+    def _answer(self, process: Process) -> None:
+        if self._coordinator is not None and process.reachable:
+            process.do(process.agent.hear(self._coordinator.word))
+
+    def _later(self, event: Callable[[], None], trips: int = 1) -> None:
+        network = self._network
+        if self.chance.random() < network.lost:
+            return
+        seconds = sum(self.chance.uniform(network.least_seconds, network.most_seconds) for _ in range(trips))
+        self.turns.at(self.turns.now + seconds, event)
+
+    def busy(self, process: Process) -> None:
+        """The process computes for a while, in which it may die or freeze."""
+        self.turns.advance(process.number, self.chance.uniform(0, self._step_seconds))
+
+    def _tick(self) -> None:
+        self.over = self.over or all(process.over or not process.begun for process in self.processes)
+        if self.over or self.turns.now > self.most_seconds:
+            for process in self.processes:
+                process.die()
+                process.wake()
+            return
+        self._say(lambda coordinator: coordinator.tick(self.turns.now))
+        for process in self.processes:
+            self.send(process)
+        self.look()
+        self.turns.at(self.turns.now + self.policy.beat_seconds, self._tick)
+
+    def _start_coordinator(self) -> None:
+        self._coordinator = Coordinator(self.policy, self._saved, began=self.turns.now)
+
+    def _nobody_goes_on(self) -> None:
+        raise AssertionError("every process waits, and nothing will ever happen")
+
+
+class Process:
+    """A process of the run; the `Views` of what it trains."""
+
+    stop, changing = False, True
+
+    def __init__(self, run: VirtualRun, number: int) -> None:
+        self.number, self.name, self._run = number, str(number), run
+        self.agent = Agent(self.name, Standing())
+        self.view, self.rank = View(), 0
+        self.begun = self.dead = self.over = self._dismissed = self.leaving = False
+        self.frozen_until = self.cut_until = 0.0
+        self._waiting: View | None = None
+
+    # As the run sees it.
+
+    @property
+    def reachable(self) -> bool:
+        """Whether its agent hears and is heard."""
+        now = self._run.turns.now
+        return self.begun and not self.dead and not self.over and now >= max(self.frozen_until, self.cut_until)
+
+    def begin(self) -> None:
+        """It starts."""
+        self.begun = True
+        self.wake()
+
+    def die(self) -> None:
+        """It is gone in the midst of whatever it does."""
+        self.dead = True
+        for world in self._run.views.values():
+            world.lose_process(self)
+        self.wake()
+
+    def end(self) -> None:
+        """It has come to its end."""
+        self.over = True
+
+    def wake(self) -> None:
+        """Let it look again at what it waits for."""
+        self._run.turns.wake(self.number, self._run.turns.now)
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Until that is so. Raises `Lost` once it is dead."""
+        while not until():
+            if self.dead:
+                raise Lost(f"process {self.name} is dead")
+            self._run.turns.wait(self.number, float("inf"), float("inf"))
+
+    def do(self, actions: Sequence[Action]) -> None:
+        """What the agent wants done."""
+        for action in actions:
+            match action:
+                case Abort(number):
+                    self._waiting = None
+                    if number in self._run.views:
+                        self._run.views[number].break_off(self)
+                case Meet(view):
+                    self._waiting = view
+                case Exit():
+                    self._dismissed = True
+        self.wake()
+
+    # As the training sees it.
+
+    def next(self) -> bool:
+        self.wait(lambda: self._waiting is not None or self._dismissed)
+        if self._waiting is None:
+            return False
+        self.view, self._waiting = self._waiting, None
+        self.rank = self.view.members.index(self.name)
+        return True
+
+    def meeting(self, device: torch.device) -> _VirtualMeeting:
+        run = self._run
+        world = run.views.setdefault(self.view.number, _ViewWorld(run, self.view))
+        if run.formed and run.formed[-1].number > self.view.number:
+            world.break_off(self)
+        return _VirtualMeeting(world, self.rank)
+
+    @property
+    def parting(self) -> bool:
+        return self.agent.votes
+
+    def met(self, step: int, digest: str) -> None:
+        self.agent.met(self.view.number, step, digest)
+        self._run.send(self)
+
+    def name_of(self, rank: int) -> str:
+        return self.view.members[rank]
+
+    def leave(self) -> None:
+        self.leaving = True
+
+    def check(self) -> None:
+        world = self._run.views[self.view.number]
+        self._run.busy(self)
+        world.check(self.rank)
+        if self.name in world.broken_off:
+            raise PeerLost([], "step", _CHANGED)
+
+    def stepped(self) -> None:
+        pass
+
+    def done(self, steps: int = 1) -> None:
+        self._run.busy(self)
+        self._run.views[self.view.number].check(self.rank)
+        self.agent.done(self.view.number, steps=steps)
+        self._run.look()
+
+    def ended(self, digest: str) -> None:
+        self.do(self.agent.part(self.view.number, digest))
+        self._run.send(self)
+
+    def broken(self, error: CommunicationError, digest: str) -> None:
+        if not isinstance(error, PeerLost):
+            raise error
+        self.do(self.agent.broken(self.view.number, digest=digest))
+        self._run.send(self)
+
+    def finish(self) -> None:
+        self.agent.finish()
+        self._run.send(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _VirtualMeeting:
+    """Where the members of a view meet; see `Meeting`."""
+
+    world: _ViewWorld
+    rank: int
+
+    def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
+        return Simulated(self.world, self.rank)
+
+    def open_world(self) -> TorchWorld:
+        raise NotImplementedError("torch's own groups have no made-up clock")
+
+
+class _Seats:
+    """The clock of a run's processes, by the ranks of one view."""
+
+    def __init__(self, turns: Turns, numbers: Sequence[int]) -> None:
+        self._turns, self._numbers = turns, numbers
+        self.at, self.own_random, self.drawing_from = turns.at, turns.own_random, turns.drawing_from
+
+    @property
+    def now(self) -> float:
+        return self._turns.now
+
+    @property
+    def clock(self) -> list[float]:
+        return [self._turns.clock[number] for number in self._numbers]
+
+    def wake(self, rank: int, time: float) -> None:
+        self._turns.wake(self._numbers[rank], time)
+
+    def wait(self, rank: int, at: float, until: float) -> None:
+        self._turns.wait(self._numbers[rank], at, until)
+
+    def advance(self, rank: int, seconds: float) -> None:
+        self._turns.advance(self._numbers[rank], seconds)
+
+
+class _ViewWorld(SimulatedWorld):
+    """What is under way between the members of one view."""
+
+    def __init__(self, run: VirtualRun, view: View) -> None:
+        super().__init__(len(view.members), run.link, run.most_seconds)
+        self._members = [run.processes[int(name)] for name in view.members]
+        self.turns: Any = _Seats(run.turns, [process.number for process in self._members])
+        self.broken_off: set[str] = set()
+        for process in self._members:
+            if process.dead:
+                self.lose_process(process)
+
+    def lose_process(self, process: Process) -> None:
+        """It is dead."""
+        if process in self._members:
+            self.lose(self._members.index(process), f"process {process.name} is dead")
+
+    def break_off(self, process: Process) -> None:
+        """Whatever `process` does here fails from now on."""
+        self.broken_off.add(process.name)
+        rank = self._members.index(process)
+        for work in self.unfinished(rank):
+            self._fail([work], PeerLost([], "view", _CHANGED))
+
+    def check(self, rank: int) -> None:
+        process = self._members[rank]
+        still = max(process.frozen_until, process.cut_until) - self.turns.now
+        if still > 0 and not process.dead:
+            self.turns.advance(rank, still)
+        if process.dead:
+            raise Lost(f"process {process.name} is dead")
+        super().check(rank)
+
+    def enter(self, work: VirtualWork) -> None:
+        super().enter(work)
+        if self._members[work.rank].name in self.broken_off:
+            self._fail([work], PeerLost([], "view", _CHANGED))
+
+
+_CHANGED = "the coordinator counts on other workers"

@@ -1,0 +1,197 @@
+"""Both runs on made-up processes, links, coordinator and clock: all that happens follows from the seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.chaos.fault_record import Happening
+from unisono.chaos.fault_schedule import Kind, Pending, Schedule, Seen, Strike
+from unisono.chaos.outcome import Outcome, losses
+from unisono.chaos.sample_audit import Counted, Samples
+from unisono.chaos.virtual_cluster import Network, Process, VirtualRun
+from unisono.checkpoint import Writer
+from unisono.checkpoint.async_writer import Progress
+from unisono.comm import Link
+from unisono.config import Config
+from unisono.errors import UnisonoError
+from unisono.launch import Identity, StopRequest, Worker
+from unisono.observe import Watched
+from unisono.run.elastic_run import policy_of
+from unisono.run.resolve import settle
+from unisono.run.spec import Carried, Order, Result
+from unisono.run.worker import Life
+from unisono.tasks.task import Task, with_data
+
+_OWN = {"load": "Inline()", "threads": 1}  # no threads beside the made-up processes'
+_LINK = Link(bytes_per_second=12.5e6, latency_seconds=1e-3)  # slow enough for something to happen meanwhile
+_NETWORK = Network(lost=0.01)
+_MOST_SECONDS, _MORE_SECONDS = 120.0, 1.0  # of made-up time that a run may take, and for each step; usual is a tenth
+_UNKNOWN_STEPS = 1_000_000
+_READY_SECONDS = (0.1, 1.0)  # until a process that is started is there
+_GLANCES = 4  # moments after each change of view in which a fault may come
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """What is run, with faults or without.
+
+    Args:
+        settings: Config fields.
+    """
+
+    task: Task
+    settings: Mapping[str, Any]
+    config: Config
+
+    @staticmethod
+    def of(task: Task, settings: Mapping[str, Any]) -> MadeUp:
+        """Of settings as for any run; those that say how processes of this machine work are replaced."""
+        settings = {**settings, **_OWN}
+        return MadeUp(with_data(task), settings, settle(task, settings))
+
+    def run(self, name: str, schedule: Schedule, undisturbed: Outcome | None, happened: list[Happening]) -> Outcome:
+        """See `Ground`.
+
+        Raises:
+            UnisonoError: it did not come to its end, or workers came to different ends.
+            Exception: what a worker raised.
+        """
+        with tempfile.TemporaryDirectory() as directory:
+            steps = undisturbed.steps if undisturbed else _UNKNOWN_STEPS
+            play = _Play(self, schedule, steps, Path(directory), happened)
+            return play.outcome(play.run.run(play.live))
+
+
+@dataclass
+class _Play:
+    """One run of it."""
+
+    made_up: MadeUp
+    schedule: Schedule
+    steps: int
+    path: Path
+    happened: list[Happening]
+
+    def __post_init__(self) -> None:
+        self._config = self.made_up.config
+        processes = self._config.workers + len(self.schedule.faults)  # a fault brings one about at most
+        self.run = VirtualRun(policy_of(self._config), processes, _LINK, _NETWORK, self.schedule.seed,
+                              most_seconds=_MOST_SECONDS + _MORE_SECONDS * self.steps)  # fmt: skip
+        self.run.look, self._pending = self._look, Pending(self.schedule)
+        self._chance = random.Random(f"play {self.schedule.seed}")
+        self._next, self._glanced = self._config.workers, 0
+        self._samples = Samples()
+        data = Counted(self.made_up.task.data, self._samples)
+        self._task = dataclasses.replace(self.made_up.task, data=data)
+        self._order = Order(Carried(self._task.name, b""), self.made_up.settings, self.path, time.time())
+        for number in range(self._config.workers):
+            self.run.begin(number)
+
+    def live(self, process: Process) -> Result | None:
+        """The life of one worker."""
+        self._samples.processes[threading.get_ident()] = process
+        size = self._config.workers
+        stop = _Deaf()
+        worker = Worker(Identity(process.number, size, process.number, size, "", "chaos"), lambda message: None, stop)
+        life = Life(worker, self._order, self._task, self._config, torch.device("cpu"), Watched(),
+                    make_writer=_Prompt)  # fmt: skip
+        return life.go_through(process)
+
+    def outcome(self, results: Sequence[Any]) -> Outcome:
+        """What all of those who came to the end say alike."""
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        ended = [result for result in results if isinstance(result, Result)]
+        if not ended:
+            raise UnisonoError(f"not over after {self.run.turns.now:.0f} made-up seconds: {self._where()}")
+        first = ended[0]
+        for other in ended:
+            if (other.weights_sha256, other.steps) != (first.weights_sha256, first.steps):
+                raise UnisonoError(f"workers ended with {first.weights_sha256} and {other.weights_sha256}")
+        used = self._samples.kept(first.steps)
+        return Outcome(first.steps, sum(map(sum, (each.values() for each in used.values()))), losses(self.path),
+                       first.metrics, first.weights_sha256, used)  # fmt: skip
+
+    def _where(self) -> str:
+        last = self.run.formed[-1] if self.run.formed else None
+        return f"view {last.number} of {', '.join(last.members)} at step {self._step}" if last else "no view"
+
+    @property
+    def _step(self) -> int:
+        return max(process.agent.standing.step for process in self.run.processes)
+
+    def _look(self) -> None:
+        """Something has changed, or time has passed."""
+        if len(self.run.formed) > self._glanced:
+            self._glanced = len(self.run.formed)
+            for _ in range(_GLANCES):
+                self.run.turns.at(self.run.turns.now + self._chance.uniform(0, 0.1), self._look)
+        for strike in self._pending.due(self._seen()):
+            self._carry_out(strike)
+
+    def _seen(self) -> Seen:
+        step, every = self._step, self._config.checkpoint_every
+        view = self.run.formed[-1] if self.run.formed else None
+        if view is None:
+            return Seen(0.0)
+        members = [self.run.processes[int(name)] for name in view.members]
+        works = {p.name for p in members if p.agent.working and p.agent.view.number == view.number}
+        able = tuple(p.name for p in members if p.reachable and (p.name in works or p.name in view.sources))
+        takers = tuple(p.name for p in members if p.reachable and view.sources and p.name not in able)
+        # A checkpoint is taken at a step's boundary, and committed at the next.
+        saving = bool(every and step and step % every == 0)
+        givers = tuple(name for name in able if name in view.sources)
+        return Seen(step / self.steps, saving, able, givers, takers, apart=able)
+
+    def _carry_out(self, strike: Strike) -> None:
+        run, fault, victim = self.run, strike.fault, int(strike.victim or 0)
+        said = ""
+        match fault.kind:
+            case Kind.KILL:
+                run.kill(victim)
+                said = f"worker {self._another()} takes its place"
+            case Kind.FREEZE:
+                run.freeze(victim, fault.seconds)
+            case Kind.PARTITION:
+                run.cut(victim, fault.seconds)
+            case Kind.DRAIN:
+                run.processes[victim].leave()
+            case Kind.JOIN:
+                said = f"worker {self._another()}"
+            case Kind.COORDINATOR:
+                run.kill_coordinator(fault.seconds)
+        self.happened.append(Happening.of(strike, run.turns.now, self._step, said))
+
+    def _another(self) -> int:
+        """One more process, which is there soon."""
+        number = self._next
+        self._next += 1
+        self.run.turns.at(self.run.turns.now + self._chance.uniform(*_READY_SECONDS), lambda: self.run.begin(number))
+        return number
+
+
+class _Deaf(StopRequest):
+    """No signal reaches a made-up process."""
+
+    def listen(self) -> StopRequest:
+        return self
+
+
+class _Prompt(Writer):
+    """What is asked how far it is has written all by then, so that nothing depends on how fast a real disk is."""
+
+    @property
+    def state(self) -> Progress:
+        self.finish()
+        return super().state

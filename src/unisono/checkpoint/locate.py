@@ -1,0 +1,46 @@
+"""The checkpoints that a directory holds: a run's, a directory of checkpoints, or one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from unisono.checkpoint.directory import MANIFEST, checkpoints, step_of
+from unisono.checkpoint.load import open_newest
+from unisono.checkpoint.open_checkpoint import Opened, open_checkpoint
+from unisono.errors import CheckpointDamaged, InvalidInput
+
+
+def home(directory: Path) -> Path:
+    """Where a run's checkpoints lie; `directory` itself where it is no run's."""
+    return directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
+
+
+def found(directory: Path, field: str) -> list[Path]:
+    """All checkpoints in `directory`, oldest first; `directory`, if it is one.
+
+    Raises:
+        InvalidInput: there is none; `field` is what the user calls the directory.
+    """
+    if (directory / MANIFEST).exists() or (directory.is_dir() and step_of(directory.name) is not None):
+        return [directory]
+    paths = [path for _, path in checkpoints(home(directory))]
+    if not paths:
+        raise InvalidInput(
+            field, str(directory), "there is no checkpoint", "name a run, its checkpoints or one of them"
+        )
+    return paths
+
+
+def open_found(directory: Path, field: str, on_damaged: Callable[[CheckpointDamaged], None]) -> Opened:
+    """The newest sound checkpoint of `found`.
+
+    Raises:
+        InvalidInput: as `found`.
+        CheckpointDamaged: not one of them is sound.
+    """
+    if found(directory, field) == [directory]:
+        return open_checkpoint(directory)
+    opened = open_newest(home(directory), on_damaged)
+    assert opened is not None  # else nothing would have been found
+    return opened

@@ -1,0 +1,74 @@
+"""Tensors that pass through a few megabytes of memory on their way from file to file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from xxhash import xxh3_128
+
+from unisono.checkpoint.safetensors_format import Container, Spec
+
+CHUNK = 4 << 20  # bytes
+
+
+class Source(Protocol):
+    """Tensors that can be read one after the other."""
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """Dtype and shape of each."""
+        ...
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """The elements in row-major order, little-endian, some megabytes at a time; each is valid until the next."""
+        ...
+
+
+class Renamed:
+    """Some of a source's tensors under other names.
+
+    Args:
+        names: new name to name in `source`.
+    """
+
+    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
+        self._source, self._names = source, names
+        self.specs: Mapping[str, Spec] = {new: source.specs[old] for new, old in names.items()}
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """As of `Source`."""
+        return self._source.stream(self._names[name])
+
+
+def read_exactly(descriptor: int, memory: memoryview, position: int) -> None:
+    """Fill `memory` with a file's bytes from `position` on. Raises ValueError where the file ends before."""
+    while memory:
+        count = os.preadv(descriptor, [memory], position)
+        if not count:
+            raise ValueError("it became shorter while it was read")
+        memory, position = memory[count:], position + count
+
+
+def write_file(path: Path, container: Container, source: Source) -> dict[str, str]:
+    """Write a new private file of the tensors in `container` durably; gives the digest of each.
+
+    Raises:
+        OSError: the file is there already, or the disk does not take it.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    digests: dict[str, str] = {}
+    with open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(container.header)
+        for slot in container.slots:
+            digest = xxh3_128()
+            for piece in source.stream(slot.name):
+                digest.update(piece)
+                file.write(piece)
+            assert file.tell() == slot.end  # a source streams what its spec says
+            digests[slot.name] = digest.hexdigest()
+        file.flush()
+        os.fsync(file.fileno())
+    return digests

@@ -1,0 +1,33 @@
+"""A task's options in words, from its function's signature and docstring."""
+
+from __future__ import annotations
+
+import inspect
+
+from unisono.tasks.arguments import REQUIRED, Parameter, option, shown
+from unisono.tasks.source import Source
+
+
+def task_options(name: str) -> str:
+    """The options of the task `name`, one a line, as the end of a help text.
+
+    Raises:
+        InvalidInput: there is no such task.
+    """
+    lines = [line(name, parameter) for name, parameter in Source(name).parameters().items()]
+    return "\n".join([f"options of {name}:", *(lines or ["  none"])])
+
+
+def line(name: str, parameter: Parameter) -> str:
+    """One option: its name, its kind and its default."""
+    default = "needed" if parameter.default is REQUIRED else _default(parameter.default)
+    return f"  {option(name) + ' ' + shown(parameter.kind):<27} {default}".rstrip()
+
+
+def first_sentence(name: str) -> str:
+    """What the task is, by its docstring."""
+    return (inspect.getdoc(Source(name).target()) or "").partition("\n")[0]
+
+
+def _default(value: object) -> str:
+    return "" if value in (None, ()) else f"[{value}]"

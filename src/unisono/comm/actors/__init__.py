@@ -1,0 +1,1 @@
+"""Requests to a service on another rank, and its responses."""

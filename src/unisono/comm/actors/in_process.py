@@ -1,0 +1,112 @@
+"""Actors that live in their only caller's process and thread: what a worker without peers has."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from unisono.comm.actor import Actor, Line, Message
+from unisono.errors import PeerLost
+
+LOG = logging.getLogger("unisono")
+
+
+class Backlog:
+    """What is still to be handed in; an actor never gets a message in the midst of another."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Callable[[], None]] = deque()
+        self._busy = False
+
+    def add(self, step: Callable[[], None]) -> None:
+        """Run `step` when all that came before is done: mostly at once."""
+        self._steps.append(step)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._steps:
+                self._steps.popleft()()
+        finally:
+            self._busy = False
+
+
+class DirectCall:
+    """The `Work` of a `DirectLine`."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.answer: Message | None = None
+        self.failure = ""
+
+    def poll(self) -> bool:
+        return self.answer is not None or bool(self.failure)
+
+    def wait(self) -> Message:
+        """As the contract. An actor that has not answered by now never will: nobody is left to make it."""
+        if self.answer is None:
+            raise PeerLost([0], self._kind, self.failure or "it has not answered, and nothing more will happen to it")
+        return self.answer
+
+
+class DirectLine:
+    """The `Line` of `sender` to an actor in the same thread. Tensors are copied both ways: neither end can
+    spoil the other's."""
+
+    pid = None
+
+    def __init__(self, actor: Actor, sender: int, backlog: Backlog) -> None:
+        self._actor, self._sender, self._backlog = actor, sender, backlog
+        self._ended = ""
+
+    def call(self, message: Message) -> DirectCall:
+        call = DirectCall(message.kind)
+        self._hand_in(message, call, lambda: None)
+        return call
+
+    def tell(self, message: Message, then: Callable[[Message | None], None]) -> None:
+        call = DirectCall(message.kind)
+        self._hand_in(message, call, lambda: self._backlog.add(lambda: then(call.answer)))
+
+    def close(self) -> None:
+        self._end("this end was closed")
+
+    def _hand_in(self, message: Message, call: DirectCall, over: Callable[[], None]) -> None:
+        copied = _copy(message)
+
+        def answer(said: Message) -> None:
+            if call.answer is not None:
+                raise RuntimeError(f"a {message.kind!r} was answered twice")
+            call.answer = _copy(said)
+            over()
+
+        def receive() -> None:
+            if not self._ended:
+                try:
+                    self._actor.receive(self._sender, copied, answer)
+                except Exception as error:
+                    LOG.exception("an actor failed at a %r", message.kind)
+                    self._end(f"it failed with {type(error).__name__}: {error}")
+            if self._ended and call.answer is None:
+                call.failure = self._ended
+                over()
+
+        self._backlog.add(receive)
+
+    def _end(self, why: str) -> None:
+        if not self._ended:
+            self._ended = why
+            self._backlog.add(lambda: self._actor.lost(self._sender))
+
+
+def introduce(actors: Sequence[Actor]) -> list[Line]:
+    """Make `actors` known to each other; lines of worker 0 to all of them."""
+    backlog = Backlog()
+    for number, actor in enumerate(actors):
+        actor.meet([DirectLine(other, -1 - number, backlog) for other in actors])
+    return [DirectLine(actor, 0, backlog) for actor in actors]
+
+
+def _copy(message: Message) -> Message:
+    return Message(message.kind, dict(message.fields), [x.detach().reshape(-1).clone() for x in message.tensors])

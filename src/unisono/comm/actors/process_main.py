@@ -1,0 +1,72 @@
+"""An actor in a process of its own: what runs there. `unisono.comm.actors.process` starts it.
+
+It ends with its standard input, and with the worker that started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import IO
+
+import torch
+from setproctitle import setproctitle
+
+from unisono.comm.actors.client import Place, connect_line
+from unisono.comm.actors.listener import Reception
+from unisono.comm.actors.process import load
+from unisono.comm.actors.server import Desk
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(orders: IO[bytes]) -> None:
+    """Build the actor, meet the others, and answer until `orders` end."""
+    order = json.loads(orders.readline())
+    _follow(order["parent"])
+    setproctitle(order["title"])
+    logging.basicConfig(format=f"server {order['number']}: %(message)s")
+    sys.path[:] = order["path"]
+    torch.set_num_threads(int(order["config"].get("compute_threads", 1)))
+    number, token = order["number"], bytes.fromhex(order["token"])
+    told = orders.readline().strip()
+    if not told:  # the worker has given up
+        return
+    places = [Place(**place) for place in json.loads(told)]
+    watch = threading.Thread(target=_end_with, args=(orders,), name="watches its worker", daemon=True)
+    watch.start()
+    desk = Desk(load(order["service"], number, order["config"]), number, _not_counted)
+    doors = [socket.socket(fileno=fd) for fd in order["fds"]]
+    Reception(doors, token, number, desk.largest_bytes, desk.welcome, order["encrypted"])
+    patience = order["deadline_seconds"]
+    desk.meet([connect_line(place, token, -1 - number, patience, run=desk.call_back) for place in places])
+    watch.join()
+
+
+def _follow(parent: int) -> None:
+    """End with the worker, however it ends."""
+    if parent:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _end_with(orders: IO[bytes]) -> None:
+    os.read(orders.fileno(), 1)  # nothing comes but the end; the buffer's lock would outlive this thread
+    os._exit(0)
+
+
+def _not_counted(sender: int, nbytes: int) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    main(sys.stdin.buffer)

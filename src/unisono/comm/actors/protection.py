@@ -1,0 +1,124 @@
+"""What keeps the frames of a connection from being read or altered on their way.
+
+Between processes of one user on one host the kernel does: nobody else reaches a Unix socket's other end. On any other
+connection each frame is authenticated, and encrypted where the run asks for it, by AES-128-GCM (NIST SP 800-38D). A
+frame with at most 32 KiB of payload is one segment. Of a larger one the first segment is head, table and text, each
+further one 1 MiB of payload or what is left of it. A tag of 16 bytes follows each segment. The head is never encrypted:
+it says how much is to come. A segment's nonce is its number on the connection, so that none can be left out, repeated
+or moved; each direction has a key of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+
+from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors.wire_format import HEAD_BYTES, BrokenMessage
+
+SEGMENT_BYTES = 1 << 20
+SINGLE_BYTES = 1 << 15
+TAG_BYTES = 16
+KEY_BYTES = 16
+_NONCE_BYTES = 12
+
+
+class Protection(IntEnum):
+    """How the frames of a connection are protected; the numbers travel in the handshake."""
+
+    NONE = 0
+    AUTHENTICATED = 1
+    ENCRYPTED = 2
+
+
+class Direction:
+    """One direction of a connection: frames are protected, or opened, in the order in which they travel.
+
+    This one leaves them as they are.
+
+    Attributes:
+        tag_bytes: follow each segment.
+        single_bytes: payloads of at most so many lie in the first segment.
+        segment_bytes: of a larger payload between two tags.
+    """
+
+    tag_bytes = single_bytes = 0
+    segment_bytes = frames.LARGEST_BYTES << 10
+
+    def protect(self, pieces: list[memoryview]) -> Iterator[list[memoryview]]:
+        """The frame of `pieces` as it travels, a part at a time, each made when it is asked for."""
+        yield pieces
+
+    def open(self, segment: memoryview, head: bytes = b"") -> memoryview:
+        """What was said in `segment`, which ends with its tag; a payload lies where it lay.
+
+        Args:
+            head: of the frame, if this is its first segment.
+
+        Raises:
+            BrokenMessage: the segment is not the one that was sent.
+        """
+        return segment
+
+
+class Protected(Direction):
+    """Authenticated, or encrypted too, with `key` of 16 bytes."""
+
+    tag_bytes, single_bytes, segment_bytes = TAG_BYTES, SINGLE_BYTES, SEGMENT_BYTES
+
+    def __init__(self, key: bytes, encrypted: bool) -> None:
+        # 25 ms to import, which only workers of several hosts need.
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher, self._invalid, self._encrypted, self._count = AESGCM(key), InvalidTag, encrypted, 0
+
+    def protect(self, pieces: list[memoryview]) -> Iterator[list[memoryview]]:
+        first, *payload = pieces if frames.nbytes(pieces[1:]) > self.single_bytes else [_joined(pieces)]
+        head, rest = first[:HEAD_BYTES], first[HEAD_BYTES:]
+        if self._encrypted:
+            yield [head, self._encrypt(rest, head)]
+        else:
+            yield [first, self._tag(first)]
+        for segment in _segments(payload, self.segment_bytes):
+            yield [self._encrypt(segment, b"")] if self._encrypted else [segment, self._tag(segment)]
+
+    def open(self, segment: memoryview, head: bytes = b"") -> memoryview:
+        clear, tag = segment[:-TAG_BYTES], segment[-TAG_BYTES:]
+        try:
+            if self._encrypted:
+                self._cipher.decrypt_into(self._nonce(), segment, head, clear)
+            else:
+                self._cipher.decrypt(self._nonce(), tag, head + bytes(clear) if head else clear)
+        except self._invalid:
+            raise BrokenMessage("it was altered, repeated or left out on its way") from None
+        return clear
+
+    def _encrypt(self, said: memoryview, head: memoryview | bytes) -> memoryview:
+        return memoryview(self._cipher.encrypt(self._nonce(), said, head))
+
+    def _tag(self, said: memoryview) -> memoryview:
+        return memoryview(self._cipher.encrypt(self._nonce(), b"", said))
+
+    def _nonce(self) -> bytes:
+        self._count += 1
+        return self._count.to_bytes(_NONCE_BYTES, "big")
+
+
+def _segments(pieces: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
+    """The bytes of `pieces`, in parts of `nbytes` and one of what is left; only those of several pieces are copied."""
+    waiting: list[memoryview] = []
+    room = nbytes
+    for piece in pieces:
+        while len(piece) >= room:
+            yield _joined([*waiting, piece[:room]])
+            piece, waiting, room = piece[room:], [], nbytes
+        if piece:
+            waiting.append(piece)
+            room -= len(piece)
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(pieces: list[memoryview]) -> memoryview:
+    return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))

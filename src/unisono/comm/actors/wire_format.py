@@ -1,0 +1,182 @@
+"""How a message of a service lies on the wire; arithmetic without I/O::
+
+    head      magic, bytes of text, number of tensors, number of the call, bytes of payload
+    table     for each tensor its dtype and number of elements
+    text      JSON: the kind and the fields
+    payload   the tensors as they lie in memory, each padded to 8 bytes
+
+Whoever reads knows after 32 bytes how much is to come, and refuses it before taking memory for it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from pydantic_core import PydanticSerializationError, from_json, to_json
+from torch import Tensor
+
+from unisono.comm.actor import Message
+
+_MAGIC = b"uni1"
+_HEAD = struct.Struct("<4sIIxxxxQQ")
+_ROW = struct.Struct("<B7xQ")
+_PADDING = bytes(8)
+_ROOM_BYTES = 16
+HEAD_BYTES = _HEAD.size
+LARGEST_TEXT_BYTES = 1 << 20
+MOST_TENSORS = 1 << 14
+LARGEST_BYTES = 1 << 30
+"""The payload that an actor takes unless its attribute `largest_bytes` says otherwise."""
+
+# The place in this list is what travels: new ones go to the end.
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_NOT_IN_NUMPY = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+class BrokenMessage(ValueError):
+    """What arrived is not a message, or larger than it may be."""
+
+
+class Head(NamedTuple):
+    """The first bytes of a message."""
+
+    call: int
+    text_bytes: int
+    tensors: int
+    payload_bytes: int
+
+    @property
+    def table_bytes(self) -> int:
+        return self.tensors * _ROW.size
+
+    @staticmethod
+    def parse(data: bytes, largest_bytes: int) -> Head:
+        """Raises `BrokenMessage` where what is announced may not come."""
+        magic, text_bytes, tensors, call, payload_bytes = _HEAD.unpack(data)
+        if magic != _MAGIC:
+            raise BrokenMessage(f"it begins with {bytes(magic)!r}")
+        if text_bytes > LARGEST_TEXT_BYTES or tensors > MOST_TENSORS or payload_bytes > largest_bytes:
+            raise BrokenMessage(
+                f"it announces {text_bytes} bytes of text, {tensors} tensors and {payload_bytes} bytes of payload; "
+                f"at most {LARGEST_TEXT_BYTES}, {MOST_TENSORS} and {largest_bytes} are taken"
+            )
+        return Head(call, text_bytes, tensors, payload_bytes)
+
+
+Table = tuple[tuple[torch.dtype, int], ...]
+
+
+def parse_table(head: Head, data: memoryview) -> Table:
+    """Dtype and number of elements of each tensor. Raises `BrokenMessage` where they do not make up the payload."""
+    table: list[tuple[torch.dtype, int]] = []
+    total = 0
+    for code, numel in _ROW.iter_unpack(data):
+        if code >= len(DTYPES):
+            raise BrokenMessage(f"there is no dtype {code}")
+        table.append((DTYPES[code], numel))
+        total += _padded(numel * DTYPES[code].itemsize)
+    if total != head.payload_bytes:
+        raise BrokenMessage(f"its tensors have {total} bytes, its payload {head.payload_bytes}")
+    return tuple(table)
+
+
+def text_of(message: Message) -> bytes:
+    """Kind and fields as JSON.
+
+    Raises:
+        TypeError: a field that JSON does not know.
+    """
+    try:
+        return to_json([message.kind, dict(message.fields)])
+    except PydanticSerializationError as error:
+        raise TypeError(f"a field of a {message.kind!r} is not JSON: {error}") from error
+
+
+def parse_text(data: bytes) -> tuple[str, dict[str, Any]]:
+    """Kind and fields. Raises `BrokenMessage`."""
+    try:
+        text = from_json(data)
+    except ValueError as error:
+        raise BrokenMessage(f"its text is not JSON ({type(error).__name__})") from error
+    if isinstance(text, list) and len(text) == 2:  # a `match` takes three times as long
+        kind, fields = text
+        if isinstance(kind, str) and isinstance(fields, dict):
+            return kind, fields
+    raise BrokenMessage("its text is not a kind with fields")
+
+
+class Buffer:
+    """Memory for a payload of `nbytes`, and the tensors that were last cut out of it. `bytes` has room for a tag behind
+    the payload."""
+
+    __slots__ = ("_table", "_tensors", "bytes", "memory", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.memory = torch.empty(nbytes + _ROOM_BYTES if nbytes else 0, dtype=torch.uint8)
+        self.bytes: memoryview = self.memory.numpy().data if nbytes else memoryview(b"")
+        self._table: Table = ()
+        self._tensors: list[Tensor] = []
+
+    def cut(self, table: Table) -> list[Tensor]:
+        """The tensors of `table` that lie here, one after the other; the same ones for the same table."""
+        if table != self._table:
+            self._table, self._tensors = table, self._cut(table)
+        return list(self._tensors)
+
+    def _cut(self, table: Table) -> list[Tensor]:
+        tensors, start = [], 0
+        for dtype, numel in table:
+            nbytes = numel * dtype.itemsize
+            tensors.append(self.memory[start : start + nbytes].view(dtype) if numel else torch.empty(0, dtype=dtype))
+            start += _padded(nbytes)
+        return tensors
+
+
+def encode(message: Message, call: int = 0) -> list[memoryview]:
+    """The bytes of `message`, in pieces, of which those of the tensors are not copied.
+
+    Raises:
+        TypeError: a field that JSON does not know.
+        KeyError: a dtype that is not in `DTYPES`.
+    """
+    rows, payload, payload_bytes = [], [], 0
+    for x in map(_flat, message.tensors):
+        size, padding = x.nbytes, -x.nbytes % 8
+        rows.append(_ROW.pack(_CODES[x.dtype], x.numel()))
+        if size:
+            payload.append(_bytes(x))
+        if padding:
+            payload.append(memoryview(_PADDING)[:padding])
+        payload_bytes += size + padding
+    text = text_of(message)
+    head = _HEAD.pack(_MAGIC, len(text), len(rows), call, payload_bytes)
+    return [memoryview(b"".join((head, *rows, text))), *payload]
+
+
+def nbytes(pieces: Sequence[memoryview]) -> int:
+    """How many bytes travel."""
+    return sum(map(len, pieces))
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 and x.is_contiguous() and not x.requires_grad else x.detach().reshape(-1)
+
+
+def _bytes(x: Tensor) -> memoryview:
+    """The memory of `x`, one-dimensional and contiguous."""
+    known = x.view(torch.uint8) if x.dtype in _NOT_IN_NUMPY else x  # a view costs as much as all the rest of this
+    return known.numpy().data.cast("B")
+
+
+def _padded(nbytes: int) -> int:
+    """Every dtype may begin where a tensor begins."""
+    return -(-nbytes // 8) * 8

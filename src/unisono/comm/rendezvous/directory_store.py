@@ -1,0 +1,63 @@
+"""Where workers of one host find each other: a store whose keys are files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from pathlib import Path
+
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import DistStoreError
+
+from unisono.comm.abort import Abort
+from unisono.comm.rendezvous.store_exchange import await_keys
+
+
+class DirectoryStore(c10d.Store):
+    """A key is a file in a private `directory`, which is there as a whole or not at all.
+
+    torch's own FileStore is one file with a lock. A process that is stopped while it holds the lock, or killed in the
+    middle of a record, keeps all others inside torch, where they hold Python's own lock and hear nobody.
+
+    Args:
+        deadline_seconds: how long a key may take to come.
+        abort: breaks off the waiting for it.
+
+    Raises:
+        OSError: the directory cannot be made.
+    """
+
+    def __init__(self, directory: Path, deadline_seconds: float, abort: Abort) -> None:
+        super().__init__()
+        self._directory, self._deadline_seconds, self._abort = directory, deadline_seconds, abort
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """As torch's."""
+        path = self._path(key)
+        new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            new.write_bytes(value)
+            new.replace(path)
+        except OSError as error:
+            raise DistStoreError(f"{path}: {error.strerror}") from error
+
+    def get(self, key: str) -> bytes:
+        """As torch's."""
+        self.wait([key])
+        try:
+            return self._path(key).read_bytes()
+        except OSError as error:
+            raise DistStoreError(f"{self._path(key)}: {error.strerror}") from error
+
+    def check(self, keys: list[str]) -> bool:
+        """As torch's."""
+        return all(self._path(key).exists() for key in keys)
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:
+        """As torch's, but that the deadline is this store's own."""
+        await_keys(self, [(-1, key) for key in keys], self._deadline_seconds, self._abort)
+
+    def _path(self, key: str) -> Path:
+        return self._directory / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,1 @@
+"""All ranks in one process on a virtual clock: test double and simulator."""

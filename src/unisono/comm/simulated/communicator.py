@@ -1,0 +1,535 @@
+"""The simulated communicator: virtual workers in one process, on a made-up clock, repeatable to the bit.
+
+It is the test double of the real communicators and the engine of forecasts, in one thing. Payloads really
+travel, links cost what `unisono.comm.link_model` says, and `SimulatedWorld.lose` takes a worker away at any point.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from unisono.comm import link_model as costs
+from unisono.comm.actor import Actor, Line
+from unisono.comm.actors.process import load
+from unisono.comm.communicator import Header
+from unisono.comm.link_model import Link
+from unisono.comm.simulated.actors import Service
+from unisono.comm.simulated.host import Station
+from unisono.comm.simulated.virtual_clock import Turns
+from unisono.comm.simulated.virtual_work import VirtualWork
+from unisono.errors import CommunicationError, MessageMismatch, PeerLost
+
+T = TypeVar("T")
+
+
+class Lost(BaseException):
+    """Raised inside a virtual worker that is lost, at its next verb; ``except Exception`` lets it pass."""
+
+
+def simulate(
+    size: int,
+    function: Callable[..., T],
+    *arguments: Any,
+    link: Link | Sequence[Link] = Link(),
+    seed: int = 0,
+    deadline_seconds: float = 300.0,
+) -> list[T]:
+    """Run ``function(comm, *arguments)`` once per virtual worker; the results in the order of ranks.
+
+    Args:
+        size: number of virtual workers, each a thread, of which one runs at a time.
+        function: what a worker does; `comm` is its `Simulated` communicator.
+        link: of all workers, or one each.
+        seed: of each worker's random generators (torch's default one and Python's), together with its rank.
+        deadline_seconds: how long, on the made-up clock, a silent peer is waited for.
+
+    Raises:
+        BaseException: the first failure of a worker by virtual time, as it is. (A worker that fails counts as
+            lost: the others see `PeerLost`.) See `outcomes` for all of them.
+    """
+    world = SimulatedWorld(size, link, deadline_seconds)
+    results = world.run(function, arguments, seed)
+    if world.failures:
+        raise world.failures[0]
+    return cast(list[T], results)
+
+
+def outcomes(
+    size: int,
+    function: Callable[..., T],
+    *arguments: Any,
+    link: Link | Sequence[Link] = Link(),
+    seed: int = 0,
+    deadline_seconds: float = 300.0,
+) -> list[T | BaseException]:
+    """As `simulate`, but a worker that fails has its exception in place of its result."""
+    return SimulatedWorld(size, link, deadline_seconds).run(function, arguments, seed)
+
+
+class SimulatedWorld:
+    """All virtual workers and what is under way between them; serves one run."""
+
+    def __init__(self, size: int, link: Link | Sequence[Link], deadline_seconds: float) -> None:
+        self.size, self.deadline_seconds = size, deadline_seconds
+        self.links = [link] * size if isinstance(link, Link) else list(link)
+        if size < 1 or len(self.links) != size:
+            raise ValueError(f"size={size} with {len(self.links)} links: one worker or more, one link each")
+        self.failures: list[BaseException] = []
+        self.bytes_sent = [0] * size
+        self.stations = [Station(each, rank) for rank, each in enumerate(self.links)]
+        self._services: dict[tuple[_Lane, int], Service] = {}
+        self._gone: dict[int, str] = {}  # starts nothing more, and why
+        self._lost: set[int] = set()  # those of them whose messages under way are lost too
+        self._messages: dict[tuple[_Lane, int], _Message] = {}
+        self._under_way: list[list[VirtualWork]] = [[] for _ in range(size)]
+        self._waits: dict[int, Sequence[VirtualWork]] = {}
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any], seed: int) -> list[Any]:
+        """What `outcomes` promises; `failures` are the exceptions in the order of virtual time."""
+        self.turns = Turns(self.size, seed, self._break_deadlock)
+        results: list[Any] = [None] * self.size
+
+        def live(rank: int) -> None:
+            try:
+                results[rank] = function(Simulated(self, rank), *arguments)
+                self.leave(rank, "it has ended")
+            except BaseException as error:
+                results[rank] = error
+                self.failures.append(error)
+                self.lose(rank, f"it failed with {type(error).__name__}: {error}")
+
+        self.turns.run(live)
+        return results
+
+    def lose(self, rank: int, detail: str = "lost by appointment") -> None:
+        """Worker `rank` is gone from now on: its next verb raises `Lost`, those of the others `PeerLost`."""
+        if rank in self._lost:
+            return
+        self._gone[rank] = detail
+        self._lost.add(rank)
+        self.turns.wake(rank, self.turns.now)
+        self._fail_peers(rank, lambda part: True)
+        self._end_services(rank)
+
+    def leave(self, rank: int, detail: str) -> None:
+        """Worker `rank` starts nothing more; what it has started is still delivered."""
+        if rank in self._gone:
+            return
+        self._gone[rank] = detail
+        self._fail_peers(rank, lambda part: rank not in self._messages[part.key])
+        self._end_services(rank)
+
+    def lose_server(self, number: int, detail: str = "lost by appointment") -> None:
+        """Server `number` of every `Services.serve` so far is gone from now on."""
+        for service in list(self._services.values()):
+            actor = service.actors[number] if service.served and number < len(service.actors) else None
+            if actor:
+                actor.end(detail)
+
+    def service(self, path: _Lane, sequence: int, count: int, served: bool) -> Service:
+        """The `sequence`-th `host` or `serve` of a lane; all workers meet in it."""
+        name = "server" if served else "actor of worker"
+        return self._services.setdefault((path, sequence), Service(self, count, self.size, name, served))
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether even what worker `rank` has sent is lost."""
+        return rank in self._lost
+
+    def now(self, rank: int) -> float:
+        """Seconds on the clock of `rank`."""
+        return self.turns.clock[rank]
+
+    def advance(self, rank: int, seconds: float) -> None:
+        """Move the clock of `rank`; those who are earlier go first."""
+        self.check(rank)
+        self.turns.advance(rank, seconds)
+        self.check(rank)
+
+    def check(self, rank: int) -> None:
+        """Raises `Lost` where `rank` is lost."""
+        if rank in self._lost:
+            raise Lost(f"worker {rank}: {self._gone[rank]}")
+
+    def start(self, part: _Part[T]) -> _Part[T]:
+        """Worker ``part.rank`` has come to its message; what is complete with it is delivered."""
+        self.enter(part)
+        self.bytes_sent[part.rank] += part.bytes_out
+        message = self._messages.setdefault(part.key, _Message())
+        message[part.rank] = part
+        gone = self._missing(part, message)
+        message.mismatch = message.mismatch or _difference(part, next(iter(message.values())))
+        if message.mismatch:
+            self._fail(message.values(), message.mismatch)
+        elif gone:
+            self._fail([part], PeerLost(gone, part.header.verb, self._gone[gone[0]]))
+        else:
+            self._deliver(part, message)
+        if len(message) == self.size and all(each.settled for each in message.values()):
+            del self._messages[part.key]
+        return part
+
+    def enter(self, work: VirtualWork) -> None:
+        """Worker ``work.rank`` starts `work` now."""
+        self.check(work.rank)
+        work.start = self.turns.now
+        self._under_way[work.rank] = [*self.unfinished(work.rank), work]
+
+    def wait(self, rank: int, works: Sequence[VirtualWork]) -> None:
+        """Until the first of `works` is there, or the deadline of one has passed, which fails it."""
+        self.check(rank)
+        self._waits[rank] = works
+        deadline = min(work.start for work in works) + self.deadline_seconds
+        self.turns.wait(rank, min(work.finish for work in works), deadline)
+        del self._waits[rank]
+        self.check(rank)
+        self.expire(works)
+
+    def expire(self, works: Iterable[VirtualWork]) -> None:
+        """Fail those of `works` that are not settled within the deadline."""
+        for work in works:
+            if not work.settled and self.turns.now >= work.start + self.deadline_seconds:
+                self._fail([work], work.overdue(self.deadline_seconds))
+
+    def silent(self, part: _Part[Any]) -> list[int]:
+        """Peers that have not come to the message of `part`."""
+        return [rank for rank in part.peers if rank not in self._messages[part.key]]
+
+    def unfinished(self, rank: int) -> list[VirtualWork]:
+        """What `rank` has started and what lies in its future, or in nobody knows when."""
+        return [work for work in self._under_way[rank] if work.finish > self.turns.now]
+
+    def _missing(self, part: _Part[Any], message: _Message) -> list[int]:
+        """Peers that `part` will wait for in vain, who was gone first comes first."""
+        return [r for r in self._gone if r in part.peers and (r in self._lost or r not in message)]
+
+    def _deliver(self, part: _Part[Any], message: _Message) -> None:
+        """Settle what had to wait for `part`: everybody's message as one, or the swaps of its neighbours."""
+        together = part.header.verb != "swap"
+        for member in [part] if together else [message[r] for r in part.peers if r in message]:
+            if member.settled or len(message) < len(member.peers) or any(r not in message for r in member.peers):
+                continue
+            peers = [message[r] for r in member.peers]
+            wrong = _wrong_size(peers)
+            if wrong:
+                self._fail(peers, wrong)
+                continue
+            settled = peers if together else [member]
+            for each in settled:
+                each.result = _RESULT[member.header.verb](each, peers)
+            self._settle(settled, peers, self._seconds(member, peers))
+
+    def _settle(self, parts: list[_Part[Any]], peers: list[_Part[Any]], seconds: float) -> None:
+        for peer in peers:
+            if not peer.ready_at:  # else an earlier swap of the same message has asked
+                peer.ready_at = max(peer.start, self.stations[peer.rank].free_at)
+        for part in parts:
+            part.finish = max(peer.ready_at for peer in peers) + seconds
+            self.stations[part.rank].hold_until(part.finish)
+            self.turns.wake(part.rank, part.finish)
+
+    def _seconds(self, part: _Part[Any], peers: list[_Part[Any]]) -> float:
+        if part.header.verb in _SECONDS:
+            return _SECONDS[part.header.verb](self.links, _bytes([part.x]))
+        links = {peer.rank: self.links[peer.rank] for peer in peers}
+        pairs = {(s.rank, r): _bytes([s.xs[r]]) for s in peers for r in s.xs if r in links}
+        return costs.exchange_seconds(links, pairs)
+
+    def _fail(self, parts: Iterable[VirtualWork], error: CommunicationError) -> None:
+        for part in parts:
+            if part.finish > self.turns.now:
+                part.error, part.finish = part.error or error, self.turns.now
+                self.turns.wake(part.rank, part.finish)
+
+    def _fail_peers(self, gone: int, concerns: Callable[[_Part[Any]], bool]) -> None:
+        detail = self._gone[gone]
+        for rank in range(self.size):
+            for part in self.unfinished(rank) if rank != gone else ():
+                if (
+                    isinstance(part, _Part)
+                    and gone in part.peers
+                    and (concerns(part) if not part.settled else gone in self._lost)
+                ):
+                    self._fail([part], PeerLost([gone], part.header.verb, detail))
+
+    def _end_services(self, gone: int) -> None:
+        for service in list(self._services.values()):
+            service.worker_gone(gone, self._gone[gone])
+
+    def _break_deadlock(self) -> None:
+        """Everybody who is left waits for somebody else: say who waits where, to all of them."""
+        where: dict[str, list[str]] = {}
+        for rank in sorted(self._waits):
+            for part in self._waits[rank]:
+                where.setdefault(part.named, []).append(str(rank))
+        says = [
+            f"worker{'s' * (len(ranks) > 1)} {', '.join(ranks)} wait{'s' * (len(ranks) == 1)} in {message}"
+            for message, ranks in where.items()
+        ]
+        error = MessageMismatch("nobody can go on: " + "; ".join(says))
+        self._fail([part for parts in list(self._waits.values()) for part in parts], error)
+
+
+_Lane = tuple[tuple[int, str], ...]
+
+
+class _Part(VirtualWork, Generic[T]):
+    """One worker's part in a message: what it sent, and the `Work` that it was given."""
+
+    result: Callable[[], T]
+
+    def __init__(
+        self,
+        comm: Simulated,
+        verb: str,
+        x: Tensor,
+        xs: Mapping[int, Tensor],
+        like: Mapping[int, Tensor],
+        root: int,
+        to: torch.dtype | None,
+    ) -> None:
+        super().__init__(comm.world, comm.rank)
+        self._world, self._lane, self.verb = comm.world, comm.path, verb
+        self.x, self.xs, self.like = x.detach(), xs, like
+        numel, dtype = (-1, "") if verb in ("exchange", "swap") else (x.numel(), _name(x.dtype))
+        self.to = to or self.x.dtype
+        self.header = Header(verb, comm.sequence, numel, dtype, root, "" if self.to == self.x.dtype else _name(self.to))
+        self.key = (comm.path, comm.sequence)
+        self.peers = sorted({comm.rank, *xs}) if verb == "swap" else range(comm.size)
+        self.ready_at = 0.0
+        self._value: list[T] = []
+
+    @property
+    def named(self) -> str:
+        """The message as an error names it."""
+        return str(self.header) + (f" on lane {'/'.join(name for _, name in self._lane)}" if self._lane else "")
+
+    @property
+    def bytes_out(self) -> int:
+        others = self._world.size - 1
+        size = _bytes([self.x])
+        return {
+            "sum": costs.sum_bytes(others + 1, size),
+            "gather": others * size,
+            "broadcast": others * size if self.header.root == self.rank else 0,
+        }.get(self.header.verb, _bytes(x for rank, x in self.xs.items() if rank != self.rank))
+
+    def overdue(self, deadline_seconds: float) -> PeerLost:
+        return PeerLost(self._world.silent(self), self.verb, f"silent for {deadline_seconds:g} s")
+
+    def wait(self) -> T:
+        """As the contract; moves the clock to the finish time if that is later."""
+        self.until_over()
+        if not self._value:
+            self._value.append(self.result())
+        return self._value[0]
+
+
+class _Message(dict[int, _Part[Any]]):
+    """All parts of one message that have been started so far, by rank."""
+
+    mismatch: MessageMismatch | None = None
+
+
+class Simulated:
+    """The `Communicator` of one virtual worker; `simulate` makes it."""
+
+    def __init__(self, world: SimulatedWorld, rank: int, path: _Lane = ()) -> None:
+        self.world, self.rank, self.size, self.path = world, rank, world.size, path
+        self.sequence = 0
+        self._lanes = self._services = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that left this worker so far; a sum counts as a ring all-reduce."""
+        return self.world.bytes_sent[self.rank]
+
+    @property
+    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+        """Nobody asks while virtual time stands still."""
+        return "", ()
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> _Part[Tensor]:
+        """As the contract. Afterwards `x` holds noise (not a number, or the largest integer), so that nobody
+        relies on what a backend happens to leave there."""
+        return self._start("sum", x, to=dtype)
+
+    def gather(self, x: Tensor) -> _Part[Tensor]:
+        return self._start("gather", x)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> _Part[Tensor]:
+        if not 0 <= root < self.size:
+            raise ValueError(f"root={root}: ranks are 0 to {self.size - 1}")
+        return self._start("broadcast", x, root=root)
+
+    def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> _Part[list[Tensor]]:
+        if len(xs) != self.size or len(like) != self.size:
+            raise ValueError(f"exchange of {len(xs)} for {len(like)} tensors: one for each of {self.size} workers")
+        return self._start("exchange", xs=dict(enumerate(xs)), like=dict(enumerate(like)))
+
+    def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> _Part[dict[int, Tensor]]:
+        strangers = [rank for rank in xs if rank == self.rank or not 0 <= rank < self.size]
+        if strangers or set(xs) != set(like):
+            raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself")
+        return self._start("swap", xs=dict(xs), like=dict(like))
+
+    def lane(self, name: str) -> Simulated:
+        self._lanes += 1
+        return Simulated(self.world, self.rank, (*self.path, (self._lanes, name)))
+
+    def tiers(self, name: str) -> None:
+        """None: virtual workers have a host each."""
+
+    def host(self, actor: Actor) -> list[Line]:
+        """As the contract; `actor` shares the link of its worker."""
+        own = self.world.stations[self.rank]
+        service = self._service(self.size, served=False)
+        service.add(self.rank, lambda: actor, own)
+        return self._lines(service)
+
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+        """As the contract; every actor has a link of its own, as good as that of worker 0."""
+        if count < 1:
+            raise ValueError(f"count={count}: one server or more")
+        made = self._service(count, served=True)
+        for number in range(self.rank, count, self.size):
+            told = json.loads(json.dumps(dict(config)))
+            made.add(number, functools.partial(load, service, number, told), Station(self.world.links[0]))
+        return self._lines(made)
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.world.now(self.rank)
+
+    def compute(self, seconds: float) -> None:
+        """Be busy for so long on the virtual clock."""
+        if seconds < 0:
+            raise ValueError(f"seconds={seconds!r} is below 0")
+        self.world.advance(self.rank, seconds)
+
+    def close(self) -> None:
+        """Says goodbye: peers that still need this worker see `PeerLost`. Lanes close with it."""
+        if not self.path:
+            self.world.leave(self.rank, "it has closed its communicator")
+
+    def _service(self, count: int, served: bool) -> Service:
+        self._services += 1
+        return self.world.service(self.path, self._services, count, served)
+
+    def _lines(self, service: Service) -> list[Line]:
+        """When everybody's actors are there, after which nobody meets one that has not met its colleagues."""
+        self.gather(torch.zeros(1)).wait()
+        return service.lines(self.rank, self.world.stations[self.rank])
+
+    def _start(
+        self,
+        verb: str,
+        x: Tensor | None = None,
+        xs: Mapping[int, Tensor] | None = None,
+        like: Mapping[int, Tensor] | None = None,
+        root: int = -1,
+        to: torch.dtype | None = None,
+    ) -> _Part[Any]:
+        part: _Part[Any] = _Part(self, verb, torch.empty(0) if x is None else x, xs or {}, like or {}, root, to)
+        self.sequence += 1
+        return self.world.start(part)
+
+
+def _difference(part: _Part[Any], other: _Part[Any]) -> MessageMismatch | None:
+    """What is wrong when these two meet in one message, if anything."""
+    if other.header == part.header:
+        return None
+    first, second = sorted([other, part], key=lambda each: each.rank)
+    return MessageMismatch(f"worker {first.rank}: {first.named}; worker {second.rank}: {second.named}")
+
+
+def _wrong_size(peers: Sequence[_Part[Any]]) -> MessageMismatch | None:
+    """The first pair of an exchange or swap of which one side sends what the other does not expect."""
+    there = {part.rank: part for part in peers}
+    for receiver in peers:
+        for rank in (rank for rank in receiver.like if rank in there):
+            sent, due = there[rank].xs.get(receiver.rank), receiver.like[rank]
+            if sent is None or (sent.numel(), sent.dtype) != (due.numel(), due.dtype):
+                what = "nothing" if sent is None else f"{sent.numel()} x {_name(sent.dtype)}"
+                return MessageMismatch(
+                    f"worker {rank}: {receiver.named} of {what} to worker {receiver.rank}; "
+                    f"worker {receiver.rank}: {receiver.named} of {due.numel()} x {_name(due.dtype)} "
+                    f"from worker {rank}"
+                )
+    return None
+
+
+def _sum(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[[], Tensor]:
+    if part is peers[0]:  # one sum, shared by all, as in shared memory
+        total = part.x.reshape(-1).clone()
+        for peer in peers[1:]:
+            total += peer.x.reshape(-1)
+        for peer in peers:
+            peer.x.fill_(math.nan if total.is_floating_point() else torch.iinfo(total.dtype).max)
+            peer.xs = {0: total.to(peer.to)}
+    total = part.xs[0]
+    return lambda: total.view(part.x.shape)
+
+
+def _gather(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[[], Tensor]:
+    if part is peers[0]:
+        rows = torch.stack([peer.x.reshape(-1) for peer in peers])
+        for peer in peers:
+            peer.xs = {0: rows}
+    rows = part.xs[0]
+    return lambda: rows.clone().view(len(peers), *part.x.shape)
+
+
+def _broadcast(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[[], Tensor]:
+    if part is peers[0]:
+        source = peers[part.header.root].x.reshape(-1).clone()
+        for peer in peers:
+            peer.xs = {0: source}
+    source = part.xs[0]
+    return lambda: part.x.copy_(source.view(part.x.shape))
+
+
+def _received(part: _Part[Any], peers: Sequence[_Part[Any]]) -> dict[int, Tensor]:
+    there = {peer.rank: peer for peer in peers}
+    return {r: there[r].xs[part.rank].detach().clone().view(like.shape) for r, like in part.like.items()}
+
+
+def _exchange(part: _Part[list[Tensor]], peers: Sequence[_Part[Any]]) -> Callable[[], list[Tensor]]:
+    received = _received(part, peers)
+    return lambda: [received[rank] for rank in range(len(received))]
+
+
+def _swap(part: _Part[dict[int, Tensor]], peers: Sequence[_Part[Any]]) -> Callable[[], dict[int, Tensor]]:
+    received = _received(part, peers)
+    return lambda: received
+
+
+_RESULT: dict[str, Callable[[_Part[Any], Sequence[_Part[Any]]], Callable[[], Any]]] = {
+    "sum": _sum,
+    "gather": _gather,
+    "broadcast": _broadcast,
+    "exchange": _exchange,
+    "swap": _swap,
+}
+_SECONDS: dict[str, Callable[[Sequence[Link], float], float]] = {
+    "sum": costs.sum_seconds,
+    "gather": costs.gather_seconds,
+    "broadcast": costs.broadcast_seconds,
+}
+
+
+def _bytes(xs: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in xs)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,152 @@
+"""A communicator that loses peers, and is slow, by appointment; wraps any other. Failures are data."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.comm.actor import Actor, Line
+from unisono.comm.communicator import Communicator, Work
+from unisono.comm.hierarchy import Tiers
+from unisono.comm.simulated.communicator import Lost, Simulated
+
+
+@dataclass(frozen=True)
+class Appointment:
+    """At its `count`-th start of `verb` (from 1, on all lanes together), worker `rank` is lost.
+
+    Args:
+        rank: who.
+        verb: ``sum``, ``gather``, ``broadcast``, ``exchange``, ``swap``, or ``*`` for any.
+        count: which start of it.
+        how: ``lose`` raises `Lost` in the worker; ``kill`` ends its process by SIGKILL.
+    """
+
+    rank: int
+    verb: str = "sum"
+    count: int = 1
+    how: str = "lose"
+
+    def __post_init__(self) -> None:
+        _check(self.verb, self.count)
+        if self.how not in ("lose", "kill"):
+            raise ValueError(f"how={self.how!r} is neither 'lose' nor 'kill'")
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Before its `count`-th start of `verb`, worker `rank` is busy for `seconds` on its clock."""
+
+    rank: int
+    verb: str = "sum"
+    count: int = 1
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self.verb, self.count)
+        if self.seconds < 0:
+            raise ValueError(f"seconds={self.seconds!r} is below 0")
+
+
+class Faulty:
+    """`comm`, except for what `appointments` say of its rank. Lanes count together with it."""
+
+    def __init__(self, comm: Communicator, appointments: Sequence[Appointment | Delay]) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._appointments = [each for each in appointments if each.rank == comm.rank]
+        self._starts: Counter[str] = Counter()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.comm.bytes_sent
+
+    @property
+    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+        return self.comm.waits_for
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.comm.allocate(numel, dtype)
+
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Work[Tensor]:
+        self._keep("sum")
+        return self.comm.sum(x, dtype)
+
+    def gather(self, x: Tensor) -> Work[Tensor]:
+        self._keep("gather")
+        return self.comm.gather(x)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Work[Tensor]:
+        self._keep("broadcast")
+        return self.comm.broadcast(x, root)
+
+    def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Work[list[Tensor]]:
+        self._keep("exchange")
+        return self.comm.exchange(xs, like)
+
+    def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Work[dict[int, Tensor]]:
+        self._keep("swap")
+        return self.comm.swap(xs, like)
+
+    def lane(self, name: str) -> Faulty:
+        lane = Faulty(self.comm.lane(name), self._appointments)
+        lane._starts = self._starts
+        return lane
+
+    def tiers(self, name: str) -> Tiers | None:
+        return self.comm.tiers(name)
+
+    def host(self, actor: Actor) -> list[Line]:
+        return self.comm.host(actor)
+
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+        return self.comm.serve(count, service, config)
+
+    def now(self) -> float:
+        return self.comm.now()
+
+    def compute(self, seconds: float) -> None:
+        """Be busy for so long on the communicator's clock."""
+        if isinstance(self.comm, Simulated):
+            self.comm.compute(seconds)
+        else:
+            time.sleep(seconds)
+
+    def close(self) -> None:
+        self.comm.close()
+
+    def _keep(self, verb: str) -> None:
+        """Keep the appointments for this start of `verb`, delays first."""
+        self._starts.update((verb, "*"))
+        due = [each for each in self._appointments if self._starts[each.verb] == each.count]
+        due = [each for each in due if each.verb in (verb, "*")]
+        for each in due:
+            if isinstance(each, Delay):
+                self.compute(each.seconds)
+        for each in due:
+            if isinstance(each, Appointment):
+                self._end(each)
+
+    def _end(self, appointment: Appointment) -> None:
+        if appointment.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if isinstance(self.comm, Simulated):
+            self.comm.world.lose(self.rank)
+        raise Lost(f"worker {self.rank}: lost by appointment")
+
+
+_VERBS = ("sum", "gather", "broadcast", "exchange", "swap", "*")
+
+
+def _check(verb: str, count: int) -> None:
+    if verb not in _VERBS:
+        raise ValueError(f"verb={verb!r} is none of {', '.join(_VERBS)}")
+    if count < 1:
+        raise ValueError(f"count={count!r} is below 1")

@@ -1,0 +1,85 @@
+"""The communicator of a worker that has no peers: every verb is the identity."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.comm import header_record as record
+from unisono.comm.actor import Actor, Line
+from unisono.comm.actors.in_process import introduce
+from unisono.comm.actors.process import load
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Finished(Generic[T_co]):
+    """Work that was over before it began."""
+
+    result: T_co
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self) -> T_co:
+        return self.result
+
+
+class Alone:
+    """The empty end of the wire: one worker, no peers, nothing sent."""
+
+    rank = 0
+    size = 1
+    bytes_sent = 0
+    waits_for: tuple[str, tuple[int, ...]] = ("", ())
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Finished[Tensor]:
+        return Finished(x.to(dtype or x.dtype))
+
+    def gather(self, x: Tensor) -> Finished[Tensor]:
+        return Finished(x.detach().clone().unsqueeze(0))
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Finished[Tensor]:
+        record.check_root(root, 1)
+        return Finished(x)
+
+    def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Finished[list[Tensor]]:
+        record.check_everybody(xs, like, 1)
+        return Finished([x.detach().clone() for x in xs])
+
+    def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Finished[dict[int, Tensor]]:
+        record.check_neighbours(xs, like, 0, 1)
+        return Finished({})
+
+    def lane(self, name: str) -> Alone:
+        return self
+
+    def host(self, actor: Actor) -> list[Line]:
+        """As the contract; `actor` receives within `Line.call`."""
+        return introduce([actor])
+
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+        """As the contract, but that the actors live in this process, and receive within `Line.call`."""
+        return introduce([load(service, number, json.loads(json.dumps(dict(config)))) for number in range(count)])
+
+    def tiers(self, name: str) -> None:
+        return None
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""torch.distributed behind the communicator protocol."""

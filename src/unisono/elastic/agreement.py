@@ -1,0 +1,132 @@
+"""Agreement at the start: all workers have the same model, optimizer, weights and optimizer state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.comm import Communicator
+from unisono.errors import InvalidInput
+from unisono.trainer.optimizer import load_state, state_of
+from unisono.trainer.replica import weights_of
+
+
+def start_alike(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
+    """Collective: afterwards all workers of `comm` have the weights and the optimizer state of worker 0.
+
+    Raises:
+        InvalidInput: their models, or the groups of their optimizers, differ.
+    """
+    check_models(comm, model)
+    check_optimizers(comm, model, optimizer)
+    with torch.no_grad():
+        for _, tensor in sorted(weights_of(model).items()):
+            tensor.copy_(comm.broadcast(tensor.detach().clone()).wait())
+    _share_state(comm, model, optimizer)
+
+
+def check_models(comm: Communicator, model: nn.Module) -> None:
+    """Collective.
+
+    Raises:
+        InvalidInput: the models differ; names the first tensor that does, and the worker.
+    """
+    found = _first_difference(comm, {name: _kind(tensor) for name, tensor in weights_of(model).items()})
+    if found:
+        raise InvalidInput(
+            "model", type(model).__name__, found,
+            "build the same model on every worker: nothing about it may depend on the worker or its host")  # fmt: skip
+
+
+def check_optimizers(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
+    """Collective.
+
+    Raises:
+        InvalidInput: the optimizers differ in their class, the parameters of their groups or a hyperparameter; names
+            the first that does, and the worker.
+    """
+    if found := _first_difference(comm, _hyperparameters(model, optimizer)):
+        raise InvalidInput(
+            "optimizer", type(optimizer).__name__, found,
+            "build the same optimizer on every worker, and load what was saved on every worker")  # fmt: skip
+
+
+def gather_text(comm: Communicator, text: str) -> list[str]:
+    """Collective: the `text` of every worker, by rank."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    lengths = comm.gather(torch.tensor([len(data)])).wait().view(-1).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = data
+    rows = comm.gather(padded).wait()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths)]
+
+
+def broadcast_text(comm: Communicator, text: str) -> str:
+    """Collective: the `text` of worker 0, on all workers."""
+    data = text.encode()
+    length = comm.broadcast(torch.tensor([len(data)])).wait()
+    mine = (
+        torch.tensor(list(data), dtype=torch.uint8) if comm.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+    )
+    return bytes(comm.broadcast(mine).wait().tolist()).decode()
+
+
+def broadcast_tensors(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Collective: copies of the `tensors` of worker 0, on all workers, in host memory."""
+    kinds = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    received = {}
+    for name, (kind, shape) in json.loads(broadcast_text(comm, json.dumps(kinds))).items():
+        mine = tensors[name].detach() if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, kind))
+        received[name] = comm.broadcast(mine.to("cpu", copy=True).contiguous()).wait()
+    return received
+
+
+def _first_difference(comm: Communicator, said: Mapping[str, str]) -> str:
+    """In words, where `said` differs between workers; empty where it is the same on all."""
+    mine = json.dumps(dict(sorted(said.items())))
+    digest = torch.frombuffer(bytearray(hashlib.sha256(mine.encode()).digest()), dtype=torch.uint8)
+    if (comm.gather(digest).wait() == digest).all():
+        return ""
+    first, *others = (json.loads(text) for text in gather_text(comm, mine))
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    name = min(name for name in {**first, **other} if first.get(name) != other.get(name))
+    return f"{name} is {first.get(name, 'none')} on worker 0 and {other.get(name, 'none')} on worker {rank}"
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} x {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _hyperparameters(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {"the class": type(optimizer).__name__}
+    for i, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            text = ", ".join(names[id(p)] for p in value) if key == "params" else shown(value)
+            found[f"{key} of group {i}"] = text
+    return found
+
+
+def shown(value: Any) -> str:
+    """The same text on all workers where `value` is the same: objects may show where they are in memory."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist())
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(shown, value))})"
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if plain else type(value).__name__
+
+
+def _share_state(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
+    """Give all workers what the optimizer of worker 0 has: a checkpoint may have been loaded there alone."""
+    tensors, numbers = state_of(optimizer, model)
+    received = broadcast_tensors(comm, tensors)
+    numbers_there = json.loads(broadcast_text(comm, json.dumps(numbers)))
+    if received or numbers_there or tensors or numbers:
+        load_state(optimizer, model, received, numbers_there)

@@ -1,0 +1,59 @@
+"""What a worker has in its memory of the global tensors, and how it says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint.ownership import Holding, Piece, decode_holding, encode_holding, holding
+from unisono.tensors.box import Box
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors that lie here, by global name.
+
+    Args:
+        tensors: they are read only.
+        boxes: which box of the global tensor each is; one without a box is the whole.
+    """
+
+    tensors: Mapping[str, Tensor]
+    boxes: Mapping[str, Box] = field(default_factory=dict)
+
+    @cached_property
+    def holding(self) -> dict[str, Piece]:
+        """The same without the numbers. Raises `ValueError` where a tensor has not the size of its box."""
+        return holding(self.tensors, self.boxes)
+
+    def part(self, name: str, dtype: torch.dtype, box: Box) -> Tensor | None:
+        """The numbers of that box, where they are here."""
+        piece = self.holding.get(name)
+        if piece is None or piece.dtype != dtype or piece.box.shape != box.shape or piece.box.overlap(box) != box:
+            return None
+        return self.tensors[name].detach()[box.slices(piece.box)]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one worker says to all: what it has, and what it wants."""
+
+    here: Sequence[Holding]
+    wants: Holding
+
+    def encode(self) -> str:
+        """As JSON."""
+        return json.dumps([[encode_holding(each) for each in self.here], encode_holding(self.wants)])
+
+    @staticmethod
+    def decode(text: str) -> Said:
+        """What `encode` wrote. Raises `ValueError` where it is anything else."""
+        match json.loads(text):
+            case [list(here), str(wants)] if all(isinstance(each, str) for each in here):
+                return Said([decode_holding(each) for each in here], decode_holding(wants))
+        raise ValueError("not what a worker says of its state")

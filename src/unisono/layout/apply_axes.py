@@ -1,0 +1,188 @@
+"""A model changed in place, axis by axis, so that this worker computes its part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from unisono.layout.block_calls import Calls, calls
+from unisono.layout.call_agreement import check_calls
+from unisono.layout.context import Passage
+from unisono.layout.expert import derive as derive_experts
+from unisono.layout.expert import split as split_experts
+from unisono.layout.expert import standing_in
+from unisono.layout.fsdp import Gathered, shard
+from unisono.layout.layout import Layout
+from unisono.layout.local_model import AllHere, Gathering, Held, dense
+from unisono.layout.pipeline import Pipeline
+from unisono.layout.repeated_blocks import Compute, blocks
+from unisono.layout.sample_batch import Sample
+from unisono.layout.stage_split import costs_of, staged
+from unisono.layout.tensor import TensorPlan, apply, refusal
+from unisono.layout.tensor import derive_plan as derive
+from unisono.layout.tensor import user_plan as given
+
+LOG = logging.getLogger("unisono")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """This worker's modules, its pipeline if there is one, the names of what is split over the tensor axis, what of all
+    this is whole for a while, and the names of what is to get sparse gradients."""
+
+    model: nn.Module
+    pipeline: Pipeline | None
+    matrices: Collection[str]
+    gathering: Gathering
+    sparse: frozenset[str]
+
+    def held(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> Held:
+        """Once the numbers are to come, or there."""
+        leaves = _leaves(self.model, self.pipeline)
+        counted = set(self.pipeline.counted()) if self.pipeline else leaves.keys()
+        if mesh.get_local_rank("tensor") != 0:
+            counted &= set(self.matrices)
+        if any(mesh.get_local_rank(axis) for axis in ("shard", "expert", "context")):
+            counted &= {name for name, leaf in leaves.items() if isinstance(leaf, DTensor)}  # the others are whole
+        if mesh.get_local_rank("replicate") != 0:
+            counted = set()
+        buffers = dict(self.model.named_buffers())
+        if self.pipeline:
+            buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.whole_buffers().items()}
+        held = Held.of(self.model, leaves, buffers, elsewhere=leaves.keys() - counted)
+        held = replace(held, pipeline=self.pipeline, gathering=self.gathering, sparse=self.sparse)
+        return replace(held, passage=Passage(mesh["context"], sample)) if layout.context > 1 else held
+
+
+def spread(
+    model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, compute: Compute, *, measured: bool = True
+) -> Spread:
+    """Change `model` in place.
+
+    Args:
+        measured: whether stages of a pipeline are cut by the time that they take.
+
+    Raises:
+        InvalidInput: the model does not allow it; names what, and what to do.
+    """
+    sparse = dense(model)
+    mixtures = derive_experts(model, layout.expert) if layout.expert > 1 else None
+    sharded = layout.together > 1 or layout.offload or compute.precision == "bf16_parameters"
+    row = _sharding(layout, mesh, "shard", "expert", "context")
+    with standing_in(model):
+        found = _calls(model, sample, layout, row) if sharded else None
+        measured = measured and layout.pipeline > 1 and not layout.cuts
+        costs = costs_of(model, layout, mesh, sample) if measured else None
+        if layout.tensor > 1:
+            apply(model, mesh["tensor"], _plan(model, layout, mesh, sample))
+        compute.check(model)
+        prepared = set(blocks(model))
+        pipeline = staged(model, layout, mesh, sample, costs, compute) if layout.pipeline > 1 else None
+    # A stage stays the module that it is: what is replaced lies within.
+    pieces = [compute.change(piece) for piece in (pipeline.stages.values() if pipeline else [model])]
+    here = nn.ModuleList(pieces) if pipeline else pieces[0]
+    matrices = {name for name, p in _leaves(here, pipeline).items() if isinstance(p, DTensor)}
+    experts = split_experts(here, mesh["expert"], mixtures) if mixtures else []
+    for block in [m for piece in pieces for m in piece.modules() if m in prepared]:
+        compute.prepare(block)
+    gathering = _shard(pieces, experts, layout, mesh, row, compute, found, pipeline) if found else AllHere()
+    return Spread(here, pipeline, matrices, gathering, sparse)
+
+
+def _calls(model: nn.Module, sample: Sample, layout: Layout, row: DeviceMesh) -> Calls:
+    found = calls(model, blocks(model), sample)
+    names = {module: name for name, module in model.named_modules()}
+    check_calls(found, names, str(layout), _groups(row), torch.device(row.device_type))
+    if row.get_rank() == 0:
+        for block, why in found.otherwise.items():
+            LOG.info("%s is gathered with what is outside of blocks, for a whole step: %s", names[block], why)
+        if found.vary:
+            LOG.info("numbers may decide which blocks are called: every worker gathers all of them in every pass")
+    return found
+
+
+def _shard(
+    pieces: Sequence[nn.Module],
+    experts: Sequence[nn.Module],
+    layout: Layout,
+    mesh: DeviceMesh,
+    row: DeviceMesh,
+    compute: Compute,
+    found: Calls,
+    pipeline: Pipeline | None,
+) -> Gathered:
+    bf16 = compute.precision == "bf16_parameters"
+    if layout.offload and mesh.device_type == "cpu" and mesh.get_rank() == 0:
+        LOG.info("nothing is offloaded: the device is a CPU, and all lies in its memory")
+    # Gradients of experts are of all the expert axis' micro-batches already. Over one worker they are not sharded: most
+    # of a model would be copied in every pass.
+    rest = _sharding(layout, mesh, "shard", "context")
+    for module in experts if rest.size() > 1 or layout.offload or bf16 else ():
+        shard(module, rest, (), layout, bf16=bf16, last=False)
+    apart = {p for module in experts for p in module.parameters()}
+    repeated = [block for block in found.order if block not in found.otherwise]
+    together = partial(_talking, layout, mesh, row, set(experts))
+    passes = [
+        shard(piece, row, repeated, layout, bf16=bf16, last=getattr(piece, "is_last", True), apart=apart,
+              vary=found.vary, together=together)
+        for piece in pieces
+    ]  # fmt: skip
+    if pipeline:
+        pipeline.beside = _groups(row)
+    return Gathered(pieces, layout, passes, row, found.vary)
+
+
+def _talking(
+    layout: Layout, mesh: DeviceMesh, row: DeviceMesh, experts: Collection[nn.Module], block: nn.Module
+) -> list[dist.ProcessGroup]:
+    """The groups whose workers exchange more than parameters in `block`."""
+    found = [mesh["context"].get_group()] if layout.context > 1 else []
+    if any(module in experts for module in block.modules()):
+        found.append(mesh["expert"].get_group())
+    if any(getattr(module, "buffers_agree", False) for module in block.modules()):  # a synchronized normalisation
+        found += _groups(row)
+    return found
+
+
+def _sharding(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """The workers that differ on these axes as one row, those whose gradients add up; in as many rows as there are
+    copies of them."""
+    wide = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
+    row = mesh[wide[0]] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
+    return DeviceMesh._concatenate([mesh["replicate"], row]) if layout.replicate > 1 else row
+
+
+def _groups(row: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Of the axes of `row` on which this worker has company."""
+    return [row.get_group(dim) for dim in range(row.ndim) if row.size(dim) > 1]
+
+
+def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters()) if pipeline is None else pipeline.parameters()
+
+
+def _plan(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> TensorPlan:
+    """What the user says, or else what can be found."""
+    if layout.plan:
+        plan = given(model, layout.tensor, layout.plan, sample.arguments)
+    else:
+        refusal(model, layout.tensor)
+        plan = derive(model, layout.tensor, sample.arguments)
+    if mesh.get_rank() == 0:
+        _tell(plan)
+    return plan
+
+
+def _tell(plan: TensorPlan) -> None:
+    said = (f"{n} ({'; '.join(filter(None, [word, plan.because.get(n)]))})" for n, word in plan.split.items())
+    LOG.info("split over the tensor axis: %s", ", ".join(said) or "nothing")
+    for name, why in plan.whole.items():
+        LOG.info("%s stays whole: %s", name or "the model itself", why)

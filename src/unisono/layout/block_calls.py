@@ -1,0 +1,160 @@
+"""How a forward pass uses the blocks of a model, found out by running one on a sample."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from unisono.layout.pipeline.preserved_state import undisturbed
+from unisono.layout.sample_batch import Sample
+from unisono.layout.shape_propagation import Known
+from unisono.layout.stage_split import given_to
+
+LOG = logging.getLogger("unisono")
+_ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How one forward pass used blocks.
+
+    Attributes:
+        order: all of them in the order of their first calls; one that was not called stands behind the one that the
+            model lists before it, or behind all that were called where the pass came to no end.
+        called: those that were.
+        otherwise: blocks whose parameters are needed outside of one call per pass, and why.
+        vary: whether other numbers may lead to other calls: the code asked for some, or drew some outside of torch, in
+            evaluation or in training.
+    """
+
+    order: tuple[nn.Module, ...]
+    called: frozenset[nn.Module]
+    otherwise: Mapping[nn.Module, str]
+    vary: bool
+
+
+def calls(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample) -> Calls:
+    """Run `model` on `sample`, as far as its code goes without the numbers that it computes: a model on the meta device
+    has those of its inputs alone. Once in evaluation mode, and in training mode for what is asked then."""
+    blocks = list(dict.fromkeys(blocks))
+    seen, ended = _passed(model, blocks, sample, training=False)
+    for block, count in seen.called.items():
+        if count > 1:
+            seen.otherwise.setdefault(block, f"it is called {count} times")
+    vary = not ended or seen.asks or _varies_in_training(model, blocks, sample)
+    return Calls(tuple(_ordered(blocks, seen.called, ended)), frozenset(seen.called), seen.otherwise, vary)
+
+
+def _varies_in_training(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample) -> bool:
+    seen, ended = _passed(model, blocks, sample, training=True)
+    return not ended or seen.asks
+
+
+def _passed(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample, *, training: bool) -> tuple[_Seen, bool]:
+    """What was seen in a pass, and whether it came to an end."""
+    seen = _Seen(model, blocks)
+    try:
+        with _watched(model, blocks, seen, training):
+            drawn = random.getstate()
+            sample.forward(model, given_to(model, sample.batch))
+            seen.asks = seen.asks or random.getstate() != drawn
+    except Exception as error:  # whatever the model raises where there are no numbers
+        LOG.debug("a trial of how blocks are called came to no end: %s", error)
+        return seen, False
+    return seen, True
+
+
+class _Seen(TorchDispatchMode):
+    """Notes every operation on a parameter of a block that is not being called.
+
+    Attributes:
+        asks: whether the code has asked for numbers.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inside: list[nn.Module] = []
+        self.called: Counter[nn.Module] = Counter()
+        self.otherwise: dict[nn.Module, str] = {}
+        self.asks = False
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._owners = _owners(model, blocks)
+        for parameter, owners in self._owners.items():
+            if len(owners) > 1:
+                self._note(owners, f"it shares {self._names[parameter]}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asks = self.asks or not _ASKING.isdisjoint(func.tags)
+        for x in tree_leaves((args, kwargs)):
+            owners = self._owners.get(id(x), set())
+            if owners and not owners & set(self.inside):
+                self._note(owners, f"{self._names[id(x)]} is used while it is not called")
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, owners: set[nn.Module | None], why: str) -> None:
+        for block in owners:
+            if block is not None:
+                self.otherwise.setdefault(block, why)
+
+
+def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[nn.Module | None]]:
+    """The blocks that hold each parameter, by its id; None stands for the rest of the model."""
+    found: dict[int, set[nn.Module | None]] = defaultdict(set)
+    home = {module: block for block in blocks for module in block.modules()}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            found[id(parameter)].add(home.get(module))
+    return {parameter: owners for parameter, owners in found.items() if owners != {None}}
+
+
+class _Copies(TorchFunctionMode):
+    """Notes where code gets numbers without an operation of torch."""
+
+    def __init__(self, seen: _Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._seen.asks = self._seen.asks or func in (Tensor.tolist, Tensor.numpy)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _watched(model: nn.Module, blocks: Sequence[nn.Module], seen: _Seen, training: bool) -> Iterator[None]:
+    def enter(block: nn.Module, _: Any) -> None:
+        seen.inside.append(block)
+        seen.called[block] += 1
+
+    def leave(*_: Any) -> None:
+        seen.inside.pop()
+
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed(model, training=training))
+        stack.enter_context(torch.no_grad())
+        for block in blocks:
+            stack.callback(block.register_forward_pre_hook(enter).remove)
+            stack.callback(block.register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(Known())
+        stack.enter_context(seen)
+        stack.enter_context(_Copies(seen))
+        yield
+
+
+def _ordered(blocks: Sequence[nn.Module], called: Mapping[nn.Module, int], ended: bool) -> list[nn.Module]:
+    order = list(called)
+    for place, block in enumerate(blocks):
+        if block not in called:
+            behind = order.index(blocks[place - 1]) + 1 if place else 0
+            order.insert(behind if ended else len(order), block)
+    return order

@@ -1,0 +1,99 @@
+"""The one place where a model meets the peers: calls of torch that concern the whole sequence go another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from unisono.errors import InvalidInput
+from unisono.layout.context import positions
+from unisono.layout.context.attention import FORMS, attend
+from unisono.layout.context.dropout import dropout
+from unisono.layout.context.group import Peers, peers_of
+from unisono.layout.context.sequence_split import Split
+
+
+class attending(TorchFunctionMode):
+    """While active, models that are given a worker's part of a sequence attend to all of it and know their positions.
+
+        with attending(group, split):
+            part_loss(loss, model(part), part, share).backward()
+
+    Nothing of torch or of the model is changed: the mode belongs to the thread and ends with the block. Keep backward
+    inside the block too if activations are recomputed in it.
+
+    Args:
+        group: a process group, a one-dimensional mesh, or `Peers`.
+        split: how this micro-batch's sequence lies over the group.
+        form: ``gather`` is the faster one, ``ring`` holds keys and values of two workers instead of all.
+        keys: which tokens are none but padding, false for these, of the whole micro-batch ``[N, length]``.
+
+    Raises:
+        InvalidInput: an unknown form, or a split over another number of workers than the group's.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | Peers,
+        split: Split,
+        form: str = "gather",
+        keys: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        peers = peers_of(group)
+        if form not in FORMS:
+            raise InvalidInput("form", form, "not a form of attention over workers", f"use one of {', '.join(FORMS)}")
+        if split.size != peers.size:
+            raise InvalidInput("context", split.size, f"the group has {peers.size} workers", "split over all of them")
+        # A compiler that looked inside would leave calls in its graph that come by here once more.
+        whole: Any = torch.compiler.disable
+        self._attend = partial(whole(attend), split, peers, form, keys)
+        self._ways: dict[Any, Callable[..., Any]] = {} if split.size == 1 else {
+            F.scaled_dot_product_attention: self._attend,
+            F.multi_head_attention_forward: self._multi_head,
+            F.dropout: partial(whole(dropout), split, peers.rank, F.dropout),
+            torch.arange: partial(whole(positions.arange), split, peers.rank),
+            torch.diff: partial(whole(positions.diff), split, peers.rank),
+            torch.Tensor.diff: partial(whole(positions.diff), split, peers.rank),
+            torch.Tensor.__getitem__: partial(whole(positions.index), split, peers.rank),
+            torch.Tensor.backward: partial(self._differentiate, torch.Tensor.backward),
+            torch.autograd.backward: partial(self._differentiate, torch.autograd.backward),
+            torch.autograd.grad: partial(self._differentiate, torch.autograd.grad),
+            torch.Tensor.narrow: partial(whole(positions.narrow), split, peers.rank),
+            torch.narrow: partial(whole(positions.narrow), split, peers.rank),
+        }  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._ways.get(func, func)(*args, **(kwargs or {}))
+
+    def _differentiate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Backward with the mode on, for activations that are computed again in it."""
+        with self:
+            return _undispatched(original)(*args, **kwargs)
+
+    def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """``nn.MultiheadAttention``, by torch's own text in which attention is ours; its weights are not computed."""
+        ours = _undispatched(F.multi_head_attention_forward, scaled_dot_product_attention=self._attend)
+        output, _ = ours(*args, **{**kwargs, "need_weights": False})
+        return output, None
+
+
+def _undispatched(original: Any, **names: Callable[..., Any]) -> FunctionType:
+    """A copy of a function of torch that asks no mode whether it should run, and calls `names` for those of its own.
+
+    A mode is off while it answers for a function: what that function calls would not come by the mode.
+    """
+    asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    known = {**original.__globals__, **dict.fromkeys(asks, lambda *_: False), **names}
+    copy = FunctionType(original.__code__, known, original.__name__, original.__defaults__, original.__closure__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy

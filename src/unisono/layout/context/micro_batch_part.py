@@ -1,0 +1,66 @@
+"""A micro-batch on its way through one worker of a context group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from unisono.errors import InvalidInput
+from unisono.layout.context.function_mode import attending
+from unisono.layout.context.padding import NAME, padded, unmasked
+from unisono.layout.context.sequence_batch import length, part_loss, share, take
+from unisono.layout.context.sequence_split import Split
+from unisono.layout.context.verify import verify
+from unisono.layout.sample_batch import Sample
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def tried(model: nn.Module, sample: Sample, size: int) -> str:
+    """Try `model` on parts of `sample`, and once more with padding where it is given a mask of ones. Returns why it
+    could not do with padding; empty where it can, or has no such mask.
+
+    Raises:
+        InvalidInput: see `verify`.
+    """
+    attempt = partial(
+        verify, model, size=size, forward=partial(sample.forward, model), loss=sample.loss, weight=sample.weight,
+        inputs=sample.inputs)  # fmt: skip
+    attempt(sample.batch)
+    short = padded(sample.batch, sample.inputs, length(sample.batch))
+    try:
+        return "" if short is None else attempt(short) or ""
+    except InvalidInput as error:
+        return error.problem
+
+
+class Passage:
+    """``with passage(batch, loss) as (part, part_of_loss):`` forward and backward of this worker's part of `batch`.
+
+    Args:
+        mesh: the context group, one-dimensional.
+        sample: what the task makes of a batch.
+        without_padding: why the model can only have batches without; empty where it need not.
+    """
+
+    def __init__(self, mesh: DeviceMesh, sample: Sample, without_padding: str = "") -> None:
+        self._mesh, self._sample, self._without_padding = mesh, sample, without_padding
+        self._rank, self._size = mesh.get_local_rank(), mesh.size()
+
+    @contextmanager
+    def __call__(self, batch: Any, loss: Loss) -> Iterator[tuple[Any, Loss]]:
+        """Raises `InvalidInput` where the batch's sequences cannot be cut, or have padding that the model cannot do
+        with."""
+        split = Split(length(batch), self._size)
+        batch, keys = unmasked(batch, self._sample.inputs, split.length)
+        if keys is not None and self._without_padding:
+            problem = f"a batch has padding, and with context = {self._size} {self._without_padding}"
+            raise InvalidInput(NAME, tuple(keys.shape), problem, "give sequences of full length, or use context=1")
+        counts = share(self._sample.weight, batch, split, self._rank)
+        with attending(self._mesh, split, keys=keys):
+            yield take(batch, split, self._rank), partial(part_loss, loss, share=counts)

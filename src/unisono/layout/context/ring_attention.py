@@ -1,0 +1,195 @@
+"""Ring attention: keys and values go round, and no worker ever holds more than two peers' of them.
+
+Liu et al. 2023, "Ring Attention with Blockwise Transformers"; results of blocks are merged by their log-sum-exp as in
+Milakov & Gimelshein 2018. Backward goes round once more, with the keys' and values' gradients travelling behind them.
+
+        worker 0        worker 1        worker 2
+     k, v of 0  ──►  k, v of 0  ──►  k, v of 0        while a block is computed,
+     k, v of 2  ──►  ...                              the next one is on its way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from unisono.layout.context.group import Coming, Peers
+from unisono.layout.context.sequence_split import Split
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries that look at some keys of one worker: rows of the local queries, and keys up to `stop`."""
+
+    rows: slice
+    stop: int
+    mask: Tensor | None  # [..., rows, stop], True or 0 where a query sees a key
+
+
+def ring(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    split: Split,
+    peers: Peers,
+) -> Tensor:
+    """Attention ``[..., local, value width]``; `mask` is ``[..., local or 1, length]`` and gets no gradient."""
+    plan = _Plan(mask, is_causal, scale, split, peers)
+    attended: Tensor = _Ring.apply(query, key, value, plan)  # type: ignore[no-untyped-call]
+    return attended
+
+
+@dataclass(frozen=True)
+class _Plan:
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    split: Split
+    peers: Peers
+
+    def blocks(self, peer: int, device: torch.device) -> Iterator[Block]:
+        if not self.is_causal:
+            yield Block(slice(0, self.split.local), self.split.local, self._columns(peer))
+            return
+        for (start, end), stop, ends_here in self.split.visible(self.peers.rank, peer):
+            size = end - start
+            triangle = torch.ones(size, stop, dtype=torch.bool, device=device).tril(stop - size) if ends_here else None
+            yield Block(slice(start, end), stop, triangle)
+
+    def _columns(self, peer: int) -> Tensor | None:
+        return None if self.mask is None else self.split.part(self.mask, -1, peer)
+
+    def round(self, packet: Tensor, visit: Callable[[int, Tensor], None]) -> None:
+        """Let `visit` see everybody's packet, the own one first; the next one travels meanwhile, the last is let go."""
+        n = self.peers.size
+        for step in range(n):
+            coming = self.peers.pass_on(packet) if step < n - 1 else None
+            visit((self.peers.rank - step) % n, packet)
+            if coming is not None:
+                packet = coming.wait()
+                del coming
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
+        with torch.autocast(query.device.type, enabled=False):
+            wide = torch.promote_types(query.dtype, torch.float32)
+            out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=wide)
+            lse = query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
+
+            def attend(peer: int, packet: Tensor) -> None:
+                keys, values = _unpack(packet, key, value)
+                for block in plan.blocks(peer, query.device):
+                    _merge(out, lse, block, *_forward(query, keys, values, block, plan.scale))
+
+            plan.round(_pack(key, value), attend)
+            result = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.plan = plan
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        # Backward may run inside `attending`, whose business this arithmetic is not.
+        with torch.autocast(query.device.type, enabled=False), torch._C.DisableTorchFunction():
+            of_query = torch.zeros_like(query, dtype=lse.dtype)
+            delta = (gradient.to(lse.dtype) * out).sum(-1)
+            behind: Coming | None = None  # the gradients of the packet at hand, from those who had it before
+
+            def attend(peer: int, packet: Tensor) -> None:
+                nonlocal behind
+                keys, values = _unpack(packet, key, value)
+                added = torch.zeros_like(packet, dtype=lse.dtype)
+                of_keys, of_values = _unpack(added, key, value)
+                for block in plan.blocks(peer, query.device):
+                    _backward(
+                        gradient, query, keys, values, lse, delta, block, plan.scale, of_query, of_keys, of_values
+                    )
+                behind = plan.peers.pass_on(added if behind is None else added.add_(behind.wait()))
+
+            plan.round(_pack(key, value), attend)
+            assert behind is not None
+            of_keys, of_values = _unpack(behind.wait(), key, value)
+        return of_query.to(query.dtype), of_keys.to(key.dtype), of_values.to(value.dtype), None
+
+
+def _pack(key: Tensor, value: Tensor) -> Tensor:
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+
+def _unpack(packet: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return packet[: key.numel()].view(key.shape), packet[key.numel() :].view(value.shape)
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    """What a block's queries make of its keys alone, and the log of the sum of the exponentials of their scores."""
+    scores = _scores(query, key, block, scale)
+    lse = scores.logsumexp(-1)
+    weights = (scores - _finite(lse)[..., None]).exp_()
+    return _unfold(_fold(weights, key) @ value[..., : block.stop, :].to(weights.dtype), lse), lse
+
+
+def _merge(out: Tensor, lse: Tensor, block: Block, new: Tensor, new_lse: Tensor) -> None:
+    """Take a block's result into `out`, each weighted by the exponentials behind it."""
+    old = lse[..., block.rows]
+    both = torch.logaddexp(old, new_lse)
+    kept, added = (old - _finite(both)).exp(), (new_lse - _finite(both)).exp()
+    out[..., block.rows, :] = out[..., block.rows, :] * kept[..., None] + new * added[..., None]
+    lse[..., block.rows] = both
+
+
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float,
+    of_query: Tensor, of_key: Tensor, of_value: Tensor,
+) -> None:  # fmt: skip
+    """Add a block's part of the gradients to the last three (Dao et al. 2022, appendix B.4)."""
+    rows, stop, wide = block.rows, block.stop, lse.dtype
+    weights = (_scores(query, key, block, scale) - _finite(lse[..., rows])[..., None]).exp_()
+    outer = _fold(gradient[..., rows, :].to(wide), key)
+    weights_folded = _fold(weights, key)
+    of_value[..., :stop, :] += weights_folded.transpose(-1, -2) @ outer
+    of_weights = _unfold(outer @ value[..., :stop, :].to(wide).transpose(-1, -2), lse[..., rows])
+    of_scores = _fold(weights * (of_weights - delta[..., rows, None]) * scale, key)
+    of_query[..., rows, :] += _unfold(of_scores @ key[..., :stop, :].to(wide), lse[..., rows])
+    of_key[..., :stop, :] += of_scores.transpose(-1, -2) @ _fold(query[..., rows, :].to(wide), key)
+
+
+def _scores(query: Tensor, key: Tensor, block: Block, scale: float) -> Tensor:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    mine = query[..., block.rows, :]
+    seen = key[..., : block.stop, :].to(wide).transpose(-1, -2)
+    scores = _unfold(_fold(mine.to(wide), key) @ seen, mine[..., 0]) * scale
+    if block.mask is None:
+        return scores
+    if block.mask.dtype == torch.bool:
+        return scores.masked_fill_(~block.mask, -torch.inf)
+    return scores.add_(block.mask)
+
+
+def _fold(x: Tensor, key: Tensor) -> Tensor:
+    """Queries whose heads share a head of keys, as more rows of that head ``[..., heads of keys, group * rows, E]``."""
+    if key.dim() < 3 or x.shape[-3] == key.shape[-3]:
+        return x
+    return x.reshape(*x.shape[:-3], key.shape[-3], -1, x.shape[-1])
+
+
+def _unfold(x: Tensor, like: Tensor) -> Tensor:
+    """`_fold` undone: ``[..., heads, rows, E]`` with the heads and rows of `like` ``[..., heads, rows]``."""
+    return x.reshape(*like.shape, x.shape[-1])
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """A query that sees nothing has a log-sum-exp of -inf, from which nothing can be subtracted."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)

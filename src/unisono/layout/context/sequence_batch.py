@@ -1,0 +1,90 @@
+"""A worker's part of a micro-batch, and what it counts for.
+
+The contract, for whoever computes the step:
+
+1. Every worker of the context group has the same whole micro-batch and takes its part: ``take(batch, split, rank)``.
+2. Every worker runs the model and the task's own loss on its part: the mean over its own counted tokens.
+3. It multiplies that loss by ``share(weight, batch, split, rank)`` (and by the micro-batch's own weight) before
+   backward. The shares of a group add up to 1, so losses **and gradients of the group add up** to those of the whole
+   micro-batch: sum them over the group, never average.
+
+Where targets are masked (``ignore_index``) the parts of a micro-batch count unequally many tokens, and a mean of means
+is not the mean: the task's `weight` must then be the number of counted tokens. Where all tokens count, a weight that is
+a number of samples will do: each part has as many of those, and every share is ``1 / size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import InvalidInput
+from unisono.layout.context.sequence_split import Split
+from unisono.tensors.batch import Batch, mapped, tensors
+
+
+def length(batch: Batch, dim: int = 1) -> int:
+    """Tokens of a sequence: the size along `dim` of the batch's first tensor that has this dimension.
+
+    Raises:
+        InvalidInput: no tensor has it.
+    """
+    for tensor in tensors(batch):
+        if tensor.dim() > dim:
+            return tensor.shape[dim]
+    raise InvalidInput("context", "a batch", f"no tensor in it has dimension {dim}, along which sequences are split",
+                       "use context=1 for data without sequences")  # fmt: skip
+
+
+def take(batch: Batch, split: Split, rank: int, dim: int = 1) -> Batch:
+    """The part of `batch` that belongs to worker `rank`, in the same nesting of tuples, lists and mappings.
+
+    Of a tensor whose size along `dim` is the sequence's length, the worker's tokens along `dim`; of a mask
+    ``[N, heads or 1, length, length]``, the rows of the worker's tokens with all columns; everything else whole.
+    """
+
+    def cut(x: Tensor) -> Tensor:
+        if x.dim() > dim and x.shape[dim] == split.length:
+            return split.part(x, dim, rank)
+        if x.dim() == 4 and x.shape[-2:] == (split.length, split.length):
+            return split.part(x, -2, rank)
+        return x
+
+    return mapped(cut, batch)
+
+
+def share(weight: Callable[[Batch], float] | None, batch: Batch, split: Split, rank: int, dim: int = 1) -> float:
+    """What worker `rank`'s loss counts for in the micro-batch's, from 0 to 1; over the group it adds up to 1.
+
+    Args:
+        weight: the task's own, a number of counted tokens or of samples; None counts every token alike.
+        batch: the whole micro-batch.
+    """
+    if weight is None:
+        return 1 / split.size
+    weights = [float(weight(take(batch, split, r, dim))) for r in range(split.size)]
+    total = sum(weights)
+    return weights[rank] / total if total else 1 / split.size
+
+
+def part_loss(loss: Callable[[Any, Batch], Tensor], output: Any, batch: Batch, share: float) -> Tensor:
+    """`loss` of a worker's own tokens times its `share`, ready for backward.
+
+    A worker none of whose tokens counts has no mean to take (0 / 0), and must go through backward like the others,
+    whose tokens looked at its own: its loss is then a zero made of the output.
+    """
+    if share:
+        return loss(output, batch) * share
+    reached = [x for x in tensors(output) if x.requires_grad]
+    return torch.stack([(x * 0.0).sum() for x in reached]).sum()
+
+
+def with_positions(inputs: Batch, split: Split, rank: int, name: str = "position_ids") -> Batch:
+    """Keyword inputs of a worker's part with its tokens' positions ``[1, local]`` added, unless given."""
+    if not isinstance(inputs, Mapping) or inputs.get(name) is not None:
+        return inputs
+    device = next((x.device for x in tensors(inputs)), None)
+    return {**inputs, name: split.positions(rank, device)[None]}

@@ -1,0 +1,174 @@
+"""Models that exist first as shapes and then, part by part, with the bits that they have when built at once."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.nn.parameter import UninitializedParameter
+
+from unisono.errors import InvalidInput
+from unisono.layout.deferred.dispatch_modes import listening
+from unisono.layout.deferred.recorder import Recorder
+from unisono.layout.deferred.replay import replay
+from unisono.layout.deferred.tape import Place
+from unisono.layout.deferred.tensor_slots import Slots, emptied, like, loose, named_tensors
+
+Keep = Callable[[str, Tensor], Tensor | None]
+
+
+class Deferred(ABC):
+    """A model whose parameters and buffers are on the meta device until they are asked for.
+
+    Args:
+        model: the user's module; shapes, dtypes, strides and ties are those of an ordinary build.
+        why: why it had to be built at once after all; empty where it could be put off.
+    """
+
+    def __init__(self, model: nn.Module, why: str = "") -> None:
+        self.model, self.why = model, why
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model was built at once, and lies in memory until it is materialised."""
+        return bool(self.why)
+
+    @abstractmethod
+    def materialise(self, keep: Keep) -> dict[str, Tensor]:
+        """Compute one parameter or buffer after the other and keep what `keep` returns.
+
+        The global generator ends in the state in which an ordinary build leaves it. Tensors that modules hold
+        beside parameters and buffers are put in their place, whole.
+
+        Args:
+            keep: called once with the name (the first, where tied) and the finished whole tensor of every
+                parameter and buffer, in no particular order; returns what stays, or None. It must draw no
+                random numbers. The tensor is freed after the call, unless all of it is returned.
+
+        Returns:
+            What was kept, by name, in the model's order.
+        """
+
+
+def record(build: Callable[[], nn.Module]) -> Deferred:
+    """Run `build` without memory for its tensors.
+
+    The global generators are as before afterwards. Where the model cannot be put off, `build` is called once more,
+    for real, with the same random states.
+
+    Raises:
+        InvalidInput: what `build` returns is not a module, or has parameters without values.
+        Exception: whatever `build` raises.
+    """
+    recorder = Recorder()
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with listening(recorder):
+            model = _checked(build())
+        if not recorder.refusal:
+            return _Recorded(model, recorder)
+    except InvalidInput:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = recorder.refusal or f"building it without memory failed ({said})"
+    else:
+        why = recorder.refusal
+    random.setstate(python)
+    np.random.set_state(numpy)
+    before = torch.get_rng_state()
+    model = _checked(build())
+    end = torch.get_rng_state()
+    torch.set_rng_state(before)
+    return _Whole(model, why, end)
+
+
+class _Recorded(Deferred):
+    """Nothing but a tape."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        super().__init__(model)
+        self._tape, self._ends = recorder.tape, recorder.ends
+        slots = Slots(model)
+        for _, tensor in list(named_tensors(model)):
+            if recorder.place(tensor) is None:
+                slots.replace(tensor, recorder.stand_in(tensor, outside=True))
+        self._places = {name: _placed(recorder, tensor) for name, tensor in named_tensors(model)}
+        taken = {_placed(recorder, parameter).storage for parameter in model.parameters()}
+        self._loose: list[tuple[Any, Any, Tensor, Place]] = []
+        for holder, key, tensor in loose(model):
+            place = recorder.place(tensor)
+            if place is not None and place.storage in taken:
+                recorder.refuse(f"an attribute {key} shares memory with a parameter")
+            if place is not None:
+                self._loose.append((holder, key, tensor, place))
+
+    def materialise(self, keep: Keep) -> dict[str, Tensor]:
+        names, attributes = defaultdict(list), defaultdict(list)
+        for name, place in self._places.items():
+            names[place.storage].append(name)
+        for found in self._loose:
+            attributes[found[-1].storage].append(found)
+        kept: dict[str, Tensor] = {}
+
+        def release(number: int, storage: UntypedStorage) -> None:
+            for name in names[number]:
+                _keep(kept, name, self._places[name].on(storage), keep)
+            for holder, key, tensor, place in attributes[number]:
+                holder[key] = like(tensor, place.on(storage))
+
+        replay(self._tape, names.keys() | attributes.keys(), self._ends, release)
+        return {name: kept[name] for name in self._places if name in kept}
+
+
+class _Whole(Deferred):
+    """A model in memory."""
+
+    def __init__(self, model: nn.Module, why: str, end: Tensor) -> None:
+        super().__init__(model, why)
+        self._end = end
+        for name, tensor in named_tensors(model):
+            if tensor.is_meta:
+                problem = "it is on the meta device after the build, so it has no values"
+                raise InvalidInput("model", name, problem, "build it on the CPU; building is put off without that")
+
+    def materialise(self, keep: Keep) -> dict[str, Tensor]:
+        slots, kept = Slots(self.model), dict[str, Tensor]()
+        waiting = list(named_tensors(self.model))[::-1]
+        while waiting:
+            name, tensor = waiting.pop()
+            _keep(kept, name, tensor.detach(), keep)
+            slots.replace(tensor, emptied(tensor))
+        torch.set_rng_state(self._end)
+        return kept
+
+
+def _keep(kept: dict[str, Tensor], name: str, whole: Tensor, keep: Keep) -> None:
+    with torch.no_grad():
+        part = keep(name, whole)
+        if part is not None:
+            alias = part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+            kept[name] = part.clone() if alias and part.numel() < whole.numel() else part
+
+
+def _checked(built: object) -> nn.Module:
+    if not isinstance(built, nn.Module):
+        raise InvalidInput("model", built, "not a torch.nn.Module", "give a function that returns one")
+    model: nn.Module = built
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            problem = "its shape is not known before the model has seen a batch"
+            raise InvalidInput("model", name, problem, "name the sizes in place of a lazy module")
+    return model
+
+
+def _placed(recorder: Recorder, tensor: Tensor) -> Place:
+    place = recorder.place(tensor)
+    assert place is not None
+    return place

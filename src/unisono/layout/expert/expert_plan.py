@@ -1,0 +1,83 @@
+"""Which mixtures are split, how, and why others are not: a guess by structure, kept where numbers agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from unisono.errors import InvalidInput
+from unisono.layout.expert.find_experts import experts, lists, mixtures, shared
+from unisono.layout.expert.partial_mixture import Part
+from unisono.layout.expert.routing import Calling
+from unisono.layout.expert.verify import likeness, tried
+from unisono.layout.rank_mesh import nearest_divisor
+
+CURE = "leave out expert=, or hold the experts as transformers does: one module called with tokens, numbers of experts "
+CURE += "and weights, each of whose parameters has the experts in its first dimension"
+TIED = "another module holds some of its parameters too"
+
+
+@dataclass(frozen=True)
+class Split:
+    """One mixture that is split."""
+
+    module: nn.Module
+    calling: Calling
+    part: Part
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """How the mixtures of a model lie over the workers of the ``expert`` axis.
+
+    Args:
+        split: of the mixtures that are split, by name.
+        whole: name of a mixture to the sentence that says why every worker holds all of it.
+    """
+
+    split: Mapping[str, Split] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+
+def derive(model: nn.Module, degree: int) -> ExpertPlan:
+    """The plan for splitting `model` over `degree` workers, each mixture having been tried on made-up tokens.
+
+    `model` may be on the meta device; of mixtures that look alike one is tried.
+
+    Raises:
+        InvalidInput: there is no mixture that can be split, or one whose experts do not divide by `degree`.
+    """
+    found = dict(mixtures(model))
+    check_divides(model, degree)
+    verdicts: dict[object, str | tuple[Calling, Part]] = {}
+    split: dict[str, Split] = {}
+    whole, held_twice = dict(lists(model)), shared(model)
+    for name, module in found.items():
+        like = likeness(module)
+        if like not in verdicts:
+            verdicts[like] = tried(module, degree)
+        verdict = TIED if held_twice & set(module.parameters()) else verdicts[like]
+        if isinstance(verdict, str):
+            whole[name] = verdict
+        else:
+            split[name] = Split(module, *verdict)
+    if not split:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(whole.items())[:3])
+        problem = "the model has no mixture of experts that can be split" + (f" ({reasons})" if reasons else "")
+        raise InvalidInput("expert", degree, problem, CURE)
+    return ExpertPlan(split, whole)
+
+
+def check_divides(model: nn.Module, degree: int) -> None:
+    """Raise `InvalidInput` where the experts of a mixture cannot be shared out to `degree` workers."""
+    numbers = {name: experts(module) for name, module in mixtures(model)}
+    broken = {name: number for name, number in numbers.items() if number % degree}
+    if broken:
+        name, number = next(iter(broken.items()))
+        nearest = nearest_divisor(math.gcd(*numbers.values()), degree)
+        raise InvalidInput(
+            "expert", degree, f"the {number} experts of {name} do not divide by {degree}", f"write expert={nearest}"
+        )

@@ -1,0 +1,174 @@
+"""Whether a model can lie so, found out in one process and without its numbers: before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import InvalidInput
+from unisono.layout.context import Split, length, take, tried, unmasked
+from unisono.layout.context import function_mode as attending
+from unisono.layout.context.group import Coming
+from unisono.layout.deferred import record
+from unisono.layout.expert import check_divides, derive, standing_in
+from unisono.layout.expert.find_experts import experts, mixtures
+from unisono.layout.layout import SCHEDULES, Layout
+from unisono.layout.pipeline import joints, split
+from unisono.layout.rank_mesh import Places
+from unisono.layout.repeated_blocks import Compute
+from unisono.layout.sample_batch import Sample
+from unisono.layout.stage_split import given_to
+from unisono.layout.tensor import refusal
+from unisono.layout.tensor import user_plan as given
+from unisono.layout.tensor.forward_trace import observed
+from unisono.tensors.batch import to_device
+
+_TRIED_BYTES = 1 << 26  # a model with parameters of no more is tried out with its numbers: it takes a second or two
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
+
+
+def check(build: Callable[[], nn.Module], places: Places, sample: Sample, compute: Compute) -> nn.Module:
+    """Refuse what `lay` would refuse on every worker, as far as shapes tell. Returns the model; where it is not built
+    at once, without numbers.
+
+    Raises:
+        InvalidInput: the model cannot be laid out so; names the bound, and the nearest layout that works.
+    """
+    layout = places.layout
+    model = record(build).model
+    compute.check(model)
+    if layout.context > 1:
+        _check_context(build, model, places, sample)
+    if layout.expert > 1:
+        _check_experts(model, places)
+    if layout.tensor > 1 and not layout.plan:
+        _check_heads(model, places)
+    with standing_in(model):
+        if layout.plan:
+            given(model, layout.tensor, layout.plan, sample.arguments)
+        elif layout.tensor > 1:
+            observed(model, given_to(model, sample.arguments))
+        if layout.pipeline > 1:
+            _check_pipeline(model, places, sample)
+    return model
+
+
+def near(places: Places, axis: str, values: Iterable[int]) -> Layout | None:
+    """The layout whose `axis` has the one of `values` nearest to what was wanted that these workers allow."""
+    wanted = getattr(places.layout, axis)
+    others: Any = {"cuts": ()}
+    candidates = [replace(places.layout, **{**others, axis: value}) for value in values if value != wanted]
+    fitting = [each for each in candidates if places.workers % each.workers == 0]
+    return min(fitting, key=lambda each: abs(getattr(each, axis) - wanted), default=None)
+
+
+def _check_heads(model: nn.Module, places: Places) -> None:
+    try:
+        refusal(model, places.layout.tensor)
+    except InvalidInput as error:
+        values = [n for n in range(1, places.workers + 1) if _divides(model, n)]
+        found = near(places, "tensor", values)
+        raise InvalidInput(error.field, error.value, error.problem, f"write {found}" if found else error.cure) from None
+
+
+def _check_experts(model: nn.Module, places: Places) -> None:
+    try:
+        check_divides(model, places.layout.expert)
+    except InvalidInput as error:
+        common = math.gcd(*map(experts, dict(mixtures(model)).values()))
+        values = [n for n in range(1, places.workers + 1) if common % n == 0]
+        found = near(places, "expert", values)
+        raise InvalidInput(error.field, error.value, error.problem, f"write {found}" if found else error.cure) from None
+    derive(model, places.layout.expert)
+
+
+def _divides(model: nn.Module, degree: int) -> bool:
+    try:
+        refusal(model, degree)
+    except InvalidInput:
+        return False
+    return True
+
+
+def _check_pipeline(model: nn.Module, places: Places, sample: Sample) -> None:
+    layout = places.layout
+    given = given_to(model, sample.arguments)
+    try:
+        split(model, given, layout.stages, cuts=layout.cuts or None)
+    except InvalidInput as error:
+        if error.field != "stages" or layout.cuts:
+            raise
+        most = len(joints(model, given).segments()) // SCHEDULES[layout.schedule]
+        values = range(1, most + 1)
+        raise _refused(error.field, layout.stages, error.problem, places, "pipeline", values, error.cure) from None
+
+
+def _check_context(build: Callable[[], nn.Module], model: nn.Module, places: Places, sample: Sample) -> None:
+    size = places.layout.context
+    tokens = length(sample.batch)
+    try:
+        parts = Split(tokens, size)
+    except InvalidInput as error:
+        values = [n for n in range(1, tokens + 1) if n == 1 or tokens % (2 * n) == 0]
+        problem = f"it needs {2 * size} chunks of one length, and sequences have length {tokens} here"
+        raise _refused("context", size, problem, places, "context", values, error.cure) from None
+    if sum(p.nbytes for p in model.parameters()) <= _TRIED_BYTES:
+        tried(build(), sample, size)
+    elif why := _fails_on_parts(model, parts, sample):
+        problem = f"{type(model).__name__} on parts of a sequence: it cannot run on one ({why})"
+        raise InvalidInput("context", size, problem, "use context=1 for a model that does not take sequences")
+
+
+def _refused(
+    field: str, value: Any, problem: str, places: Places, axis: str, values: Iterable[int], cure: str
+) -> InvalidInput:
+    found = near(places, axis, values)
+    return InvalidInput(field, value, problem, f"write {found}, or {cure}" if found else cure)
+
+
+def _fails_on_parts(model: nn.Module, parts: Split, sample: Sample) -> str:
+    """Why the model, which runs on the whole sample, does not run on a part of it; empty where it does or where shapes
+    alone do not tell."""
+    device = next(model.parameters()).device
+    batch, keys = unmasked(to_device(sample.batch, device), sample.inputs, parts.length)
+    with torch.no_grad():
+        try:
+            sample.forward(model, batch)
+        except _FAILURES:
+            return ""
+        try:
+            with attending(_Alike(parts.size), parts, keys=keys):
+                sample.forward(model, take(batch, parts, 0))
+        except _FAILURES as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+class _Alike:
+    """Peers of worker 0 who have what it has."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, mine: Tensor) -> Tensor:
+        return mine.expand(self.size, *mine.shape)
+
+    def pass_on(self, mine: Tensor) -> Coming:
+        return _There(mine)
+
+
+@dataclass(frozen=True)
+class _There:
+    """What came is what was sent."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor

@@ -1,0 +1,225 @@
+"""Parameters, gradients and optimizer state sharded over workers: torch's `fully_shard`, block by block."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from unisono.errors import InvalidInput
+from unisono.layout.layout import Layout
+from unisono.layout.lockstep_calls import Abreast, Gradients, Together
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    repeated: Sequence[nn.Module],
+    layout: Layout,
+    *,
+    bf16: bool = False,
+    last: bool = True,
+    apart: Collection[nn.Parameter] = (),
+    vary: bool = False,
+    together: Together = lambda block: (),
+) -> Abreast:
+    """Shard the parameters of `model` over `mesh`, in place; names stay as they are, and those `apart` as they lie.
+
+    Each block is gathered when it is called and let go as ``layout.zero`` says; what is left together, at the root.
+    What lies together is of one dtype: modules with parameters of another are gathered by themselves. Gradients of the
+    members' micro-batches add up: nothing is averaged.
+
+    Args:
+        mesh: of one dimension; or of two, over the first of which everything is there several times.
+        repeated: the blocks, some of which are in `model`, in the order in which they are called.
+        bf16: parameters travel and compute in bf16; gradients are summed in fp32.
+        last: whether the model's output leaves here, which then is fp32.
+        vary: whether workers may call different blocks. Where they do not, `Abreast` costs nothing.
+        together: see `Abreast`.
+    """
+    offload = CPUOffloadPolicy() if layout.offload and mesh.device_type != "cpu" else OffloadPolicy()
+    inner, outer = _numbers(bf16, None), _numbers(bf16, torch.float32 if last else None)
+    let_go = None if layout.zero == 3 else False  # None: all but the root
+    given: dict[str, Any] = {
+        "mesh": mesh, "reshard_after_forward": let_go, "offload_policy": offload,
+        "ignored_params": {*apart, *kept_whole(model)},
+        "shard_placement_fn": partial(placed, mesh.size(mesh.ndim - 1)),
+    }  # fmt: skip
+    names = {module: name for name, module in model.named_modules()}
+    blocks = [block for block in repeated if block in names and block is not model]
+    inside = [each for group in (*blocks, model) for each in others(group, blocks)]
+    if inside and vary:
+        raise InvalidInput(
+            "layout", str(layout), f"{names[inside[0]]} has parameters of another dtype than what is around it, which "
+            "are gathered when it is called, and workers may call different modules", "give all modules one dtype, or "
+            "let the code call the same ones whatever the data")  # fmt: skip
+    for other in inside:
+        fully_shard(other, mp_policy=inner, **given)
+    abreast = Abreast(
+        model, str(layout), [(names[block], block) for block in blocks], _gradients(model, blocks, apart),
+        torch.device(mesh.device_type), together)  # fmt: skip
+    hooked = abreast.hooked if vary else nullcontext
+    for block in blocks:
+        with hooked(block):
+            fully_shard(block, mp_policy=inner, **given)
+    with hooked(model):
+        fully_shard(model, mp_policy=outer, **given)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        # Where a backend cannot scale while it sums (gloo).
+        module.set_force_sum_reduction_for_comms(True)
+    return abreast
+
+
+def kept_whole(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that torch does not shard, without dimensions or without numbers: every worker has them whole."""
+    return [parameter for parameter in model.parameters() if parameter.dim() == 0 or parameter.numel() == 0]
+
+
+def _gradients(
+    model: nn.Module, blocks: Sequence[nn.Module], apart: Collection[nn.Parameter]
+) -> dict[nn.Module, Gradients]:
+    """For each module that is sharded by itself, its own parameters."""
+    prefixes, seen = {module: name for name, module in model.named_modules()}, set(apart)
+    aliases = getattr(model, "alias_names", {})
+    found = {}
+    for home in (*blocks, model):
+        places = []
+        for module in home.modules():
+            for attribute, parameter in module.named_parameters(recurse=False):
+                if parameter not in seen:
+                    seen.add(parameter)
+                    name = f"{prefixes[module]}.{attribute}".lstrip(".")
+                    places.append((aliases.get(name, name), module, attribute))
+        found[home] = Gradients(places)
+    return found
+
+
+def others(group: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules in `group`, but for those in `blocks` further in, that have parameters to train of another dtype than
+    it has itself, or than most of its numbers.
+
+    Raises:
+        InvalidInput: a module that has several dtypes itself.
+    """
+    inside = {m for block in blocks if block is not group for m in block.modules() if group not in block.modules()}
+    kinds = {m: _kinds(m) for m in group.modules() if m not in inside}
+    sizes = sum(kinds.values(), Counter[torch.dtype]())
+    first, *_ = kinds[group] or [kind for kind, _ in sizes.most_common(1)] or [torch.float32]
+    for module, found in kinds.items():
+        if len(found) > 1:
+            names = " and ".join(str(kind).removeprefix("torch.") for kind in found)
+            raise InvalidInput(
+                "layout", type(module).__name__, f"this module holds parameters of {names} itself, and those of one "
+                "module are gathered together", "give them modules of their own, or one dtype")  # fmt: skip
+    return [module for module, found in kinds.items() if module is not group and found and first not in found]
+
+
+def _kinds(module: nn.Module) -> Counter[torch.dtype]:
+    """How many numbers that are trained the module holds itself, by dtype."""
+    found = Counter[torch.dtype]()  # in the order of the parameters, which all workers have alike
+    for parameter in module.parameters(recurse=False):
+        if parameter.requires_grad:
+            found[parameter.dtype] += parameter.numel()
+    return found
+
+
+def placed(members: int, parameter: nn.Parameter) -> Shard | None:
+    """Where `parameter` is sharded over `members`: None, along the first dimension, but for a stack of fewer matrices
+    than there are members (experts)."""
+    size = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
+    even = (d for d in range(1, len(size)) if size[d] % members == 0)
+    return Shard(next(even, 0)) if len(size) > 2 and size[0] < members else None
+
+
+def _numbers(bf16: bool, output: torch.dtype | None) -> MixedPrecisionPolicy:
+    if not bf16:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=output)
+
+
+class Gathered:
+    """Whole parameters and gradients of sharded `models`, inside a step and between two; see `Gathering`.
+
+    Args:
+        passes: through each of them.
+        mesh: over which they are sharded.
+        vary: whether workers may call different blocks, and so use different parameters.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], layout: Layout, passes: Sequence[Abreast], mesh: DeviceMesh, vary: bool
+    ) -> None:
+        self._models = [model for model in models if isinstance(model, FSDPModule)]
+        # A pipeline's schedule has all micro-batches in hand, and sums once per step by itself.
+        self._once = layout.zero == 1 and layout.pipeline == 1
+        self._passes, self._mesh = passes, mesh
+        self._gradients = [each for one in passes for each in one.gradients.values()]
+        self._varying = tuple(name for each in self._gradients for name, *_ in each.places) if vary else ()
+        self._known = frozenset(self._varying)
+        places = [place for each in self._gradients for place in each.places]
+        self._late = [place for place in places if not isinstance(_at(*place), DTensor)]
+        self.late = frozenset(name for name, *_ in self._late)
+
+    def joined(self, loss: Tensor) -> Tensor:
+        """See `Gathering`."""
+        for one in self._passes:
+            loss = one.joined(loss)
+        return loss
+
+    def backward(self, last: bool) -> None:
+        """See `Gathering`."""
+        if self._once:
+            for model in self._models:
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+
+    def used(self, name: str) -> bool:
+        """See `Gathering`."""
+        return name not in self._known or any(name in each.used for each in self._gradients)
+
+    def finish(self) -> frozenset[str]:
+        """See `Gathering`."""
+        whole = [p for p in (_at(*place) for place in self._late) if p.grad is not None]
+        if not whole and not self._varying:
+            return frozenset()
+        users = torch.tensor([float(self.used(name)) for name in self._varying])
+        counts, *sums = self._summed([users, *(p.grad for p in whole if p.grad is not None)])
+        for parameter, gradient in zip(whole, sums):
+            parameter.grad = gradient.to(parameter)
+        for each in self._gradients:
+            each.clear()
+        return frozenset(name for name, count in zip(self._varying, counts.tolist()) if not count)
+
+    def _summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Over all workers that hold parts of these models, in one message."""
+        flat = torch.cat([each.reshape(-1).to(self._mesh.device_type, torch.float64) for each in tensors])
+        for dim in range(self._mesh.ndim):
+            dist.all_reduce(flat, group=self._mesh.get_group(dim))
+        return [part.view(each.shape) for part, each in zip(flat.split([each.numel() for each in tensors]), tensors)]
+
+    def let_go(self) -> None:
+        """See `Gathering`."""
+        for model in self._models:
+            for module in _sharded(model):
+                module.reshard()
+
+
+def _at(name: str, module: nn.Module, attribute: str) -> nn.Parameter:
+    parameter = module._parameters[attribute]
+    assert parameter is not None, name
+    return parameter
+
+
+def _sharded(model: nn.Module | FSDPModule) -> list[FSDPModule]:
+    assert isinstance(model, nn.Module)
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,246 @@
+"""Passes through a sharded model, in which every worker takes each block once and in one order, whatever it computes.
+
+Workers gather a block's parameters together and sum its gradients together, so none of them may leave a block out. A
+worker whose code does not call a block (a layer that is dropped at random, an expert that none of its tokens chose)
+passes it: it gathers the parameters and computes nothing.
+
+    forward    a zero ─► embedding ─► block 0 ─► block 1, passed ─► block 2 ─► head ─► + loss
+    backward              fill ◄────── fill ◄────── fill ◄──────────  fill ◄──────────────┘
+
+A scalar zero goes through all of them beside the activations and is added to the loss. So backward comes to every
+block, in the reverse of that order; and where it leaves one, the parameters that got no gradient are given zeros, so
+that all workers sum equally many numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from unisono.errors import InvalidInput
+from unisono.layout.call_agreement import gathered
+
+Together = Callable[[nn.Module], Sequence[dist.ProcessGroup]]
+_ZERO = "_zero"  # the keyword under which it passes through torch's own hooks
+_CURE = "call it once in every pass, or keep it outside of ModuleList and Sequential"
+
+
+@dataclass
+class Gradients:
+    """Which parameters of a sharded module got gradients on this worker since `clear`.
+
+    Args:
+        places: of each, its name, and the module and attribute where it is found, gathered or not.
+    """
+
+    places: Sequence[tuple[str, nn.Module, str]]
+    used: set[str] = field(default_factory=set)
+    _filled: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+
+    def fill(self) -> None:
+        """Backward is through with the module: give zeros to parameters without a gradient."""
+        for name, module, attribute in self.places:
+            parameter = module._parameters[attribute]
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                self._filled[name] = parameter.grad, _version(parameter.grad)
+            elif not self._is_as_filled(name, parameter.grad):
+                self.used.add(name)
+
+    def clear(self) -> None:
+        """A new step."""
+        self.used.clear()
+        self._filled.clear()
+
+    def _is_as_filled(self, name: str, gradient: Tensor) -> bool:
+        zeros, version = self._filled.get(name, (None, 0))
+        return gradient is zeros and _version(gradient) == version
+
+
+def _in_backward() -> bool:
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
+
+
+def _version(tensor: Any) -> int:
+    """Counts what was written into `tensor`, or into what this worker has of it."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local._version
+
+
+class _Fill(torch.autograd.Function):
+    """The same zero; where backward comes by, `gradients` are filled."""
+
+    @staticmethod
+    def forward(ctx: Any, zero: Tensor, gradients: Gradients) -> Tensor:
+        ctx.gradients = gradients
+        return zero.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> Any:
+        ctx.gradients.fill()
+        return incoming[0], None
+
+
+class _Beside(NamedTuple):
+    """What a module returns, and the zero beside it."""
+
+    value: Any
+    zero: Tensor | None
+
+
+@dataclass
+class _Pass:
+    """A forward pass under way: the zero, if there is to be a backward pass, and how many blocks it has taken."""
+
+    zero: Tensor | None
+    taken: int = 0
+
+
+class Abreast:
+    """The passes of one worker through `root`, whose blocks and itself are then sharded inside `hooked`.
+
+    Args:
+        layout: what the user asked for.
+        order: the names of the blocks and the blocks.
+        gradients: of each of them, and of `root`.
+        device: where passes are computed.
+        together: groups whose workers also talk inside of a block, and so must all compute it or none of them.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layout: str,
+        order: Sequence[tuple[str, nn.Module]],
+        gradients: dict[nn.Module, Gradients],
+        device: torch.device,
+        together: Together,
+    ) -> None:
+        self._root, self._layout, self._order = root, layout, order
+        self._device, self._together = device, together
+        self.gradients = gradients
+        self._place = {block: place for place, (_, block) in enumerate(order)}
+        self._now: _Pass | None = None
+        self._zero: Tensor | None = None
+
+    @contextmanager
+    def hooked(self, module: nn.Module) -> Iterator[None]:
+        """Inside, `module` is sharded. The zero is an argument and a result for torch's hooks alone, not for those of
+        the user, which run before the last and after the first of these four."""
+        module.register_forward_pre_hook(self._received, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._returned)
+        yield
+        module.register_forward_pre_hook(self._called, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._left)
+        if module is not self._root:
+            block: Any = module
+            block.pass_by = partial(self._filling, module)
+            register_fsdp_forward_method(module, "pass_by")
+
+    def joined(self, value: Tensor) -> Tensor:
+        """`value`, from whose backward pass that of every block is reached."""
+        zero, self._zero = self._zero, None
+        return value if zero is None else value + zero.to(value.dtype)
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is self._root and not _in_backward():
+            learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+            self._now = _Pass(torch.zeros((), device=self._device, requires_grad=True) if learns else None)
+        now = self._passing()
+        if now is None:
+            return None
+        if module is not self._root:
+            self._take(now, module)
+        return args, {**kwargs, _ZERO: now.zero if torch.is_grad_enabled() else None}
+
+    def _received(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if _ZERO not in kwargs:
+            return None
+        zero = kwargs.pop(_ZERO)
+        if zero is not None and self._now is not None:
+            self._now.zero = self._filling(module, zero)
+        return args, kwargs
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
+        now = self._passing()
+        if now is None or output is None:
+            return None
+        if module is self._root:
+            self._pass_until(now, len(self._order))
+        return _Beside(output, now.zero.clone() if now.zero is not None and torch.is_grad_enabled() else None)
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, _Beside):
+            return None
+        if module is not self._root:
+            if self._now is not None and output.zero is not None:
+                self._now.zero = output.zero
+            return output.value
+        self._now, self._zero = None, output.zero
+        return output.value if getattr(module, "is_last", True) else self._leaving(output.value)
+
+    def _leaving(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What a stage of a pipeline sends on: no loss is computed of it here."""
+        first = next((place for place, value in enumerate(values) if value.requires_grad), None)
+        return tuple(self.joined(value) if place == first else value for place, value in enumerate(values))
+
+    def _passing(self) -> _Pass | None:
+        """The forward pass under way. Where activations are computed again in backward, there is none."""
+        return None if _in_backward() else self._now
+
+    def _take(self, now: _Pass, block: nn.Module) -> None:
+        place = self._place[block]
+        name = self._order[place][0]
+        if place < now.taken:
+            before = self._order[now.taken - 1][0]
+            problem = f"{name} is called twice" if before == name else f"{name} is called after {before}"
+            raise InvalidInput(
+                "layout", self._layout, f"{problem} in a forward pass, and not so on the first samples, so workers "
+                "cannot gather its parameters at the same moment", _CURE)  # fmt: skip
+        self._pass_until(now, place)
+        self._agree(place, called=True)
+        now.taken = place + 1
+
+    def _pass_until(self, now: _Pass, place: int) -> None:
+        for skipped in range(now.taken, place):
+            self._agree(skipped, called=False)
+            block: Any = self._order[skipped][1]
+            with torch.set_grad_enabled(now.zero is not None):  # also where the user computes without
+                now.zero = block.pass_by(now.zero)
+        now.taken = max(now.taken, place)
+
+    def _filling(self, module: nn.Module, zero: Tensor | None) -> Tensor | None:
+        return None if zero is None else _Fill.apply(zero, self.gradients[module])  # type: ignore[no-untyped-call]
+
+    def _agree(self, place: int, *, called: bool) -> None:
+        for group in self._together(self._order[place][1]):
+            mine = torch.tensor([float(called)], device=self._device)
+            everybody = gathered(mine, group)
+            if everybody is not None and everybody.min() != everybody.max():
+                raise self._apart(
+                    self._order[place][0], everybody.flatten().tolist(), dist.get_process_group_ranks(group)
+                )
+
+    def _apart(self, name: str, called: Sequence[float], ranks: Sequence[int]) -> InvalidInput:
+        callers, others = (
+            [str(rank) for rank, yes in zip(ranks, called) if bool(yes) is each] for each in (True, False)
+        )
+        problem = (
+            f"{name} is called by {_named(callers)} and not by {_named(others)}, who need each other's numbers in it"
+        )
+        return InvalidInput("layout", self._layout, problem, "let all of them call it, or leave the layout out")
+
+
+def _named(ranks: Sequence[str]) -> str:
+    return f"worker{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

@@ -1,0 +1,123 @@
+"""A model laid over the workers of a replica: built, spread, and filled with its first numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from unisono.layout.apply_axes import spread
+from unisono.layout.context import Passage, tried
+from unisono.layout.deferred import Deferred, record
+from unisono.layout.deferred.tensor_slots import Slots, tie
+from unisono.layout.layout import AXES, Layout
+from unisono.layout.local_model import Held
+from unisono.layout.rank_mesh import Places
+from unisono.layout.repeated_blocks import Compute
+from unisono.layout.sample_batch import Sample
+
+LOG = logging.getLogger("unisono")
+
+
+def mesh_of(places: Places, device_type: str) -> DeviceMesh:
+    """The mesh of all workers, in torch's default process group; they make it together."""
+    return init_device_mesh(device_type, places.shape, mesh_dim_names=("replica", *AXES))
+
+
+def lay(
+    build: Callable[[], nn.Module], layout: Layout, mesh: DeviceMesh, sample: Sample, compute: Compute | None = None
+) -> Held:
+    """This worker's part of the model that `build` builds, with the bits that it has on one device; all workers call it
+    alike, with the same random state. The whole model is never in memory, but for a model that has to be.
+
+    Args:
+        sample: on it is tried out what can be split.
+        compute: how it computes, block by block.
+
+    Raises:
+        InvalidInput: the model cannot be laid out so; names what cannot, and what to do.
+    """
+    compute = compute or Compute()
+    if layout.context > 1:  # it is tried out with its numbers
+        model = build().to(mesh.device_type)
+        without_padding = tried(model, sample, layout.context)
+        held = spread(model, layout, mesh, sample, compute).held(layout, mesh, sample)
+        return replace(held, passage=Passage(mesh["context"], sample, without_padding))
+    deferred = record(build)
+    if deferred.whole and mesh.get_rank() == 0:
+        LOG.info("the model is built whole on every worker: %s", deferred.why)
+    model = deferred.model.to(mesh.device_type) if deferred.whole else deferred.model
+    found = spread(model, layout, mesh, sample, compute)
+    if deferred.whole:
+        return found.held(layout, mesh, sample)
+    _give_memory(found.model, mesh.device_type)
+    if layout.offload:
+        _to_host(found.model)
+    held = found.held(layout, mesh, sample)
+    _fill(held, deferred)
+    return held
+
+
+def outline(
+    build: Callable[[], nn.Module],
+    layout: Layout,
+    mesh: DeviceMesh,
+    sample: Sample,
+    compute: Compute,
+    shapes: Callable[[], AbstractContextManager[Any]],
+) -> Held:
+    """What `lay` would give, of tensors that are made within ``shapes()``: zeros, where those have memory. Nothing is
+    measured: stages of a pipeline are cut where the layout says, or else by bytes."""
+    deferred = record(build)
+    if deferred.whole:
+        LOG.info("the model is built whole on every worker: %s", deferred.why)
+        deferred.materialise(lambda name, whole: None)  # nothing of it is kept
+    found = spread(deferred.model, layout, mesh, sample, compute, measured=False)
+    with shapes():
+        _give_memory(found.model, mesh.device_type)
+    held = found.held(layout, mesh, sample)
+    with shapes(), torch.no_grad():
+        for tensor in (*held.local.parameters(), *held.local.buffers()):
+            tensor.zero_()
+    return held
+
+
+def _give_memory(model: nn.Module, device: str) -> None:
+    """`Module.to_empty`, which would give each place of a tied tensor memory of its own."""
+    tied = Slots(model).tied
+    model.to_empty(device=device)
+    for slots in tied:
+        tie(slots, getattr(*slots[0]))
+
+
+def _to_host(model: nn.Module) -> None:
+    """What is trained in parts; buffers, and parameters that are whole, stay where the forward pass reads them."""
+    buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    whole = [(m._parameters, name, p, p.data) for m in model.modules() for name, p in m._parameters.items()
+             if p is not None and not isinstance(p, DTensor)]  # fmt: skip
+    model.cpu()
+    for home, name, buffer in buffers:
+        home[name] = buffer
+    for place, name, parameter, data in whole:
+        place[name] = parameter
+        parameter.data = data
+
+
+def _fill(held: Held, deferred: Deferred) -> None:
+    empty = {**dict(held.local.named_parameters()), **dict(held.local.named_buffers())}
+
+    def keep(name: str, whole: Tensor) -> None:
+        part = held.parts.get(name)
+        if name in empty:
+            with torch.no_grad():
+                empty.pop(name).copy_(whole[part.slices] if part else whole)
+
+    deferred.materialise(keep)
+    assert not empty, f"nothing has come for {', '.join(empty)}"

@@ -1,0 +1,155 @@
+"""What each segment of a model's chain costs, measured: so that automatic cuts balance time.
+
+The model may lie on the meta device: one segment at a time is given numbers. Segments that do the same operations on
+the same shapes are measured once, so that noise cannot make equal blocks unequal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from unisono.layout.pipeline.preserved_state import undisturbed
+from unisono.layout.pipeline.rng_states import Generators
+from unisono.layout.pipeline.split import Joints
+from unisono.layout.pipeline.stage import Stage
+from unisono.layout.shape_propagation import Known
+
+ROUNDS = 2  # over all segments, so that a moment in which the machine was busy does not decide
+_REPEATS = range(3, 20)  # of a segment in a round: the least, and the most while they are done in
+_ROUND_SECONDS = 0.05
+
+
+def measure(
+    found: Joints,
+    inputs: Mapping[str, Any],
+    device: torch.device,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> list[float]:
+    """Seconds of forward and backward of each segment, the fastest of some; leaves the model as it was.
+
+    Times differ from worker to worker: measure on one and tell all.
+
+    Args:
+        inputs: of a micro-batch, by name, on `device`.
+        loss: of the model's output; the last segment's worker computes it.
+
+    Raises:
+        Exception: what the model raises in training mode.
+    """
+    stages = found.cut(found.names).modules
+    generators = Generators(device)
+    states = generators.states()
+    with undisturbed(found.model, *stages, training=True):
+        with Known():
+            arriving, kinds = _outlines(stages, found.inputs)
+        seconds = dict.fromkeys(kinds, float("inf"))
+        for _ in range(ROUNDS):
+            for kind in seconds:
+                place = kinds.index(kind)
+                of_last = loss if stages[place].is_last else None
+                spent = _Trial(stages[place], arriving[place], inputs, device, of_last).seconds()
+                seconds[kind] = min(seconds[kind], spent)
+    generators.restore(states)
+    return [seconds[kind] for kind in kinds]
+
+
+def _outlines(stages: Sequence[Stage], inputs: Mapping[str, Any]) -> tuple[list[tuple[Tensor, ...]], list[Any]]:
+    """What arrives at each stage, on the model's device, and what kind of work it does: equal kinds cost the same."""
+    arriving, kinds = [], []
+    values: tuple[Tensor, ...] = ()
+    for stage in stages:
+        operations = _Operations()
+        with operations:
+            out = stage(*values, **inputs)
+        learning = [p.requires_grad for p in (*values, *stage.parameters())]
+        kinds.append((tuple(operations.seen), tuple(learning), stage.is_last))
+        arriving.append(values)
+        values = tuple(v.detach().requires_grad_(v.requires_grad) for v in out)
+    return arriving, kinds
+
+
+class _Operations(TorchDispatchMode):
+    """Writes down what is computed, of which shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(f"{func} {tree_map(_outline, (args, kwargs or {}))}")
+        return func(*args, **(kwargs or {}))
+
+
+def _outline(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.stride() if value.layout is torch.strided else ''} {value.dtype}"
+    return "" if isinstance(value, torch.device | torch.Generator) else repr(value)
+
+
+class _Trial:
+    """One stage with numbers."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        arriving: tuple[Tensor, ...],
+        inputs: Mapping[str, Any],
+        device: torch.device,
+        loss: Callable[[Any], Tensor] | None,
+    ) -> None:
+        random = torch.Generator(device).manual_seed(0)
+        tensors = (*stage.named_parameters(), *stage.named_buffers())
+        self._tensors = {name: _number(t, isinstance(t, nn.Parameter), device, random) for name, t in tensors}
+        self._arriving = tuple(_number(t, False, device, random) for t in arriving)
+        self._wanted = [t for t in (*self._arriving, *self._tensors.values()) if t.requires_grad]
+        self._stage, self._inputs, self._loss, self._device = stage, dict(inputs), loss, device
+
+    def seconds(self) -> float:
+        """The fastest pass."""
+        best, end = float("inf"), time.perf_counter() + _ROUND_SECONDS
+        self._pass()
+        for count in range(_REPEATS.stop):
+            if count >= _REPEATS.start and time.perf_counter() > end:
+                break
+            best = min(best, self._pass())
+        return best
+
+    def _pass(self) -> float:
+        self._wait()
+        begin = time.perf_counter()
+        out = functional_call(self._stage, self._tensors, self._arriving, self._inputs)
+        if self._loss is not None:
+            out = (self._loss(self._stage.assemble(out)),)
+        learning = [v for v in out if v.requires_grad]
+        if learning and self._wanted:
+            torch.autograd.grad(learning, self._wanted, [torch.ones_like(v) for v in learning], allow_unused=True)
+        self._wait()
+        return time.perf_counter() - begin
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize()
+
+
+def _number(tensor: Tensor, weight: bool, device: torch.device, random: torch.Generator) -> Tensor:
+    """A tensor like this one: its own numbers, or such as a trained model might have, for time can depend on them
+    where they overflow or nearly vanish."""
+    if not tensor.is_meta:
+        made = tensor.detach().to(device, copy=True)
+    elif not tensor.is_floating_point():
+        made = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+        made = made if tensor.dtype == torch.bool else made.zero_()
+    elif weight and tensor.dim() < 2:
+        made = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+    else:
+        made = torch.randn(tensor.shape, generator=random, device=device).to(tensor.dtype)
+        made = made.mul_((tensor.shape[0] / max(1, tensor.numel())) ** 0.5) if weight else made
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,68 @@
+"""A model cut into the stages of a pipeline, by what each of its blocks costs."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from unisono.layout.layout import Layout
+from unisono.layout.pipeline import Joints, Pipeline, by_name, joints, split, stages_of, worker_of
+from unisono.layout.pipeline import segment_timing as measure
+from unisono.layout.repeated_blocks import Compute
+from unisono.layout.sample_batch import Sample
+from unisono.tensors.batch import to_device
+
+LOG = logging.getLogger("unisono")
+
+
+def costs_of(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> list[float] | None:
+    """Seconds of each segment of a pipeline, as worker 0 measures them; None where that cannot be."""
+    found = joints(model, given_to(model, sample.arguments), (), layout.stages)
+    seconds = torch.full([len(found.names) + 1], math.nan, dtype=torch.float64)
+    if mesh.get_rank() == 0 and layout.stages < len(seconds):
+        try:
+            seconds = torch.tensor(_measured(found, torch.device(mesh.device_type), sample), dtype=torch.float64)
+        except Exception as error:  # whatever the model raises on made-up numbers
+            LOG.info("stages are cut by bytes, for a trial of their speed failed: %s", error)
+    seconds = seconds.to(mesh.device_type)
+    dist.broadcast(seconds, 0)
+    return None if seconds.isnan().any() else seconds.tolist()
+
+
+def staged(
+    model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, costs: list[float] | None, compute: Compute
+) -> Pipeline:
+    """This worker's stages, where the user says or so that all take as long: by `costs`, or else by bytes.
+
+    Raises:
+        InvalidInput: the model cannot be cut, or not into so many stages.
+    """
+    holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
+    stages = split(model, given_to(model, sample.arguments), layout.stages, layout.cuts or None, costs, holders=holders)
+    if mesh.get_rank() == 0:
+        what = "time" if costs else "bytes"
+        shares = ", ".join(f"{share:.0%}" for share in stages.shares)
+        LOG.info("the pipeline's stages begin at %s%s", ", ".join(stages.cuts), shares and f"; of its {what}: {shares}")
+    mine = stages_of(layout.schedule, layout.pipeline, layout.stages, mesh.get_local_rank("pipeline"))
+    return Pipeline(
+        {number: stages.modules[number] for number in mine}, layout.stages, mesh["pipeline"].get_group(),
+        layout.schedule, torch.device(mesh.device_type), stages.tied, apart=not compute.changes_backward)  # fmt: skip
+
+
+def _measured(found: Joints, device: torch.device, sample: Sample) -> list[float]:
+    inputs, batch = (to_device(each, device) for each in (sample.arguments, sample.batch))
+    named = by_name(inspect.signature(found.model.forward), inputs)
+    return measure(found, named, device, lambda output: sample.loss(output, batch))
+
+
+def given_to(model: nn.Module, inputs: Any) -> Any:
+    """`inputs` where the model is; for one without numbers, where they are."""
+    device = next(model.parameters()).device
+    return inputs if device.type == "meta" else to_device(inputs, device)

@@ -1,0 +1,83 @@
+"""A plan that the user wrote: all of it computes what the whole model computes, or it is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from unisono.errors import InvalidInput
+from unisono.layout.rank_mesh import nearest_divisor
+from unisono.layout.split_styles import GROUPS, ROWS, VOCABULARY
+from unisono.layout.tensor.derive_plan import unnamed
+from unisono.layout.tensor.linear_modules import matrix
+from unisono.layout.tensor.tensor_plan import TensorPlan
+from unisono.layout.tensor.verify import verify
+
+_CURE = "write it otherwise, or leave it out: what is not named stays whole"
+
+
+def given(
+    model: nn.Module, degree: int, words: Mapping[str, str], sample: tuple[Any, ...] | Mapping[str, Any]
+) -> TensorPlan:
+    """The plan that `words` (modules, or patterns of them, to words) are for `model` over `degree` workers.
+
+    Raises:
+        InvalidInput: an entry that fits no module, contradicts another, or whose split cannot be or changes what is
+            computed from `sample`.
+    """
+    plan = TensorPlan.of(words).resolved(model)
+    _check_once(words, plan)
+    _check_sizes(model, degree, words, plan)
+    verified = verify(model, plan, degree, sample)
+    for name, why in verified.whole.items():
+        raise InvalidInput("plan", _entry(words, name), f"{name or 'the model'}: {why}", _CURE)
+    whole = dict.fromkeys(unnamed(model, verified.split), "the plan that was given does not name it")
+    return TensorPlan(verified.split, whole, verified.local)
+
+
+def _check_once(words: Mapping[str, str], plan: TensorPlan) -> None:
+    for name in plan.split:
+        first, *others = _entries(words, name)
+        for other in others:
+            if words[other] != words[first]:
+                problem = f"{name} is also {other!r}: {words[other]!r}"
+                raise InvalidInput("plan", _shown(words, first), problem, "name each module once")
+
+
+def _check_sizes(model: nn.Module, degree: int, words: Mapping[str, str], plan: TensorPlan) -> None:
+    """Say which degree would do, where one would."""
+    sizes = {name: size for name, word in plan.split.items() if (size := _size(model.get_submodule(name), word))}
+    for name, size in sizes.items():
+        if size % degree:
+            word, common = plan.split[name], math.gcd(*sizes.values())
+            what = "inputs" if word in ROWS else "rows" if word == VOCABULARY else "outputs"
+            parts = f" in each of its {GROUPS[word]} blocks" if word in GROUPS else ""
+            problem = f"{name}: {size} {what}{parts} do not divide by tensor={degree}"
+            cure = f"write tensor={nearest_divisor(common, degree)}, or leave it out: what is not named stays whole"
+            raise InvalidInput("plan", _entry(words, name), problem, cure)
+
+
+def _size(module: nn.Module, word: str) -> int:
+    """What the members share out; 0 where `module` has nothing of the kind."""
+    found = matrix(module)
+    if found is None:
+        rows = getattr(module, "num_embeddings", 0) if word == VOCABULARY else 0
+        return int(rows)
+    size, groups = (found.inputs if word in ROWS else found.outputs), GROUPS.get(word, 1)
+    return 0 if size % groups else size // groups
+
+
+def _entries(words: Mapping[str, str], name: str) -> list[str]:
+    return [pattern for pattern in words if fnmatchcase(name, pattern)]
+
+
+def _entry(words: Mapping[str, str], name: str) -> str:
+    return _shown(words, _entries(words, name)[0])
+
+
+def _shown(words: Mapping[str, str], entry: str) -> str:
+    return f"{entry!r}: {words[entry]!r}"

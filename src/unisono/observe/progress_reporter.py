@@ -1,0 +1,45 @@
+"""A recorder that also tells the launcher how the run goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unisono.observe.rate_limit import Pace
+from unisono.observe.recorder import Fields, Recorder
+
+TELL_SECONDS = 0.1
+
+
+class Telling:
+    """Passes everything on to `recorder`, and what a person wants to see to `tell`, thinned by time.
+
+    Args:
+        tell: takes messages of ``kind`` progress and notice, as the display reads them.
+    """
+
+    def __init__(self, recorder: Recorder, tell: Callable[[Mapping[str, Any]], None]) -> None:
+        self._recorder, self._tell = recorder, tell
+        self._pace = Pace(TELL_SECONDS)
+        self._metrics: dict[str, float] = {}
+
+    def event(self, event: str, /, **fields: Any) -> None:
+        """See `Recorder`; a field ``words`` is for people and is told as a notice."""
+        self._recorder.event(event, **fields)
+        if "words" in fields:
+            self._tell({"kind": "notice", "text": fields["words"]})
+
+    def step(self, step: int, steps: int, fields: Callable[[], Fields]) -> None:
+        """See `Recorder`."""
+        self._recorder.step(step, steps, fields)
+        if self._pace.due() or step == steps:
+            self._tell({"kind": "progress", "step": step, "steps": steps, "metrics": self._metrics, **fields()})
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Recorder`."""
+        self._recorder.metrics(step, values)
+        self._metrics = dict(values)
+
+    def close(self) -> None:
+        """See `Recorder`."""
+        self._recorder.close()

@@ -1,0 +1,173 @@
+"""One step of an imagined worker, which computes on shapes: what it keeps, and what it sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.layout.accounting import Kept, Message, Messages
+from unisono.layout.fake_worker import Imagined
+from unisono.layout.pipeline.pass_order import sum_at, turns
+from unisono.layout.pipeline.stage import Stage, by_name
+from unisono.tasks.task import Task
+from unisono.tensors.batch import Batch
+from unisono.trainer.evaluation import forward
+
+Outline = tuple[Tensor, ...]  # on the meta device
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a worker does in a step.
+
+    Args:
+        activations: bytes that a micro-batch keeps for backward, the most of this worker's stages together.
+        in_flight: the most that micro-batches keep at once.
+        gathered: bytes of parameters that are there whole at once, while they are computed with.
+        messages: and how many of each.
+        gradients: bytes of one number of the gradient of each parameter that gets one, by its name.
+    """
+
+    activations: int
+    in_flight: int
+    gathered: int
+    messages: Mapping[Message, int]
+    gradients: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker has to do.
+
+    Args:
+        task: with its loss in mixed precision, where that is asked for.
+        batch: a real micro-batch.
+        micro_batches: this worker's, of a step.
+        autocast: the context of forward passes.
+        arrives: what each stage of a pipeline gets; empty without one.
+    """
+
+    task: Task
+    batch: Batch
+    micro_batches: int
+    autocast: Callable[[], Any]
+    arrives: Mapping[int, Outline]
+
+
+def rehearsed(worker: Imagined, work: Work) -> Step:
+    """The step of `worker`.
+
+    Raises:
+        Exception: whatever the model's code does where there are no numbers.
+    """
+    worker.held.model.train()
+    return _whole(worker, work) if worker.held.pipeline is None else _stages(worker, work)
+
+
+def _whole(worker: Imagined, work: Work) -> Step:
+    """The first micro-batch, one of those like the second, and the last: where gradients are summed once per step, they
+    send different things."""
+    held, kept, sent = worker.held, Kept(), Counter[Message]()
+    activations = 0
+    middle = work.micro_batches - 2
+    before = [(1, False), (middle, False)][: work.micro_batches - 1]
+    for times, last in (*before, (1, True)):
+        messages, here = Messages(), Kept(kept.gathered)
+        with worker.shapes(), messages:
+            batch = worker.of(work.batch)
+            with held.passage(batch, work.task.loss) as (mine, loss):
+                with here.watching(held.model):
+                    found = loss(forward(work.task, work.autocast)(held.model, mine), mine)
+                activations = activations or here.bytes
+                held.gathering.backward(last)
+                found.backward()
+        sent.update({message: count * times for message, count in messages.seen.items()})
+    return Step(activations, activations, _gathered(kept), sent, _gradients(worker))
+
+
+def _stages(worker: Imagined, work: Work) -> Step:
+    """Turn by turn, as the schedule has them."""
+    pipeline = worker.held.pipeline
+    order = turns(pipeline.schedule, pipeline.count, work.micro_batches, pipeline.group)
+    messages, waiting, sizes = Messages(), dict[tuple[int, int], Any](), dict[tuple[int, int], int]()
+    alive = most = 0
+    kept = Kept()
+    last = {stage: max(i for i, turn in enumerate(order) if turn[0] == stage) for stage in pipeline.stages}
+    with worker.shapes(), messages:
+        for i, (number, m, is_backward) in enumerate(order):
+            stage = pipeline.stages[number]
+            if not is_backward:
+                here = Kept(kept.gathered)
+                with here.watching(stage):
+                    waiting[number, m] = _leaves(worker, work, stage, number)
+                sizes[number, m] = here.bytes
+                alive += here.bytes
+            else:
+                sum_at(stage, i == last[number])
+                _back(waiting.pop((number, m)))
+                alive -= sizes[number, m]
+            most = max(most, alive)
+    activations = sum(max(size for (s, _), size in sizes.items() if s == number) for number in pipeline.stages)
+    return Step(activations, most, _gathered(kept), messages.seen, _gradients(worker))
+
+
+def _leaves(worker: Imagined, work: Work, stage: Stage, number: int) -> list[Tensor]:
+    """What leaves a stage for a micro-batch, or its loss."""
+    arrived = [_there(worker, outline) for outline in work.arrives[number]]
+    with work.autocast():
+        batch = worker.of(work.batch)
+        found = stage(*arrived, **by_name(stage.call_signature, work.task.inputs(batch)))
+    if stage.is_last:
+        return [work.task.loss(stage.assemble(found), batch)]
+    return list(found)
+
+
+def _there(worker: Imagined, outline: Tensor) -> Tensor:
+    like: Tensor = worker.of(outline)
+    return like.detach().requires_grad_(outline.requires_grad)
+
+
+def _back(leaves: list[Tensor]) -> None:
+    learning = [value for value in leaves if value.requires_grad]
+    if learning:
+        torch.autograd.backward(learning, [torch.ones_like(value) for value in learning])
+
+
+def _gathered(kept: Kept) -> int:
+    """What lies at the roots stays; of all else one module at a time is there."""
+    sizes = kept.gathered
+    inner = {child for module in sizes for child in module.modules() if child is not module}
+    return sum(sizes[m] for m in sizes if m not in inner) + max((sizes[m] for m in sizes if m in inner), default=0)
+
+
+def _gradients(worker: Imagined) -> dict[str, int]:
+    """The width of each gradient's numbers; the gradients are taken away."""
+    taken = {name: worker.held.take(name) for name in worker.held.leaves}
+    return {name: gradient.element_size() for name, gradient in taken.items() if gradient is not None}
+
+
+def between(arrives: Mapping[int, Outline], stages: Mapping[int, Any], count: int, micro_batches: int,
+            worker_of: Callable[[int], int], ranks: Callable[[int], int]) -> Counter[Message]:  # fmt: skip
+    """What passes between the stages of a worker and those of others: values, and their gradients on the way back."""
+    found: Counter[Message] = Counter()
+    for number in stages:
+        here = worker_of(number)
+        if number + 1 < count and worker_of(number + 1) != here:
+            pair = tuple(sorted((ranks(here), ranks(worker_of(number + 1)))))
+            found[Message("send", pair, sum(v.nbytes for v in arrives[number + 1]))] += micro_batches
+        if number > 0 and worker_of(number - 1) != here:
+            pair = tuple(sorted((ranks(here), ranks(worker_of(number - 1)))))
+            back = sum(v.nbytes for v in arrives[number] if v.requires_grad)
+            if back:
+                found[Message("send", pair, back)] += micro_batches
+    return found
+
+
+def with_messages(step: Step, more: Mapping[Message, int]) -> Step:
+    """`step`, which sends `more` too."""
+    return replace(step, messages=Counter(step.messages) + Counter(more))

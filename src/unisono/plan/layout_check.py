@@ -1,0 +1,38 @@
+"""What workers of a layout would refuse once they are there, refused by a process that nobody waits for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from unisono.config import Config
+from unisono.launch import Identity, Worker
+from unisono.layout import Compute, Places, Sample
+from unisono.layout.feasibility import check as check_model
+from unisono.run.resolve import settle
+from unisono.run.spec import TaskSource
+from unisono.tasks.task import Task
+from unisono.trainer.build import Feed, model_of
+from unisono.trainer.optimizer_coupling import needs_wholes
+from unisono.world import choose_device
+
+
+def check(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> None:
+    """Raise `InvalidInput` where the task of `source` cannot be trained under the layout of `settings`: what a worker
+    is asked, before there are those that train."""
+    task = source.load()
+    config = settle(task, settings)
+    with contextlib.ExitStack() as stack:
+        feed = Feed(task, config, 0, config.workers, stack)
+        check_task(task, config, feed.places, feed.sample())
+
+
+def check_task(task: Task, config: Config, places: Places, sample: Sample) -> bool:
+    """Raise `InvalidInput` where the model or the optimizer of `task` does not allow the layout of `config`. Returns
+    `needs_wholes`."""
+    compute = Compute(config.precision, config.recompute, config.compile)
+    model = check_model(partial(model_of, task), places, sample, compute)
+    dims = {p.dim() for p in model.parameters() if p.requires_grad}
+    return needs_wholes(task.optimizer, dims, config.layout, choose_device(config.device, Identity()))

@@ -1,0 +1,335 @@
+"""What each worker would hold of a task under a layout, and send: foretold by one process, without starting any."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.config import Config
+from unisono.data import seed_compute, stream
+from unisono.errors import InvalidInput, UnisonoError
+from unisono.launch import Identity, Worker
+from unisono.layout import Compute, Places, Sample
+from unisono.layout.accounting import Message
+from unisono.layout.deferred import record
+from unisono.layout.expert import standing_in
+from unisono.layout.fake_worker import Imagined, imagined
+from unisono.layout.pipeline import split
+from unisono.layout.pipeline.p2p import outline
+from unisono.layout.pipeline.schedules import worker_of
+from unisono.layout.pipeline.stage import by_name
+from unisono.layout.shape_propagation import Known
+from unisono.layout.shard_sizes import axes, sizes
+from unisono.layout.stage_split import given_to
+from unisono.notation import show
+from unisono.plan.device_memory import Memory, memory_of
+from unisono.plan.dry_step import Outline, Step, Work, between, rehearsed, with_messages
+from unisono.plan.layout_check import check_task
+from unisono.plan.stepped import Stepped, optimizer_bytes
+from unisono.run.resolve import settle
+from unisono.run.spec import TaskSource
+from unisono.sync import AllReduce
+from unisono.tasks.task import Task
+from unisono.trainer.build import Feed, autocast_of, model_of
+from unisono.trainer.evaluation import within
+from unisono.world import choose_device
+
+LOG = logging.getLogger("unisono")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Messages of one kind between the same workers, in a step.
+
+    Args:
+        axes: on which those workers differ, as ``shard`` or ``shard x context``; ``replica`` between replicas.
+        kind: see `Message`.
+        count: of messages.
+        bytes: that leave a worker with them.
+    """
+
+    axes: str
+    kind: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What some workers hold, each of them, in bytes, and send.
+
+    Args:
+        workers: those who hold as much of everything.
+        parameters, buffers, gradients, optimizer: of its parts, between two steps.
+        activations: that one micro-batch keeps for backward.
+        in_flight: that all micro-batches keep which are on their way through this worker at once.
+        gathered: parameters that are there whole at once while they are computed with.
+        messages: of a step.
+    """
+
+    workers: tuple[int, ...]
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    activations: int
+    in_flight: int
+    gathered: int
+    messages: tuple[Traffic, ...]
+
+    @property
+    def total(self) -> int:
+        """At once, at most."""
+        return self.parameters + self.buffers + self.gradients + self.optimizer + self.in_flight + self.gathered
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A layout, foretold.
+
+    Args:
+        layout: as it is written.
+        workers, replicas: of the run.
+        parameters: numbers in the whole model that are parameters.
+        micro_batch: samples of one.
+        micro_batches: of a step, that each worker goes through.
+        holdings: in the order of their first workers.
+        notes: what stays whole and why, where stages begin, and what could not be foretold.
+        memory: of the machine, or of a worker's device.
+    """
+
+    layout: str
+    workers: int
+    replicas: int
+    parameters: int
+    micro_batch: int
+    micro_batches: int
+    holdings: tuple[Holding, ...]
+    notes: tuple[str, ...]
+    memory: Memory
+
+    def mapping(self) -> dict[str, Any]:
+        """As JSON has it."""
+        found = asdict(self)
+        for holding, each in zip(found["holdings"], self.holdings):
+            holding["total"] = each.total
+        return found
+
+
+def answer(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`foretell`, asked of a process of its own; the fields of a `Laid`."""
+    task = source.load()
+    return foretell(task, settle(task, settings)).mapping()
+
+
+def foretell(task: Task, config: Config) -> Laid:
+    """What every worker would hold and send. There must be no default process group.
+
+    Raises:
+        InvalidInput: the task cannot be trained so.
+    """
+    device = choose_device(config.device, Identity())
+    with contextlib.ExitStack() as stack:
+        feed = Feed(task, config, 0, config.workers, stack)
+        places, sample = feed.places, feed.sample()
+        whole = check_task(task, config, places, sample)
+        batch = feed.micro_batch()
+    seed_compute(stream(config.seed, 0, 0, "init"))
+    autocast = autocast_of(config, device)
+    arrives: Mapping[int, Outline] = {}
+    if places.layout.pipeline > 1:
+        cuts, arrives = _arrivals(task, batch, places, sample)
+        places = Places(replace(places.layout, cuts=cuts), places.workers)
+    work = Work(replace(task, loss=within(autocast, task.loss)), batch, len(feed.mine), autocast, arrives)
+    notes: list[str] = []
+    holdings: list[Holding] = []
+    for at in range(places.layout.pipeline):
+        rank = next(r for r in range(places.workers) if places.of(r).pipeline == at)
+        with _told(notes if rank == 0 else []):
+            holdings += _imagine(task, config, places, rank, sample, device, work, notes, whole)
+    model = record(partial(model_of, task)).model
+    notes += _between_replicas(config, places)
+    notes += _uncounted(config)
+    return Laid(
+        show(config.layout), places.workers, places.replicas, sum(p.numel() for p in model.parameters()),
+        feed.plan.micro_batch, len(feed.mine), tuple(_joined(holdings)), tuple(dict.fromkeys(notes)),
+        memory_of(device))  # fmt: skip
+
+
+def _imagine(
+    task: Task, config: Config, places: Places, rank: int, sample: Sample, device: torch.device, work: Work,
+    notes: list[str], whole: bool,
+) -> list[Holding]:  # fmt: skip
+    """Without memory if that can be, else with it.
+
+    Args:
+        whole: whether the optimizer steps tensors whole that are cut.
+    """
+    build, compute = partial(model_of, task), Compute(config.precision, config.recompute)
+    try:
+        with imagined(build, places, rank, sample, device, compute, memory=False) as worker:
+            return _holdings(task, config, places, rank, worker, work, whole)
+    except InvalidInput:
+        raise
+    except Exception as error:  # the model's own code may do anything where it finds no numbers
+        notes.append(f"computed with numbers, in memory, as shapes alone do not do: {_first_line(error)}")
+    try:
+        with imagined(build, places, rank, sample, device, compute, memory=True) as worker:
+            return _holdings(task, config, places, rank, worker, work, whole)
+    except UnisonoError:
+        raise
+    except Exception as error:
+        raise InvalidInput("model", task.name, f"a micro-batch does not run through it ({_first_line(error)})",
+                           "see whether it trains on one worker") from error  # fmt: skip
+
+
+def _holdings(
+    task: Task, config: Config, places: Places, rank: int, worker: Imagined, work: Work, whole: bool
+) -> list[Holding]:
+    """Of all workers at the same place of the pipeline as `rank`."""
+    held, step = worker.held, rehearsed(worker, work)
+    if held.pipeline is not None:
+        step = with_messages(step, _crossing(places, rank, held, work))
+    if places.replicas > 1 and _sums(config):
+        summed = sum(places_bytes(held.leaves[name], places, rank, width) for name, width in step.gradients.items())
+        step = with_messages(step, {Message("all-reduce", places.along(rank, "replica"), summed): 1})
+    here = places.of(rank).pipeline
+    alike: dict[tuple[Any, Any], list[int]] = defaultdict(list)
+    for other in (r for r in range(places.workers) if places.of(r).pipeline == here):
+        parts = {name: sizes(leaf, places, other) for name, leaf in held.leaves.items()}
+        stepped = Stepped.wholes(held.leaves, places, other) if whole else Stepped.parts(parts)
+        alike[tuple(parts.items()), stepped].append(other)
+    return [_holding(task, places, rank, worker, step, dict(parts), stepped, workers)
+            for (parts, stepped), workers in alike.items()]  # fmt: skip
+
+
+def _holding(
+    task: Task, places: Places, rank: int, worker: Imagined, step: Step, parts: Mapping[str, tuple[int, ...]],
+    stepped: Stepped, workers: list[int],
+) -> Holding:  # fmt: skip
+    leaves, step = worker.held.leaves, with_messages(step, Counter(stepped.messages))
+    numbers = {name: torch.Size(part).numel() for name, part in parts.items()}
+    return Holding(
+        tuple(workers),
+        sum(numbers[name] * leaf.element_size() for name, leaf in leaves.items()),
+        sum(buffer.nbytes for buffer in worker.held.local.buffers()),
+        sum(numbers[name] * width for name, width in step.gradients.items()),
+        optimizer_bytes(task, worker, stepped, step.gradients),
+        step.activations,
+        step.in_flight,
+        step.gathered,
+        tuple(traffic(step.messages, places, "nccl" if worker.device.type == "cuda" else "gloo")),
+    )
+
+
+def _arrivals(task: Task, batch: Any, places: Places, sample: Sample) -> tuple[tuple[str, ...], dict[int, Outline]]:
+    """Where stages begin, and what each gets for a micro-batch, from the whole model: by bytes, for there is nothing to
+    measure."""
+    layout = places.layout
+    model = record(partial(model_of, task)).model
+    holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
+    with standing_in(model):
+        given = given_to(model, sample.arguments)
+        stages = split(model, given, layout.stages, layout.cuts or None, holders=holders)
+        named = by_name(stages.modules[0].call_signature, given_to(model, task.inputs(batch)))
+        found: dict[int, Outline] = {0: ()}
+        values: tuple[Tensor, ...] = ()
+        for number, stage in enumerate(stages.modules[:-1]):
+            with Known():
+                leaves = stage(*values, **named)
+            found[number + 1] = tuple(map(outline, leaves))
+            values = tuple(v.detach().requires_grad_(v.requires_grad) for v in leaves)
+    return tuple(stages.cuts), found
+
+
+def _crossing(places: Places, rank: int, held: Any, work: Work) -> Counter[Message]:
+    pipeline, row = held.pipeline, places.along(rank, "pipeline")
+    on = partial(worker_of, pipeline.schedule, len(row), pipeline.count)
+    found = between(work.arrives, pipeline.stages, pipeline.count, work.micro_batches, on, row.__getitem__)
+    for name, stages in pipeline.tied.items():
+        holders = tuple(sorted({row[on(stage)] for stage in stages}))
+        if rank in holders and len(holders) > 1:
+            size = places_bytes(held.leaves[name], places, rank, held.leaves[name].element_size())
+            found[Message("send", holders, size)] += len(holders) - 1
+    found.update(Message("all-reduce", ranks, nbytes) for ranks, nbytes in pipeline.agreements(work.micro_batches))
+    return found
+
+
+def places_bytes(leaf: Tensor, places: Places, rank: int, width: int) -> int:
+    """Of the part of `leaf` that `rank` has, at `width` bytes a number."""
+    return torch.Size(sizes(leaf, places, rank)).numel() * width
+
+
+def traffic(messages: Mapping[Message, int], places: Places, backend: str) -> Iterator[Traffic]:
+    """What `messages` come to, by axes and kind."""
+    found: dict[tuple[str, str], Counter[Message]] = defaultdict(Counter)
+    for message, count in messages.items():
+        if len(message.ranks) > 1:
+            found[" x ".join(axes(message.ranks, places)), message.kind][message] += count
+    for (wide, kind), some in sorted(found.items()):
+        yield Traffic(
+            wide, kind, some.total(), round(sum(message.sent(backend) * count for message, count in some.items()))
+        )
+
+
+def _joined(holdings: list[Holding]) -> list[Holding]:
+    """Those that are the same as one."""
+    found: dict[Holding, list[int]] = defaultdict(list)
+    for each in holdings:
+        found[replace(each, workers=())] += each.workers
+    joined = [replace(each, workers=tuple(sorted(workers))) for each, workers in found.items()]
+    return sorted(joined, key=lambda each: each.workers)
+
+
+def _sums(config: Config) -> bool:
+    """Whether replicas add up their gradients in every step, as they are."""
+    return config.sync == AllReduce() and show(config.compress) == "Cast()"
+
+
+def _between_replicas(config: Config, places: Places) -> list[str]:
+    if places.replicas == 1 or _sums(config):
+        return []
+    how = f"{show(config.sync)} and {show(config.compress)}"
+    return [f"what passes between the {places.replicas} replicas is up to {how}, and not counted here"]
+
+
+def _uncounted(config: Config) -> list[str]:
+    """Of what is asked for, what these figures leave out."""
+    left_out = {
+        "a run cuts stages by the time that they take, which may be elsewhere": (
+            config.layout.pipeline > 1 and not config.layout.cuts
+        ),
+        "blocks that are computed again hold their inputs, which activations leave out": config.recompute != "none",
+        "sync_batchnorm sends statistics, which messages leave out": config.sync_batchnorm,
+    }
+    return [words for words, applies in left_out.items() if applies]
+
+
+@contextlib.contextmanager
+def _told(notes: list[str]) -> Iterator[None]:
+    """What laying a model out says to the log goes to `notes`."""
+
+    class Taking(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            notes.append(record.getMessage())
+
+    handler, before = Taking(logging.INFO), LOG.level
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOG.setLevel(before)
+        LOG.removeHandler(handler)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,107 @@
+"""A trainer whose time is made up: what it computes is real, how long that takes is not.
+
+    clock   ├── forward 1/3 ──┼── backward 2/3: a parameter's share of it before its gradient is there ──┤
+                 └ a module's share of it when its forward pass is over
+
+Weights so are needed, and gradients come, one after the other, and what travels meanwhile is hidden behind what is
+still to be computed, as it is in reality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from unisono.comm import Simulated
+from unisono.tensors.batch import Batch
+from unisono.trainer.loop import Trainer
+
+FORWARD = 1 / 3  # backward computes two products where forward computes one
+_GRAIN = 1 / 32  # of backward: smaller parameters move the clock together with the next, as every move costs a switch
+_FORWARD_GRAIN = 1 / 8  # of forward
+
+
+class Pace:
+    """Moves the clock of one virtual worker while it computes.
+
+    Args:
+        model: the time of forward is divided among its modules, and that of backward among its parameters, by their
+            size.
+        seconds: of one micro-batch of a step.
+        by_module: False: forward passes at once, as a compiled model has no modules that could be seen to begin.
+
+    Attributes:
+        busy_seconds: computed so far.
+    """
+
+    def __init__(
+        self, comm: Simulated, model: nn.Module, seconds: Callable[[int], float], by_module: bool = True
+    ) -> None:
+        self._comm, self._seconds, self._by_module = comm, seconds, by_module
+        self.busy_seconds = 0.0
+        self._backward = self._due = self._left = 0.0
+        self._forward = self._forward_due = self._forward_left = 0.0
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        total = sum(p.numel() for p in parameters)
+        for p in parameters:  # before those of the replica, which hand the gradient on
+            p.register_post_accumulate_grad_hook(partial(self._arrived, p.numel() / max(1, total)))
+        for module in model.modules() if by_module else ():
+            numel = sum(p.numel() for p in module.parameters(recurse=False) if p.requires_grad)
+            if numel:
+                module.register_forward_hook(partial(self._passed, numel / total))
+        if by_module:
+            model.register_forward_hook(lambda *_: self._go_forward(self._forward_left))
+
+    def begin(self, step: int) -> None:
+        """A micro-batch of `step` begins."""
+        self._left = self._seconds(step)
+        self._forward = self._forward_left = self._left * FORWARD
+        self._backward, self._due, self._forward_due = self._left - self._forward, 0.0, 0.0
+        if not self._by_module:
+            self._go_forward(self._forward)
+
+    def end(self) -> None:
+        """Its backward pass is over; whatever of its time has not passed, passes now."""
+        self._go(self._left)
+
+    def _passed(self, share: float, *_: Any) -> None:
+        if self._forward_left:  # else this is an evaluation
+            self._forward_due += share * self._forward
+            if self._forward_due >= _FORWARD_GRAIN * self._forward:
+                self._go_forward(min(self._forward_due, self._forward_left))
+
+    def _go_forward(self, seconds: float) -> None:
+        if seconds:
+            self._forward_left, self._forward_due = max(0.0, self._forward_left - seconds), 0.0
+            self._go(seconds)
+
+    def _arrived(self, share: float, parameter: Tensor) -> None:
+        self._due += share * self._backward
+        if self._due >= _GRAIN * self._backward:
+            self._go(min(self._due, self._left))
+            self._due = 0.0
+
+    def _go(self, seconds: float) -> None:
+        self._left -= seconds
+        self.busy_seconds += seconds
+        self._comm.compute(seconds)
+
+
+@dataclass
+class PacedTrainer(Trainer):
+    """A `Trainer` that takes as long as `pace` says."""
+
+    pace: Pace = field(kw_only=True)
+
+    def compute(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
+        """See `Trainer.compute`."""
+        self.pace.begin(t)
+        super().compute(t, m, batch, last=last)
+        self.pace.end()
+
+    def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
+        return {"loss": loss}  # rates are for whoever has seen all of it, and a made-up step may take no time

@@ -1,0 +1,93 @@
+"""How the workers of a run find each other where they may come and go: a coordinator, and the order that lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.config import Config
+from unisono.errors import InvalidInput
+from unisono.launch import Elastic, Forkserver
+from unisono.launch.coordinator_setup import lying_at, rallied
+from unisono.launch.lock import Holder
+from unisono.membership import Contact, Policy
+from unisono.membership.endpoint import Calling
+from unisono.run.consent import Consent
+from unisono.run.spec import Carried, Order
+from unisono.tasks.source import Source
+
+
+def policy_of(config: Config) -> Policy:
+    """What `config` says of who is present."""
+    most = config.workers if config.most is None else config.most
+    first = max(config.workers, config.fewest)
+    layout = config.layout
+    apart = layout.side_by_side > 1 or layout.pipeline > 1  # then all of them take as many micro-batches
+    shares = (config.global_batch or 0) // (config.micro_batch or 1) // layout.side_by_side if apart else 0
+    return Policy(minimum=config.fewest, maximum=most, expected=first, unit=layout.workers, shares=shares)
+
+
+def gathered(
+    config: Config, order: Order, server: Forkserver, told: Callable[[str], None], calling: Calling = Calling()
+) -> AbstractContextManager[Elastic]:
+    """A coordinator that knows `order`, whose first workers `server` forks; see `rallied`."""
+    assert order.path is not None
+    return rallied(policy_of(config), _told_of(order), order.path, server, told, calling)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What workers of another launcher run, in place of a task.
+
+    Args:
+        path: of the file, here.
+        arguments: that follow it.
+        run: the run's directory.
+        contact: of the coordinator.
+    """
+
+    path: Path
+    arguments: Sequence[str]
+    run: str
+    contact: Contact
+
+
+def called(contact: Contact, server: Forkserver, consent: Consent) -> Order | Script:
+    """What workers that `server` forks are to do as part of the run whose coordinator `contact` reaches.
+
+    Raises:
+        InvalidInput: nobody answers there, there is nothing that this host could do, or it is not what `consent` says.
+    """
+    told, here = lying_at(contact, server)
+    if told.script or told.task:
+        consent.check(told)
+    if told.script:
+        path = Path(told.script[0])
+        if not path.is_file():
+            raise InvalidInput("script", told.script[0], "the run is that of a script, which this host does not have",
+                               "copy it there, with all that it needs")  # fmt: skip
+        return Script(path, told.script[1:], told.run, here)
+    if not told.task:
+        raise InvalidInput(
+            "coordinator", contact.url, "its run has a task that a Python program made and carries to its own workers",
+            "start it by unisono train, with a task that has a name on every host")  # fmt: skip
+    source = Source(told.task, told.arguments, consent.directory)
+    source.place()
+    consent.check_function(source)
+    holder = Holder(**dict(told.holder)) if told.holder else None
+    return Order(source, told.settings, Path(told.run), told.began, here, holder)
+
+
+def _told_of(order: Order) -> dict[str, Any]:
+    named = not isinstance(order.source, Carried)
+    return {
+        "task": order.source.absolute() if named else "",
+        "arguments": dict(order.source.arguments) if named else {},
+        "settings": dict(order.settings),
+        "run": str(order.path or ""),
+        "began": order.began,
+        "holder": asdict(order.holder) if order.holder else None,
+    }

@@ -1,0 +1,148 @@
+"""From a task's defaults and what the user said to the one `Config` that a run has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from unisono.compress import Exact
+from unisono.config import NONE, Config
+from unisono.data import check_enough, default_micro_batch
+from unisono.errors import InvalidInput
+from unisono.layout import Places
+from unisono.notation import show
+from unisono.sync import AllReduce, Gossip, Periodic, Synchronizer
+from unisono.tasks.lr_schedules import factor_of
+from unisono.tasks.task import Task
+
+# What makes a run this run: with other values it would compute something else.
+IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "precision", "sync_batchnorm")
+LIBRARY_GLOBAL_BATCH = 64
+
+
+def walks(config: Config) -> bool:
+    """Whether each replica of such a run takes steps of its own, and all meet after the same ones."""
+    return walk(config.sync)
+
+
+def walk(sync: Synchronizer) -> bool:
+    """Whether replicas under `sync` take steps of their own, and all meet after the same ones."""
+    return isinstance(sync, Periodic | Gossip)
+
+
+RECOVERING = "AllReduce(), or a sync whose replicas walk, as LocalSGD(), DiLoCo() or Gossip(), without sync_batchnorm"
+"""What of a run makes it such that workers may come and go, beside `elastic`; in words for who wants that."""
+
+
+def recovers(config: Config) -> bool:
+    """Whether workers of such a run may come and go. With batch statistics that span workers, what is saved of a step
+    for its gradients belongs to those who computed it together."""
+    together = isinstance(config.sync, AllReduce) or walks(config)
+    return config.elastic and together and not config.sync_batchnorm
+
+
+def settle(task: Task, given: Mapping[str, Any]) -> Config:
+    """The library's defaults, under the task's, under what was `given` (field names and values).
+
+    Raises:
+        InvalidInput: as `Config.of`; or what is asked for cannot be combined.
+    """
+    defaults, said = dict(task.defaults), {name for name, value in given.items() if value not in (None, NONE)}
+    if "epochs" in said:
+        defaults.pop("steps", None)
+    if "steps" in said:
+        defaults.pop("epochs", None)
+    if "global_batch" in said:
+        defaults.pop("micro_batch", None)
+    config = Config.of({**defaults, **given})  # a given None says that there shall be none: --clip none
+    if config.global_batch is None:
+        config = replace(config, global_batch=LIBRARY_GLOBAL_BATCH)
+    if config.micro_batch is None:
+        config = replace(config, micro_batch=default_micro_batch(config.global_batch or LIBRARY_GLOBAL_BATCH))
+    if isinstance(config.compress, Exact) and not config.threads:
+        config = replace(config, threads=1)  # the number of threads can change bits, so it must not follow the machine
+    _check_workers(config)
+    if config.steps is not None and (schedule := config.schedule or task.schedule):
+        factor_of(schedule, 0, config.steps)
+    if config.sync_batchnorm and isinstance(config.compress, Exact):
+        raise InvalidInput(
+            "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
+            "on the number of workers, which Exact() promises that it does not", "leave one out")  # fmt: skip
+    if config.recompute == "selective" and config.compile:
+        raise InvalidInput("recompute", config.recompute, "in a compiled block there are no single operations to keep",
+                           "write blocks, or leave compile out")  # fmt: skip
+    if config.layout.workers > 1:
+        _check_spread(config)
+    elif config.precision == "bf16_parameters":
+        raise InvalidInput(
+            "precision", config.precision, f"with {show(config.layout)} each worker has all parameters, in fp32",
+            "write bf16, or a layout as in --layout 'Layout(shard=2)'")  # fmt: skip
+    return config
+
+
+def _check_workers(config: Config) -> None:
+    """Raise `InvalidInput` where as many workers as may come could not train."""
+    most = config.workers if config.most is None else config.most
+    if config.workers > most:
+        raise InvalidInput("workers", config.workers, f"above most = {most}", "start fewer, or give a larger most")
+    if config.fewest > most:
+        raise InvalidInput(
+            "fewest",
+            config.fewest,
+            f"there are never more than {most} workers",
+            "give a larger most, as in --workers 2:8",
+        )
+    assert config.global_batch is not None
+    assert config.micro_batch is not None
+    micro_batches = config.global_batch // config.micro_batch
+    if config.most is not None and micro_batches < most:
+        raise InvalidInput(
+            "most", most, f"a step has {micro_batches} micro-batches, and every worker takes one at least",
+            "use fewer, or a smaller micro_batch")  # fmt: skip
+    if config.layout.workers == 1:
+        check_enough(micro_batches, config.workers)
+
+
+def _check_spread(config: Config) -> None:
+    """Raise `InvalidInput` where what is asked for cannot be with a replica on several workers."""
+    places = Places(config.layout, config.workers)
+    assert config.global_batch is not None
+    assert config.micro_batch is not None
+    micro_batches = config.global_batch // config.micro_batch
+    places.check_micro_batches(micro_batches)
+    if config.layout.pipeline > 1:
+        from unisono.layout.pipeline import check  # imports more of torch than others need
+
+        check(config.layout.schedule, config.layout.pipeline, config.layout.stages, micro_batches // places.lanes)
+    sync, layout = config.sync, show(config.layout)
+    if config.balance == "on":
+        raise InvalidInput(
+            "balance", "on", f"with {layout} workers compute a micro-batch together, or as many of them side by side",
+            "leave one out")  # fmt: skip
+    if getattr(sync, "asynchronous", False) or getattr(sync, "staleness", 0) or getattr(sync, "backup_workers", 0):
+        raise InvalidInput(
+            "sync", show(sync), f"it hands micro-batches to workers one by one, and with {layout} a replica is several",
+            "write AllReduce(), LocalSGD(), DiLoCo(), Gossip() or ParameterServer(staleness=0)")  # fmt: skip
+    if isinstance(config.compress, Exact):
+        raise InvalidInput(
+            "compress", show(config.compress), f"with {layout} gradients are summed as floats inside a replica, so "
+            "that the bits depend on the layout", "leave one out")  # fmt: skip
+
+
+def first_difference(now: Mapping[str, Any], before: Mapping[str, Any], fields: Sequence[str] = IDENTITY) -> str:
+    """The first of `fields` that is not the same in both configurations; empty if all are."""
+    return next((name for name in fields if now.get(name) != before.get(name)), "")
+
+
+def check_same_run(config: Config, before: Mapping[str, Any]) -> None:
+    """Raise `InvalidInput` if `config` differs from a checkpoint's in a field that makes the run what it is."""
+    now = config.mapping()
+    if name := first_difference(now, before):
+        raise InvalidInput(
+            name, now.get(name), f"the run to resume was started with {before.get(name)}",
+            "leave it out, or start a run of its own with another --run")  # fmt: skip
+    if isinstance(config.compress, Exact) and config.threads != before.get("threads", 0):
+        raise InvalidInput(
+            "threads", config.threads, f"the run to resume was started with {before.get('threads', 0)}, and in exact "
+            "mode the number of threads can change bits", "leave it out")  # fmt: skip

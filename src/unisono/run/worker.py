@@ -1,0 +1,570 @@
+"""One worker of a run: from what it was ordered to do to what it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import resource
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.bad_steps import Judge
+from unisono.checkpoint import (
+    Event,
+    Opened,
+    Writer,
+    fingerprint,
+    fingerprint_of,
+    newest,
+    open_newest,
+    verified,
+)
+from unisono.comm import Alone, Communicator
+from unisono.comm.process_groups import Wires
+from unisono.config import Config
+from unisono.elastic.admission import admit, compare
+from unisono.elastic.agreement import broadcast_text
+from unisono.elastic.session import Attended, MeetingPlace, Only, Views
+from unisono.elastic.sharded_recovery import Keeper
+from unisono.elastic.sharded_state import Laid
+from unisono.elastic.snapshot import Milestone
+from unisono.elastic.state_transfer import Parts, Reached, describe, digest_of, take_over
+from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, Diverged, InvalidInput, RunFailed
+from unisono.launch import Worker, claim
+from unisono.launch.lock import Holder, held
+from unisono.launch.process import age_seconds
+from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
+from unisono.membership import View
+from unisono.notation import show
+from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in_words, write_config
+from unisono.observe.activity import Phase
+from unisono.observe.record_files import SUMMARY
+from unisono.observe.user_frames import exit_in_words
+from unisono.run.directory import CHECKPOINTS, claimed, resumable
+from unisono.run.resolve import check_same_run, recovers, settle, walks
+from unisono.run.spec import Order, Result
+from unisono.tasks.task import Task, with_data
+from unisono.trainer.build import Feed, bind, build
+from unisono.trainer.checkpointing import Persistence, history
+from unisono.trainer.loop import Outcome, Trainer
+from unisono.trainer.loop_checkpoint import same_directory
+from unisono.trainer.traits import Traits, of_config, of_data, of_model, of_optimizer, of_task
+from unisono.world import choose_device, fair_threads
+
+log = logging.getLogger("unisono")
+
+
+def work(worker: Worker, order: Order) -> dict[str, Any] | None:
+    """Train as one of the workers of a run; returns the fields of a `Result`, or None from a worker that left while
+    the others went on."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    claim()
+    with _no_exit(worker.identity.rank):
+        return _work(worker, order)
+
+
+def _work(worker: Worker, order: Order) -> dict[str, Any] | None:
+    task = with_data(order.source.load())
+    config = settle(task, order.settings)
+    if config.remove_slower_than and not order.contact and worker.identity.size > 1:
+        raise InvalidInput(
+            "remove_slower_than",
+            config.remove_slower_than,
+            "workers of this run cannot leave it",
+            "leave it out; or start the run by unisono train, with AllReduce(), without sync_batchnorm",
+        )
+    watch = Watched(age_seconds=age_seconds())
+    life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
+    if order.contact and recovers(config) and config.layout.workers == 1:
+        life.build()
+    if order.contact:
+        admit(order.contact, worker, life.traits(), lambda: worker.stop.requested or worker.stop.leaving)
+    views = Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch)
+    with life.lock, views:
+        result = life.go_through(views)
+        return dataclasses.asdict(result) if result else None
+
+
+@dataclasses.dataclass
+class Life:
+    """What a worker keeps from view to view: a model and its optimizer, and how far they have come.
+
+    Attributes:
+        reached: None before this worker has met others.
+        make_writer: of checkpoints.
+        keeper: where replicas lie on several workers, of what this one has of the state; the model is built anew in
+            every view.
+        milestone: where replicas that walk by themselves have last met, if workers may come and go.
+        lock: holds this worker's share of the lock on the run's directory.
+        startup_seconds: from the command to the first step.
+        trained: steps that were taken here; `step_seconds` each.
+    """
+
+    worker: Worker
+    order: Order
+    task: Task
+    config: Config
+    device: torch.device
+    watch: Watched
+    built: tuple[Held, Optimizer] | None = None
+    make_writer: Callable[..., Writer] = Writer
+    judge: Judge | None = None
+    reached: Reached | None = None
+    keeper: Keeper = dataclasses.field(default_factory=Keeper)
+    milestone: Milestone | None = None
+    lock: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    locked: bool = False
+    startup_seconds: float | None = None
+    trained: int = 0
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def traits(self) -> Traits:
+        """What other workers are to have as well, as far as it is known by now."""
+        found = {**of_task(self.task), **of_config(self.config), **of_data(self.task.data)}
+        if self.built is None:
+            return found
+        held, optimizer = self.built
+        return {**found, **of_model(held.model), **of_optimizer(optimizer)}
+
+    def build(self) -> None:
+        """Make the model and its optimizer, which needs nobody where workers come and go: so who trains already does
+        not wait for it in a view."""
+        torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
+        self.built = build(self.task, self.config, self.device, Alone(self.device))
+
+    def go_through(self, views: Views) -> Result | None:
+        """Train in one view after the other; None if the others went on without this worker."""
+        while views.next():
+            try:
+                result = self.live(views)
+            except CommunicationError as error:
+                self.watch.lose()
+                self.watch.be(Phase.RECOVERY)
+                self.go_back()
+                views.broken(error, self.digest())
+                continue
+            if result is not None:
+                views.finish()
+                return result
+            self.watch.be(Phase.RECOVERY)
+            views.ended(self.digest())
+        return None
+
+    @contextlib.contextmanager
+    def _late(self) -> Iterator[None]:
+        """Have errors say how many steps were done, if any; input that is found invalid by then raises `RunFailed`."""
+        try:
+            yield
+        except (CommunicationError, Diverged):  # which name the step, where it matters
+            raise
+        except (Exception, SystemExit) as error:
+            if not self.step_seconds or self.reached is None:
+                raise
+            done = f"after {self.reached.steps:,} step{'s' * (self.reached.steps != 1)}"
+            if isinstance(error, InvalidInput):
+                raise RunFailed(f"worker {self.worker.identity.rank} {done}: {error}") from error
+            error.add_note(done)
+            raise
+
+    def live(self, views: Views) -> Result | None:
+        """Train in the view at hand; None if it ended at a boundary.
+
+        Raises:
+            CommunicationError: it ended otherwise; the model is as the last step that was done left it.
+        """
+        with contextlib.ExitStack() as stack:
+            meeting, size = views.meeting(self.device), len(views.view.members)
+            comm = meeting.among(range(size))
+            stack.callback(comm.close)
+            if not views.changing:  # elsewhere, a worker that differs was refused before
+                compare(comm, self.traits)
+            # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
+            self.config = Config.of(json.loads(broadcast_text(comm, json.dumps(self.config.mapping()))))
+            torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
+            feed = Feed(self.task, self.config, comm.rank, size, stack, partial(_notice, self.worker))
+            place = _place(comm, self.config, self.order, stack, self._share)
+            if self.order.path is None:  # no launcher of ours has it, and could say how to go on
+                stack.enter_context(resumable(place.path))
+            stack.enter_context(self._late())
+            keeps = bool(self.order.contact) and self.config.copies
+            wires = _wires(meeting, comm, feed.places, comm.rank, stack, keeps)
+            stack.callback(wires.close)
+            if wires.torch:
+                stack.enter_context(wires.torch.heard())
+                stack.callback(self._put_down)
+            trainer, first_step = self._set_up(views, feed, wires, place, stack)
+            self.worker.stop.listen()
+            if self.startup_seconds is None:
+                self.startup_seconds = time.time() - self.order.began
+            outcome = self._train(trainer, first_step)
+            return None if trainer.parting else self._result(trainer, wires, outcome, place.path)
+
+    def go_back(self) -> None:
+        """Of what was not done in lockstep, nothing counts but what all have met after."""
+        if self.milestone and self.built:
+            held, optimizer = self.built
+            self.reached = self.milestone.go_back(held.local, optimizer)
+
+    def digest(self) -> str:
+        """Of all that replicas have in common; empty as long as that is what a run starts from, and where each worker
+        has a part only: whether parts fit together is said by the view in which their last step was taken."""
+        if self.reached is None or self.built is None:
+            return ""
+        held, optimizer = self.built
+        return digest_of(*describe(held.local, optimizer, self.reached), walks=walks(self.config))
+
+    def _set_up(
+        self, views: Views, feed: Feed, wires: Wires, place: _Place, stack: contextlib.ExitStack
+    ) -> tuple[Trainer, int]:
+        """Build everything and bind it; returns the trainer and the steps that are in the state."""
+        comm, config, path = wires.everybody, self.config, place.path
+        mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if wires.spread else (None, None)
+        self.built = self.built or build(self.task, config, self.device, wires.lanes, mesh, sample, wires.inside)
+        held, optimizer = self.built
+        parts = Parts(held.parts, held.stepped)
+        record = _recorder(self.worker, comm, path, config.record_seconds)
+        stack.callback(record.close)
+        tell = _teller(self.worker, comm, record)
+        make = partial(self.make_writer, keep=config.keep, on_event=tell, attempt=place.life)
+        writer = _writer(make, comm, config, place, stack, wires.spread)
+        meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
+        judge = self.judge = self.judge or Judge(config.bad_step)
+        persistence = Persistence(
+            writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
+            parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None,
+            judge=judge, newest=partial(_sound, path, record))  # fmt: skip
+        view = views.view
+        laid, hosts = Laid(held.local, parts, optimizer), [place.host for place in view.places]
+        taken = None
+        if view.start.view and wires.spread:
+            taken = self.keeper.assemble(comm, laid, judge, hosts)
+        elif view.start.view:
+            taken = self._take_over(view, comm, held.local, optimizer, judge)
+        if taken is not None:
+            reached = taken
+            persistence.go_on(reached)
+        else:
+            again = config.resume or view.number > 1
+            found = _newest(config, path, meta, record) if again and comm.rank == 0 else None
+            reached = Reached(_begin(persistence, found, path), persistence.committed, persistence.shared)
+        if views.changing and walks(config):
+            self.milestone = self.milestone or Milestone()
+            self.milestone.keep(held.local, optimizer, reached)
+        self.reached, first_step = reached, reached.steps
+        if wires.spread:
+            copies = self.keeper.begin(
+                view.number, first_step, laid, judge, comm.lane("keeping"), wires.copies, hosts,
+                feed.places.of(comm.rank).replica if self.milestone else None)  # fmt: skip
+            stack.callback(copies.close if copies else lambda: None)
+        # What the coordinator counts does not go back where training does.
+        views.met(view.start.step if view.start.view else first_step, view.start.digest)
+        _write_down(self.order, config, comm, path, record, self.reached, view)
+        if feed.left_out and not view.start.view:
+            record.event("samples left out", words=feed.left_out)
+        trainer = bind(
+            self.task, config, feed, held, optimizer, wires, persistence=persistence, record=record,
+            device=self.device, first_step=first_step, presence=views, watch=self.watch,
+            milestone=self.milestone)  # fmt: skip
+        trainer.last_loss = self.reached.loss
+        if wires.spread:
+            trainer.keep = lambda parting: self.keeper.after_step(self._now(trainer), parting=parting)
+        return trainer, first_step
+
+    def _share(self, path: Path, holder: Holder) -> None:
+        """Hold the lock of the directory `path` from now on, beside all processes of the command `holder`."""
+        if not self.locked:
+            with contextlib.suppress(OSError):  # nothing can be written there: the writer of checkpoints says so
+                self.lock.enter_context(held(path, holder))
+        self.locked = True
+
+    def _put_down(self) -> None:
+        """Keep what this worker has of the state, and drop the model: its groups are those of this view."""
+        self.go_back()
+        if self.reached is not None:
+            self.keeper.leave(self.reached)
+        self.built = self.milestone = None
+
+    def _now(self, trainer: Trainer) -> Reached:
+        """What counts of what is done."""
+        if self.milestone and self.milestone.reached:
+            return self.milestone.reached
+        shared = trainer.replica.state_dict() if trainer.replica.lockstep else {}
+        return Reached(trainer.done, trainer.persistence.committed, shared, trainer.last_loss)
+
+    def _take_over(
+        self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, judge: Judge
+    ) -> Reached:
+        """The state that the view starts from: this worker's own, or what those who have it hand over; where replicas
+        walk by themselves, the mean of what they have each its own."""
+        has = self.reached if view.members[comm.rank] in view.sources else None
+        words = [judge.state(), has.loss] if has else None
+        taken = take_over(view, comm, model, optimizer, has, words, walks=walks(self.config))
+        judged, loss = taken.words
+        if not has:
+            judge.replace(judged)
+        return dataclasses.replace(taken.reached, loss=loss)
+
+    def _train(self, trainer: Trainer, first_step: int) -> Outcome:
+        try:
+            return trainer.run(first_step)
+        finally:
+            now = self._now(trainer)
+            trainer.let_go()
+            self.reached = now
+            self.trained += trainer.done - first_step
+            self.step_seconds += trainer.step_seconds
+
+    def _result(self, trainer: Trainer, wires: Wires, outcome: Outcome, path: Path) -> Result:
+        peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
+        sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
+        mine = torch.tensor(list(self.watch.ledger.seconds().values()), dtype=torch.float64)
+        spent = trainer.comm.gather(mine).wait()
+        seconds = sum(self.step_seconds) if trainer.replica.lockstep or self.milestone else trainer.seconds
+        return Result(
+            steps=outcome.steps,
+            samples=outcome.steps * trainer.global_batch,
+            loss=outcome.loss,
+            metrics=dict(outcome.metrics),
+            weights_sha256=_hash(trainer, path, outcome.steps),
+            wall_seconds=time.time() - self.order.began,
+            startup_seconds=self.startup_seconds or 0.0,
+            samples_per_second=self.trained * trainer.global_batch / seconds if seconds else 0.0,
+            bytes_sent_per_worker=int(sent.max()),
+            step_seconds_median=statistics.median(self.step_seconds or [0.0]),
+            peak_rss_bytes=int(peaks.max()),
+            run=str(path),
+            complete=outcome.steps >= trainer.steps,
+            ending=_ending(outcome.steps, trainer.steps),
+            skipped_steps=len(trainer.persistence.judge.skipped),
+            healed=trainer.persistence.judge.healed,
+            ledger=[in_words(dict(zip(Phase, row))) for row in spent.tolist()],
+        )
+
+
+@contextlib.contextmanager
+def _no_exit(rank: int) -> Iterator[None]:
+    """Turn `sys.exit` in the user's code into a failure of this worker, whatever its argument: the others need it."""
+    try:
+        yield
+    except SystemExit as leave:
+        when = " ".join(getattr(leave, "__notes__", ["before its first step"]))
+        raise RunFailed(f"worker {rank}: {exit_in_words(leave)} {when}") from leave
+
+
+def _ending(done: int, steps: int) -> str:
+    return f"all {done:,} steps are done" if done >= steps else f"stopped on request after {done:,} of {steps:,} steps"
+
+
+def _begin(persistence: Persistence, found: Opened | None, path: Path) -> int:
+    """All take the state that worker 0 has `found` on disk, or the same first weights; returns the steps in it."""
+    persistence.agree()
+    try:
+        return persistence.resume(found)
+    except CheckpointMismatch as error:
+        raise InvalidInput(
+            "resume", str(path), f"the checkpoint belongs to another model: {error}", "give the task and the arguments "
+            "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
+
+
+def _wires(
+    meeting: MeetingPlace, comm: Communicator, places: Places, rank: int, stack: contextlib.ExitStack, keeps: bool
+) -> Wires:
+    """Who talks with whom under the layout; all workers call it alike. `keeps`: whether copies travel."""
+    if places.layout.workers == 1:
+        return Wires.whole(comm)
+    world = meeting.open_world()
+    stack.callback(world.close)
+    here = places.of(rank)
+    return Wires(
+        comm,
+        replicas=meeting.among(places.along(rank, "replica"), "replicas"),
+        inside=meeting.among(places.along(rank, *AXES), "inside"),
+        lanes=meeting.among(places.along(rank, "replica", *SIDE_BY_SIDE), "lanes"),
+        shards=meeting.among(places.along(rank, *SIDE_BY_SIDE), "shards"),
+        speaks=here.tensor == 0,
+        weighs=here.tensor == here.context == here.pipeline == 0,
+        torch=world,
+        copies=meeting.among(range(places.workers), "copies") if keeps else None,
+    )
+
+
+def _mesh(places: Places, device: torch.device) -> Any:
+    from unisono.layout.parallelize import mesh_of  # imports more of torch than others need
+
+    return mesh_of(places, device.type)
+
+
+def _hash(trainer: Trainer, path: Path, steps: int) -> str:
+    """Of the weights; of stages that are spread over workers, as the last checkpoint has them, on worker 0."""
+    if trainer.replica.held.pipeline is None:
+        return fingerprint(Whole(trainer.model))
+    if trainer.comm.rank == 0:
+        with contextlib.suppress(CheckpointDamaged):
+            opened = open_newest(path / CHECKPOINTS, log.warning)
+            if opened is not None and opened.step == steps:
+                return fingerprint_of(opened)
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the run lies.
+
+    Args:
+        path: its directory on worker 0's host.
+        life: a name for this life of the run, which no other has.
+        writers: the workers that can write there, in order; others may be on hosts without that directory.
+    """
+
+    path: Path
+    life: str
+    writers: tuple[int, ...]
+
+
+def _place(
+    comm: Communicator, config: Config, order: Order, stack: contextlib.ExitStack, share: Callable[[Path, Holder], None]
+) -> _Place:
+    """Where the launcher made the run's directory, or where worker 0 makes it now.
+
+    Args:
+        share: takes this worker's share of the lock on the directory; called where the worker can write there.
+    """
+    life = broadcast_text(comm, secrets.token_hex(8))
+    if order.path is not None and order.contact is None:
+        if order.holder:
+            share(order.path, order.holder)
+        return _Place(order.path, life, tuple(range(comm.size)))
+    if comm.rank == 0 and order.path is None:
+        holder = Holder.here()
+        order = dataclasses.replace(
+            order, path=stack.enter_context(claimed(config, order.source, holder)), holder=holder
+        )
+    path, writers = same_directory(comm, str(order.path) if comm.rank == 0 else "", life)
+    told = json.loads(broadcast_text(comm, json.dumps(order.holder and dataclasses.asdict(order.holder))))
+    if comm.rank in writers and told:
+        share(path, Holder(**told))
+    return _Place(path, life, writers)
+
+
+def _writer(
+    make: Callable[..., Writer],
+    comm: Communicator,
+    config: Config,
+    place: _Place,
+    stack: contextlib.ExitStack,
+    spread: bool,
+) -> Writer | None:
+    """This worker's hand in the checkpoints, if it can reach them."""
+    if spread and len(place.writers) < comm.size:
+        raise InvalidInput(
+            "layout", show(config.layout), f"every worker writes its own part of a checkpoint, and {place.path} is not "
+            f"the same directory on all {comm.size}", "give --run a directory that all hosts share")  # fmt: skip
+    if comm.rank not in place.writers:
+        return None
+    rank, size = place.writers.index(comm.rank), len(place.writers)
+    writer = make(place.path / CHECKPOINTS, rank, size)
+    stack.callback(writer.close)
+    return writer
+
+
+def _recorder(worker: Worker, comm: Communicator, path: Path, step_seconds: float) -> Recorder:
+    """Worker 0 records; the others have nothing to add that it does not know."""
+    if comm.rank != 0:
+        return Nothing()
+    return Telling(RunRecorder(path, step_seconds=step_seconds), worker.report)
+
+
+def _write_down(
+    order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, reached: Reached, view: View
+) -> None:
+    """The configuration, once it is sure that the run begins; later, who goes on from where, and the loss of the last
+    step before, which may have died with whoever was to record it."""
+    if view.start.view:
+        who = f"workers {', '.join(view.members)} go" if comm.size > 1 else f"worker {view.members[0]} goes"
+        record.event("view", number=view.number, members=list(view.members), step=reached.steps, loss=reached.loss,
+                      words=f"{who} on from step {reached.steps}")  # fmt: skip
+    elif comm.rank == 0:
+        with contextlib.suppress(OSError):
+            (path / SUMMARY).unlink()  # of an earlier life of the run: that of this one comes at its end
+        try:
+            write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)
+        except OSError as error:
+            record.event("config failed", words=f"config.toml stays as it was: {error.strerror}")
+        record.event("start", workers=comm.size, first_step=reached.steps, config=config.mapping())
+
+
+def _notice(worker: Worker, words: str) -> None:
+    """Show a sentence about this worker alone."""
+    log.warning(words)
+    worker.report({"kind": "notice", "text": f"worker {worker.name or worker.identity.rank}: {words}"})
+
+
+def _teller(worker: Worker, comm: Communicator, record: Recorder) -> Callable[[Event], None]:
+    def tell(event: Event) -> None:
+        log.info(event.words)
+        if event.kind == "failed":
+            record.event("checkpoint failed", step=event.step, worker=comm.rank, words=event.words)
+            if comm.rank:  # whose record is none
+                worker.report({"kind": "notice", "text": f"worker {comm.rank}: {event.words}"})
+        else:
+            record.event("checkpoint", step=event.step)
+
+    return tell
+
+
+def _damaged(record: Recorder, error: CheckpointDamaged) -> None:
+    log.warning(error)
+    record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
+
+
+def _sound(path: Path, record: Recorder) -> Opened | None:
+    """The newest checkpoint of a run that is under way, if there is a sound one."""
+    try:
+        return newest(path / CHECKPOINTS, partial(_damaged, record), verified)
+    except CheckpointDamaged as error:
+        _damaged(record, error)
+        return None
+
+
+def _newest(
+    config: Config,
+    path: Path,
+    meta: Mapping[str, Any],
+    record: Recorder,
+) -> Opened | None:
+    """The newest sound checkpoint of the run, if it belongs to it. What is damaged is named and passed over.
+
+    `meta` is what this life of the run would write into its own.
+    """
+
+    try:
+        found = newest(path / CHECKPOINTS, partial(_damaged, record), verified)
+    except CheckpointDamaged as error:
+        raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
+    if found is None:
+        record.event("resume", words="there is no checkpoint yet: starting from the beginning")
+        return None
+    before = history(found)
+    if not before:
+        record.event("resume", step=found.step, words="starting from the weights that the checkpoint is made of")
+        return found
+    check_same_run(config, before["config"])
+    reasons = {"samples": "whose order differs", "optimizer": "whose state is another"}
+    for name, reason in reasons.items():
+        if before[name] != meta[name]:
+            raise InvalidInput(
+                name, meta[name], f"the run to resume was started with {before[name]}, {reason}",
+                "give the task as it was, or start a run of its own with another --run")  # fmt: skip
+    record.event("resume", step=found.step, words=f"going on from the checkpoint of step {found.step}")
+    return found

@@ -1,0 +1,183 @@
+"""A server for workers that do not wait for each other, or only so far.
+
+Work is leased out in the seeded order. A worker pushes the gradient of a share, and pulls weights for the next one:
+of a version that is `staleness` behind the step that this share is of, or newer; the server answers once it has them.
+Both are on their way while the forward pass of the next share begins: a weight is waited for where it is used, and the
+answer to the push of a slice, to which the memory of its gradient belongs, before the next gradient goes there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.comm import Communicator
+from unisono.sync.server.client import BoundServer
+from unisono.sync.server.client_slice import Outgoing
+from unisono.sync.server.shard_client import Conversation
+from unisono.sync.server.slice_optimizer import numbers_of
+from unisono.sync.server.slices import Slice
+from unisono.sync.synchronizer import Share
+from unisono.sync.work_leasing import Dealing, TakingTurns
+
+
+class Pace:
+    """Which weights a share may be computed on.
+
+    Args:
+        micro_batches: of a step of the loop.
+        needed: micro-batches that make a step of the server.
+        staleness: how many of the server's steps weights may be behind; infinity: any.
+        start: the step of the loop before which they may not be behind its beginning.
+    """
+
+    def __init__(self, micro_batches: int, needed: int, staleness: float, start: int = 0) -> None:
+        self._micro_batches, self._needed, self._staleness = micro_batches, needed, staleness
+        self._start = start
+        self.first = 0
+
+    def tick(self, share: Share) -> int:
+        """The server's step that `share` is part of, from 0 at `first`."""
+        step, micro_batches = share
+        return ((step - self.first) * self._micro_batches + micro_batches.start) // self._needed
+
+    def need(self, share: Share) -> int:
+        """The least version for `share`."""
+        step, _ = share
+        if step < self._start:
+            return self.tick((step, range(1)))
+        return 0 if math.isinf(self._staleness) else max(0, self.tick(share) - int(self._staleness))
+
+
+class WalkingServer(BoundServer):
+    """`ParameterServer` with staleness, or with backup workers, in its world.
+
+    Args:
+        dealing: where work comes from; None: each worker has its `own` part of all steps that it is in time for.
+        own: what it computes of each step if nobody asks for shares.
+        asks_first: whether weights are asked for before the push. They lack it then, and come without waiting until it
+            is added up.
+
+    Attributes:
+        dropped: slices of gradients that came too late.
+    """
+
+    lockstep = False
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        comm: Communicator,
+        slices: Sequence[Slice],
+        conversations: Sequence[Conversation],
+        optimizer: Optimizer,
+        overlap: bool,
+        *,
+        pace: Pace,
+        dealing: Dealing | None,
+        own: range,
+        asks_first: bool,
+    ) -> None:
+        super().__init__(parameters, comm, slices, conversations, optimizer, overlap)
+        self._pace, self._own, self._in_turn = pace, own, dealing is None
+        self._dealing = dealing or TakingTurns(self.comm, own, self._earliest)
+        # In turn, which step is next is known only when the weights for it are here.
+        self.defers = overlap and not self._in_turn
+        self._asks_first = asks_first and self.defers
+        self._pushes = self._stretches = 0
+        self.dropped = 0
+
+    def _earliest(self) -> int:
+        return self._pace.first + min(out.version for out in self.outgoing)
+
+    @property
+    def dealt(self) -> int:  # type: ignore[override]
+        return self._dealing.dealt
+
+    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share]:
+        if not self._stretches:
+            self._pace.first = first
+        self._stretches += 1
+        # All that was dealt out before is pushed, so this waits for nobody who waits for us.
+        self.ask(self._pace.need((first, range(1))))
+        self.need()
+        yield from self._dealing.shares(first, until, stop)
+
+    def close(self, control: list[float], weight: float = 1.0) -> None:
+        super().close(control, weight)
+        self._dealing.prepare()
+
+    def offer(self, name: str, gradient: Tensor, weight: float) -> None:
+        for out, _ in self._places.get(name, ()):
+            self._collect(out)
+        super().offer(name, gradient, weight)
+
+    def _collect(self, out: Outgoing) -> None:
+        """The sum of a slice may be written into again."""
+        if out.leaving is not None:
+            self.dropped += out.leaving.wait().kind == "dropped"
+            out.leaving = None
+            out.commit()
+
+    def finish(self) -> None:
+        super().finish()
+        for out in self.outgoing:
+            self._collect(out)
+
+    def settle(self) -> OwnGradient:
+        self.finish()
+        for out in self.outgoing:
+            out.seal()
+        return OwnGradient(self)
+
+    def square(self) -> float:
+        """The squared 2-norm of this worker's own gradient."""
+        values = [out.value() for out in self.outgoing if any(out.seen)]
+        return math.fsum(float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2 for v in values)
+
+    def exchange(self, scale: float) -> None:
+        """Push what was computed, ask for what the next share needs."""
+        share = self._dealing.finished() if self._stretches else (self._pushes, self._own)
+        self._pushes += 1
+        groups, tick = numbers_of(self.optimizer), self._pace.tick(share)
+        version = self._needed_after(tick)
+        if version is not None and self._asks_first:
+            self.ask(version)
+        for out in self.outgoing:
+            out.leaving = out.push(self._pushes, groups, tick=tick, count=len(share[1]), scale=scale)
+            out.applied = True
+        if version is not None and not self._asks_first:
+            self.ask(version)
+        if not self.defers:
+            self.finish()
+
+    def _needed_after(self, tick: int) -> int | None:
+        """The version to go on with, now that this worker's part of `tick` is done; None: there is nothing to do."""
+        if self._in_turn:
+            return tick + 1
+        upcoming = self._dealing.upcoming() if self._stretches else (self._pushes, self._own)
+        return None if upcoming is None else self._pace.need(upcoming)
+
+
+class OwnGradient:
+    """What a step of one worker is about to do; see `Change`."""
+
+    agreed = False
+
+    def __init__(self, server: WalkingServer) -> None:
+        self._server, self.control = server, server.control
+
+    def norm(self, without: Collection[str] = ()) -> float:
+        """See `Change.norm`; the servers know of no exceptions."""
+        assert not without
+        return math.sqrt(self._server.square())
+
+    def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
+        """Push it, and ask for weights; the step is taken where the optimizer is, `step` is not called."""
+        self._server.exchange(scale)
+        return None

@@ -1,0 +1,219 @@
+"""A parameter server as a worker sees it: what lockstep and the other ways have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.comm import Communicator
+from unisono.errors import UnisonoError
+from unisono.sync.bucket_reduction import under
+from unisono.sync.server.client_slice import Outgoing
+from unisono.sync.server.shard_client import Asked, Conversation
+from unisono.sync.server.slice_optimizer import flat_as
+from unisono.sync.server.slices import Slice
+from unisono.sync.synchronizer import Share
+
+
+class BoundServer:
+    """See `BoundSynchronizer`. The weights and the optimizer's state are where the servers are; `meet` fetches them.
+
+    A step ends with asking for the new weights, and `need` puts them into the parameters as the next forward pass comes
+    to them; so the last ones arrive while it computes with the first.
+
+    Args:
+        conversations: with each shard.
+    """
+
+    local = False
+    keeps_optimizer = True
+    dealt = 0
+    local_weight: float | None = None
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        comm: Communicator,
+        slices: Sequence[Slice],
+        conversations: Sequence[Conversation],
+        optimizer: Optimizer,
+        overlap: bool,
+    ) -> None:
+        self.parameters, self.comm, self.optimizer = parameters, comm, optimizer
+        self.conversations = conversations
+        self.outgoing = [Outgoing(i, s, parameters, conversations[s.shard]) for i, s in enumerate(slices)]
+        self._overlap = self.defers = overlap
+        self._coming: list[Outgoing] = []
+        self._listening = False
+        self._places: dict[str, list[tuple[Outgoing, int]]] = {name: [] for name in parameters}
+        for out in self.outgoing:
+            for i, piece in enumerate(out.plan.pieces):
+                self._places[piece.span.name].append((out, i))
+        self._upload()
+        self.begin()
+
+    def _upload(self) -> None:
+        """Worker 0 tells the servers what all workers have: weights and optimizer state."""
+        if self.comm.rank == 0:
+            state = {name: self.optimizer.state.get(parameter, {}) for name, parameter in self.parameters.items()}
+            for out in self.outgoing:
+                out.init(state).wait()
+        self.barrier()
+
+    def barrier(self) -> None:
+        """Returns when all workers have come here."""
+        self.comm.gather(torch.zeros(1)).wait()
+
+    def begin(self) -> None:
+        self.control: list[float] = []
+        self._closing = False
+        for out in self.outgoing:
+            out.begin()
+
+    def close(self, control: list[float], weight: float = 1.0) -> None:
+        self.control, self._closing = control, True
+
+    def offer(self, name: str, gradient: Tensor, weight: float) -> None:
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        for out, i in self._places.get(name, ()):  # none, if the optimizer does not train it
+            assert out.coming is None, f"{name} was not needed before its gradient came"
+            if out.pushed is not None:
+                raise UnisonoError(
+                    f"the gradient of {name} came once more after it was sent: backward ran again before the step was "
+                    "taken, or visits this parameter more than once (set overlap=False, or tell world.bind how many "
+                    "backward passes make a step)"
+                )
+            out.add(i, dense, weight)
+            if self._closing and self._overlap:
+                out.missing.discard(i)
+                if not out.missing:
+                    self.filled(out)
+
+    def fold(self) -> None:
+        """`offer` has added them."""
+
+    def filled(self, out: Outgoing) -> None:
+        """All gradients of a slice are there, while backward still runs."""
+
+    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+        return None
+
+    def ask(self, version: int) -> None:
+        """Ask for the newest weights, of `version` at least, what the next forward pass needs first before the rest."""
+        self.need()
+        for out in self.outgoing:
+            out.ask(version)
+        self._coming, self._listening = list(self.outgoing), False
+
+    def rest(self) -> None:
+        pass
+
+    def need(self, names: Collection[str] | None = None) -> None:
+        if self._coming:
+            self._receive(names)
+
+    @torch.no_grad()
+    def _receive(self, names: Collection[str] | None) -> None:
+        wanted = self._coming if names is None else [out for name in names for out, _ in self._places.get(name, ())]
+        for out in sorted(wanted, key=lambda out: out.number):
+            if out.coming is not None:
+                out.receive()
+                self.arrived(out)
+                self._coming.remove(out)
+        if not self._coming:
+            self.all_arrived()
+        elif not self._listening:
+            self._listening = True
+            for each in self.conversations:
+                each.listen()
+
+    def arrived(self, out: Outgoing) -> None:
+        """The new weights of a slice are here."""
+
+    def all_arrived(self) -> None:
+        """Those of the last slice that was on its way are here."""
+
+    def finish(self) -> None:
+        """Nothing of the steps so far is on its way any more."""
+        self.need()
+
+    def meet(self) -> None:
+        """The weights to the bit, and the optimizer's state."""
+        self.finish()
+        self.barrier()
+        for asked in [out.level() for out in self.outgoing]:
+            asked.wait()
+        self.ask(0)
+        self.need()
+        for out, looked in [(out, out.look(state=True)) for out in self.outgoing]:
+            self._take_state(out, looked)
+        self.barrier()
+
+    def shared(self) -> AbstractContextManager[None]:
+        self.finish()
+        return self._shared()
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
+        with torch.no_grad():
+            self.barrier()
+            own = [out.read() for out in self.outgoing]
+            for out, looked in [(out, out.look(state=False)) for out in self.outgoing]:
+                out.write(looked.wait().tensors[0].to(out.plan.device))
+            self.barrier()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for out, flat in zip(self.outgoing, own):
+                    out.write(flat)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        self.finish()
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """There is nothing to take up but what the parameters and the optimizer have taken up already."""
+        self.finish()
+        self._upload()
+
+    def owed(self) -> dict[str, Tensor]:
+        return {
+            f"{out.number} of {len(self.outgoing)}/{key}": tensor
+            for out in self.outgoing
+            for key, tensor in out.memory.state_dict().items()
+        }
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
+        for out in self.outgoing:
+            out.memory.load_state_dict(under(f"{out.number} of {len(self.outgoing)}", owed), out.plan.device)
+
+    @torch.no_grad()
+    def _take_state(self, out: Outgoing, looked: Asked) -> None:
+        """What a server's optimizer remembers of a slice goes into the local one, as if it had stepped."""
+        answer = looked.wait()
+        for (i, key, like), flat in zip(answer.fields["places"], answer.tensors[1:]):
+            piece = out.plan.pieces[i]
+            parameter = self.parameters[piece.span.name]
+            target = self._slot(parameter, key, like, flat.dtype)
+            part = piece.of(target) if like else target
+            part.copy_(flat_as(flat, part))
+
+    def _slot(self, parameter: nn.Parameter, key: str, like: bool, dtype: torch.dtype) -> Tensor:
+        state: dict[str, Any] = self.optimizer.state[parameter]
+        if not isinstance(state.get(key), Tensor):
+            if like:
+                state[key] = torch.zeros_like(parameter, dtype=dtype)
+            else:
+                there = self._group(parameter).get("fused") or self._group(parameter).get("capturable")
+                state[key] = torch.zeros((), dtype=dtype, device=parameter.device if there else "cpu")
+        slot: Tensor = state[key]
+        return slot
+
+    def _group(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))

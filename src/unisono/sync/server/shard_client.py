@@ -1,0 +1,101 @@
+"""A worker's end: calls that outlive the server they were made to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from unisono.comm import Work
+from unisono.comm.actor import Line, Message
+from unisono.errors import PeerLost
+from unisono.sync.server.actor import MOVED
+from unisono.sync.server.shard import GONE
+
+
+class Asked:
+    """The `Work` of a call to whoever answers for a shard."""
+
+    def __init__(self, to: Conversation, message: Message) -> None:
+        self._to, self.message = to, message
+        self.send()
+
+    @property
+    def answered(self) -> bool:
+        """Whether the answer was waited for; the message's tensors are then free again."""
+        return self._work is None
+
+    def send(self) -> None:
+        """Say it, perhaps once more, to whoever answers now."""
+        self._sent_to = self._to.at
+        self._work: Work[Message] | None = self._to.line.call(self.message)
+
+    def forget(self) -> None:
+        """Its answer does not matter any more."""
+        self._to.over(self)
+
+    def wait(self) -> Message:
+        """The answer; its tensors are valid until the next call that is waited for. Raises `PeerLost` if nobody is
+        left who could give it, or a worker is gone that it depends on."""
+        while True:
+            assert self._work is not None
+            try:
+                answer = self._work.wait()
+                if answer.kind != MOVED.kind:
+                    break
+                self._to.turn(self._sent_to, PeerLost((), self.message.kind, "its server has been replaced"))
+            except PeerLost as error:
+                self._to.turn(self._sent_to, error)
+        if answer.kind == GONE:
+            raise PeerLost(answer.fields["workers"], self.message.kind, "a server waits for it in vain")
+        self._work = None
+        self._to.over(self)
+        return answer
+
+    def poll(self) -> None:
+        """Let the answer arrive although nobody waits for it yet."""
+        if self._work is not None:
+            self._work.poll()
+
+
+class Conversation:
+    """With the server of one shard, and with that of its copy when the first is gone.
+
+    Args:
+        lines: to all servers that have the shard, the first one first.
+    """
+
+    def __init__(self, shard: int, lines: Sequence[Line]) -> None:
+        self._shard, self._lines = shard, lines
+        self._open: list[Asked] = []
+        self.at = 0
+
+    @property
+    def line(self) -> Line:
+        """The line to whoever answers now."""
+        return self._lines[self.at]
+
+    def call(self, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Asked:
+        """Ask; the tensors, wherever they lie, belong to the call until it is answered."""
+        flat = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
+        self._open.append(Asked(self, Message(kind, {"shard": self._shard, **fields}, flat)))
+        return self._open[-1]
+
+    def listen(self) -> None:
+        """All answers are to arrive although nobody waits for them yet."""
+        if self._open:
+            self._open[-1].poll()
+
+    def over(self, asked: Asked) -> None:
+        """`asked` is answered."""
+        self._open.remove(asked)
+
+    def turn(self, failed: int, error: PeerLost) -> None:
+        """Who was talked to as number `failed` is gone: say everything that is open to the next, in order."""
+        if failed == self.at:
+            if self.at + 1 == len(self._lines):
+                raise error
+            self.at += 1
+            for asked in self._open:
+                asked.send()

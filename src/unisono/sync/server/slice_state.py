@@ -1,0 +1,297 @@
+"""One slice where it is kept: its weights, its optimizer, and what comes in and goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.comm.actor import Message
+from unisono.compress import Compressor, Span, views
+from unisono.sync.server.accumulation import Done, Pool, Together
+from unisono.sync.server.delay_compensation import Compensation
+from unisono.sync.server.slice_optimizer import Numbers, Place, Stepper
+from unisono.sync.server.weight_deltas import Editions, pays
+
+
+class Refused(ValueError):
+    """A message that no worker of this run can have sent; it has changed nothing."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all slices of a run have in common.
+
+    Args:
+        workers: how many there are.
+        lockstep: every step is all workers' together.
+        needed: otherwise, what makes a step: micro-batches, or pushes for the same step.
+        first: otherwise, `needed` counts pushes for the same step, and later ones are dropped.
+        compensate: what is done about late gradients.
+        control: length of the control word.
+        optimizer: a name in `stepping.ELEMENTWISE`.
+        groups: the optimizer's hyperparameters to begin with.
+    """
+
+    workers: int
+    lockstep: bool
+    needed: int
+    first: bool
+    compensate: Compensation | None
+    control: int
+    optimizer: str
+    groups: Sequence[Numbers]
+
+
+@dataclass(frozen=True)
+class Lot:
+    """What a keeper knows of its slice: `members` are the parameter groups of its pieces."""
+
+    spans: tuple[Span, ...]
+    members: tuple[int, ...]
+    dtype: torch.dtype
+    compress: Compressor
+
+    @property
+    def numel(self) -> int:
+        """Elements of the slice."""
+        return self.spans[-1].stop
+
+
+@dataclass(frozen=True)
+class Push:
+    """A gradient as it came; `total` is None where none of the pieces were used.
+
+    Args:
+        number: the round in lockstep; else which push of this worker it is, from 1.
+        version: of the weights that it was computed on.
+        tick: the step that it is for.
+        count: its micro-batches.
+        scale: factor on `total` that makes it the mean of its micro-batches.
+    """
+
+    worker: int
+    number: int
+    total: Tensor | None
+    used: Sequence[bool]
+    version: int = 0
+    tick: int = 0
+    count: int = 1
+    scale: float = 1.0
+
+
+class Keeper:
+    """The slice's state. The methods come in the order of a step; messages are checked by whoever calls them.
+
+    Attributes:
+        version: how many steps these weights have taken.
+        dropped: pushes that came too late.
+    """
+
+    def __init__(
+        self, lot: Lot, terms: Terms, weights: Tensor, places: Sequence[Place] = (), state: Sequence[Tensor] = ()
+    ) -> None:
+        self.lot, self._terms = lot, terms
+        self.weights = weights.clone()
+        self.version = self.dropped = 0
+        self.stepper = Stepper(terms.optimizer, terms.groups, lot.members, views(self.weights, lot.spans))
+        self.stepper.load(places, state)
+        self.together = Together(terms.workers, len(lot.spans))
+        self._pool = Pool(terms.needed, terms.first, len(lot.spans))
+        self._editions: Editions | None = None
+        if pays(lot.compress, lot.spans, lot.numel, lot.dtype):
+            self._editions = Editions(lot.compress, lot.spans, self.weights)
+        self._published = 0  # the version that the newest edition comes near to
+        self._said = [0] * terms.workers
+        self._added: dict[int, int] = {}  # micro-batches, of each tick that is not complete
+        self._complete = 0
+        self._past = Past(terms.workers, self.weights) if terms.compensate and terms.compensate.looks_back else None
+        self._memory: dict[str, Tensor] = {}  # the compensation's
+        self._due: Callable[[], None] | None = None
+        self._take: tuple[int, float, Sequence[Numbers]] = 0, 1.0, ()
+        self._taken = 0
+        self._lent: set[object] = set()
+        self._waiting: list[tuple[int, Done]] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was pushed."""
+        return self.together.round > 0 or any(self._said)
+
+    # In lockstep: pushes of all, then `take` of any.
+
+    def join(self, push: Push, done: Done) -> None:
+        """`push` goes into its round; its tensor is free again with ``done()``."""
+        if push.version > self.version:
+            raise Refused(f"a gradient at version {push.version}; there are {self.version}")
+        self._catch_up()  # the sum of the last round is used up
+        self.together.push(push.worker, push.number, push.total, push.used, done)
+        self._step_if_due()
+
+    def squares(self) -> list[float]:
+        """Each piece's squared 2-norm of the mean gradient of the complete round."""
+        gradient = self._gradient()
+        if gradient is None:
+            return [0.0] * len(self.lot.spans)
+        pieces = views(gradient, self.lot.spans)
+        return [float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2 for piece in pieces]
+
+    def take(self, round_: int, scale: float, groups: Sequence[Numbers]) -> None:
+        """The step of ``scale * mean`` of `round_` is to be taken, as soon as that is complete."""
+        if round_ > self._take[0]:
+            self._take = round_, scale, groups
+            self._step_if_due()
+
+    def _step_if_due(self) -> None:
+        """The version counts now; the arithmetic is done for whoever asks first."""
+        round_, scale, groups = self._take
+        if self.together.complete and self.together.round == round_ and self._taken < round_:
+            self._taken = round_
+            self._due = lambda: self._take_step(self._gradient(), scale, self.together.used, groups)
+            self.version += 1
+            self._tell_who_waits()
+
+    def _gradient(self) -> Tensor | None:
+        total = self.together.total
+        return None if total is None else self.lot.compress.value(total, self.lot.dtype)
+
+    # Otherwise: each push by itself.
+
+    def add(self, push: Push, groups: Sequence[Numbers]) -> bool:
+        """`push` is added once, however often it comes; False: it was too late and is dropped."""
+        if push.number <= self._said[push.worker]:
+            return True
+        if push.number > self._said[push.worker] + 1:
+            raise Refused(f"push {push.number} of worker {push.worker} after {self._said[push.worker]}")
+        if push.version > self.version:
+            raise Refused(f"a gradient at version {push.version}; there are {self.version}")
+        self._said[push.worker] = push.number
+        if self._terms.first and push.tick < self.version:
+            self.dropped += 1
+            return False
+        if self._terms.compensate is None or push.total is None:
+            gradient = None if push.total is None else self.lot.compress.value(push.total, self.lot.dtype)
+            self._pool.push(gradient, push.count, push.used, push.scale)
+        else:
+            self._pool.push(self._corrected(self._terms.compensate, push, push.total), push.count, push.used)
+        self._count(push)
+        if self._pool.full:
+            used = self._pool.used
+            mean = self._pool.take()
+            self._take_step(None if mean is None else mean.to(self.lot.dtype), 1.0, used, groups)
+            self.version += 1
+        self._tell_who_waits()
+        return True
+
+    def _count(self, push: Push) -> None:
+        """Versions count what has come; whoever may be so and so late counts steps of which all has come."""
+        self._added[push.tick] = self._added.get(push.tick, 0) + push.count
+        while self._added.get(self._complete, 0) >= self._terms.needed:
+            del self._added[self._complete]
+            self._complete += 1
+
+    def _corrected(self, compensate: Compensation, push: Push, total: Tensor) -> Tensor:
+        gradient = self.lot.compress.value(total, self.lot.dtype) * push.scale
+        then = self._past.held_by(push.worker) if self._past else self.weights
+        return compensate.correct(gradient, self.weights, then, self.version - push.version, self._memory)
+
+    # The step, and what goes out.
+
+    def _take_step(
+        self, gradient: Tensor | None, scale: float, used: Sequence[bool], groups: Sequence[Numbers]
+    ) -> None:
+        if gradient is None:
+            return
+        if self._lent:  # somebody may still read them
+            self.weights, self._lent = self.weights.clone(), set()
+            self.stepper.move(views(self.weights, self.lot.spans))
+        # The sum stays as it is: somebody may still ask for its norm.
+        parts = views(gradient if scale == 1.0 else gradient * scale, self.lot.spans)
+        self.stepper.step([part if was else None for part, was in zip(parts, used)], groups)
+
+    @property
+    def _reached(self) -> int:
+        """The step before which all that counts is in these weights."""
+        return self.version if self._terms.lockstep or self._terms.first else self._complete
+
+    def _tell_who_waits(self) -> None:
+        reached = self._reached
+        ready = [done for need, done in self._waiting if need <= reached]
+        self._waiting = [(need, done) for need, done in self._waiting if need > reached]
+        for done in ready:
+            done()
+
+    def _catch_up(self) -> None:
+        if self._due is not None:
+            due, self._due = self._due, None
+            due()
+
+    def when(self, need: int, done: Done) -> None:
+        """``done()`` when all steps before `need` are in these weights."""
+        if self._reached >= need:
+            done()
+        else:
+            self._waiting.append((need, done))
+
+    def news(self, worker: int, edition: int) -> tuple[Message, bool]:
+        """What `worker`, who holds `edition`, needs in order to hold what is newest; and whether it is memory of the
+        weights, which has to be lent."""
+        self._catch_up()
+        if self._editions is None:
+            newest, tensors, whole = self.version, [self.weights], True
+        else:
+            if self._published < self.version:
+                self._published = self.version
+                self._editions.publish(self.weights)
+            messages = self._editions.since(edition)
+            newest, whole = self._editions.number, messages is None
+            tensors = [self._editions.shadow.clone()] if messages is None else messages
+        if self._past:
+            held = self.weights if self._editions is None else self._editions.shadow
+            self._past.hand_out(worker, newest, held)
+        if edition == newest:
+            tensors, whole = [], False
+        fields = {"version": self.version, "edition": newest, "whole": whole}
+        return Message("weights", fields, tensors), whole and self._editions is None
+
+    def level(self) -> None:
+        """The next edition is the weights as they are."""
+        self._catch_up()
+        if self._editions is not None:
+            self._editions.level(self.weights)
+            self._published = self.version
+
+    def look(self, state_too: bool) -> Message:
+        """The weights as they are, and perhaps the optimizer's state."""
+        self._catch_up()
+        places, state = self.stepper.state() if state_too else ([], [])
+        return Message("state", {"places": places}, [self.weights, *state])
+
+    def lend(self, token: object) -> None:
+        """The weights must not change in place until `token` is returned."""
+        self._lent.add(token)
+
+    def returned(self, token: object) -> None:
+        """See `lend`."""
+        self._lent.discard(token)
+
+
+class Past:
+    """The weights that each worker computes on; those of one edition are kept once."""
+
+    def __init__(self, workers: int, weights: Tensor) -> None:
+        self._held = [0] * workers
+        self._weights = {0: weights.clone()}
+
+    def hand_out(self, worker: int, edition: int, weights: Tensor) -> None:
+        """`worker` holds `weights` from now on."""
+        self._held[worker] = edition
+        if edition not in self._weights:
+            self._weights[edition] = weights.clone()
+        self._weights = {e: kept for e, kept in self._weights.items() if e in self._held}
+
+    def held_by(self, worker: int) -> Tensor:
+        """What `worker` holds."""
+        return self._weights[self._held[worker]]

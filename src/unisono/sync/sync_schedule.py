@@ -1,0 +1,95 @@
+"""When a periodic synchronizer does what, and with which parameters: functions of the number of steps taken.
+
+    start      every            every            start: synchronous steps
+────┬──────────┬───────────────┬───────────────  every: steps from one exchange of a fragment to its next
+  ══╪══════════╪══▲────┬──●════╪══▲────┬──●      ▲: fragment 0 is sent; ●: taken in, `delay` steps later
+    │          │       ▲────┬──●      ▲────┬──●  fragment 1, half a period later
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+
+from unisono.errors import InvalidInput
+from unisono.sync.outer_optimizer import Average, Outer
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """The one periodic algorithm, with all that its special forms differ in.
+
+    Args:
+        every: steps between two exchanges of the same fragment, from 1.
+        start: the first steps, which are synchronous.
+        fragments: parts of the parameters that are synchronized in turn, each `every` steps; at most `every`.
+        delay: steps that are taken between sending a walk and taking the mean walk in, below `every`.
+        mix: how much of a replica's own weights stays when the anchor is taken in, from 0 to below 1.
+        outer: how the mean walk moves the anchor.
+
+    Raises:
+        ValueError: a number out of its bounds.
+    """
+
+    every: int
+    start: int = 0
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+    outer: Outer = Average()
+
+    def __post_init__(self) -> None:
+        bounds = {"every": (1, None), "start": (0, None), "fragments": (1, self.every), "delay": (0, self.every - 1)}
+        for name, (least, most) in bounds.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r} is not a whole number from {least}")
+            if most is not None and value > most:
+                raise ValueError(f"{name}={value!r} is more than {most} with every={self.every}")
+        if not isinstance(self.mix, int | float) or isinstance(self.mix, bool) or not 0 <= self.mix < 1:
+            raise ValueError(f"mix={self.mix!r} is not a number from 0 to below 1")
+
+    @property
+    def whole(self) -> bool:
+        """Whether all replicas are equal after an exchange."""
+        return self.fragments == 1 and not self.delay and not self.mix
+
+    def lockstep(self, taken: int) -> bool:
+        """Whether the step after `taken` ones is synchronous."""
+        return taken < self.start
+
+    def due(self, taken: int) -> int | None:
+        """The fragment that is sent right after step number `taken` (from 1), which is at most one: the last at the
+        end of each period, the others evenly before it."""
+        walked = taken - self.start
+        phases = [(f + 1) * self.every // self.fragments % self.every for f in range(self.fragments)]
+        return phases.index(walked % self.every) if walked > 0 and walked % self.every in phases else None
+
+
+P = TypeVar("P", bound=nn.Parameter)
+
+
+def divide(parameters: Mapping[str, P], fragments: int) -> list[dict[str, P]]:
+    """Deal the parameters out, in the model's order, each to the fragment that has the fewest bytes so far.
+
+    Equal layers are thereby strided over the fragments (Douillard et al. 2025, "strided pattern"), and two fragments
+    differ by no more than the largest tensor.
+
+    Raises:
+        InvalidInput: more fragments than tensors.
+    """
+    if fragments > len(parameters):
+        raise InvalidInput(
+            "fragments", fragments, f"the model has only {len(parameters)} trainable tensors", "use fewer"
+        )
+    dealt: list[dict[str, P]] = [{} for _ in range(fragments)]
+    sizes = [(0, 0)] * fragments  # bytes; then tensors, so that no fragment stays empty
+    for name, parameter in parameters.items():
+        lightest = sizes.index(min(sizes))
+        dealt[lightest][name] = parameter
+        size, count = sizes[lightest]
+        sizes[lightest] = size + parameter.numel() * parameter.element_size(), count + 1
+    return dealt

@@ -1,0 +1,1 @@
+"""What the operating system offers: processes, files, output streams, pauses."""

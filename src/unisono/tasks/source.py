@@ -1,0 +1,204 @@
+"""Where a task comes from: a built-in name, ``path/to/file.py:function`` or ``package.module:function``.
+
+A `Source` is a plain value that travels to every worker as JSON or pickle; each worker loads the task
+from it. Its arguments may still be text as on a command line: they are read by the function's annotations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import InvalidInput, UnisonoError
+from unisono.notation import nearest
+from unisono.tasks import TASKS
+from unisono.tasks.arguments import Parameter, bind, option, parameters
+
+if TYPE_CHECKING:
+    from unisono.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a task comes from, and the arguments to call it with.
+
+    Args:
+        name: a built-in name, ``path/to/file.py:function`` or ``package.module:function``.
+        arguments: keyword arguments; text is read by the annotations, dotted names reach into dataclasses.
+        directory: what a relative path in `name` is relative to.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    directory: str = field(default_factory=os.getcwd)
+
+    def load(self) -> Task:
+        """The task.
+
+        Raises:
+            InvalidInput: no such task, file or function; an argument that it does not take; an error in it.
+        """
+        target = self.target()
+        made = target(**bind(target, self.arguments)) if _built_in(target) else self._call(target)
+        from unisono.tasks.task import Task  # imports torch
+
+        if not isinstance(made, Task):
+            problem = f"it gave {_a(type(made).__name__)}, not a Task"
+            raise InvalidInput("task", self.name, problem, "end the function with return unisono.Task(…)")
+        return made
+
+    def parameters(self) -> dict[str, Parameter]:
+        """What the task can be told, by name; dotted names for the fields of dataclasses."""
+        target = self.target()
+        return parameters(target) if callable(target) else {}
+
+    def place(self) -> tuple[str, str]:
+        """The file or module, and the name in it; nothing is imported.
+
+        Raises:
+            InvalidInput: no such built-in task, or no such file.
+        """
+        place, _, attribute = TASKS.get(self.name, self.name).rpartition(":")
+        if not (place and attribute):
+            raise self._unknown()
+        if place.endswith(".py") and not self._path(place).is_file():
+            raise InvalidInput("task", self.name, f"there is no file {place}", "check the path")
+        return place, attribute
+
+    def target(self) -> Any:
+        """The function that makes the task, or the task itself.
+
+        Raises:
+            InvalidInput: no such task, file, module or function, or an exception while it was imported.
+        """
+        place, attribute = self.place()
+        module = self._module(place)
+        if not hasattr(module, attribute):
+            cure = nearest(attribute, _made_here(module)) if _made_here(module) else "define one"
+            raise InvalidInput("task", self.name, f"{place} has no function {attribute}", cure)
+        return getattr(module, attribute)
+
+    def absolute(self) -> str:
+        """`name`, with the path of a file made absolute, so that it means the same in every directory."""
+        place, colon, attribute = self.name.rpartition(":")
+        return f"{self._path(place)}{colon}{attribute}" if place.endswith(".py") else self.name
+
+    def mapping(self) -> dict[str, Any]:
+        """Plain values, for JSON; ``Source(**mapping)`` is the way back."""
+        return asdict(self)
+
+    def _call(self, target: Any) -> Any:
+        if not callable(target):
+            if self.arguments:
+                argument = next(iter(self.arguments))
+                problem = f"{self.name} is a value and takes no arguments"
+                raise InvalidInput(option(argument), self.arguments[argument], problem, "leave it out")
+            return target
+        with _Explained(self.name):
+            return target(**bind(target, self.arguments))
+
+    def _module(self, place: str) -> ModuleType:
+        if place.endswith(".py"):
+            with _Explained(self.name):
+                return _from_file(self._path(place))
+        if self.directory not in sys.path:  # as python -m has it
+            sys.path.insert(0, self.directory)
+        with _Explained(self.name):
+            try:
+                return importlib.import_module(place)
+            except ModuleNotFoundError as error:
+                if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                    raise
+                cure = "check the name, or write path/to/file.py:function"
+                raise InvalidInput("task", self.name, f"there is no module {error.name}", cure) from None
+
+    def _path(self, place: str) -> Path:
+        try:
+            return Path(self.directory, Path(place).expanduser())
+        except RuntimeError as error:  # ~name of nobody
+            raise InvalidInput("task", self.name, str(error), "write the path in full") from None
+
+    def _unknown(self) -> InvalidInput:
+        if self.name.rstrip(":").endswith(".py"):
+            return InvalidInput("task", self.name, "names no function", f"write {self.name.rstrip(':')}:function")
+        forms = "otherwise path/to/file.py:function or package.module:function"
+        return InvalidInput("task", self.name, "there is no such task", f"{nearest(self.name, TASKS)}; {forms}")
+
+
+class _Explained:
+    """Turns an exception in the user's code into one sentence that names the line; ours pass as they are."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, UnisonoError):
+            cure = "install it, or correct the name" if isinstance(error, ModuleNotFoundError) else "correct it there"
+            raise InvalidInput("task", self._name, _where(error), cure) from error
+
+
+def _where(error: Exception | SystemExit) -> str:
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    if isinstance(error, SyntaxError):
+        return f"{Path(error.filename or '?').name}, line {error.lineno}: {said}"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
+    frame = (theirs or list(frames))[-1]
+    code = f" ({frame.line})" if frame.line else ""
+    return f"{Path(frame.filename).name}, line {frame.lineno}{code}: {said}"
+
+
+_NOT_THEIRS = (
+    "<frozen",
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_paths()[p] for p in ("stdlib", "purelib", "platlib")),
+)
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The file as a module; under its own name where that is free, so that its classes can be found again."""
+    directory = str(path.parent)
+    if directory not in sys.path:  # as python script.py has it
+        sys.path.insert(0, directory)
+    spec = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    if spec is not None and spec.origin is not None and Path(spec.origin).exists() and path.samefile(spec.origin):
+        return importlib.import_module(path.stem)
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None  # the name ends in .py
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _made_here(module: ModuleType) -> list[str]:
+    functions = inspect.getmembers(module, inspect.isfunction)
+    return [name for name, made in functions if made.__module__ == module.__name__ and not name.startswith("_")]
+
+
+def _built_in(target: Callable[..., Any]) -> bool:
+    return getattr(target, "__module__", "").startswith("unisono.tasks.builtin.")
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[:1] in "aeiouAEIOU" else f"a {noun}"

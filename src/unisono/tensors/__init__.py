@@ -1,0 +1,1 @@
+"""Boxes of tensors, and the tensors of a batch."""

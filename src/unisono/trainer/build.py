@@ -1,0 +1,356 @@
+"""A trainer put together from a task, a configuration and a communicator, for real workers and for virtual ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from unisono.bad_steps import RollBack, Stop
+from unisono.comm import Communicator
+from unisono.comm.process_groups import Wires
+from unisono.compress import Exact
+from unisono.config import Config
+from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
+from unisono.elastic.control_word import NUMBERS
+from unisono.elastic.presence import Presence, Unchanging
+from unisono.elastic.snapshot import Milestone
+from unisono.elastic.transfer import tell
+from unisono.errors import InvalidInput
+from unisono.layout import AXES, CUTTING, Compute, Held, Places, Sample, as_it_is
+from unisono.layout import compile_cache as compiled
+from unisono.layout import repeated_blocks as blocks
+from unisono.notation import show
+from unisono.observe import Recorder, Unwatched, Watch
+from unisono.run.resolve import recovers
+from unisono.sync import AllReduce
+from unisono.tasks.lr_schedules import Constant, factor_of
+from unisono.tasks.task import Task, batch_loss, build_dataset
+from unisono.tensors.batch import Batch, samples_in, to_device
+from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.evaluation import Evaluator, forward, within
+from unisono.trainer.load_balance import Balance, Follow
+from unisono.trainer.loop import Trainer
+from unisono.trainer.optimizer import LearningRate, optimizer_of, prefer_fused
+from unisono.trainer.optimizer_coupling import needs_wholes
+from unisono.trainer.replica import Replica, check_fit, check_trainable
+from unisono.trainer.step_validation import Guard
+from unisono.trainer.sync_batchnorm import synchronize_batchnorm
+from unisono.trainer.whole_tensor_optimizers import Wholes
+
+LOG = logging.getLogger("unisono")
+
+
+class Feed:
+    """The plan of micro-batches, and the loader of worker `rank` of `size`; loaders are closed with `stack`.
+
+    Args:
+        notice: see `Loader`.
+
+    Raises:
+        InvalidInput: as `MicroBatchPlan`, `assign` and `Places`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        rank: int,
+        size: int,
+        stack: contextlib.ExitStack,
+        notice: Callable[[str], None] = LOG.warning,
+    ) -> None:
+        self.task, self.config, self._stack, self._notice = task, config, stack, notice
+        self.dataset = build_dataset(task.data)
+        assert config.global_batch is not None
+        self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
+        self.places = Places(config.layout, size)
+        self.places.check_micro_batches(self.plan.micro_batches)
+        ranges = assign(self.plan.micro_batches, [1.0] * self.places.lanes)
+        self.mine = ranges[self.places.lane(rank)]  # of the first steps
+        speakers = {self.places.lane(rank): rank for rank in reversed(range(size))}
+        who = [speakers[lane] for lane in range(len(ranges))]
+        self.shares = Shares(ranges, self.places.lane(rank), who, most_ahead(config.load))
+        epochs = config.epochs or 1.0
+        self.steps = config.steps or self.plan.steps_in(epochs)
+        self.left_out = "" if config.steps else self.plan.left_out(epochs)  # in words
+
+    def sample(self) -> Sample:
+        """The dataset's first two samples, or a micro-batch where it is measured; no random stream moves."""
+        count = self.config.micro_batch if self.config.layout.pipeline > 1 else 2
+        assert count is not None
+        with torch.random.fork_rng(devices=[]):
+            first = [self.dataset[i] for i in range(min(count, len(self.dataset)))]
+        task = self.task
+        return Sample((task.collate or default_collate)(first), task.inputs, task.loss, task.weight)
+
+    def micro_batch(self) -> Batch:
+        """As many of the dataset's first samples as a micro-batch has; no random stream moves."""
+        with torch.random.fork_rng(devices=[]):
+            many = getattr(self.dataset, "__getitems__", None)
+            first = list(range(self.plan.micro_batch))
+            samples = many(first) if many else [self.dataset[i] for i in first]
+        return (self.task.collate or default_collate)(samples)
+
+    def loader(self, first_step: int) -> Loader:
+        """Loads this worker's micro-batches from `first_step` on."""
+        loader = Loader(
+            self.dataset, self.plan, self.shares.mine, self.task.collate, self.config.load, self.config.seed,
+            first_step, self.steps, self._notice)  # fmt: skip
+        self._stack.callback(loader.close)
+        return loader
+
+
+def build(
+    task: Task, config: Config, device: torch.device, comm: Communicator, mesh: Any = None,
+    sample: Sample | None = None, inside: Communicator | None = None,
+) -> tuple[Held, Optimizer]:  # fmt: skip
+    """What this worker holds of the model, with its first weights, and the optimizer of that.
+
+    Args:
+        comm: of the workers that compute micro-batches side by side.
+        mesh: a DeviceMesh of all workers, where a replica lies on several.
+        sample: there, what it may be tried on.
+        inside: there, of the workers of a replica.
+
+    Raises:
+        InvalidInput: what the task builds cannot be trained.
+    """
+    lane = comm.lane("batchnorm") if config.sync_batchnorm else None
+    change = partial(synchronize_batchnorm, comm=lane) if lane else as_it_is
+    compute = Compute(config.precision, config.recompute, config.compile, _compiled_whole(config), change)
+    seed_compute(stream(config.seed, 0, 0, "init"))
+    if mesh is not None and sample is not None:
+        from unisono.layout.parallelize import lay  # imports more of torch than others need
+
+        held = lay(lambda: model_of(task), config.layout, mesh, sample, compute)
+    else:
+        model = compute.change(model_of(task))
+        compute.check(model)
+        for block in blocks(model):
+            compute.prepare(block)
+        held = Held.whole(model.to(device))
+    wholes = _wholes(task, config, held, device, mesh, inside) if mesh is not None and inside is not None else None
+    if wholes is None:
+        optimizer = optimizer_of(task.optimizer, [p for p in held.local.parameters() if p.requires_grad])
+    else:
+        held, optimizer = dataclasses.replace(held, stepping=wholes), wholes.optimizer
+    check_fit(held.local, optimizer)
+    prefer_fused(optimizer, sparse=bool(held.sparse))
+    return held, optimizer
+
+
+def _wholes(
+    task: Task, config: Config, held: Held, device: torch.device, mesh: Any, inside: Communicator
+) -> Wholes | None:
+    """Where the optimizer needs tensors whole, and workers have parts; all workers of a replica call it alike."""
+    mine = json.dumps([p.dim() for p in held.local.parameters() if p.requires_grad])
+    dims = {dim for text in tell(inside, mine) for dim in json.loads(text)}
+    if not needs_wholes(task.optimizer, dims, config.layout, device):
+        return None
+    places, rank = Places(config.layout, mesh.size()), mesh.get_rank()
+    replica = places.along(rank, *AXES)
+    group = [replica.index(other) for other in places.along(rank, *CUTTING)]
+    lane = inside.lane("whole tensors")
+    return Wholes(task.optimizer, held.local, held.parts, lane, group, undo=recovers(config))
+
+
+def _check_offloaded(config: Config, places: Places, device: torch.device) -> None:
+    if config.layout.offload and device.type != "cpu" and places.replicas > 1:
+        raise InvalidInput(
+            "layout", show(config.layout), f"gradients lie in host memory, and {places.replicas} replicas exchange "
+            "them on the device",
+            f"write --workers {config.layout.workers}, or use replicate in place of replicas")  # fmt: skip
+
+
+def _compiled_whole(config: Config) -> bool:
+    """Else block by block: between blocks others have to have a hand in what is computed."""
+    return config.layout.workers == 1 and config.recompute == "none"
+
+
+def model_of(task: Task) -> nn.Module:
+    """What the task builds. Raises `InvalidInput` if it cannot be trained."""
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(
+            "model", type(model).__name__, "not a torch module", "give Task(model=a function that builds one)"
+        )
+    check_trainable(model)
+    return model
+
+
+def bind(
+    task: Task,
+    config: Config,
+    feed: Feed,
+    held: Held,
+    optimizer: Optimizer,
+    wires: Wires,
+    *,
+    persistence: Persistence,
+    record: Recorder,
+    device: torch.device,
+    first_step: int = 0,
+    presence: Presence = Unchanging(),
+    trainer: Callable[..., Trainer] = Trainer,
+    watch: Watch = Unwatched(),
+    milestone: Milestone | None = None,
+) -> Trainer:
+    """Give what is held and its optimizer their replica, and all of it a `trainer`.
+
+    Args:
+        milestone: where replicas walk by themselves and may be lost on the way.
+
+    Raises:
+        InvalidInput: what is asked for cannot be combined.
+    """
+    comm = wires.everybody
+    replica = Replica(
+        held.local, optimizer, wires.replicas, held=held, wires=wires, sync=config.sync, compress=config.compress,
+        micro_batches=feed.plan.micro_batches,
+        reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
+        extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config),
+        repeats=recovers(config), awaits=milestone is not None)  # fmt: skip
+    persistence.attach(replica)
+    _check_concurrent(config, feed.plan, feed.places.lanes, replica)
+    _check_dropping(config, replica)
+    _check_offloaded(config, feed.places, device)
+    schedule = config.schedule or task.schedule or Constant()
+    autocast = autocast_of(config, device)
+    task = dataclasses.replace(task, loss=within(autocast, batch_loss(task)))
+    runs = forward(task, autocast)
+    called = compiled(held.model) if config.compile and _compiled_whole(config) else held.model
+    move = _mover(device)
+    if held.pipeline is not None:
+        from unisono.trainer.pipeline_loop import PipelinedTrainer, output  # imports more of torch than others need
+
+        trainer = partial(PipelinedTrainer, pipeline=held.pipeline, inputs=task.inputs, autocast=autocast)
+        runs = output(held.pipeline, task.inputs, autocast)
+    evaluator = None
+    if task.evaluate is not None:
+        here = feed.places.of(comm.rank)
+        evaluator = Evaluator(
+            task, comm.lane("evaluation"), runs, move, here.replica, feed.places.replicas,
+            not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
+    loader = feed.loader(first_step)
+    guard = Guard(
+        replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
+        worker_of=feed.shares.worker_of, name_of=presence.name_of, clips=config.clip is not None,
+        compare_every=config.compare_every, places=feed.places.alike)  # fmt: skip
+    return trainer(
+        model=held.model,
+        replica=replica,
+        loader=loader,
+        comm=comm,
+        record=record,
+        persistence=persistence,
+        learning_rate=LearningRate(optimizer, config.lr),
+        evaluator=evaluator,
+        forward=lambda _, batch: runs(called, batch),
+        loss=task.loss,
+        passage=held.passage,
+        weight=task.weight or samples_in,
+        move=move,
+        seed=config.seed,
+        guard=guard,
+        balance=_balance(config, feed, replica, loader, comm, record, device, presence),
+        factor=lambda t: factor_of(schedule, t, feed.steps),
+        steps=feed.steps,
+        global_batch=feed.plan.global_batch,
+        evaluate_every=config.evaluate_every,
+        presence=presence,
+        watch=watch,
+        milestone=milestone,
+    )
+
+
+def drops(config: Config) -> bool:
+    """Whether steps of such a run may be dropped."""
+    return not isinstance(config.bad_step, Stop) or config.compare_every > 0
+
+
+def _check_dropping(config: Config, replica: Replica) -> None:
+    sync = show(config.sync)
+    if drops(config) and not replica.lockstep:
+        field = "compare_every" if isinstance(config.bad_step, Stop) else "bad_step"
+        raise InvalidInput(
+            field, show(getattr(config, field)), f"with {sync} replicas walk by themselves, and no step is all "
+            "workers' together", "leave it out, or use AllReduce()")  # fmt: skip
+    together = isinstance(config.sync, AllReduce)
+    if config.compare_every and not together:
+        raise InvalidInput("compare_every", config.compare_every, f"with {sync} workers do not keep the state",
+                           "leave it out, or use AllReduce()")  # fmt: skip
+    if isinstance(config.bad_step, RollBack) and not (together and config.layout.workers == 1):
+        raise InvalidInput(
+            "bad_step", show(config.bad_step), "only whole replicas that keep their state themselves go back while "
+            "they run", "write Skip(), or use AllReduce() without a layout")  # fmt: skip
+
+
+def _balance(
+    config: Config,
+    feed: Feed,
+    replica: Replica,
+    loader: Loader,
+    comm: Communicator,
+    record: Recorder,
+    device: torch.device,
+    presence: Presence,
+) -> Balance:
+    """Shares follow speeds where that can be, and the user says so or would not see it in the result."""
+    if config.balance == "on" and (reason := _alike(config, replica)):
+        raise InvalidInput("balance", config.balance, reason, "leave it out")
+    follow = Follow.YES if config.balance == "on" else Follow.NO
+    if config.balance == "auto" and not _alike(config, replica):  # in exact mode no bit depends on who computes what
+        follow = Follow.YES if isinstance(config.compress, Exact) else Follow.IF_ASKED
+    queues = device.type == "cuda" and follow is Follow.YES
+    finish = torch.cuda.current_stream(device).synchronize if queues else lambda: None
+    return Balance(
+        feed.shares, follow, comm.rank, record, comm.now, lambda: replica.waited_seconds, lambda: loader.ahead_seconds,
+        finish, presence.name_of, config.remove_slower_than)  # fmt: skip
+
+
+def _alike(config: Config, replica: Replica) -> str:
+    """Why all workers have to compute as many micro-batches as each other, or that somebody else deals them out; empty
+    if they need not."""
+    if config.layout.workers > 1:
+        return "workers compute a micro-batch together, or as many of them side by side"
+    if config.sync_batchnorm:
+        return "with sync_batchnorm all workers compute as many micro-batches, side by side"
+    if not replica.lockstep:
+        return f"with {show(config.sync)} each worker takes steps of its own, as fast as it can"
+    if getattr(config.sync, "reduce", "mean") != "mean":
+        return f"with {show(config.sync)} a worker's micro-batches count as one, however many they are"
+    return ""
+
+
+def _check_concurrent(config: Config, plan: MicroBatchPlan, lanes: int, replica: Replica) -> None:
+    if config.sync_batchnorm and not replica.lockstep:
+        raise InvalidInput(
+            "sync_batchnorm", True, f"with {show(config.sync)} workers do not compute side by side",
+            "leave it out, or use AllReduce()")  # fmt: skip
+    if config.sync_batchnorm and plan.micro_batches % lanes:
+        raise InvalidInput(
+            "sync_batchnorm", True, f"{lanes} workers cannot compute the {plan.micro_batches} micro-batches of a "
+            "step side by side",
+            f"choose global_batch and micro_batch so that their number divides by {lanes}")  # fmt: skip
+
+
+def autocast_of(config: Config, device: torch.device) -> Callable[[], Any]:
+    """The context of forward passes and losses."""
+    if config.precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
+def _mover(device: torch.device) -> Callable[[Batch], Batch]:
+    """Brings a batch to `device`; what is on the CPU stays there without a copy."""
+    return (lambda batch: batch) if device.type == "cpu" else partial(to_device, device=device)

@@ -1,0 +1,127 @@
+"""Workers that are not alike: each says how long a micro-batch takes it, shares follow, and who lags far is named.
+
+What is measured is this worker's own time, with its data and without waiting for others; what is done about it is
+arithmetic, in `unisono.data.work_shares`, on numbers that all workers have heard alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+from unisono.data import Shares, Stock, slowness
+from unisono.observe import Recorder
+
+SLOW = 3.0  # times as long as the others, and a worker is named
+UNEQUAL = 0.2  # of a step's time that other shares would save, and it is said that they could be had
+
+
+class Follow(Enum):
+    """Whether shares follow speeds."""
+
+    YES = "yes"
+    IF_ASKED = "if asked"  # they could, but the user would see it in the result, and has not asked for it
+    NO = "no"
+
+
+@dataclass
+class Balance:
+    """One worker's end.
+
+    Args:
+        shares: of all workers.
+        now: the clock.
+        waited: seconds that this worker has waited for others while it computed, in all.
+        fetching: seconds that fetching its batches ahead has taken, in all. That is hidden while others are slower, and
+            would not be if it had more of them.
+        finish: returns when what was computed so far is computed, on a device with a queue.
+        name_of: what the worker of a rank is called.
+        remove_slower_than: times as long as the others, from which on a worker is asked to leave.
+
+    Attributes:
+        pace: seconds that a micro-batch took this worker in its last step; 0: not known yet.
+        asked_to_leave: workers that are too slow for the user, the same on all of them.
+    """
+
+    shares: Shares
+    follow: Follow
+    rank: int
+    record: Recorder
+    now: Callable[[], float]
+    waited: Callable[[], float]
+    fetching: Callable[[], float]
+    finish: Callable[[], None]
+    name_of: Callable[[int], str] = str
+    remove_slower_than: float | None = None
+    pace: float = 0.0
+    asked_to_leave: frozenset[int] = frozenset()
+    _stock: Stock = field(default_factory=Stock)
+    _lagged: list[float] = field(default_factory=list)
+    _named: set[int] = field(default_factory=set)
+    _hinted: bool = False
+
+    @property
+    def leave_asked(self) -> bool:
+        """Whether this worker is asked to leave."""
+        return self.rank in self.asked_to_leave
+
+    @contextmanager
+    def measured(self, micro_batches: int) -> Iterator[None]:
+        """Inside, so many micro-batches are computed."""
+        began, fetched = self.now() - self.waited(), self.fetching()
+        yield
+        self.finish()
+        self.pace = max(self.now() - self.waited() - began, self.fetching() - fetched) / micro_batches
+
+    def hear(self, done: int, paces: Sequence[float]) -> None:
+        """After `done` steps, what all workers said. They said it during the last of these, of the one before."""
+        if done < self.shares.settled_from + 2:
+            return
+        seconds = self._stock.hear(paces, max(self.shares.counts)) if len(paces) > 1 else None
+        if seconds is not None:
+            self._take_stock(done, seconds)
+
+    def _take_stock(self, done: int, seconds: Sequence[float]) -> None:
+        if self.follow is Follow.YES and self.shares.follow(done, seconds):
+            self.record.event("shares", step=done, micro_batches=self.shares.counts, seconds=list(seconds))
+        now = slowness(seconds)
+        lasting = [min(before, after) for before, after in zip(self._lagged or [1.0] * len(now), now)]
+        if self.follow is Follow.IF_ASKED and self._lagged and not self._hinted:
+            self._hint(done, seconds)
+        self._lagged = now
+        for worker, times in enumerate(lasting):
+            self._judge(done, worker, times)
+
+    def _judge(self, done: int, worker: int, times: float) -> None:
+        """`worker` takes so many times as long as the others, and did when stock was taken before."""
+        limit = self.remove_slower_than
+        leaves = limit is not None and times > limit and worker not in self.asked_to_leave
+        if leaves or (times > SLOW and worker not in self._named):
+            self._named.add(worker)
+            words = f"worker {self.name_of(worker)} takes {times:.1f} times as long for a micro-batch as the others"
+            self.record.event("slow worker", step=done, worker=self.name_of(worker), times=times, removed=leaves,
+                              words=f"{words}; {self._done_about(worker, leaves)}")  # fmt: skip
+        if leaves:
+            self.asked_to_leave |= {worker}
+
+    def _done_about(self, worker: int, leaves: bool) -> str:
+        if leaves:
+            return f"it is asked to leave, by remove_slower_than = {self.remove_slower_than:g}"
+        cure = "look at what else runs on its machine, and at its disk; with remove_slower_than it would leave"
+        if self.follow is not Follow.YES:
+            return cure
+        return f"it gets {self.shares.counts[worker]} of {self.shares.micro_batches} micro-batches; {cure}"
+
+    def _hint(self, done: int, seconds: Sequence[float]) -> None:
+        """Say once that shares could follow speeds."""
+        saved = self.shares.could_save(seconds)
+        if saved > UNEQUAL:
+            self._hinted = True
+            words = (
+                f"workers are not alike: they take {', '.join(f'{each:.3g}' for each in seconds)} s for a micro-batch. "
+                f"With balance = on, steps would take {1 - saved:.0%} of their time; without Exact() the rounding of "
+                "sums then depends on measured speeds, and is not the same from run to run"
+            )
+            self.record.event("unequal workers", step=done, seconds=list(seconds), words=words)

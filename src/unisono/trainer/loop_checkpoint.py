@@ -1,0 +1,191 @@
+"""A loop of the user's own writes its state down, and goes on from there: in the format of a run's checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint import Event, Opened, Writer, home, newest, verified
+from unisono.checkpoint.directory import step_name
+from unisono.comm import Communicator
+from unisono.compress import Exact
+from unisono.config import Config
+from unisono.elastic.agreement import broadcast_tensors, broadcast_text, gather_text
+from unisono.elastic.loop_group import State
+from unisono.elastic.state_transfer import Reached
+from unisono.errors import CheckpointError, CheckpointMismatch, InvalidInput
+from unisono.run.directory import MARKER
+from unisono.run.resolve import IDENTITY, first_difference
+from unisono.trainer.checkpointing import KEPT, Persistence, history
+from unisono.trainer.replica import Replica
+
+LOG = logging.getLogger("unisono")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What makes the steps of a loop what they are.
+
+    Args:
+        config: with the fields that a loop has.
+        samples: in the dataset; None where the loop loads data of its own.
+    """
+
+    config: Config
+    samples: int | None = None
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """What a checkpoint says beside the state itself.
+
+    Args:
+        meta: of its manifest.
+        owed: what this worker's compressed messages had left out.
+    """
+
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    owed: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def check(self, plan: Plan) -> None:
+        """Raise `InvalidInput` if the steps of `plan` are not those that the checkpoint was taken in."""
+        if not self.meta:
+            return
+        now, before = plan.config.mapping(), self.meta["config"]
+        exact = isinstance(plan.config.compress, Exact)  # there the number of threads can change bits
+        if name := first_difference(now, before, (*IDENTITY, "threads") if exact else IDENTITY):
+            raise _other(name, now.get(name), before.get(name))
+        if plan.samples != self.meta["samples"]:
+            raise _other("data", plan.samples, self.meta["samples"])
+
+
+def save(
+    comm: Communicator, directory: Path, keep: int, state: State, plan: Plan, replica: Replica | None
+) -> Path | None:
+    """Collective, between two steps: write `state` down. Returns the checkpoint's directory when it lies on disk; None,
+    and a warning is logged, if it could not be written.
+
+    Raises:
+        CheckpointError: `directory` cannot be used.
+        PeerLost: a worker is gone, and nothing was written.
+    """
+    done, life = state.reached.steps, broadcast_text(comm, secrets.token_hex(8))
+    path, writers = same_directory(comm, str(home(directory.absolute())), life)
+    meta = {
+        "config": plan.config.mapping(),
+        "samples": plan.samples,
+        "optimizer": type(state.optimizer).__name__,
+    }
+    kept = broadcast_tensors(comm, state.kept.take())
+    with _writing(comm, path, writers, keep, life) as writer:
+        persistence = Persistence(writer, state.model, state.optimizer, comm, 0, meta, beside=kept)
+        if replica is not None:
+            persistence.attach(replica)
+        persistence.finish(done)
+    return path / step_name(done) if persistence.committed == done else None
+
+
+def load(comm: Communicator, directory: Path, state: State, plan: Plan) -> Recalled:
+    """Collective, before the first step: `state` is that of the newest sound checkpoint in `directory`, where there is
+    one, on all workers.
+
+    Raises:
+        InvalidInput: the checkpoint is of another model, optimizer or compressor, or holds other things than are kept.
+        CheckpointDamaged: there are checkpoints, and not one is sound.
+    """
+    found = newest(home(directory.absolute()), LOG.warning, verified) if comm.rank == 0 else None
+    if comm.rank == 0 and found is None:
+        LOG.info("there is no checkpoint in %s yet: starting from the beginning", directory)
+    persistence = Persistence(None, state.model, state.optimizer, comm, 0, {"config": plan.config.mapping()})
+    meta = json.loads(broadcast_text(comm, json.dumps(_told_by(found))))
+    _check(meta, state, plan)
+    try:
+        steps = persistence.resume(found)
+    except CheckpointMismatch as error:
+        raise InvalidInput("model", type(state.model).__name__, f"the checkpoint is of another one: {error}",
+                           "build the model that was saved") from error  # fmt: skip
+    kept = broadcast_tensors(comm, _kept(found))
+    if kept:
+        state.kept.give(kept, "the checkpoint holds", "keep the same by world.keep, before world.load")
+    state.reached = replace(Reached(steps), shared=persistence.shared)
+    return Recalled(meta, persistence.owed)
+
+
+def same_directory(comm: Communicator, path: str, mark: str) -> tuple[Path, tuple[int, ...]]:
+    """Collective: the directory that is at `path` for worker 0, and the workers that see it there, in order; others may
+    be on hosts without it.
+
+    Args:
+        mark: of letters and digits, of its own.
+    """
+    with contextlib.suppress(OSError):  # then worker 0 writes alone, or says what is wrong
+        if comm.rank == 0:
+            Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+            Path(path, MARKER.format(mark)).touch(mode=0o600)
+    directory = Path(broadcast_text(comm, path))
+    seen = comm.gather(torch.tensor([(directory / MARKER.format(mark)).exists() or comm.rank == 0])).wait()
+    with contextlib.suppress(OSError):
+        if comm.rank == 0:
+            (directory / MARKER.format(mark)).unlink()
+    return directory, tuple(rank for rank, sees in enumerate(seen.view(-1).tolist()) if sees)
+
+
+@contextlib.contextmanager
+def _writing(
+    comm: Communicator, path: Path, writers: Sequence[int], keep: int, life: str
+) -> Iterator[Writer | None]:  # fmt: skip
+    """This worker's hand in a checkpoint, if it is one of the `writers`. Collective, so that all raise alike, and that
+    nobody writes before worker 0 has cleared away what earlier lives left."""
+    writer, problem = None, ""
+    if comm.rank in writers:
+        try:
+            writer = Writer(path, writers.index(comm.rank), len(writers), keep, _told, life)
+        except CheckpointError as error:
+            problem = str(error)
+    try:
+        problems = [text for text in gather_text(comm, problem) if text]
+        if problems:
+            raise CheckpointError(problems[0])
+        yield writer
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _told(event: Event) -> None:
+    (LOG.warning if event.kind == "failed" else LOG.info)(event.words)
+
+
+def _told_by(found: Opened | None) -> Mapping[str, Any]:
+    return history(found) if found is not None else {}
+
+
+def _kept(found: Opened | None) -> dict[str, Tensor]:
+    if found is None:
+        return {}
+    return {name.removeprefix(KEPT): found.read(name) for name in found.specs if name.startswith(KEPT)}
+
+
+def _check(meta: Mapping[str, Any], state: State, plan: Plan) -> None:
+    """Raise `InvalidInput` where the state could not go on from a checkpoint that says `meta` of itself."""
+    if not meta:
+        return
+    kind, compress = type(state.optimizer).__name__, plan.config.mapping()["compress"]
+    if kind != meta["optimizer"]:
+        raise _other("optimizer", kind, meta["optimizer"])
+    if compress != meta["config"]["compress"]:
+        raise _other("compress", compress, meta["config"]["compress"])
+
+
+def _other(name: str, now: Any, before: Any) -> InvalidInput:
+    return InvalidInput(name, now, f"the checkpoint was saved with {before}", "give what it was saved with, or start "
+                        "without world.load")  # fmt: skip

@@ -1,0 +1,508 @@
+"""One copy of the model, whole or this worker's part: it hands gradients to the synchronizer as backward finishes
+them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.bad_steps import UNFIT
+from unisono.checkpoint import digest
+from unisono.comm import Communicator, Work
+from unisono.comm.process_groups import Wires
+from unisono.compress import Compressor
+from unisono.errors import CommunicationError, InvalidInput
+from unisono.layout import Held
+from unisono.sync import BoundSynchronizer, Change, LocalGradients, Loop, Share, Synchronizer
+from unisono.sync.flat_weights import relative
+from unisono.trainer.buffer_sync import Statistics
+from unisono.trainer.lazy_parameters import Asking
+from unisono.trainer.optimizer import check_optimizer, state_of
+
+LOG = logging.getLogger("unisono")
+
+
+class Replica:
+    """A model and its optimizer, bound to the other replicas.
+
+    Per step: `begin`; per micro-batch of this worker `enter`, the forward pass, `leave`, the backward pass; then
+    `settle` and `apply`. Backward is run by `backward`, or by the user's own loop. The control word that travels with
+    the gradients is, for micro-batches ``0..n-1``: their losses, their weights, then `extra` numbers of the caller's.
+
+    Attributes:
+        remembers: whether its messages may leave out what it then owes, see `owed`: the same on all workers.
+        finite: whether the compressor refuses what is not finite, so that it never gets into a mean.
+        waited_seconds: for weights that were on their way when a forward pass came to them, in all.
+
+    Args:
+        micro_batches: of one step, over all workers.
+        reference: what the weights of a whole step usually add up to; weights are divided by it before anything is
+            summed, so that the sum usually is the mean already.
+        clip: largest 2-norm of the mean gradient; None does not clip.
+        extra: how many further numbers the control word has.
+        listener: told the name of each parameter whose gradient is complete, before it is handed on; given by whoever
+            leaves backward to the user's own loop.
+        held: this worker's part of the replica, where that lies on several; `model` is then ``held.local``.
+        wires: who talks with whom there; `comm` is then ``wires.replicas``.
+        lazy: whether weights may come while the forward pass is under way, module by module, where the synchronizer
+            can do so. Without meaning in the user's own loop, which may read weights whenever it likes.
+        drops: whether steps may be dropped. A gradient that the compressor's numbers cannot hold then makes the loss
+            of its micro-batch `UNFIT`, and is no error.
+        repeats: whether a step may be lost with a worker, and be computed again.
+        awaits: whether others may come to one that is alone: it then does as many do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        comm: Communicator,
+        *,
+        sync: Synchronizer,
+        compress: Compressor,
+        micro_batches: int,
+        reference: float,
+        clip: float | None = None,
+        overlap: bool = True,
+        extra: int = 0,
+        listener: Callable[[str], None] | None = None,
+        held: Held | None = None,
+        wires: Wires | None = None,
+        lazy: bool = True,
+        drops: bool = False,
+        repeats: bool = False,
+        awaits: bool = False,
+    ) -> None:
+        check_fit(model, optimizer)
+        self.model, self.optimizer = model, optimizer
+        self.held, self._wires = held or Held.whole(model), wires or Wires.whole(comm)
+        self._count, self._reference, self._clip, self._drops = micro_batches, reference, clip, drops
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        compress = compress.for_sums_of(micro_batches)
+        self._sync: BoundSynchronizer
+        if comm.size == 1 and not awaits and all(compress.keeps(p.dtype) for p in parameters.values()):
+            self._sync = LocalGradients(parameters)  # with nobody to agree with and nothing to round
+        else:
+            loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, self.held.sparse, awaits,
+                        reference)  # fmt: skip
+            self._sync = sync.bind(parameters, comm.lane("gradients"), compress, loop)
+        # Weighted losses make autograd's own sum the mean, where it is this worker's or this replica's alone.
+        self._local = self._sync.local and listener is None and not self._wires.spread
+        self._weighted = self._local or self._wires.spread
+        self._comm = comm.lane("meeting")
+        chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
+        self.remembers = comm.size > 1 and not all(each.adds_up and not each.owes for each in chosen)
+        self.finite = all(each.finite for each in chosen) and not self._local
+        self._listener = listener
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._asking: Asking | None = None
+        self.waited_seconds = 0.0
+        if self._sync.defers and lazy and listener is None and not self._wires.spread and Asking.fits(model):
+            self._asking = Asking(model, self._names, self._awaited)
+        side_by_side = self._wires.lanes if self.lockstep else self._wires.shards
+        together = self.lockstep or self._wires.spread
+        lane = side_by_side.lane("statistics") if together else None
+        pieces = {0: self.held.model} if self.held.pipeline is None else self.held.pipeline.stages
+        statistics = {
+            place: Statistics(piece, micro_batches, lane, drops=drops or repeats, adopts=listener is not None)
+            for place, piece in sorted(pieces.items())
+        }
+        self._statistics = {place: found for place, found in statistics.items() if found.active}
+        as_they_come = not self._local and self.held.pipeline is None
+        come = parameters.keys() - self.held.gathering.late if as_they_come else ()
+        self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if name in come]
+        self.begin()
+
+    @property
+    def spread(self) -> bool:
+        """Whether it lies on several workers."""
+        return self._wires.spread
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one step, over all workers."""
+        return self._count
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every step is all workers' together, and replicas are equal after it."""
+        return self._sync.lockstep
+
+    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+        """See `BoundSynchronizer.shares`."""
+        return self._sync.shares(first, until, stop)
+
+    @property
+    def dealt(self) -> int:
+        """See `BoundSynchronizer.dealt`."""
+        return self._sync.dealt
+
+    def need(self) -> None:
+        """Between two steps: the weights that this replica goes on with are here, in the parameters."""
+        self._sync.need()
+
+    def _awaited(self, names: Collection[str] | None) -> None:
+        began = self._comm.now()
+        self._sync.need(names)
+        self.waited_seconds += self._comm.now() - began
+
+    def meet(self) -> None:
+        """All workers call it alike, between two steps: afterwards all replicas and optimizers are equal, and go on
+        from there."""
+        weight = self._sync.local_weight
+        self._sync.meet()
+        if not self.lockstep:
+            state, _ = state_of(self.optimizer, self.model)
+            kept = {} if self._sync.keeps_optimizer else state
+            average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm, weight)
+            for statistics in self._statistics.values():
+                statistics.begin()  # the next step starts from these buffers
+
+    def rest(self) -> None:
+        """See `BoundSynchronizer.rest`."""
+        self._sync.rest()
+
+    def shared(self) -> AbstractContextManager[None]:
+        """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on."""
+        return self._sync.shared()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the replicas share beyond parameters and optimizer, after `meet`."""
+        return self._sync.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what another life of the same run shared."""
+        self._sync.load_state_dict(state)
+
+    def owed(self) -> dict[str, Tensor]:
+        """See `BoundSynchronizer.owed`."""
+        return self._sync.owed()
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
+        """See `BoundSynchronizer.owe`."""
+        self._sync.owe(owed)
+
+    def begin(self) -> None:
+        """A new step; what was computed for one that was not applied is forgotten."""
+        self._control = self._said = [0.0] * (2 * self._count)
+        self._word: Work[Tensor] | None = None
+        self._failed: CommunicationError | None = None
+        self._late: dict[str, Tensor] = {}  # gradients of parameters that perhaps nobody has used
+        self._unused: frozenset[str] | None = None  # once it is known
+        self._sync.begin()
+        for statistics in self._statistics.values():
+            statistics.begin()
+
+    def enter(self, micro_batch: int, weight: float) -> None:
+        """Before the forward pass of `micro_batch`, which counts `weight` in the mean."""
+        self._hand_over(self._sync.fold)
+        self._micro_batch, self._weight = micro_batch, weight
+        self._control[self._count + micro_batch] = weight
+        if self.held.pipeline is None:
+            self.before()
+        if self._asking:
+            self._asking.enter()
+
+    def leave(self, loss: float = 0.0, *, last: bool, extra: list[float] | None = None) -> None:
+        """After the forward pass and before backward. `last`: no further micro-batch of this worker in this step."""
+        self.held.gathering.backward(last)
+        self._control[self._micro_batch] = loss
+        if self.held.pipeline is None:
+            self.after(self._micro_batch)
+        if last:
+            for statistics in self._statistics.values():
+                statistics.send()
+            self._said = control = self._control + (extra or [])
+            if self._wires.spread:
+                n, silent = self._count, [0.0] * self._count
+                control[:n] = control[:n] if self._wires.speaks else silent
+                control[n : 2 * n] = control[n : 2 * n] if self._wires.weighs else silent
+                self._word = self._wires.inside.sum(torch.tensor(control, dtype=torch.float64))
+                if not isinstance(self._sync, LocalGradients):
+                    self._close_spread()  # it travels on with the gradients
+            else:
+                self._close(control)
+
+    def _close(self, control: list[float]) -> None:
+        self._sync.close(control, math.fsum(control[self._count : 2 * self._count]))
+
+    def _close_spread(self) -> None:
+        """Once all of this replica's workers have said their part of the control word."""
+        assert self._word is not None
+        self._close(self._word.wait().tolist())
+        self._word = None
+
+    def before(self, stage: int = 0) -> None:
+        """Before each forward pass of a pipeline's `stage`; without one, `enter` calls it."""
+        if stage in self._statistics:
+            self._statistics[stage].before()
+
+    def after(self, micro_batch: int, stage: int = 0) -> None:
+        """After it; without a pipeline, `leave` calls it."""
+        if stage in self._statistics:
+            self._statistics[stage].after(micro_batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of the micro-batch's mean `loss`, a scalar."""
+        share = self.share(self._weight)
+        weighted = loss * share if self._weighted and share != 1.0 else loss
+        self.held.gathering.joined(weighted).backward()
+
+    def share(self, weight: float) -> float:
+        """What a micro-batch of that weight counts for in the mean."""
+        return weight / self._reference
+
+    def fail(self, error: CommunicationError) -> None:
+        """This step cannot be settled: `settle` raises the first of such errors."""
+        self._failed = self._failed or error
+
+    def settle(self) -> Step:
+        """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`; of what went wrong in a
+        backward pass of the user's own, which is not ours to break off, the first."""
+        if self._failed is not None:
+            raise self._failed
+        if not self._local:
+            self._unused = self.held.gathering.finish()
+            self._take_what_lies_there()
+            for name, gradient in self._late.items():
+                self._arrived(name, gradient)
+            self._hand_over(self._sync.fold)
+        if self._word is not None:
+            self._close_spread()
+        return Step(self, self._sync.settle())
+
+    def norm(self, change: Change) -> float:
+        """The 2-norm of `change` over all of the replica's parameters."""
+        if not self._wires.spread:
+            return change.norm()
+        square = torch.tensor([change.norm(self.held.elsewhere) ** 2], dtype=torch.float64)
+        return math.sqrt(float(self._wires.inside.sum(square).wait()))
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What is the same bits on all replicas between two steps in lockstep: weights, buffers, optimizer state."""
+        state, _ = state_of(self.optimizer, self.model)
+        return {name: t.detach() for name, t in weights_of(self.model).items()} | {f"/{n}": t for n, t in state.items()}
+
+    def digest(self) -> float:
+        """Of `state`: a number from 1 that arrives exactly in a control word."""
+        return 1.0 + (digest(self.state) >> 12)
+
+    def take_over(self, source: int) -> None:
+        """All replicas call it alike, between two steps: they have the `state` of number `source` then."""
+        received = []
+        for _, tensor in sorted(self.state.items()):
+            here = tensor.contiguous().clone().view(-1).view(torch.uint8)
+            received.append((tensor, self._comm.broadcast(here, source).wait()))
+        for tensor, there in received:  # only now: whoever is lost meanwhile takes nothing along
+            tensor.copy_(there.view(tensor.dtype).view(tensor.shape))
+        self.begin()
+
+    def drop(self) -> None:
+        """Forget what was computed for a step that will not be applied: the model is as the last one left it."""
+        for statistics in self._statistics.values():
+            statistics.undo()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def unbind(self) -> None:
+        """Leave the model as it was found, with all weights here."""
+        if self._asking:
+            self._asking.close()
+            self.need()
+        for hook in self._hooks:
+            hook.remove()
+        for statistics in self._statistics.values():
+            statistics.close()
+
+    def _take_what_lies_there(self) -> None:
+        """Gradients that came past the hooks: the user's own, or of parameters that nobody told us of."""
+        for name in self._names.values():
+            gradient = self.held.take(name)
+            if gradient is not None:
+                self._arrived(name, gradient)
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if id(parameter) not in self._names and parameter.grad is not None:
+                raise self._unknown(parameter)
+
+    def _unknown(self, parameter: Tensor) -> InvalidInput:
+        """Why the gradient of a parameter that the optimizer has cannot be exchanged."""
+        name = next((name for name, p in self.model.named_parameters() if p is parameter), None)
+        if name is None:
+            return _foreign(parameter)
+        problem = "it has a gradient, but was frozen, or not part of the model, when training began"
+        return InvalidInput("optimizer", name, problem, "unfreeze or add it before world.bind")
+
+    def _arrived(self, name: str, gradient: Tensor) -> None:
+        if self._unused is None and (name in self._late or not self.held.gathering.used(name)):
+            self._late[name] = self._late[name] + gradient if name in self._late else gradient
+            return
+        if self._unused and name in self._unused:
+            return
+        if name in self.held.sparse and not gradient.is_sparse:
+            gradient = gradient.to_sparse(1)  # of a layout
+        if self._asking:
+            self._asking.came(name)
+        if self._listener:
+            self._listener(name)
+        if self._failed is not None or not math.isfinite(self._control[self._micro_batch]):
+            return  # such a step is not applied
+        weight = 1.0 if self._weighted else self._weight / self._reference
+        self._hand_over(self._sync.offer, name, gradient.detach() if gradient.requires_grad else gradient, weight)
+
+    def _hand_over(self, give: Callable[..., None], *what: Any) -> None:
+        """``give(*what)`` to the synchronizer; gradients that it cannot hold are those of this micro-batch."""
+        try:
+            give(*what)
+        except ValueError as error:
+            if not self._drops:
+                raise
+            LOG.warning("micro-batch %d, %s", self._micro_batch, error)
+            # Control words are sent when all gradients are through.
+            self._control[self._micro_batch] = self._said[self._micro_batch] = UNFIT
+        except CommunicationError as error:
+            if self._listener is None:
+                raise
+            self.fail(error)
+
+
+class Step:
+    """One step's mean, not yet applied: of all workers in lockstep, else this worker's own.
+
+    Attributes:
+        losses, weights: of the step's micro-batches; 0 for those that this worker does not know of.
+    """
+
+    def __init__(self, replica: Replica, change: Change) -> None:
+        self._replica, self._change = replica, change
+        self._norm: float | None = None
+        n = replica._count
+        self.losses, self.weights = change.control[:n], change.control[n : 2 * n]
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean of the micro-batches' losses, summed in their order."""
+        total = math.fsum(self.weights)
+        return math.fsum(loss * w for loss, w in zip(self.losses, self.weights)) / total if total else math.nan
+
+    def norm(self) -> float:
+        """The 2-norm of the mean gradient over all of the replica's parameters; asked for before `apply`, by all
+        workers alike."""
+        if self._norm is None:
+            self._norm = self._replica.norm(self._change) * self._whole()
+        return self._norm
+
+    def drop(self) -> None:
+        """In place of `apply`: nothing has changed, all of the replica's buffers included."""
+        for statistics in self._replica._statistics.values():
+            statistics.drop()
+        self._replica.begin()
+
+    def apply(self, step: Callable[[], Any] | None = None) -> Any:
+        """Fold the statistics, put the clipped mean into the gradients, and take the optimizer's step. Where weights
+        may come while the next forward pass is under way, they are here after `Replica.need`."""
+        replica = self._replica
+        for statistics in replica._statistics.values():
+            statistics.fold()
+        scale = self._scale()
+        result = self._change.apply(partial(replica.held.step, step or replica.optimizer.step), scale)
+        if replica._asking:
+            replica._asking.applied()
+        else:
+            replica.need()
+        n = replica._count
+        if self._change.agreed:  # perhaps only now
+            self.losses, self.weights = self._change.control[:n], self._change.control[n : 2 * n]
+        replica.begin()
+        return result
+
+    @property
+    def extra(self) -> list[float] | None:
+        """The further numbers of all workers' control words, once they are agreed on."""
+        return self._change.control[2 * self._replica._count :] if self._change.agreed else None
+
+    def _whole(self) -> float:
+        """What makes the mean of what weighs in all more or less than usual."""
+        total = math.fsum(self.weights)
+        return self._replica._reference / total if total else 1.0
+
+    def _scale(self) -> float:
+        scale = self._whole()
+        if self._replica._clip is not None:
+            # The small number is torch.nn.utils.clip_grad_norm_'s.
+            scale *= min(1.0, self._replica._clip / (self.norm() + 1e-6))
+        return scale
+
+
+def average(tensors: Sequence[Tensor], comm: Communicator, weight: float | None = None) -> None:
+    """Collective: every real tensor of `tensors` becomes the mean over all workers, of which this one counts `weight`
+    (None: all count alike). The others become worker 0's."""
+    factor, total = relative(weight, comm)
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device, tensor.dim() == 0), []).append(tensor)
+    with torch.no_grad():
+        for (dtype, _, scalars), group in kinds.items():
+            # Scalars count steps, alike on all workers: a weighted mean would be off by a rounding error.
+            times, over = (1.0, float(comm.size)) if scalars else (factor, total)
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            real = dtype.is_floating_point
+            parts = (comm.sum(flat.mul_(times)) if real else comm.broadcast(flat)).wait()
+            for tensor, part in zip(group, parts.split([tensor.numel() for tensor in group])):
+                tensor.copy_(part.view(tensor.shape) / over if real else part.view(tensor.shape))
+
+
+def check_fit(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise `InvalidInput` if `optimizer` trains what `model` does not hold, or its steps need more than gradients."""
+    check_optimizer(type(optimizer))
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise _foreign(parameter)
+
+
+def _foreign(parameter: Tensor) -> InvalidInput:
+    return InvalidInput(
+        "optimizer", tuple(parameter.shape), "a parameter of this shape is not one of the model's, so other workers "
+        "would not hear of its gradient", "make it part of the model")  # fmt: skip
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise `InvalidInput` if `model` has nothing to train, or something that cannot be."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InvalidInput("model", type(model).__name__, "no parameter requires a gradient", "unfreeze some of it")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise InvalidInput("model", name, "a lazy parameter that has no shape yet",
+                               "run one forward pass where the model is built")  # fmt: skip
+        if parameter.is_complex() and parameter.requires_grad:
+            raise InvalidInput("model", name, "complex numbers cannot be averaged yet",
+                               "hold it as real numbers and use torch.view_as_complex")  # fmt: skip
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer under its global name, each tensor once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def names_of(model: nn.Module) -> dict[str, Any]:
+    """What `weights_of` does not tell of the names in ``model.state_dict()``, for a checkpoint's manifest.
+
+    Returns:
+        ``aliases``: further names of tensors that have several, and the first of them; ``transient``: buffers that
+        ``state_dict()`` leaves out.
+    """
+    first = {id(tensor): name for name, tensor in weights_of(model).items()}
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    aliases = {name: first[id(tensor)] for name, tensor in every if first[id(tensor)] != name}
+    own = [f"{path}.{key}".lstrip(".") for path, m in model.named_modules() for key in m._non_persistent_buffers_set]
+    return {"aliases": aliases, "transient": sorted(own)}
