@@ -17,13 +17,13 @@ from unisono.checkpoint import Writer, fingerprint, newest, verified
 from unisono.comm import Simulated, outcomes
 from unisono.comm.process_groups import Wires
 from unisono.config import Config
+from unisono.elastic.model_state import weights_of
 from unisono.observe import Nothing
 from unisono.run.resolve import settle
 from unisono.tasks.task import Task
 from unisono.trainer.build import Feed, bind, build
 from unisono.trainer.checkpointing import Persistence
 from unisono.trainer.loop import Trainer
-from unisono.trainer.replica import weights_of
 
 Tamper = Callable[[int, int, Trainer], None]  # given the rank, the steps done and the trainer, between two steps
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.trainer.optimizer import LearningRate, load_state, optimizer_of, prefer_fused, state_of
+from unisono.elastic.model_state import load_state, state_of
+from unisono.trainer.optimizer import LearningRate, optimizer_of, prefer_fused
 
 
 def net() -> nn.Sequential:

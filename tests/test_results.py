@@ -17,9 +17,9 @@ from tests.training import regression, train
 from unisono import Result, Task
 from unisono.checkpoint import checkpoints, fingerprint
 from unisono.cli import main
+from unisono.elastic.model_state import weights_of
 from unisono.errors import CheckpointError, InvalidInput
 from unisono.tasks.source import Source
-from unisono.trainer.replica import weights_of
 
 ROOT = Path(__file__).parents[1]
 

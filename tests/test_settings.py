@@ -4,8 +4,9 @@ import pytest
 from torch import nn
 
 from unisono import Config, Exact, Task
+from unisono.config import IDENTITY, LIBRARY_GLOBAL_BATCH
 from unisono.errors import InvalidInput
-from unisono.run.resolve import IDENTITY, LIBRARY_GLOBAL_BATCH, check_same_run, settle
+from unisono.run.resolve import check_same_run, settle
 
 
 def task(**defaults) -> Task:

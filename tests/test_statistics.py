@@ -9,9 +9,9 @@ from torch import nn
 from unisono.checkpoint import fingerprint
 from unisono.comm import simulate
 from unisono.data import assign
+from unisono.elastic.model_state import weights_of
 from unisono.errors import UnisonoError
 from unisono.trainer.buffer_sync import Statistics
-from unisono.trainer.replica import weights_of
 
 MICRO_BATCHES, STEPS = 6, 3
 

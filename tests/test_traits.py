@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from unisono import Config, Evaluation, Task
+from unisono.elastic.trait_check import check
 from unisono.errors import Unlike
-from unisono.trainer.traits import check, of_config, of_data, of_groups, of_model, of_optimizer, of_task
+from unisono.trainer.traits import of_config, of_data, of_groups, of_model, of_optimizer, of_task
 
 FILE = """
 import torch

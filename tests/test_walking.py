@@ -21,13 +21,14 @@ from tests.test_reliability import TASK, events, last_step, said, under_way
 from unisono.chaos.virtual_cluster import Network, VirtualRun
 from unisono.checkpoint import checkpoints
 from unisono.comm import Link, Lost, outcomes
+from unisono.config import recovers
 from unisono.elastic.snapshot import Milestone
 from unisono.elastic.state_transfer import Reached, describe
 from unisono.elastic.transfer import Held, differing, digest, mean_of
 from unisono.launch import Identity, Worker
 from unisono.membership import Policy, View
 from unisono.observe import Watched
-from unisono.run.resolve import recovers, settle
+from unisono.run.resolve import settle
 from unisono.run.spec import Carried, Order, Result
 from unisono.run.worker import Life
 from unisono.tasks.task import Task, with_data

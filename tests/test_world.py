@@ -25,10 +25,10 @@ from unisono import AllReduce, Exact, LocalSGD, ParameterServer, World
 from unisono.checkpoint import fingerprint
 from unisono.comm import outcomes, simulate
 from unisono.elastic.loop_group import Same
+from unisono.elastic.model_state import weights_of
 from unisono.errors import InvalidInput, UnisonoError, Unlike
 from unisono.launch import Identity
 from unisono.observe import Watched
-from unisono.trainer.replica import weights_of
 
 SHARE, STEPS = 6, 4
 SMALL = AllReduce(bucket_bytes=1, first_bytes=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from unisono.compress import COMPRESSORS, Cast, Compressor
 from unisono.data import LOADERS, Load
 from unisono.errors import InvalidInput
 from unisono.layout import LAYOUTS, Layout
-from unisono.sync import PARTS, SYNCHRONIZERS, AllReduce, Synchronizer
+from unisono.sync import PARTS, SYNCHRONIZERS, AllReduce, Gossip, Periodic, Synchronizer
+from unisono.tasks.checks import KINDS, check_kind, check_whole
 from unisono.tasks.lr_schedules import SCHEDULES, Schedule
 
 
@@ -228,7 +229,7 @@ def read(name: str, value: Any) -> Any:
         try:
             return int(value) if kind == "int" else float(value)
         except ValueError:
-            raise InvalidInput(name, value, f"not {_KINDS[kind]}", f"write {_KINDS[kind]}") from None
+            raise InvalidInput(name, value, f"not {KINDS[kind]}", f"write {KINDS[kind]}") from None
     return value
 
 
@@ -255,9 +256,6 @@ def _plain(name: str, value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
-
-
 def checked(**given: Any) -> dict[str, Any]:
     """Some fields of a `Config`, `given` outside of one: read as by `Config.of`, and checked by the same rules.
 
@@ -267,13 +265,6 @@ def checked(**given: Any) -> dict[str, Any]:
     found = {name: read(name, value) for name, value in given.items()}
     _check(found)
     return found
-
-
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise `InvalidInput` unless `value` is a whole number of at least `least`."""
-    _check_kind(name, value, "int")
-    if value < least:
-        raise InvalidInput(name, value, f"below {least}", f"use {least} or more")
 
 
 def _values(config: Config) -> list[tuple[str, Any]]:
@@ -293,22 +284,11 @@ def _check_type(name: str, value: Any) -> None:
     if value is None and "None" in FIELDS[name]:
         return
     if name not in NOTED:
-        _check_kind(name, value, FIELDS[name].split(" ")[0])
+        check_kind(name, value, FIELDS[name].split(" ")[0])
     elif type(value) not in NOTED[name].values():
         raise InvalidInput(
             name, value, f"not one of {', '.join(NOTED[name])}", f"write it as in {name}={next(iter(NOTED[name]))}()"
         )
-
-
-def _check_kind(name: str, value: Any, kind: str) -> None:
-    fits = {
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": isinstance(value, int | float) and not isinstance(value, bool),
-        "bool": isinstance(value, bool),
-        "str": isinstance(value, str | Path),
-    }[kind]
-    if not fits:
-        raise InvalidInput(name, value, f"not {_KINDS[kind]}", f"write {_KINDS[kind]}")
 
 
 def _check_bounds(name: str, value: Any) -> None:
@@ -322,3 +302,34 @@ def _check_bounds(name: str, value: Any) -> None:
         raise InvalidInput(name, value, "no time", "use 0 or more")
     if name == "remove_slower_than" and not 1 < value < float("inf"):
         raise InvalidInput(name, value, "not above 1", "write for instance 3")
+
+
+# What makes a run this run: with other values it would compute something else.
+IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "precision", "sync_batchnorm")
+LIBRARY_GLOBAL_BATCH = 64
+
+
+def walks(config: Config) -> bool:
+    """Whether each replica of such a run takes steps of its own, and all meet after the same ones."""
+    return walk(config.sync)
+
+
+def walk(sync: Synchronizer) -> bool:
+    """Whether replicas under `sync` take steps of their own, and all meet after the same ones."""
+    return isinstance(sync, Periodic | Gossip)
+
+
+RECOVERING = "AllReduce(), or a sync whose replicas walk, as LocalSGD(), DiLoCo() or Gossip(), without sync_batchnorm"
+"""What of a run makes it such that workers may come and go, beside `elastic`; in words for who wants that."""
+
+
+def recovers(config: Config) -> bool:
+    """Whether workers of such a run may come and go. With batch statistics that span workers, what is saved of a step
+    for its gradients belongs to those who computed it together."""
+    together = isinstance(config.sync, AllReduce) or walks(config)
+    return config.elastic and together and not config.sync_batchnorm
+
+
+def first_difference(now: Mapping[str, Any], before: Mapping[str, Any], fields: Sequence[str] = IDENTITY) -> str:
+    """The first of `fields` that is not the same in both configurations; empty if all are."""
+    return next((name for name in fields if now.get(name) != before.get(name)), "")

@@ -157,3 +157,7 @@ class WorkerFailed(UnisonoError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.reason, self.traceback)
+
+
+class Left(SystemExit):
+    """Ends the script of a worker without which the others go on."""

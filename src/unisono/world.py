@@ -26,24 +26,26 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.comm import Communicator, connect
 from unisono.compress import Cast, Compressor
-from unisono.config import Config, check_whole, checked
+from unisono.config import LIBRARY_GLOBAL_BATCH, Config, checked, walk
 from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
 from unisono.elastic.extra_state import Stateful
 from unisono.elastic.loop_group import STUCK_IN, Company, Same, State, Whoever, words_of
+from unisono.elastic.trait_check import Traits
 from unisono.errors import InvalidInput, PeerLost, UnisonoError
-from unisono.launch import Identity, claim
+from unisono.launch import claim
 from unisono.launch.script import takes_part
 from unisono.observe import Watchdog, Watched
 from unisono.observe.activity import Phase
-from unisono.run.resolve import LIBRARY_GLOBAL_BATCH, walk
 from unisono.sync import AllReduce, Synchronizer
+from unisono.tasks.checks import check_whole
 from unisono.tasks.task import build_dataset
 from unisono.tensors.batch import Batch, samples_in
+from unisono.trainer.device import choose_device, fair_threads
 from unisono.trainer.duplicate_inputs import SameInputs
 from unisono.trainer.loop_checkpoint import Plan, Recalled, load, save
 from unisono.trainer.model_hooks import before_forward
 from unisono.trainer.replica import Replica, Step, check_fit, check_trainable
-from unisono.trainer.traits import Traits, of_data, of_groups, of_model, of_script
+from unisono.trainer.traits import of_data, of_groups, of_model, of_script
 
 LOG = logging.getLogger("unisono")
 
@@ -66,8 +68,8 @@ def join(
     """
     asked = checked(device=device, communicator=communicator, threads=threads, deadline_seconds=deadline_seconds)
     who = claim()
-    where = choose_device(asked["device"], who)
-    torch.set_num_threads(asked["threads"] or fair_threads(who))
+    where = choose_device(asked["device"], who.local_rank)
+    torch.set_num_threads(asked["threads"] or fair_threads(who.local_size))
     watch, given = Watched(), takes_part()
     kind, seconds = asked["communicator"], asked["deadline_seconds"]
     meet = partial(
@@ -746,24 +748,3 @@ def _check_kinds(model: Any, optimizer: Any) -> None:
         also = ', and world.keep("scheduler", scheduler)' if isinstance(optimizer, LRScheduler) else ""
         raise InvalidInput("optimizer", type(optimizer).__name__, "not a torch.optim.Optimizer",
                            f"write world.bind(model, optimizer){also}")  # fmt: skip
-
-
-def choose_device(wanted: str, who: Identity) -> torch.device:
-    """The device of a worker: its own GPU where there are GPUs and nobody asked for the CPU.
-
-    Raises:
-        InvalidInput: ``cuda`` is wanted and there is none, or fewer than workers on this host.
-    """
-    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
-    if wanted == "cuda" and count <= who.local_rank:
-        raise InvalidInput("device", wanted, f"this host has {count} CUDA devices for worker {who.local_rank} on it",
-                           "start fewer workers, or use device cpu")  # fmt: skip
-    if count <= who.local_rank:
-        return torch.device("cpu")
-    torch.cuda.set_device(who.local_rank)
-    return torch.device("cuda", who.local_rank)
-
-
-def fair_threads(who: Identity) -> int:
-    """The cores that this process may use, shared among the workers of this host; at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // who.local_size)

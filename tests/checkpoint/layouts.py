@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.states import conclude
-from unisono.checkpoint import Box, Event, Opened, Piece, Writer
-from unisono.checkpoint import ownership as holding
+from unisono.checkpoint import Box, Event, Opened, Piece, Writer, holding
 from unisono.checkpoint.fingerprint import raw_bytes
 
 Holdings = list[dict[str, Box]]  # by worker: which box of which tensor it holds

@@ -20,10 +20,10 @@ from unisono.checkpoint import (
     encode_holding,
     fingerprint,
     fingerprint_of,
+    holding,
     open_checkpoint,
     open_newest,
 )
-from unisono.checkpoint import ownership as holding
 from unisono.checkpoint.manifest import seal, unseal
 from unisono.checkpoint.ownership import shares
 from unisono.errors import CheckpointDamaged, CheckpointError

@@ -14,8 +14,7 @@ from tests.checkpoint.layouts import LAYOUTS, save_parts, tensors, wrong
 from tests.checkpoint.states import unexpected
 from tests.checkpoint.test_damage import flip
 from tests.checkpoint.whole import load
-from unisono.checkpoint import Box, Opened, damages, fingerprint_of, newest, open_checkpoint, open_newest
-from unisono.checkpoint import model_match as compare
+from unisono.checkpoint import Box, Opened, compare, damages, fingerprint_of, newest, open_checkpoint, open_newest
 from unisono.errors import CheckpointDamaged, CheckpointMismatch
 
 OLD, NEW = "step-00000001", "step-00000002"

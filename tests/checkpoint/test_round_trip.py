@@ -15,8 +15,7 @@ from safetensors import safe_open
 from tests.checkpoint.states import every_kind, numbered, save, unexpected
 from tests.checkpoint.whole import load, load_newest
 from tests.processes import run
-from unisono.checkpoint import Event, Phase, Writer, checkpoints, fingerprint
-from unisono.checkpoint import model_match as compare
+from unisono.checkpoint import Event, Phase, Writer, checkpoints, compare, fingerprint
 from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.errors import CheckpointMismatch
 

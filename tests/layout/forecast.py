@@ -14,13 +14,13 @@ from typing import Any
 from tests import processes
 from tests.training import _worker, source
 from unisono.config import Config
+from unisono.elastic.model_state import state_of
 from unisono.layout import Held, Places
 from unisono.layout.accounting import Kept, Messages
 from unisono.plan.layout_estimate import foretell, traffic
 from unisono.run.resolve import settle
 from unisono.tasks.source import Source
 from unisono.trainer.loop import Trainer
-from unisono.trainer.optimizer import state_of
 from unisono.trainer.pipeline_loop import PipelinedTrainer
 
 TEXT = source("text", text=(__file__,), model={"layers": 3, "width": 32, "heads": 2, "context": 16, "dropout": 0.0})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unisono.errors import InvalidInput
-from unisono.layout import compile_cache as compiled
+from unisono.layout import compiled
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

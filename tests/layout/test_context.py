@@ -26,8 +26,7 @@ from tests.layouts.corners import Experts
 from tests.layouts.tasks import VOCABULARY
 from tests.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout.context import Split, length, part_loss, share, take, unmasked, verify, with_positions
-from unisono.layout.context import function_mode as attending
+from unisono.layout.context import Split, attending, length, part_loss, share, take, unmasked, verify, with_positions
 from unisono.layout.context.attention import FORMS
 from unisono.layout.context.group import GroupPeers
 from unisono.tasks.builtin.gpt import GPT

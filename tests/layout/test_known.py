@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.layout.shape_propagation import Known
-from unisono.layout.tensor import derive_plan as derive
+from unisono.layout.tensor import derive
 
 
 class Looking(nn.Module):

@@ -28,8 +28,18 @@ from tests.layout.pipelines import (
 )
 from tests.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout.pipeline import SCHEDULES, balance, by_name, check, joints, split, spread, stages_for, stages_of
-from unisono.layout.pipeline import segment_timing as measure
+from unisono.layout.pipeline import (
+    SCHEDULES,
+    balance,
+    by_name,
+    check,
+    joints,
+    measure,
+    split,
+    spread,
+    stages_for,
+    stages_of,
+)
 
 RAGGED = (2, 2, 2, 2, 1)
 

@@ -13,8 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.errors import InvalidInput
-from unisono.layout import Compute
-from unisono.layout import repeated_blocks as blocks
+from unisono.layout import Compute, blocks
 from unisono.tasks.builtin.gpt import GPT
 
 KINDS = ["blocks", "selective"]

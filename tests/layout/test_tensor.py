@@ -21,9 +21,7 @@ from torch.nn import functional as F
 
 from tests.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout.tensor import TensorPlan, apply, refusal, verify
-from unisono.layout.tensor import derive_plan as derive
-from unisono.layout.tensor import user_plan as given
+from unisono.layout.tensor import TensorPlan, apply, derive, given, refusal, verify
 from unisono.layout.tensor.attention_heads import local_sizes
 from unisono.layout.tensor.linear_modules import grouped_rows
 from unisono.layout.tensor.row_exchange import Exchange

@@ -11,7 +11,7 @@ from unisono.comm import Simulated, outcomes
 from unisono.elastic.sharded_recovery import LONGEST_STEPS, SHARE, interval
 from unisono.elastic.sharded_state import At, Laid, Pieces, assemble, distinct
 from unisono.elastic.state_transfer import Parts, Reached
-from unisono.layout import Part
+from unisono.tensors.box import Box
 
 ROWS, PLACES = 6, 3
 AT: list[At] = [(1, 4), (1, 7), (2, 5)]
@@ -38,7 +38,7 @@ def laid(place: int, value: float) -> Laid:
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     optimizer.state[model.weight]["momentum_buffer"].copy_(-model.weight)
-    parts = {"weight": Part((ROWS, 2), (place * _EACH, 0), (_EACH, 2))}
+    parts = {"weight": Box((ROWS, 2), (place * _EACH, 0), (_EACH, 2))}
     return Laid(model, Parts(parts, parts), optimizer)
 
 

@@ -10,8 +10,9 @@ from unisono.checkpoint import fingerprint
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.data import assign
+from unisono.elastic.model_state import weights_of
 from unisono.sync import Synchronizer
-from unisono.trainer.replica import Replica, Step, weights_of
+from unisono.trainer.replica import Replica, Step
 
 MICRO_BATCHES, SAMPLES = 6, 4
 

@@ -11,6 +11,7 @@ from unisono import notation
 from unisono.checkpoint import fingerprint
 from unisono.comm import Appointment, Faulty, outcomes, simulate
 from unisono.compress import Cast, Exact
+from unisono.elastic.model_state import load_state, state_of, weights_of
 from unisono.errors import PeerLost
 from unisono.sync import (
     SYNCHRONIZERS,
@@ -23,8 +24,7 @@ from unisono.sync import (
     ParameterServer,
     Synchronizer,
 )
-from unisono.trainer.optimizer import load_state, state_of
-from unisono.trainer.replica import Replica, weights_of
+from unisono.trainer.replica import Replica
 
 LOCKSTEP: list[Synchronizer] = [
     AllReduce(),

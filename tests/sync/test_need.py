@@ -19,10 +19,11 @@ from unisono import notation
 from unisono.checkpoint import fingerprint
 from unisono.comm import Link, Simulated, simulate
 from unisono.compress import Cast, Compressor, Exact, OneBit, Quantize, TopK
+from unisono.elastic.model_state import weights_of
 from unisono.errors import PeerLost, UnisonoError
 from unisono.sync import AllReduce, LocalSGD, ParameterServer, Synchronizer
 from unisono.sync.server.shard_client import Conversation
-from unisono.trainer.replica import Replica, weights_of
+from unisono.trainer.replica import Replica
 
 SLOW = Link(bytes_per_second=2e4, latency_seconds=1e-3)
 SMALL = ParameterServer(servers=2, slice_bytes=64)

@@ -24,14 +24,14 @@ from unisono import notation
 from unisono.checkpoint import fingerprint
 from unisono.comm import Communicator, Link, Message, simulate
 from unisono.compress import Cast, Exact, Quantize, Span, TwoBit
+from unisono.elastic.model_state import load_state, state_of, weights_of
 from unisono.errors import InvalidInput, PeerLost
 from unisono.sync import AllReduce, DelayCompensation, Loop, ParameterServer, ScaledByStaleness
 from unisono.sync.server.actor import MOVED, Server
 from unisono.sync.server.slice_optimizer import ELEMENTWISE, Stepper, numbers_of
 from unisono.sync.server.slice_state import Keeper, Lot, Push, Terms
 from unisono.sync.server.slices import cut
-from unisono.trainer.optimizer import load_state, state_of
-from unisono.trainer.replica import Replica, weights_of
+from unisono.trainer.replica import Replica
 
 INF = math.inf
 

@@ -10,9 +10,9 @@ from unisono.chaos.fault_record import Happening
 from unisono.chaos.fault_schedule import Kind, Schedule, draw
 from unisono.chaos.outcome import Outcome, Row, compare
 from unisono.compress import Exact
-from unisono.config import Config
+from unisono.config import RECOVERING, Config, recovers, walks
 from unisono.errors import InvalidInput
-from unisono.run.resolve import RECOVERING, recovers, settle, walks
+from unisono.run.resolve import settle
 from unisono.tasks.task import Task
 
 QUIET = Schedule(0, ())

@@ -1,4 +1,4 @@
-"""Texts that all workers tell all."""
+"""Texts and tensors of any size, told to all workers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.fingerprint import raw_bytes
-from unisono.comm import Communicator, Work
+from unisono.comm.communicator import Communicator
+from unisono.comm.work import Work
 
-Telling = Generator[Work[Any], Any, list[str]]
+Gathering = Generator[Work[Any], Any, list[str]]
 
 
-def tell(comm: Communicator, text: str) -> list[str]:
-    """Everybody's `text`, by rank."""
-    steps = telling(comm, text)
+def gather_text(comm: Communicator, text: str) -> list[str]:
+    """Collective: the `text` of every worker, by rank."""
+    steps = gathering_text(comm, text)
     work = next(steps)
     while True:
         try:
@@ -25,12 +25,21 @@ def tell(comm: Communicator, text: str) -> list[str]:
             return found
 
 
-def telling(comm: Communicator, text: str) -> Telling:
-    """The same for those who do not wait: each work's result is to be sent in."""
+def gathering_text(comm: Communicator, text: str) -> Gathering:
+    """The same for a caller that does not wait: it sends in the result of each operation that is yielded."""
     data = text.encode()
     lengths = (yield comm.gather(torch.tensor([len(data)]))).view(-1).tolist()
     mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
     if data:
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = yield comm.gather(mine)
-    return [bytes(raw_bytes(row)[:length]).decode() for row, length in zip(rows, lengths)]
+    return [bytes(row.numpy()[:length]).decode() for row, length in zip(rows, lengths)]
+
+
+def broadcast_text(comm: Communicator, text: str) -> str:
+    """Collective: the `text` of worker 0, on all workers."""
+    data = text.encode()
+    length = comm.broadcast(torch.tensor([len(data)])).wait()
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 and data else None
+    received = torch.empty(int(length), dtype=torch.uint8) if mine is None else mine
+    return bytes(comm.broadcast(received).wait().numpy()).decode()

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 from unisono.comm import Communicator
-from unisono.elastic.agreement import gather_text
-from unisono.launch import Worker
+from unisono.comm.text import gather_text
+from unisono.elastic.trait_check import Traits, check
+from unisono.elastic.worker_context import WorkerContext
 from unisono.membership import Contact
 from unisono.membership.http_client import Line
 from unisono.membership.messages import TraitsMessage
-from unisono.trainer.traits import Traits, check
 
 _PATH, _NOT_YET = "/v1/traits", 404
 _RETRY_SECONDS = 0.2
@@ -33,7 +33,7 @@ def compare(comm: Communicator, traits: Callable[[], Traits]) -> None:
         check(each, first, f"worker {rank}'s", "worker 0")
 
 
-def admit(contact: Contact, worker: Worker, traits: Traits, stopped: Callable[[], bool]) -> None:
+def admit(contact: Contact, worker: WorkerContext, traits: Traits, stopped: Callable[[], bool]) -> None:
     """Compare `traits` with those of the run whose coordinator `contact` reaches.
 
     A worker of the run's own launcher tells them if it is the first; others wait until one has. Returns without a

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.comm import Communicator
+from unisono.comm.text import broadcast_text, gather_text
+from unisono.elastic.model_state import load_state, state_of, weights_of
 from unisono.errors import InvalidInput
-from unisono.trainer.optimizer import load_state, state_of
-from unisono.trainer.replica import weights_of
 
 
 def start_alike(comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
@@ -55,26 +55,6 @@ def check_optimizers(comm: Communicator, model: nn.Module, optimizer: Optimizer)
         raise InvalidInput(
             "optimizer", type(optimizer).__name__, found,
             "build the same optimizer on every worker, and load what was saved on every worker")  # fmt: skip
-
-
-def gather_text(comm: Communicator, text: str) -> list[str]:
-    """Collective: the `text` of every worker, by rank."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    lengths = comm.gather(torch.tensor([len(data)])).wait().view(-1).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(data)] = data
-    rows = comm.gather(padded).wait()
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths)]
-
-
-def broadcast_text(comm: Communicator, text: str) -> str:
-    """Collective: the `text` of worker 0, on all workers."""
-    data = text.encode()
-    length = comm.broadcast(torch.tensor([len(data)])).wait()
-    mine = (
-        torch.tensor(list(data), dtype=torch.uint8) if comm.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-    )
-    return bytes(comm.broadcast(mine).wait().tolist()).decode()
 
 
 def broadcast_tensors(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 
 from unisono.comm import Communicator
-from unisono.config import Config
 from unisono.elastic.admission import admit, compare
 from unisono.elastic.agreement import start_alike
 from unisono.elastic.control_word import NUMBERS, Said, heard, numbers
@@ -24,12 +23,11 @@ from unisono.elastic.extra_state import Kept
 from unisono.elastic.session import Attended
 from unisono.elastic.snapshot import Milestone
 from unisono.elastic.state_transfer import Reached, describe, digest_of, take_over
-from unisono.errors import PeerLost, UnisonoError
-from unisono.launch import Identity
-from unisono.launch.script import Left, TakesPart
+from unisono.elastic.trait_check import Traits
+from unisono.elastic.worker_context import ElasticContext, WorkerIdentity
+from unisono.errors import Left, PeerLost, UnisonoError
 from unisono.observe import Watchdog, Watched
 from unisono.observe.activity import Phase
-from unisono.trainer.traits import Traits
 
 # What a loop of the user's own computes may be anything, for as long as it likes.
 STUCK_IN = frozenset({Phase.DATA, Phase.COMMUNICATION})
@@ -166,7 +164,7 @@ class Same:
     recovers = ended = lost = late = False
 
     def __init__(
-        self, identity: Identity, comm: Communicator, watch: Watched, watchdog: Watchdog | None = None
+        self, identity: WorkerIdentity, comm: Communicator, watch: Watched, watchdog: Watchdog | None = None
     ) -> None:
         self.rank, self.size, self.comm = identity.rank, identity.size, comm
         self.metrics = comm.lane("metrics")
@@ -225,11 +223,11 @@ class Whoever:
     """
 
     def __init__(
-        self, given: TakesPart, device: torch.device, watch: Watched, communicator: str, deadline_seconds: float,
+        self, given: ElasticContext, device: torch.device, watch: Watched, communicator: str, deadline_seconds: float,
         connect: Callable[[], Communicator],
     ) -> None:  # fmt: skip
         self._given, self._device, self._watch = given, device, watch
-        self._config = Config(communicator=communicator, deadline_seconds=deadline_seconds)
+        self._communicator, self._deadline_seconds = communicator, deadline_seconds
         self._views: Attended | None = None
         self._state: State | None = None
         self._comm: Communicator | None = None
@@ -302,7 +300,9 @@ class Whoever:
             self._given.leave_when_asked()
         self._end_watchdog()  # from now on the coordinator sees when this worker is stuck
         former, self._comm = self._comm, None
-        self._views = Attended(self._given.worker, self._config, self._given.contact, self._watch)
+        self._views = Attended(
+            self._given.worker, self._communicator, self._deadline_seconds, self._given.contact, self._watch
+        )
         met = self._meet(self._views)
         if former is not None:
             former.close()  # not sooner: others may have been about to hear the last of it

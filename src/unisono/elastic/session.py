@@ -15,10 +15,9 @@ from typing import Protocol, Self
 import torch
 
 from unisono.comm import Abort, Communicator, Meeting, TorchWorld, at_attempt, host_name, in_blocks, open_door
-from unisono.config import Config
 from unisono.elastic.presence import Presence
+from unisono.elastic.worker_context import WorkerContext
 from unisono.errors import CommunicationError, PeerLost
-from unisono.launch import Worker
 from unisono.membership import Agent, Contact, Place, Standing, View
 from unisono.membership.client import Attendance
 from unisono.observe import Watchdog, Watched
@@ -78,8 +77,9 @@ class Only:
 
     changing = parting = leaving = False
 
-    def __init__(self, worker: Worker, config: Config, watch: Watched) -> None:
-        self._worker, self._config, self._left = worker, config, 1
+    def __init__(self, worker: WorkerContext, communicator: str, deadline_seconds: float, watch: Watched) -> None:
+        self._worker, self._left = worker, 1
+        self._communicator, self._deadline_seconds = communicator, deadline_seconds
         self._watchdog = Watchdog(watch)  # nobody else sees when this worker is stuck
         who = worker.identity
         self.rank, self.view = who.rank, View(1, tuple(map(str, range(who.size))))
@@ -93,9 +93,9 @@ class Only:
         return self._left == 0
 
     def meeting(self, device: torch.device) -> Meeting:
-        who, config = self._worker.identity, self._config
+        who = self._worker.identity
         hosts = in_blocks(who.size, who.local_size)
-        return Meeting(who.rank, hosts, who.rendezvous, config.communicator, device, config.deadline_seconds)
+        return Meeting(who.rank, hosts, who.rendezvous, self._communicator, device, self._deadline_seconds)
 
     def met(self, step: int, digest: str) -> None:
         pass
@@ -141,8 +141,11 @@ class Attended:
 
     changing = True
 
-    def __init__(self, worker: Worker, config: Config, contact: Contact, watch: Watched) -> None:
-        self._worker, self._config = worker, config
+    def __init__(
+        self, worker: WorkerContext, communicator: str, deadline_seconds: float, contact: Contact, watch: Watched
+    ) -> None:
+        self._worker = worker
+        self._communicator, self._deadline_seconds = communicator, deadline_seconds
         self._door = open_door(contact.meets_at, contact.url, contact.token)
         self._name, self._contact = worker.name, contact
         self.view, self.rank = View(), 0
@@ -192,8 +195,8 @@ class Attended:
     def meeting(self, device: torch.device) -> Meeting:
         hosts = [place.host for place in self.view.places]
         where = at_attempt(self.view.places[0].meets_at, self.view.number)
-        self._meeting = Meeting(self.rank, hosts, where, self._config.communicator, device,
-                                self._config.deadline_seconds, abort=self._abort, token=self._contact.token,
+        self._meeting = Meeting(self.rank, hosts, where, self._communicator, device,
+                                self._deadline_seconds, abort=self._abort, token=self._contact.token,
                                 encrypted=self._contact.secure)  # fmt: skip
         return self._meeting
 

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint import Box, Piece, decode_holding, encode_holding
 from unisono.comm import Communicator
+from unisono.comm.text import gather_text
+from unisono.elastic.model_state import weights_of
 from unisono.elastic.state_transfer import Parts, Reached, adopt, committed_in, describe
-from unisono.elastic.transfer import Held, Kept, digest, hand_over, tell
-from unisono.elastic.transfer import average as mean
+from unisono.elastic.transfer import Held, Kept, digest, hand_over, mean
 from unisono.errors import StateMissing
-from unisono.trainer.replica import weights_of
 
 LOG = logging.getLogger("unisono")
 At = tuple[int, int]
@@ -112,7 +112,7 @@ class Laid:
         that of the parameter, or where `local` that of the part."""
         part = self.parts.of(name)
         cut = part is not None and shape == (part.size if local else part.shape)
-        return Box(part.shape, part.offset, part.size) if part and cut else None
+        return part if part and cut else None
 
 
 def distinct(pieces: Iterable[Pieces]) -> list[Pieces]:
@@ -129,7 +129,9 @@ def assemble(
     Raises:
         PeerLost: a worker was lost meanwhile; what is `here` is as it was.
     """
-    told = [_Said.of(each) for text in tell(comm, json.dumps([p.said() for p in here])) for each in json.loads(text)]
+    told = [
+        _Said.of(each) for text in gather_text(comm, json.dumps([p.said() for p in here])) for each in json.loads(text)
+    ]
     on_disk = max((committed_in(each.numbers) for each in told), default=0)
     for at in sorted({each.at for each in told if each.at[1] >= on_disk}, reverse=True):
         theirs, mine = [each for each in told if each.at == at], [piece for piece in here if piece.at == at]

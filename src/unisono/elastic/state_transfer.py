@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint import decode_holding, encode_holding
 from unisono.comm import Communicator
+from unisono.comm.text import gather_text
 from unisono.elastic import transfer as handover
+from unisono.elastic.model_state import load_state, state_of, weights_of
 from unisono.errors import StateDamaged
-from unisono.layout import Part
 from unisono.membership import View
-from unisono.trainer.optimizer import load_state, state_of
-from unisono.trainer.replica import weights_of
+from unisono.tensors.box import Box
 
 _STEPS, _COMMITTED = _RESERVED = "steps", "committed"  # an optimizer's own numbers have a slash in their names
 
@@ -88,10 +88,10 @@ class Parts:
         stepped: of what the optimizer remembers of each, where it is this worker's to step.
     """
 
-    weights: Mapping[str, Part]
-    stepped: Mapping[str, Part]
+    weights: Mapping[str, Box]
+    stepped: Mapping[str, Box]
 
-    def of(self, name: str) -> Part | None:
+    def of(self, name: str) -> Box | None:
         """The part that belongs to a checkpoint's tensor `name`: that of its parameter; None where it has none."""
         kind, _, rest = name.partition("/")
         if kind in ("owed", "kept"):
@@ -139,7 +139,7 @@ def take_over(
     if comm.rank == sources[0]:
         tensors |= {f"{_BESIDE}{name}": tensor for name, tensor in (beside or {}).items()}
     here = handover.Held(tensors)
-    told = handover.tell(comm, json.dumps([encode_holding(here.holding), numbers, words, digests]) if has else "")
+    told = gather_text(comm, json.dumps([encode_holding(here.holding), numbers, words, digests]) if has else "")
     kinds, numbers, words, _ = json.loads(told[sources[0]])
     everything = decode_holding(kinds)
     apart = handover.differing([json.loads(told[source])[-1] for source in sources])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from unisono.errors import InvalidInput
+from unisono.errors import InvalidInput, Left
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.launcher import PRELOAD, Elastic, launch
 from unisono.launch.stop_request import STOP_ALL
@@ -119,10 +119,6 @@ def run_script(
 def _tell_end(worker: Worker, text: str) -> None:
     """Whether that was the end for all shows only in what the others do next."""
     worker.report({"kind": "ended", "place": worker.identity.rank, "text": text})
-
-
-class Left(SystemExit):
-    """Ends the script of a worker without which the others go on."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from unisono.layout.local_model import Held as Held
 from unisono.layout.local_model import Passage as Passage
 from unisono.layout.local_model import Stepping as Stepping
 from unisono.layout.local_model import Whole as Whole
-from unisono.layout.parts import Part as Part
 from unisono.layout.rank_mesh import Place as Place
 from unisono.layout.rank_mesh import Places as Places
 from unisono.layout.repeated_blocks import Compute as Compute

@@ -26,9 +26,7 @@ from unisono.layout.pipeline import Pipeline
 from unisono.layout.repeated_blocks import Compute, blocks
 from unisono.layout.sample_batch import Sample
 from unisono.layout.stage_split import costs_of, staged
-from unisono.layout.tensor import TensorPlan, apply, refusal
-from unisono.layout.tensor import derive_plan as derive
-from unisono.layout.tensor import user_plan as given
+from unisono.layout.tensor import TensorPlan, apply, derive, given, refusal
 
 LOG = logging.getLogger("unisono")
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import InvalidInput
-from unisono.layout.context import Split, length, take, tried, unmasked
-from unisono.layout.context import function_mode as attending
+from unisono.layout.context import Split, attending, length, take, tried, unmasked
 from unisono.layout.context.group import Coming
 from unisono.layout.deferred import record
 from unisono.layout.expert import check_divides, derive, standing_in
@@ -23,8 +22,7 @@ from unisono.layout.rank_mesh import Places
 from unisono.layout.repeated_blocks import Compute
 from unisono.layout.sample_batch import Sample
 from unisono.layout.stage_split import given_to
-from unisono.layout.tensor import refusal
-from unisono.layout.tensor import user_plan as given
+from unisono.layout.tensor import given, refusal
 from unisono.layout.tensor.forward_trace import observed
 from unisono.tensors.batch import to_device
 

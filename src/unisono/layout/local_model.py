@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.layout.parts import Part
+from unisono.tensors.box import Box
 
 Loss = Callable[[Any, Any], Tensor]
 Passage = Callable[[Any, Loss], AbstractContextManager[tuple[Any, Loss]]]
@@ -57,7 +57,7 @@ class Stepping(Protocol):
     """Which worker steps what, where an optimizer has to see tensors whole of which each worker holds a part."""
 
     @property
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, Box]:
         """For each parameter that this worker steps, the box of the whole tensor that the optimizer sees."""
         ...
 
@@ -115,7 +115,7 @@ class Held:
     model: nn.Module
     local: nn.Module
     leaves: Mapping[str, nn.Parameter]
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Box]
     elsewhere: frozenset[str] = frozenset()
     passage: Passage = _all_of_it
     pipeline: Any = None
@@ -124,7 +124,7 @@ class Held:
     sparse: frozenset[str] = frozenset()
 
     @property
-    def stepped(self) -> Mapping[str, Part]:
+    def stepped(self) -> Mapping[str, Box]:
         """For each parameter whose optimizer state lies here, the box of the whole tensor that this is about."""
         return self.stepping.parts if self.stepping else self.parts
 
@@ -136,7 +136,7 @@ class Held:
     def whole(model: nn.Module) -> Held:
         """All of `model`, as it is."""
         leaves = dict(model.named_parameters())
-        parts = {name: Part.whole(tuple(p.shape)) for name, p in leaves.items()}
+        parts = {name: Box.whole(tuple(p.shape)) for name, p in leaves.items()}
         return Held(model, model, leaves, parts, sparse=sparse_parameters(model))
 
     @staticmethod
@@ -201,14 +201,14 @@ def _local_of(x: Any) -> Tensor:
     return local
 
 
-def _part(leaf: Any) -> Part:
+def _part(leaf: Any) -> Box:
     if not _is_distributed(leaf):
-        return Part.whole(tuple(leaf.shape))
+        return Box.whole(tuple(leaf.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
     # An empty part begins where torch likes.
-    return Part(tuple(leaf.shape), tuple(map(min, offset, leaf.shape)), tuple(size))
+    return Box(tuple(leaf.shape), tuple(map(min, offset, leaf.shape)), tuple(size))
 
 
 def sparse_parameters(model: nn.Module) -> frozenset[str]:

@@ -22,6 +22,7 @@ from unisono.layout.local_model import Held
 from unisono.layout.rank_mesh import Places
 from unisono.layout.repeated_blocks import Compute
 from unisono.layout.sample_batch import Sample
+from unisono.tensors.box import Box
 
 LOG = logging.getLogger("unisono")
 
@@ -117,7 +118,7 @@ def _fill(held: Held, deferred: Deferred) -> None:
         part = held.parts.get(name)
         if name in empty:
             with torch.no_grad():
-                empty.pop(name).copy_(whole[part.slices] if part else whole)
+                empty.pop(name).copy_(whole[part.slices(Box.whole(part.shape))] if part else whole)
 
     deferred.materialise(keep)
     assert not empty, f"nothing has come for {', '.join(empty)}"

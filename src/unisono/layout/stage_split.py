@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.layout.layout import Layout
-from unisono.layout.pipeline import Joints, Pipeline, by_name, joints, split, stages_of, worker_of
-from unisono.layout.pipeline import segment_timing as measure
+from unisono.layout.pipeline import Joints, Pipeline, by_name, joints, measure, split, stages_of, worker_of
 from unisono.layout.repeated_blocks import Compute
 from unisono.layout.sample_batch import Sample
 from unisono.tensors.batch import to_device

@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any
 
 from unisono.config import Config
-from unisono.launch import Identity, Worker
+from unisono.launch import Worker
 from unisono.layout import Compute, Places, Sample
 from unisono.layout.feasibility import check as check_model
 from unisono.run.resolve import settle
 from unisono.run.spec import TaskSource
 from unisono.tasks.task import Task
 from unisono.trainer.build import Feed, model_of
+from unisono.trainer.device import choose_device
 from unisono.trainer.optimizer_coupling import needs_wholes
-from unisono.world import choose_device
 
 
 def check(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> None:
@@ -35,4 +35,4 @@ def check_task(task: Task, config: Config, places: Places, sample: Sample) -> bo
     compute = Compute(config.precision, config.recompute, config.compile)
     model = check_model(partial(model_of, task), places, sample, compute)
     dims = {p.dim() for p in model.parameters() if p.requires_grad}
-    return needs_wholes(task.optimizer, dims, config.layout, choose_device(config.device, Identity()))
+    return needs_wholes(task.optimizer, dims, config.layout, choose_device(config.device, 0))

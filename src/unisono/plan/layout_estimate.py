@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.config import Config
 from unisono.data import seed_compute, stream
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.launch import Identity, Worker
+from unisono.launch import Worker
 from unisono.layout import Compute, Places, Sample
 from unisono.layout.accounting import Message
 from unisono.layout.deferred import record
@@ -39,8 +39,8 @@ from unisono.run.spec import TaskSource
 from unisono.sync import AllReduce
 from unisono.tasks.task import Task
 from unisono.trainer.build import Feed, autocast_of, model_of
+from unisono.trainer.device import choose_device
 from unisono.trainer.evaluation import within
-from unisono.world import choose_device
 
 LOG = logging.getLogger("unisono")
 
@@ -136,7 +136,7 @@ def foretell(task: Task, config: Config) -> Laid:
     Raises:
         InvalidInput: the task cannot be trained so.
     """
-    device = choose_device(config.device, Identity())
+    device = choose_device(config.device, 0)
     with contextlib.ExitStack() as stack:
         feed = Feed(task, config, 0, config.workers, stack)
         places, sample = feed.places, feed.sample()

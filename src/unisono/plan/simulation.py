@@ -1,8 +1,8 @@
 """What a run will be like: the trainer and the synchronizer themselves, on virtual workers and a made-up clock.
 
 The weights, losses and bytes are real: the same that processes would compute and send. The time is made up: of
-`Compute` while a worker computes, of `unisono.comm.link_model` while messages travel. What compressing costs the processor
-is not in it, nor the loading of data, nor evaluation.
+`Compute` while a worker computes, of `unisono.comm.link_model` while messages travel. What compressing costs the
+processor is not in it, nor the loading of data, nor evaluation.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from unisono.comm import Link, Simulated, simulate
 from unisono.comm.process_groups import Wires
 from unisono.config import Config
 from unisono.data import Inline
+from unisono.elastic.model_state import weights_of
 from unisono.errors import UnisonoError, WorkerFailed
 from unisono.observe.recorder import Fields
 from unisono.plan.compute_time import Compute, quantiles
@@ -30,7 +31,6 @@ from unisono.plan.paced_trainer import Pace, PacedTrainer
 from unisono.tasks.task import Task, with_data
 from unisono.trainer.build import Feed, bind, build
 from unisono.trainer.checkpointing import Persistence
-from unisono.trainer.replica import weights_of
 
 _PATIENCE_SECONDS = 1e9  # of virtual time: nobody is taken for lost because a link is slow
 Tell = Callable[[Mapping[str, Any]], None]

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint import Spec
+from unisono.elastic.model_state import state_of
 from unisono.layout import CUTTING, Places
 from unisono.layout.accounting import Message
 from unisono.layout.fake_worker import Imagined
 from unisono.layout.shard_sizes import sizes
 from unisono.tasks.task import Task
-from unisono.trainer.optimizer import optimizer_of, prefer_fused, state_of
+from unisono.trainer.optimizer import optimizer_of, prefer_fused
 from unisono.trainer.whole_tensor_optimizers import owners
 
 Shape = tuple[int, ...]

@@ -1,1 +1,1 @@
-"""A run seen from outside: its spec, directory and settings, the start of processes, a worker's main loop, the result."""
+"""A run seen from outside: spec, directory, settings, start of processes, a worker's main loop, result."""

@@ -21,9 +21,9 @@ from unisono.observe import write_config
 from unisono.observe.record_files import CONFIG, SUMMARY
 from unisono.run.spec import TaskSource
 from unisono.system.atomic_files import unfinished
+from unisono.trainer.loop_checkpoint import MARKER
 
 CHECKPOINTS = "checkpoints"
-MARKER = ".{}.seen"  # of a name: a file by which workers find out whether they see the same directory
 
 
 @contextlib.contextmanager

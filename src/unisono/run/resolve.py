@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from unisono.compress import Exact
-from unisono.config import NONE, Config
+from unisono.config import LIBRARY_GLOBAL_BATCH, NONE, Config, first_difference
 from unisono.data import check_enough, default_micro_batch
 from unisono.errors import InvalidInput
 from unisono.layout import Places
 from unisono.notation import show
-from unisono.sync import AllReduce, Gossip, Periodic, Synchronizer
 from unisono.tasks.lr_schedules import factor_of
 from unisono.tasks.task import Task
-
-# What makes a run this run: with other values it would compute something else.
-IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "precision", "sync_batchnorm")
-LIBRARY_GLOBAL_BATCH = 64
-
-
-def walks(config: Config) -> bool:
-    """Whether each replica of such a run takes steps of its own, and all meet after the same ones."""
-    return walk(config.sync)
-
-
-def walk(sync: Synchronizer) -> bool:
-    """Whether replicas under `sync` take steps of their own, and all meet after the same ones."""
-    return isinstance(sync, Periodic | Gossip)
-
-
-RECOVERING = "AllReduce(), or a sync whose replicas walk, as LocalSGD(), DiLoCo() or Gossip(), without sync_batchnorm"
-"""What of a run makes it such that workers may come and go, beside `elastic`; in words for who wants that."""
-
-
-def recovers(config: Config) -> bool:
-    """Whether workers of such a run may come and go. With batch statistics that span workers, what is saved of a step
-    for its gradients belongs to those who computed it together."""
-    together = isinstance(config.sync, AllReduce) or walks(config)
-    return config.elastic and together and not config.sync_batchnorm
 
 
 def settle(task: Task, given: Mapping[str, Any]) -> Config:
@@ -128,11 +102,6 @@ def _check_spread(config: Config) -> None:
         raise InvalidInput(
             "compress", show(config.compress), f"with {layout} gradients are summed as floats inside a replica, so "
             "that the bits depend on the layout", "leave one out")  # fmt: skip
-
-
-def first_difference(now: Mapping[str, Any], before: Mapping[str, Any], fields: Sequence[str] = IDENTITY) -> str:
-    """The first of `fields` that is not the same in both configurations; empty if all are."""
-    return next((name for name in fields if now.get(name) != before.get(name)), "")
 
 
 def check_same_run(config: Config, before: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ class TaskSource(Protocol):
     def absolute(self) -> str:
         """A name that means the same in every directory."""
 
-    def load(self) -> Task: ...
+    def load(self, others: Collection[str] = ()) -> Task: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Carried:
         """See `TaskSource`."""
         return self.name
 
-    def load(self) -> Task:
+    def load(self, others: Collection[str] = ()) -> Task:
         """See `TaskSource`."""
         task = cloudpickle.loads(self.pickled)  # made by `of` in our own launcher
         assert isinstance(task, Task)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.config import Config, ranged
+from unisono.config import FIELDS, RECOVERING, Config, ranged, recovers
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import (
     Elastic,
@@ -40,7 +40,7 @@ from unisono.observe.record_files import SUMMARY
 from unisono.run.consent import Consent
 from unisono.run.directory import claimed, resumable, with_earlier
 from unisono.run.elastic_run import Script, called, gathered
-from unisono.run.resolve import RECOVERING, recovers, settle
+from unisono.run.resolve import settle
 from unisono.run.spec import Carried, Order, Result, TaskSource
 from unisono.tasks.task import Task
 
@@ -103,7 +103,7 @@ def start(
     preload = LAID if settings.get("layout") else PRELOAD
     with prepare(preload) as server:  # imports torch while this process checks what was written
         settings = with_earlier(settings)
-        config = settle(source.load(), settings)
+        config = settle(source.load(FIELDS), settings)
         check_count(config.workers)
         if debug is not None and not 0 <= debug < config.workers:
             raise InvalidInput("debug", debug, f"there are workers 0 to {config.workers - 1}", "choose one of them")
@@ -197,7 +197,8 @@ def _may_come_and_go(
 
 
 def foretell(source: TaskSource, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What workers would hold of the task of `source` under ``settings``; the fields of a `unisono.plan.layout_estimate.Laid`.
+    """What workers would hold of the task of `source` under ``settings``: the fields of a `Laid` of
+    `unisono.plan.layout_estimate`.
 
     Raises:
         InvalidInput: what is asked for cannot work.

@@ -32,14 +32,15 @@ from unisono.checkpoint import (
 )
 from unisono.comm import Alone, Communicator
 from unisono.comm.process_groups import Wires
-from unisono.config import Config
+from unisono.comm.text import broadcast_text
+from unisono.config import Config, recovers, walks
 from unisono.elastic.admission import admit, compare
-from unisono.elastic.agreement import broadcast_text
 from unisono.elastic.session import Attended, MeetingPlace, Only, Views
 from unisono.elastic.sharded_recovery import Keeper
 from unisono.elastic.sharded_state import Laid
 from unisono.elastic.snapshot import Milestone
 from unisono.elastic.state_transfer import Parts, Reached, describe, digest_of, take_over
+from unisono.elastic.trait_check import Traits
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, Diverged, InvalidInput, RunFailed
 from unisono.launch import Worker, claim
 from unisono.launch.lock import Holder, held
@@ -52,15 +53,15 @@ from unisono.observe.activity import Phase
 from unisono.observe.record_files import SUMMARY
 from unisono.observe.user_frames import exit_in_words
 from unisono.run.directory import CHECKPOINTS, claimed, resumable
-from unisono.run.resolve import check_same_run, recovers, settle, walks
+from unisono.run.resolve import check_same_run, settle
 from unisono.run.spec import Order, Result
 from unisono.tasks.task import Task, with_data
 from unisono.trainer.build import Feed, bind, build
 from unisono.trainer.checkpointing import Persistence, history
+from unisono.trainer.device import choose_device, fair_threads
 from unisono.trainer.loop import Outcome, Trainer
 from unisono.trainer.loop_checkpoint import same_directory
-from unisono.trainer.traits import Traits, of_config, of_data, of_model, of_optimizer, of_task
-from unisono.world import choose_device, fair_threads
+from unisono.trainer.traits import of_config, of_data, of_model, of_optimizer, of_task
 
 log = logging.getLogger("unisono")
 
@@ -85,12 +86,13 @@ def _work(worker: Worker, order: Order) -> dict[str, Any] | None:
             "leave it out; or start the run by unisono train, with AllReduce(), without sync_batchnorm",
         )
     watch = Watched(age_seconds=age_seconds())
-    life = Life(worker, order, task, config, choose_device(config.device, worker.identity), watch)
+    life = Life(worker, order, task, config, choose_device(config.device, worker.identity.local_rank), watch)
     if order.contact and recovers(config) and config.layout.workers == 1:
         life.build()
     if order.contact:
         admit(order.contact, worker, life.traits(), lambda: worker.stop.requested or worker.stop.leaving)
-    views = Attended(worker, config, order.contact, watch) if order.contact else Only(worker, config, watch)
+    how = (config.communicator, config.deadline_seconds)
+    views = Attended(worker, *how, order.contact, watch) if order.contact else Only(worker, *how, watch)
     with life.lock, views:
         result = life.go_through(views)
         return dataclasses.asdict(result) if result else None
@@ -140,7 +142,7 @@ class Life:
     def build(self) -> None:
         """Make the model and its optimizer, which needs nobody where workers come and go: so who trains already does
         not wait for it in a view."""
-        torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
+        torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
         self.built = build(self.task, self.config, self.device, Alone(self.device))
 
     def go_through(self, views: Views) -> Result | None:
@@ -191,7 +193,7 @@ class Life:
                 compare(comm, self.traits)
             # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
             self.config = Config.of(json.loads(broadcast_text(comm, json.dumps(self.config.mapping()))))
-            torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity))
+            torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
             feed = Feed(self.task, self.config, comm.rank, size, stack, partial(_notice, self.worker))
             place = _place(comm, self.config, self.order, stack, self._share)
             if self.order.path is None:  # no launcher of ours has it, and could say how to go on

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -40,13 +40,14 @@ def parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
     return flat
 
 
-def bind(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def bind(function: Callable[..., Any], arguments: Mapping[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
     """The keyword arguments that `arguments` mean.
 
     Args:
         function: its parameters say what is known.
         arguments: values, or text to be read; ``{"model.layers": "4"}`` is the same as
             ``{"model": {"layers": 4}}``.
+        others: names that the caller knows besides, one of which a misspelt one may mean.
 
     Raises:
         InvalidInput: an unknown name (names the nearest), a missing one, or a value of another kind.
@@ -55,7 +56,7 @@ def bind(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str
     given = nested(arguments)
     for name in given:
         if name not in known:
-            raise _unknown(name, given[name], list(parameters(function)))
+            raise _unknown(name, given[name], [*parameters(function), *others])
     for name, parameter in known.items():
         if parameter.default is REQUIRED and name not in given:
             raise InvalidInput(
@@ -192,9 +193,7 @@ def _misfit(name: str, value: Any, kind: Any) -> InvalidInput:
 
 
 def _unknown(name: str, value: Any, known: list[str]) -> InvalidInput:
-    from unisono.config import FIELDS  # imports torch
-
-    options = [option(k) for k in (*known, *FIELDS)]
+    options = [option(k) for k in known]
     given = "(nothing)" if value is True else value
     return InvalidInput(option(name), given, "there is no such option", nearest(option(name), options))
 

@@ -14,7 +14,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -43,14 +43,14 @@ class Source:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     directory: str = field(default_factory=os.getcwd)
 
-    def load(self) -> Task:
-        """The task.
+    def load(self, others: Collection[str] = ()) -> Task:
+        """The task. `others` as for `bind`.
 
         Raises:
             InvalidInput: no such task, file or function; an argument that it does not take; an error in it.
         """
         target = self.target()
-        made = target(**bind(target, self.arguments)) if _built_in(target) else self._call(target)
+        made = target(**bind(target, self.arguments, others)) if _built_in(target) else self._call(target, others)
         from unisono.tasks.task import Task  # imports torch
 
         if not isinstance(made, Task):
@@ -98,7 +98,7 @@ class Source:
         """Plain values, for JSON; ``Source(**mapping)`` is the way back."""
         return asdict(self)
 
-    def _call(self, target: Any) -> Any:
+    def _call(self, target: Any, others: Collection[str]) -> Any:
         if not callable(target):
             if self.arguments:
                 argument = next(iter(self.arguments))
@@ -106,7 +106,7 @@ class Source:
                 raise InvalidInput(option(argument), self.arguments[argument], problem, "leave it out")
             return target
         with _Explained(self.name):
-            return target(**bind(target, self.arguments))
+            return target(**bind(target, self.arguments, others))
 
     def _module(self, place: str) -> ModuleType:
         if place.endswith(".py"):

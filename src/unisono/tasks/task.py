@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from unisono.config import check_whole
 from unisono.errors import InvalidInput
-from unisono.tasks.callables import check_callable, check_function, name_of
+from unisono.tasks.checks import check_callable, check_function, check_optimizer, check_whole, name_of
 from unisono.tasks.lr_schedules import Schedule
 from unisono.tensors.batch import Batch
-from unisono.trainer.optimizer import check_optimizer
 
 Data = Any  # a map-style torch dataset, or a function without arguments that returns one
 

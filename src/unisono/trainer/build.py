@@ -18,20 +18,17 @@ from torch.utils.data import default_collate
 from unisono.bad_steps import RollBack, Stop
 from unisono.comm import Communicator
 from unisono.comm.process_groups import Wires
+from unisono.comm.text import gather_text
 from unisono.compress import Exact
-from unisono.config import Config
+from unisono.config import Config, recovers
 from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
 from unisono.elastic.control_word import NUMBERS
 from unisono.elastic.presence import Presence, Unchanging
 from unisono.elastic.snapshot import Milestone
-from unisono.elastic.transfer import tell
 from unisono.errors import InvalidInput
-from unisono.layout import AXES, CUTTING, Compute, Held, Places, Sample, as_it_is
-from unisono.layout import compile_cache as compiled
-from unisono.layout import repeated_blocks as blocks
+from unisono.layout import AXES, CUTTING, Compute, Held, Places, Sample, as_it_is, blocks, compiled
 from unisono.notation import show
 from unisono.observe import Recorder, Unwatched, Watch
-from unisono.run.resolve import recovers
 from unisono.sync import AllReduce
 from unisono.tasks.lr_schedules import Constant, factor_of
 from unisono.tasks.task import Task, batch_loss, build_dataset
@@ -154,7 +151,7 @@ def _wholes(
 ) -> Wholes | None:
     """Where the optimizer needs tensors whole, and workers have parts; all workers of a replica call it alike."""
     mine = json.dumps([p.dim() for p in held.local.parameters() if p.requires_grad])
-    dims = {dim for text in tell(inside, mine) for dim in json.loads(text)}
+    dims = {dim for text in gather_text(inside, mine) for dim in json.loads(text)}
     if not needs_wholes(task.optimizer, dims, config.layout, device):
         return None
     places, rank = Places(config.layout, mesh.size()), mesh.get_rank()

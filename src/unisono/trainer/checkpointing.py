@@ -16,16 +16,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.bad_steps import Judge, Stop
-from unisono.checkpoint import Box, Opened, Piece, Spec, Writer, decode_holding, encode_holding, open_checkpoint
-from unisono.checkpoint import model_match as compare
-from unisono.checkpoint import ownership as holding
+from unisono.checkpoint import (
+    Opened,
+    Piece,
+    Spec,
+    Writer,
+    compare,
+    decode_holding,
+    encode_holding,
+    holding,
+    open_checkpoint,
+)
 from unisono.comm import Communicator
-from unisono.elastic.agreement import broadcast_text, gather_text, start_alike
+from unisono.comm.text import broadcast_text, gather_text
+from unisono.elastic.agreement import start_alike
+from unisono.elastic.model_state import load_state, names_of, state_of, weights_of
 from unisono.elastic.state_transfer import Parts, Reached
 from unisono.errors import CheckpointMismatch
-from unisono.layout import Part
-from unisono.trainer.optimizer import load_state, state_of
-from unisono.trainer.replica import Replica, names_of, weights_of
+from unisono.tensors.box import Box
+from unisono.trainer.replica import Replica
 
 LOG = logging.getLogger("unisono")
 KEPT = "kept/"  # before the names of what a loop of the user's own keeps
@@ -287,7 +296,7 @@ class Persistence:
         part = self._part(f"model/{name}")
         return part.shape if part else tuple(tensor.shape)
 
-    def _part(self, name: str) -> Part | None:
+    def _part(self, name: str) -> Box | None:
         """The part that belongs to a checkpoint's tensor `name`: that of its parameter."""
         return self._parts.of(name) if self._parts else None
 
@@ -298,7 +307,7 @@ class Persistence:
     def _read(self, opened: Opened, name: str) -> Tensor:
         part = self._part(name)
         fits = part is not None and opened.specs[name].shape == part.shape
-        return opened.read(name, Box(part.shape, part.offset, part.size) if part and fits else None)
+        return opened.read(name, part if fits else None)
 
     def _agreed_holders(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Piece]] | None:
         """What each worker has; all call it alike."""
@@ -308,7 +317,7 @@ class Persistence:
         for name, tensor in tensors.items():
             part = self._part(name)
             if part is not None and tuple(tensor.shape) == part.size:
-                boxes[name] = Box(part.shape, part.offset, part.size)
+                boxes[name] = part
         told = gather_text(self._comm, encode_holding(holding(tensors, boxes)))
         holders = [decode_holding(text) for text in told]
         if holders != self._holders:

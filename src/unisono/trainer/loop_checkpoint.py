@@ -17,18 +17,18 @@ from torch import Tensor
 from unisono.checkpoint import Event, Opened, Writer, home, newest, verified
 from unisono.checkpoint.directory import step_name
 from unisono.comm import Communicator
+from unisono.comm.text import broadcast_text, gather_text
 from unisono.compress import Exact
-from unisono.config import Config
-from unisono.elastic.agreement import broadcast_tensors, broadcast_text, gather_text
+from unisono.config import IDENTITY, Config, first_difference
+from unisono.elastic.agreement import broadcast_tensors
 from unisono.elastic.loop_group import State
 from unisono.elastic.state_transfer import Reached
 from unisono.errors import CheckpointError, CheckpointMismatch, InvalidInput
-from unisono.run.directory import MARKER
-from unisono.run.resolve import IDENTITY, first_difference
 from unisono.trainer.checkpointing import KEPT, Persistence, history
 from unisono.trainer.replica import Replica
 
 LOG = logging.getLogger("unisono")
+MARKER = ".{}.seen"  # of a name: a file by which workers find out whether they see the same directory
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,13 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from unisono.errors import InvalidInput
 from unisono.sync.late_momentum import begins_late
-from unisono.tasks.callables import required
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 # In half precision torch's fused SGD leaves most numbers as they are on a CPU (2.13), and others round elsewhere.
@@ -29,14 +26,6 @@ def optimizer_of(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters
         group["params"] = []
     optimizer.state.clear()
     return optimizer
-
-
-def check_optimizer(kind: type[Optimizer]) -> None:
-    """Raise `InvalidInput` if workers cannot take steps of this `kind` together."""
-    if needed := required(kind.step)[1:]:  # the first is the optimizer itself
-        raise InvalidInput(
-            "optimizer", kind.__name__, f"its step runs the model several times, through {needed[0]}, which workers "
-            "cannot do together", "use an optimizer whose step() needs no arguments, for instance AdamW")  # fmt: skip
 
 
 def prefer_fused(optimizer: Optimizer, sparse: bool) -> None:
@@ -74,32 +63,3 @@ class LearningRate:
         """Every group's learning rate becomes `factor` times its base."""
         for group, base in zip(self._optimizer.param_groups, self._base):
             group["lr"] = base * factor
-
-
-def state_of(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The optimizer's state as ``parameter/key`` to tensor, and to number where it keeps plain numbers."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, float] = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            name = f"{names[id(parameter)]}/{key}"
-            if isinstance(value, Tensor):
-                tensors[name] = value
-            elif isinstance(value, int | float):
-                numbers[name] = value
-    return tensors, numbers
-
-
-def load_state(
-    optimizer: Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
-) -> None:
-    """Give the optimizer back what `state_of` took; groups (and so hyperparameters) stay as they were built."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    states: dict[int, dict[str, Any]] = {}
-    for path, value in [*tensors.items(), *numbers.items()]:
-        name, key = path.rsplit("/", 1)
-        states.setdefault(order.index(name), {})[key] = value
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": states, "param_groups": groups})

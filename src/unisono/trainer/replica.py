@@ -19,13 +19,14 @@ from unisono.checkpoint import digest
 from unisono.comm import Communicator, Work
 from unisono.comm.process_groups import Wires
 from unisono.compress import Compressor
+from unisono.elastic.model_state import state_of, weights_of
 from unisono.errors import CommunicationError, InvalidInput
 from unisono.layout import Held
 from unisono.sync import BoundSynchronizer, Change, LocalGradients, Loop, Share, Synchronizer
 from unisono.sync.flat_weights import relative
+from unisono.tasks.checks import check_optimizer
 from unisono.trainer.buffer_sync import Statistics
 from unisono.trainer.lazy_parameters import Asking
-from unisono.trainer.optimizer import check_optimizer, state_of
 
 LOG = logging.getLogger("unisono")
 
@@ -487,22 +488,3 @@ def check_trainable(model: nn.Module) -> None:
         if parameter.is_complex() and parameter.requires_grad:
             raise InvalidInput("model", name, "complex numbers cannot be averaged yet",
                                "hold it as real numbers and use torch.view_as_complex")  # fmt: skip
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer under its global name, each tensor once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def names_of(model: nn.Module) -> dict[str, Any]:
-    """What `weights_of` does not tell of the names in ``model.state_dict()``, for a checkpoint's manifest.
-
-    Returns:
-        ``aliases``: further names of tensors that have several, and the first of them; ``transient``: buffers that
-        ``state_dict()`` leaves out.
-    """
-    first = {id(tensor): name for name, tensor in weights_of(model).items()}
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    aliases = {name: first[id(tensor)] for name, tensor in every if first[id(tensor)] != name}
-    own = [f"{path}.{key}".lstrip(".") for path, m in model.named_modules() for key in m._non_persistent_buffers_set]
-    return {"aliases": aliases, "transient": sorted(own)}

@@ -1,10 +1,4 @@
-"""What all workers of a run must have in common, as named texts that are compared before a worker takes part.
-
-A worker on another host may find another file under the task's name, other data, other hyperparameters. What can be
-seen of that is a trait: short values as they are, long ones as a digest. A trait that only one side has is not
-compared, so that versions of torch with more hyperparameters, or data that cannot be read, raise no alarm. Weights are
-compared by names and shapes alone, since all workers take those of one.
-"""
+"""The traits of a task, a script, a dataset, a model and an optimizer: see `unisono.elastic.trait_check`."""
 
 from __future__ import annotations
 
@@ -12,7 +6,7 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -22,25 +16,20 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.config import Config
-from unisono.data.content_sample import read, sample_of, written
+from unisono.config import IDENTITY, Config
+from unisono.data.content_sample import sample_of, written
 from unisono.elastic.agreement import shown
-from unisono.errors import Unlike
+from unisono.elastic.model_state import weights_of
+from unisono.elastic.trait_check import CODE, DATA, Traits
 from unisono.observe.user_frames import is_theirs
-from unisono.run.resolve import IDENTITY
 from unisono.tasks.task import Evaluation, Task
-from unisono.trainer.replica import weights_of
-
-Traits = Mapping[str, str]
 
 # What of a config changes what is computed, and is not a matter of one host.
 _SETTINGS = (*IDENTITY, "steps", "epochs", "sync", "layout", "lr", "clip", "schedule", "bad_step")
 # How an optimizer computes, which may differ with the device; and what is no hyperparameter.
 _LEFT_OUT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-_DATA, _CODE = "data", "code"
 _SHORT = 120
 _MOST_FILES = 64
-_CURE = "give every host the same task, data and settings"
 
 
 def of_task(task: Task) -> Traits:
@@ -59,7 +48,7 @@ def of_script() -> Traits:
 def of_data(dataset: Any) -> Traits:
     """Of a dataset's length, of some of its items, and of the user's file that defines it."""
     items = sample_of(dataset)
-    content = {_DATA: written(items)} if items else {}
+    content = {DATA: written(items)} if items else {}
     return {**_code([type(dataset)]), **_length("samples", dataset), **content}
 
 
@@ -94,43 +83,6 @@ def of_config(config: Config) -> Traits:
     return {name: _short(str(told[name])) for name in _SETTINGS}
 
 
-def check(mine: Traits, theirs: Traits, where: str, whose: str) -> None:
-    """Compare.
-
-    Args:
-        mine, theirs: of a worker, and of whom it is to train with.
-        where: who has `mine`: ``this worker's``.
-        whose: who has `theirs`: ``the run``.
-
-    Raises:
-        Unlike: they differ; says in what, and what both have where that is short.
-    """
-    # That code differs says less than what it makes does.
-    names = sorted(theirs, key=lambda name: name.startswith(_CODE))
-    found = [(name, *values) for name in names if (values := _difference(name, mine, theirs)) is not None]
-    if not found:
-        return
-    name, here, there = found[0]
-    others = ", ".join(name for name, *_ in found[1:])
-    also = f" (they differ in {others} as well)" if others else ""
-    raise Unlike(name, here, f"that is {where}, and {whose} has {there}{also}", _CURE)
-
-
-def _difference(name: str, mine: Traits, theirs: Traits) -> tuple[str, str] | None:
-    """What both have, in words."""
-    if name not in mine or mine[name] == theirs[name]:
-        return None
-    return _items_that_differ(mine[name], theirs[name]) if name == _DATA else (mine[name], theirs[name])
-
-
-def _items_that_differ(mine: str, theirs: str) -> tuple[str, str] | None:
-    with suppress(ValueError, TypeError):
-        here, there = ({item.index: item for item in read(text)} for text in (mine, theirs))
-        odd = [index for index, item in here.items() if index in there and not item.like(there[index])]
-        return (f"sample {odd[0]}", "another one under this number") if odd else None
-    return None
-
-
 def _code(makers: Iterable[Any]) -> dict[str, str]:
     """Of the source files of functions and classes, as far as the user wrote them."""
     return _code_in(_files(module for maker in makers for module in _modules(maker)))
@@ -141,8 +93,8 @@ def _code_in(files: Iterable[str]) -> dict[str, str]:
     for file in files:
         if source := _source(file):
             by_name.setdefault(Path(file).name, []).append(source)
-    found = {f"{_CODE} of {name}": _digest(" ".join(sorted(sources))) for name, sources in sorted(by_name.items())}
-    return found if len(found) <= _MOST_FILES else {_CODE: _digest(str(found))}
+    found = {f"{CODE} of {name}": _digest(" ".join(sorted(sources))) for name, sources in sorted(by_name.items())}
+    return found if len(found) <= _MOST_FILES else {CODE: _digest(str(found))}
 
 
 def _files(modules: Iterable[ModuleType]) -> set[str]:

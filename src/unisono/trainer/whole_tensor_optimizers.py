@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint import Box, Piece, Spec, decode_holding, encode_holding, share_out
+from unisono.checkpoint import Piece, Spec, decode_holding, encode_holding, share_out
 from unisono.comm import Communicator
-from unisono.elastic.transfer import Route, tell
+from unisono.comm.text import gather_text
+from unisono.elastic.transfer import Route
 from unisono.errors import CommunicationError
-from unisono.layout import Part
+from unisono.tensors.box import Box
 from unisono.trainer.optimizer import optimizer_of
 
 
@@ -40,13 +41,13 @@ class Wholes:
     """
 
     def __init__(
-        self, make: Callable[[Iterable[nn.Parameter]], Optimizer], local: nn.Module, parts: Mapping[str, Part],
+        self, make: Callable[[Iterable[nn.Parameter]], Optimizer], local: nn.Module, parts: Mapping[str, Box],
         comm: Communicator, group: Sequence[int], *, undo: bool,
     ) -> None:  # fmt: skip
         self._parameters = {name: p for name, p in local.named_parameters() if p.requires_grad}
         self._undo = undo
-        mine = {name: Piece(p.dtype, _box(parts[name])) for name, p in self._parameters.items()}
-        told = [decode_holding(text) for text in tell(comm, encode_holding(mine))]
+        mine = {name: Piece(p.dtype, parts[name]) for name, p in self._parameters.items()}
+        told = [decode_holding(text) for text in gather_text(comm, encode_holding(mine))]
         held = [told[rank] if rank in group else {} for rank in range(comm.size)]
         cut = {name: each.whole for here in held for name, each in here.items() if not each.box.is_whole}
         owned = owners(cut, group)
@@ -57,12 +58,12 @@ class Wholes:
         self._in, self._out = Route(comm, held, owns, device), Route(comm, owns, held, device)
         self._uncut = self._parameters.keys() - cut.keys()
         stepped = [name for name in self._parameters if name in self._uncut or name in owns[comm.rank]]
-        self._parts = {name: Part.whole(parts[name].shape) for name in stepped}
+        self._parts = {name: Box.whole(parts[name].shape) for name in stepped}
         with self._whole(self._in(self._weights)):
             self.optimizer = optimizer_of(make, [self._parameters[name] for name in stepped])
 
     @property
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, Box]:
         """See `Stepping`."""
         return self._parts
 
@@ -127,7 +128,3 @@ class Wholes:
 def owners(cut: Mapping[str, Spec], group: Sequence[int]) -> dict[int, list[str]]:
     """Which of `group`, all of whom hold parts of the tensors `cut`, owns which of these."""
     return dict(zip(group, share_out({name: whole.nbytes for name, whole in cut.items()}, len(group))))
-
-
-def _box(part: Part) -> Box:
-    return Box(part.shape, part.offset, part.size)

@@ -68,7 +68,7 @@ def at_attempt(url: str, attempt: int) -> str:
 
 
 def open_store(place: Rendezvous, rank: int, deadline_seconds: float, abort: Abort, token: str = "") -> c10d.Store:
-    """The store of all peers at `place`; over TCP and with a `token`, one that `unisono.comm.rendezvous.token_store` serves.
+    """The store of all peers at `place`; over TCP and with a `token`, that of `unisono.comm.rendezvous.token_store`.
 
     Raises:
         InvalidInput: worker 0 cannot serve at that address, or the directory cannot be made.

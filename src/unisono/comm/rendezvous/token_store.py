@@ -1,7 +1,7 @@
 """A store that only processes with the run's token can reach, for a rendezvous of several hosts.
 
-It is an actor: a connection is accepted after the handshake of `unisono.comm.actors.handshake`, and every message is encrypted and
-authenticated. So the memory and descriptors of its process do not grow by what other processes send.
+It is an actor: a connection is accepted after the handshake of `unisono.comm.actors.handshake`, and every message is
+encrypted and authenticated. So the memory and descriptors of its process do not grow by what other processes send.
 """
 
 from __future__ import annotations

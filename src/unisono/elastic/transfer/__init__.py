@@ -1,6 +1,5 @@
 """State from those who have it to those who lack it, when workers have come and gone."""
 
-from unisono.comm.text import tell as tell
 from unisono.elastic.transfer.average import differing as differing
 from unisono.elastic.transfer.average import mean as mean
 from unisono.elastic.transfer.average import mean_of as mean_of

@@ -21,7 +21,7 @@ from xxhash import xxh3_128_digest
 from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.checkpoint.ownership import Holding, decode_holding, encode_holding
 from unisono.comm import Communicator, Work
-from unisono.comm.text import tell, telling
+from unisono.comm.text import gather_text, gathering_text
 from unisono.elastic.transfer.buddies import keepers
 from unisono.elastic.transfer.flat_buffer import bytes_like, image_bytes, read_image, write_image
 from unisono.elastic.transfer.local_tensors import Held
@@ -166,7 +166,7 @@ class Copies:
     def _pass(self, step: int, own: Kept, mine: Tensor, other: Tensor | None) -> _Passing:
         """Everybody's state to their keeper."""
         lane, ward = self._lane, self.ward
-        said = yield from telling(lane, json.dumps([encode_holding(own.held.holding), own.meta]))
+        said = yield from gathering_text(lane, json.dumps([encode_holding(own.held.holding), own.meta]))
         holdings, metas = zip(*map(_decode, said))
         theirs = bytes_like(image_bytes(holdings[ward]), other)
         yield from self._carry(mine, theirs, max(map(image_bytes, holdings)))
@@ -201,7 +201,7 @@ class Copies:
 def newest(comm: Communicator, copies: Copies | None) -> int | None:
     """The latest step of which everybody who has kept copies has all that they should; None where there is none. All
     call it alike, those who are new with None."""
-    told = [json.loads(text) for text in tell(comm, json.dumps(copies.steps() if copies else None))]
+    told = [json.loads(text) for text in gather_text(comm, json.dumps(copies.steps() if copies else None))]
     common = set.intersection(*found) if (found := [set(steps) for steps in told if steps is not None]) else set()
     return max(common, default=None)
 

@@ -11,7 +11,7 @@ from xxhash import xxh3_128_digest
 from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.checkpoint.ownership import Holding
 from unisono.comm import Communicator
-from unisono.comm.text import tell
+from unisono.comm.text import gather_text
 from unisono.elastic.transfer.local_tensors import Held, Said
 from unisono.elastic.transfer.transfer_plan import Move, plan, rounds
 from unisono.errors import StateDamaged
@@ -46,7 +46,7 @@ def hand_over(
         StateDamaged: on all workers; names a tensor and its holder.
         PeerLost: a worker was lost meanwhile.
     """
-    texts = tell(comm, Said([each.holding for each in here], wanted).encode())
+    texts = gather_text(comm, Said([each.holding for each in here], wanted).encode())
     read = {text: Said.decode(text) for text in set(texts)}  # equals say the same
     everybody = [read[text] for text in texts]
     moves = plan([said.here for said in everybody], [said.wants for said in everybody], hosts)
@@ -58,7 +58,7 @@ def hand_over(
     for together in rounds((move for move in moves if move.source != move.target), round_bytes):
         damaged = _exchange(comm, together, here, wanted, found) or damaged
     # Who has seen damage goes on until all have done: they would wait for it.
-    for told in tell(comm, damaged):
+    for told in gather_text(comm, damaged):
         if told:
             raise StateDamaged(told)
     return found

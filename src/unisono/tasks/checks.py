@@ -1,12 +1,14 @@
-"""Checks of the functions that a user passes, before anything is started."""
+"""Checks of values and functions that a user passes, before anything is started."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from unisono.errors import InvalidInput
 
@@ -54,3 +56,33 @@ def required(function: Callable[..., Any]) -> list[str]:
         return []
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+
+
+def check_optimizer(kind: type[Optimizer]) -> None:
+    """Raise `InvalidInput` if workers cannot take steps of this `kind` together."""
+    if needed := required(kind.step)[1:]:  # the first is the optimizer itself
+        raise InvalidInput(
+            "optimizer", kind.__name__, f"its step runs the model several times, through {needed[0]}, which workers "
+            "cannot do together", "use an optimizer whose step() needs no arguments, for instance AdamW")  # fmt: skip
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise `InvalidInput` unless `value` is a whole number of at least `least`."""
+    check_kind(name, value, "int")
+    if value < least:
+        raise InvalidInput(name, value, f"below {least}", f"use {least} or more")
+
+
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+
+
+def check_kind(name: str, value: Any, kind: str) -> None:
+    """Raise `InvalidInput` unless `value` is of that `kind`, one of `KINDS`."""
+    fits = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, int | float) and not isinstance(value, bool),
+        "bool": isinstance(value, bool),
+        "str": isinstance(value, str | Path),
+    }[kind]
+    if not fits:
+        raise InvalidInput(name, value, f"not {KINDS[kind]}", f"write {KINDS[kind]}")
