@@ -27,9 +27,9 @@ PATHS_OF_SOME_MACHINE = ("/" + "work/", "/" + "opt/", "/" + "root/", "/" + "home
 TRACES_OF_THE_WORKPLACE = ("issue " + "#", "issues/" + "2", "as an AI" + " ")
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 OWN_MEMORY = {  # what is unpickled here was written by this program itself, into memory: no file, no message
-    "data/raised.py": "whether an error survives the way to the main process, tried in one line",
-    "launch/worker.py": "arguments from the launcher, in anonymous memory",
-    "order.py": "a task that a Python program carries to the workers it starts",
+    "data/remote_exception.py": "whether an error survives the way to the main process, tried in one line",
+    "launch/worker_main.py": "arguments from the launcher, in anonymous memory",
+    "run/spec.py": "a task that a Python program carries to the workers it starts",
 }
 
 

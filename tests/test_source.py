@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
+from unisono.config import FIELDS
 from unisono.errors import InvalidInput
 from unisono.tasks.arguments import bind, nested, parameters
 from unisono.tasks.source import Source
@@ -143,7 +144,7 @@ def test_an_absolute_name_means_the_same_everywhere(place: Path) -> None:
 )
 def test_what_cannot_be_found_is_one_sentence(place: Path, name: str, arguments: Mapping[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput) as raised:
-        Source(name, arguments, str(place)).load()
+        Source(name, arguments, str(place)).load(FIELDS)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-import unisono as package
+from unisono import run as package
 from tests.cli.played import Played, Said
 from unisono.cli import main
 
@@ -19,7 +19,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     made, module = Played(), types.ModuleType("unisono.run.start")
     module.start = made.start  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unisono.run.start", module)
-    monkeypatch.setattr(package, "run", module, raising=False)
+    monkeypatch.setattr(package, "start", module, raising=False)
     return made
 
 

@@ -150,9 +150,10 @@ def _own(words: Sequence[str], ours: set[str]) -> tuple[list[str], dict[str, str
 
 def _tried(asked: Asked, directory: Path, console: Console) -> Iterator[Trial]:
     from unisono.chaos.trial import QUIET, depends, settings_of, trials  # imports torch
+    from unisono.config import FIELDS
 
     wanted = {**asked.wanted, Kind.PARTITION: _cuts(asked, console)}
-    task = asked.request.source.load()
+    task = asked.request.source.load(FIELDS)
     settings = {name: value for name, value in asked.request.settings.items() if name != "run"}
     settings = settings_of(task, settings, wanted)
     ground = _ground(asked, task, settings, directory)

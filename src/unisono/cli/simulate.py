@@ -85,13 +85,14 @@ def simulate(words: list[str]) -> int:
 
 def _forecasts(asked: Asked) -> tuple[str, dict[str, Forecast]]:
     """What all of it is about, in one sentence, and what every way will be like."""
+    from unisono.config import FIELDS
     from unisono.observe.display import Display
     from unisono.plan import forecast
     from unisono.plan import scenarios as study
     from unisono.tasks.task import with_data
 
     source, (link, latency, compute) = asked.request.source, (asked.options[name] for name in _DEFAULTS)
-    task = with_data(source.load())
+    task = with_data(source.load(FIELDS))
     ways = study.ways(task, asked.request.settings, asked.against)
     first = next(iter(ways.values()))
     share = study.share_samples(first)

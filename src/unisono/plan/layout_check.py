@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from unisono.config import Config
+from unisono.config import FIELDS, Config
 from unisono.launch import Worker
 from unisono.layout import Compute, Places, Sample
 from unisono.layout.feasibility import check as check_model
@@ -22,7 +22,7 @@ from unisono.trainer.optimizer_coupling import needs_wholes
 def check(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` where the task of `source` cannot be trained under the layout of `settings`: what a worker
     is asked, before there are those that train."""
-    task = source.load()
+    task = source.load(FIELDS)
     config = settle(task, settings)
     with contextlib.ExitStack() as stack:
         feed = Feed(task, config, 0, config.workers, stack)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.config import Config
+from unisono.config import FIELDS, Config
 from unisono.data import seed_compute, stream
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import Worker
@@ -126,7 +126,7 @@ class Laid:
 
 def answer(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`foretell`, asked of a process of its own; the fields of a `Laid`."""
-    task = source.load()
+    task = source.load(FIELDS)
     return foretell(task, settle(task, settings)).mapping()
 
 

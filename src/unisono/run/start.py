@@ -162,7 +162,7 @@ def join(
                 order.path, order.arguments, workers, logs=logs, prepared=server, on_message=on_message,
                 elastic=elastic)  # fmt: skip
             return {"run": order.run} if done else None
-        settle(order.source.load(), order.settings)
+        settle(order.source.load(FIELDS), order.settings)
         assert order.contact is not None
         results = launch(
             "unisono.run.worker:work",
