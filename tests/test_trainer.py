@@ -9,16 +9,18 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from unisono import Task
+from unisono import AllReduce, Evaluation, ParameterServer, Task
 from unisono.bad_steps import Judge
 from unisono.checkpoint import fingerprint
 from unisono.comm import Alone
 from unisono.comm.process_groups import Wires
 from unisono.elastic.presence import Unchanging
+from unisono.elastic.snapshot import Milestone
 from unisono.errors import PeerLost
 from unisono.layout import Whole
 from unisono.observe import Nothing
 from unisono.run.resolve import settle
+from unisono.sync import Synchronizer
 from unisono.trainer.build import Feed, bind, build
 from unisono.trainer.checkpointing import Persistence
 
@@ -65,3 +67,57 @@ def test_a_worker_that_is_left_behind_computes_no_more_and_takes_no_step(call: i
         trainer.let_go()
     assert (len(computed), trainer.done) == (min(call - 1, MICRO_BATCHES), 0)
     assert fingerprint(Whole(held.model)) == before
+
+
+class LostIn(Alone):
+    """A worker is lost while the lane of that number is opened."""
+
+    def __init__(self, lane: int) -> None:
+        super().__init__()
+        self.left = lane
+
+    def lane(self, name: str) -> Alone:
+        self.left -= 1
+        if self.left == 0:
+            raise PeerLost([1], "connect", "it was killed")
+        return self
+
+
+def hooks(model: nn.Module) -> int:
+    """How many there are on the model, its modules and parameters."""
+    of_modules = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("sync", [AllReduce(), ParameterServer()], ids=lambda s: type(s).__name__)
+def test_a_worker_that_is_lost_while_the_model_is_bound_leaves_no_hooks_on_it(sync: Synchronizer) -> None:
+    """Or else the next view would have the gradients of the model taken twice, once for a view that never was."""
+    x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+    task = Task(
+        model=lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+        data=TensorDataset(x),
+        loss=lambda output, batch: output.square().mean(),
+        evaluate=Evaluation(TensorDataset(x), {}),
+    )
+    config = settle(task, {"steps": 1, "global_batch": 8, "micro_batch": 2, "load": "Inline()", "sync": sync})
+    here, lost = torch.device("cpu"), 0
+    with contextlib.ExitStack() as stack:
+        feed = Feed(task, config, 0, 1, stack)
+        held, optimizer = build(task, config, here, Alone(here))
+        before = hooks(held.model)
+        while True:
+            comm = LostIn(lost + 1)
+            persistence = Persistence(None, held.local, optimizer, Alone(here), 0, {}, judge=Judge(config.bad_step))
+            try:
+                trainer = bind(
+                    task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence, record=Nothing(),
+                    device=here, milestone=Milestone())  # fmt: skip
+            except PeerLost:
+                lost += 1
+                assert hooks(held.model) == before, f"lane {lost}"
+            else:
+                break
+        assert lost >= 3
+        assert hooks(held.model) > before
+        trainer.let_go()
+        assert hooks(held.model) == before

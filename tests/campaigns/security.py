@@ -282,6 +282,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6000, help="of each run (6000)")
     parser.add_argument("--sync", nargs="*", default=["AllReduce()", "ParameterServer()"])
+    parser.add_argument("--directory", type=Path, help="for logs and runs, which then stay (a temporary one)")
     parser.add_argument("--to", type=Path, metavar="FILE", help="for instance benchmarks/results/security.json")
     asked = parser.parse_args()
     if os.geteuid() != 0 or not shutil.which("ip"):
@@ -289,7 +290,8 @@ def main() -> int:
     found, failed = {}, False
     for sync in asked.sync:
         with tempfile.TemporaryDirectory() as place:
-            directory = Path(place)
+            directory = Path(place) if asked.directory is None else asked.directory / sync.strip("()")
+            directory.mkdir(parents=True, exist_ok=True)
             words = [*TASK, "--steps", str(asked.steps), "--compress", "Exact()", "--sync", sync]
             alone = undisturbed(directory, words)
             came, wrong = attacked(directory, words, asked.steps)

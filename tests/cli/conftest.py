@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from unisono import run as package
 from tests.cli.played import Played, Said
+from unisono import run as package
 from unisono.cli import main
 
 

@@ -217,57 +217,63 @@ def bind(
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config),
         repeats=recovers(config), awaits=milestone is not None)  # fmt: skip
-    persistence.attach(replica)
-    _check_concurrent(config, feed.plan, feed.places.lanes, replica)
-    _check_dropping(config, replica)
-    _check_offloaded(config, feed.places, device)
-    schedule = config.schedule or task.schedule or Constant()
-    autocast = autocast_of(config, device)
-    task = dataclasses.replace(task, loss=within(autocast, batch_loss(task)))
-    runs = forward(task, autocast)
-    called = compiled(held.model) if config.compile and _compiled_whole(config) else held.model
-    move = _mover(device)
-    if held.pipeline is not None:
-        from unisono.trainer.pipeline_loop import PipelinedTrainer, output  # imports more of torch than others need
+    with (
+        contextlib.ExitStack() as undo
+    ):  # a worker may be lost while lanes are opened, and the model is bound again then
+        undo.callback(replica.unhook)
+        persistence.attach(replica)
+        _check_concurrent(config, feed.plan, feed.places.lanes, replica)
+        _check_dropping(config, replica)
+        _check_offloaded(config, feed.places, device)
+        schedule = config.schedule or task.schedule or Constant()
+        autocast = autocast_of(config, device)
+        task = dataclasses.replace(task, loss=within(autocast, batch_loss(task)))
+        runs = forward(task, autocast)
+        called = compiled(held.model) if config.compile and _compiled_whole(config) else held.model
+        move = _mover(device)
+        if held.pipeline is not None:
+            from unisono.trainer.pipeline_loop import PipelinedTrainer, output  # imports more of torch than others need
 
-        trainer = partial(PipelinedTrainer, pipeline=held.pipeline, inputs=task.inputs, autocast=autocast)
-        runs = output(held.pipeline, task.inputs, autocast)
-    evaluator = None
-    if task.evaluate is not None:
-        here = feed.places.of(comm.rank)
-        evaluator = Evaluator(
-            task, comm.lane("evaluation"), runs, move, here.replica, feed.places.replicas,
-            not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
-    loader = feed.loader(first_step)
-    guard = Guard(
-        replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
-        worker_of=feed.shares.worker_of, name_of=presence.name_of, clips=config.clip is not None,
-        compare_every=config.compare_every, places=feed.places.alike)  # fmt: skip
-    return trainer(
-        model=held.model,
-        replica=replica,
-        loader=loader,
-        comm=comm,
-        record=record,
-        persistence=persistence,
-        learning_rate=LearningRate(optimizer, config.lr),
-        evaluator=evaluator,
-        forward=lambda _, batch: runs(called, batch),
-        loss=task.loss,
-        passage=held.passage,
-        weight=task.weight or samples_in,
-        move=move,
-        seed=config.seed,
-        guard=guard,
-        balance=_balance(config, feed, replica, loader, comm, record, device, presence),
-        factor=lambda t: factor_of(schedule, t, feed.steps),
-        steps=feed.steps,
-        global_batch=feed.plan.global_batch,
-        evaluate_every=config.evaluate_every,
-        presence=presence,
-        watch=watch,
-        milestone=milestone,
-    )
+            trainer = partial(PipelinedTrainer, pipeline=held.pipeline, inputs=task.inputs, autocast=autocast)
+            runs = output(held.pipeline, task.inputs, autocast)
+        evaluator = None
+        if task.evaluate is not None:
+            here = feed.places.of(comm.rank)
+            evaluator = Evaluator(
+                task, comm.lane("evaluation"), runs, move, here.replica, feed.places.replicas,
+                not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
+        loader = feed.loader(first_step)
+        guard = Guard(
+            replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
+            worker_of=feed.shares.worker_of, name_of=presence.name_of, clips=config.clip is not None,
+            compare_every=config.compare_every, places=feed.places.alike)  # fmt: skip
+        made = trainer(
+            model=held.model,
+            replica=replica,
+            loader=loader,
+            comm=comm,
+            record=record,
+            persistence=persistence,
+            learning_rate=LearningRate(optimizer, config.lr),
+            evaluator=evaluator,
+            forward=lambda _, batch: runs(called, batch),
+            loss=task.loss,
+            passage=held.passage,
+            weight=task.weight or samples_in,
+            move=move,
+            seed=config.seed,
+            guard=guard,
+            balance=_balance(config, feed, replica, loader, comm, record, device, presence),
+            factor=lambda t: factor_of(schedule, t, feed.steps),
+            steps=feed.steps,
+            global_batch=feed.plan.global_batch,
+            evaluate_every=config.evaluate_every,
+            presence=presence,
+            watch=watch,
+            milestone=milestone,
+        )
+        undo.pop_all()
+    return made
 
 
 def drops(config: Config) -> bool:

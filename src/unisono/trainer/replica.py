@@ -6,13 +6,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from unisono.bad_steps import UNFIT
 from unisono.checkpoint import digest
@@ -106,8 +107,6 @@ class Replica:
         self._names = {id(p): name for name, p in parameters.items()}
         self._asking: Asking | None = None
         self.waited_seconds = 0.0
-        if self._sync.defers and lazy and listener is None and not self._wires.spread and Asking.fits(model):
-            self._asking = Asking(model, self._names, self._awaited)
         side_by_side = self._wires.lanes if self.lockstep else self._wires.shards
         together = self.lockstep or self._wires.spread
         lane = side_by_side.lane("statistics") if together else None
@@ -117,10 +116,16 @@ class Replica:
             for place, piece in sorted(pieces.items())
         }
         self._statistics = {place: found for place, found in statistics.items() if found.active}
-        as_they_come = not self._local and self.held.pipeline is None
-        come = parameters.keys() - self.held.gathering.late if as_they_come else ()
-        self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if name in come]
-        self.begin()
+        self._hooks: list[RemovableHandle] = []
+        with ExitStack() as undo:  # a worker may be lost while this one communicates, and the model is bound again then
+            undo.callback(self.unhook)
+            self.begin()
+            if self._sync.defers and lazy and listener is None and not self._wires.spread and Asking.fits(model):
+                self._asking = Asking(model, self._names, self._awaited)
+            as_they_come = not self._local and self.held.pipeline is None
+            come = parameters.keys() - self.held.gathering.late if as_they_come else ()
+            self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if name in come]
+            undo.pop_all()
 
     @property
     def spread(self) -> bool:
@@ -316,9 +321,14 @@ class Replica:
 
     def unbind(self) -> None:
         """Leave the model as it was found, with all weights here."""
+        self.unhook()
+        if self._asking:
+            self.need()
+
+    def unhook(self) -> None:
+        """Leave the model without hooks of this replica."""
         if self._asking:
             self._asking.close()
-            self.need()
         for hook in self._hooks:
             hook.remove()
         for statistics in self._statistics.values():
