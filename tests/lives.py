@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.bad_steps import Judge
+from unisono.bad_steps import AnomalyDetector
 from unisono.checkpoint import Writer, fingerprint, newest, verified
 from unisono.comm import Simulated, outcomes
-from unisono.comm.process_groups import Wires
+from unisono.comm.process_groups import ProcessGroups
 from unisono.config import Config
 from unisono.elastic.model_state import weights_of
-from unisono.observe import Nothing
+from unisono.observe import NullRecorder
 from unisono.run.resolve import settle
 from unisono.tasks.task import Task
-from unisono.trainer.build import Feed, bind, build
-from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.loop import Trainer
 
 Tamper = Callable[[int, int, Trainer], None]  # given the rank, the steps done and the trainer, between two steps
 
 
-class Remembering(Nothing):
+class Remembering(NullRecorder):
     """A record in memory."""
 
     def __init__(self) -> None:
@@ -72,20 +72,20 @@ def lived(workers: int, task: Task, path: Path, tamper: Tamper | None = None, **
 
 def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tamper | None, resume: bool) -> Life:
     with contextlib.ExitStack() as stack:
-        feed = Feed(task, config, comm.rank, comm.size, stack)
+        feed = DataFeed(task, config, comm.rank, comm.size, stack)
         held, optimizer = build(task, config, torch.device("cpu"), comm)
         writer = Writer(path / "checkpoints", comm.rank, comm.size, config.keep, lambda event: None, attempt="1")
         stack.callback(writer.close)
         found = partial(newest, path / "checkpoints", lambda error: None, verified)
         meta = {"config": config.mapping()}
-        persistence = Persistence(
+        persistence = Checkpointer(
             writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
-            judge=Judge(config.bad_step), newest=found)  # fmt: skip
+            judge=AnomalyDetector(config.bad_step), newest=found)  # fmt: skip
         persistence.agree()
         first = persistence.resume(found() if resume and comm.rank == 0 else None)
         record = Remembering()
         trainer = bind(
-            task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence, record=record,
+            task, config, feed, held, optimizer, ProcessGroups.whole(comm), persistence=persistence, record=record,
             device=torch.device("cpu"), first_step=first)  # fmt: skip
         if tamper:
             record.step = lambda done, steps, fields: tamper(comm.rank, done, trainer)  # type: ignore[method-assign]

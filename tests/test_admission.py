@@ -14,8 +14,8 @@ from unisono.comm import outcomes, simulate
 from unisono.elastic.admission import admit, compare
 from unisono.errors import Unlike
 from unisono.launch import Identity, StopRequest, Worker
-from unisono.membership import Contact
-from unisono.membership.http_client import Line
+from unisono.membership import CoordinatorAddress
+from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import TraitsMessage
 
 TRAITS = {"samples": "96", "optimizer.lr": "0.1"}
@@ -46,7 +46,7 @@ def test_workers_that_meet_find_out_which_of_them_differs() -> None:
 
 def test_the_first_of_the_runs_own_workers_says_what_the_others_must_have(tmp_path: Path) -> None:
     with serving(tmp_path / "state") as served:
-        contact = Contact(served.url, TOKEN)
+        contact = CoordinatorAddress(served.url, TOKEN)
         admit(contact, worker("1"), TRAITS, never)
         admit(contact, worker("0"), TRAITS, never)
         admit(contact, worker("0.2"), TRAITS, never)
@@ -59,7 +59,7 @@ def test_the_first_of_the_runs_own_workers_says_what_the_others_must_have(tmp_pa
 
 def test_who_comes_from_elsewhere_says_nothing_and_waits_for_what_the_run_says(tmp_path: Path) -> None:
     with serving(tmp_path / "state") as served:
-        contact, came = Contact(served.url, TOKEN), list[BaseException]()
+        contact, came = CoordinatorAddress(served.url, TOKEN), list[BaseException]()
 
         def join() -> None:
             try:
@@ -76,14 +76,14 @@ def test_who_comes_from_elsewhere_says_nothing_and_waits_for_what_the_run_says(t
 
 def test_a_restarted_coordinator_knows_it_too(tmp_path: Path) -> None:
     with serving(tmp_path / "state") as served:
-        admit(Contact(served.url, TOKEN), worker("0"), TRAITS, never)
+        admit(CoordinatorAddress(served.url, TOKEN), worker("0"), TRAITS, never)
     with serving(tmp_path / "state") as served, pytest.raises(Unlike):
-        admit(Contact(served.url, TOKEN), worker("1"), OTHER, never)
+        admit(CoordinatorAddress(served.url, TOKEN), worker("1"), OTHER, never)
 
 
 def test_who_is_to_stop_waits_for_nobody(tmp_path: Path) -> None:
     with serving(tmp_path / "state") as served:
-        admit(Contact(served.url, TOKEN), worker("there-1a2b:0"), TRAITS, lambda: True)
+        admit(CoordinatorAddress(served.url, TOKEN), worker("there-1a2b:0"), TRAITS, lambda: True)
 
 
 def test_a_coordinator_that_is_away_keeps_nobody_for_ever(monkeypatch) -> None:
@@ -92,7 +92,7 @@ def test_a_coordinator_that_is_away_keeps_nobody_for_ever(monkeypatch) -> None:
         "unisono.elastic.admission.time",
         SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s)),
     )
-    admit(Contact("http://127.0.0.1:1", TOKEN), worker("0"), TRAITS, never)
+    admit(CoordinatorAddress("http://127.0.0.1:1", TOKEN), worker("0"), TRAITS, never)
     assert 25 < clock.now < 60
 
 
@@ -103,7 +103,7 @@ def test_a_coordinator_that_is_away_keeps_nobody_for_ever(monkeypatch) -> None:
 )  # fmt: skip
 def test_what_no_traits_are_is_refused(wrong: Any, tmp_path: Path) -> None:
     with serving(tmp_path / "state") as served:
-        line = Line(Contact(served.url, TOKEN))
+        line = HttpConnection(CoordinatorAddress(served.url, TOKEN))
         answer = line.ask("PUT", "/v1/traits", wrong, TraitsMessage)
         assert answer is not None
         assert answer.status == 422
@@ -115,4 +115,4 @@ def test_what_no_traits_are_is_refused(wrong: Any, tmp_path: Path) -> None:
 
 def test_traits_that_a_coordinator_refuses_are_not_compared(tmp_path: Path) -> None:
     with serving(tmp_path / "state") as served:
-        admit(Contact(served.url, TOKEN), worker("0"), {"x" * 300: "a"}, never)
+        admit(CoordinatorAddress(served.url, TOKEN), worker("0"), {"x" * 300: "a"}, never)

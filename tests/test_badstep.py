@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from unisono.bad_steps import ENOUGH, REMEMBERED, UNFIT, Judge, RollBack, Skip, Split, Stop, compare
+from unisono.bad_steps import ENOUGH, REMEMBERED, UNFIT, AnomalyDetector, ReplicaMismatch, RollBack, Skip, Stop, compare
 
 LOSS = st.floats(-1e6, 1e6)
 LOSSES = st.lists(LOSS, min_size=1, max_size=8)
@@ -26,7 +26,7 @@ def never() -> float:
 def test_every_loss_that_is_not_finite_is_named_and_no_norm_is_computed_for_it(policy, losses, other, data) -> None:
     where = data.draw(st.sets(st.integers(0, len(losses) - 1), min_size=1))
     given = [other if m in where else loss for m, loss in enumerate(losses)]
-    bad = Judge(policy).look(7, given, math.nan, never)
+    bad = AnomalyDetector(policy).look(7, given, math.nan, never)
     assert bad is not None
     assert (bad.step, bad.micro_batches) == (7, tuple(sorted(where)))
     assert str(other) in bad.why
@@ -35,21 +35,21 @@ def test_every_loss_that_is_not_finite_is_named_and_no_norm_is_computed_for_it(p
 @given(POLICY, LOSSES, NOT_FINITE, st.floats(0, 1e9))
 def test_finite_losses_are_bad_only_by_their_gradient(policy, losses, other, norm) -> None:
     mean = statistics.fmean(losses)
-    assert Judge(policy).look(0, losses, mean, lambda: norm) is None
-    bad = Judge(policy).look(0, losses, mean, lambda: other)
+    assert AnomalyDetector(policy).look(0, losses, mean, lambda: norm) is None
+    bad = AnomalyDetector(policy).look(0, losses, mean, lambda: other)
     assert bad is not None
     assert bad.micro_batches == ()
 
 
 def test_what_a_compressor_cannot_hold_is_not_said_to_be_a_loss() -> None:
-    bad = Judge(Skip()).look(0, [1.0, UNFIT], UNFIT, never)
+    bad = AnomalyDetector(Skip()).look(0, [1.0, UNFIT], UNFIT, never)
     assert bad is not None
     assert "a gradient is too large for what travels" in bad.why
 
 
 @given(st.lists(LOSS, min_size=ENOUGH, max_size=2 * REMEMBERED), st.floats(0.5, 50), st.floats(0, 100))
 def test_a_spike_lies_above_the_median_by_so_many_deviations_of_the_last_losses(past, spike, more) -> None:
-    judge = Judge(Skip(spike=spike))
+    judge = AnomalyDetector(Skip(spike=spike))
     for loss in past:
         judge.counts(loss)
     seen = past[-REMEMBERED:]
@@ -66,7 +66,7 @@ def test_a_spike_lies_above_the_median_by_so_many_deviations_of_the_last_losses(
 
 @given(st.lists(LOSS, max_size=ENOUGH - 1), LOSS)
 def test_too_few_losses_make_no_spike(past, loss) -> None:
-    judge = Judge(Skip(spike=1e-3))
+    judge = AnomalyDetector(Skip(spike=1e-3))
     for each in past:
         judge.counts(each)
     assert judge.look(0, [loss], loss, lambda: 1.0) is None
@@ -75,7 +75,7 @@ def test_too_few_losses_make_no_spike(past, loss) -> None:
 @given(LOSS)
 def test_few_outliers_do_not_make_others_pass(far) -> None:
     """A quarter of what is remembered may be anything: the bound stays within reach of the others."""
-    judge, clean = Judge(Skip(spike=5)), [1.0 + 0.01 * (i % 7) for i in range(3 * REMEMBERED // 4)]
+    judge, clean = AnomalyDetector(Skip(spike=5)), [1.0 + 0.01 * (i % 7) for i in range(3 * REMEMBERED // 4)]
     for each in [*clean, *[abs(far) + 1e3] * (REMEMBERED // 4)]:
         judge.counts(each)
     assert judge.bound < 2
@@ -83,7 +83,7 @@ def test_few_outliers_do_not_make_others_pass(far) -> None:
 
 @given(st.lists(st.integers(0, 300), unique=True).map(sorted), st.integers(1, 5), st.integers(1, 50))
 def test_the_limit_counts_bad_steps_within_so_many(steps, limit, within) -> None:
-    judge = Judge(Skip(limit=limit, within=within))
+    judge = AnomalyDetector(Skip(limit=limit, within=within))
     for i, step in enumerate(steps):
         recent = sum(step - within < each <= step for each in steps[: i + 1])
         assert judge.too_many(step) == (recent if recent > limit else None)
@@ -92,7 +92,7 @@ def test_the_limit_counts_bad_steps_within_so_many(steps, limit, within) -> None
 
 @given(st.lists(LOSS, max_size=100), st.sets(st.integers(0, 99)), LOSS)
 def test_what_a_judge_remembers_survives_as_json(losses, steps, last) -> None:
-    judge, heir = Judge(Skip(spike=4)), Judge(Skip(spike=4))
+    judge, heir = AnomalyDetector(Skip(spike=4)), AnomalyDetector(Skip(spike=4))
     for loss in losses:
         judge.counts(loss)
     for step in sorted(steps):
@@ -123,7 +123,7 @@ def test_more_than_half_are_right(digests) -> None:
         assert split.source == next(rank for rank in digests if digests[rank] == most)
         assert split.odd == tuple(rank for rank in digests if digests[rank] != most)
     else:
-        assert split == Split(None, tuple(digests))
+        assert split == ReplicaMismatch(None, tuple(digests))
 
 
 @given(st.dictionaries(st.integers(0, 20), st.sampled_from([1.0, 2.0]), min_size=1), st.data())

@@ -21,8 +21,8 @@ from unisono.data.work_shares import STOCK_STEPS, last_done, quickest
 from unisono.errors import InvalidInput
 from unisono.plan import Cluster, Compute, Forecast, forecast
 from unisono.run.resolve import settle
-from unisono.tasks.source import Source
-from unisono.trainer.load_balance import Balance, Follow
+from unisono.tasks.source import NamedTask
+from unisono.trainer.load_balance import LoadBalancer, RebalanceMode
 
 MICRO_BATCHES = 12
 SETTINGS = {"micro_batch": 2, "global_batch": 2 * MICRO_BATCHES, "steps": 40}
@@ -51,13 +51,15 @@ class Record:
         return [event for event in self.events if event["event"] == kind]
 
 
-def balance(workers: int, follow: Follow, rank: int = 0, **more: Any) -> tuple[Balance, Record]:
+def balance(workers: int, follow: RebalanceMode, rank: int = 0, **more: Any) -> tuple[LoadBalancer, Record]:
     record = Record()
     shares = Shares(assign(MICRO_BATCHES, [1.0] * workers), rank, range(workers), 0)
-    return Balance(shares, follow, rank, record, lambda: 0.0, lambda: 0.0, lambda: 0.0, lambda: None, **more), record
+    return LoadBalancer(
+        shares, follow, rank, record, lambda: 0.0, lambda: 0.0, lambda: 0.0, lambda: None, **more
+    ), record
 
 
-def hear(each: Balance, seconds: Sequence[float], stocks: int) -> None:
+def hear(each: LoadBalancer, seconds: Sequence[float], stocks: int) -> None:
     """Enough for as many stocks."""
     for done in range(2, stocks * (STOCK_STEPS + 2) + 2):
         each.hear(each.shares.settled_from + done, seconds)
@@ -69,7 +71,7 @@ def hear(each: Balance, seconds: Sequence[float], stocks: int) -> None:
 @pytest.mark.parametrize(("fetching", "pace"), [(0.0, 1.0), (4.0, 1.0), (12.0, 3.0)])
 def test_a_pace_has_no_waiting_in_it_but_the_fetching_that_others_slowness_hides(fetching, pace) -> None:
     clock, waited, fetched = iter([10.0, 16.0]), iter([1.0, 3.0]), iter([5.0, 5.0 + fetching])
-    each, _ = balance(2, Follow.YES)
+    each, _ = balance(2, RebalanceMode.YES)
     each.now, each.waited, each.fetching = clock.__next__, waited.__next__, fetched.__next__
     assert each.pace == 0
     with each.measured(4):
@@ -81,7 +83,7 @@ def test_a_pace_has_no_waiting_in_it_but_the_fetching_that_others_slowness_hides
 
 
 def test_a_worker_that_lags_far_is_named_once_and_stays() -> None:
-    each, record = balance(3, Follow.YES)
+    each, record = balance(3, RebalanceMode.YES)
     hear(each, [0.1, 0.5, 0.1], stocks=6)
     (named,) = record.of("slow worker")
     assert (named["worker"], named["times"], named["removed"]) == ("1", pytest.approx(5.0), False)
@@ -93,13 +95,13 @@ def test_a_worker_that_lags_far_is_named_once_and_stays() -> None:
 
 @pytest.mark.parametrize("paces", [[0.1, 0.25], [0.1, 0.1, 0.29], [0.1, 0.1, 0.1]])
 def test_others_are_not_named(paces) -> None:
-    each, record = balance(len(paces), Follow.YES)
+    each, record = balance(len(paces), RebalanceMode.YES)
     hear(each, paces, stocks=6)
     assert not record.of("slow worker")
 
 
 def test_who_was_slow_for_a_while_is_not_named() -> None:
-    each, record = balance(2, Follow.NO)
+    each, record = balance(2, RebalanceMode.NO)
     hear(each, [0.1, 0.9], stocks=1)
     hear(each, [0.1, 0.1], stocks=2)
     assert not record.of("slow worker")
@@ -108,7 +110,7 @@ def test_who_was_slow_for_a_while_is_not_named() -> None:
 @pytest.mark.parametrize(("limit", "leaves"), [(None, set()), (6.0, set()), (4.0, {1}), (2.0, {1})])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_it_leaves_only_if_the_user_allows_it(limit, leaves, rank) -> None:
-    each, record = balance(3, Follow.NO, rank=rank, remove_slower_than=limit)
+    each, record = balance(3, RebalanceMode.NO, rank=rank, remove_slower_than=limit)
     hear(each, [0.1, 0.5, 0.1], stocks=6)
     assert each.asked_to_leave == leaves
     assert each.leave_asked == (rank in leaves)
@@ -118,7 +120,7 @@ def test_it_leaves_only_if_the_user_allows_it(limit, leaves, rank) -> None:
 
 
 def test_where_shares_could_follow_it_is_said_once() -> None:
-    each, record = balance(2, Follow.IF_ASKED)
+    each, record = balance(2, RebalanceMode.IF_ASKED)
     hear(each, [0.1, 0.25], stocks=4)
     (hint,) = record.of("unequal workers")
     assert "0.1, 0.25 s for a micro-batch" in hint["words"]
@@ -129,7 +131,8 @@ def test_where_shares_could_follow_it_is_said_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("follow", "paces"), [(Follow.IF_ASKED, [0.1, 0.12]), (Follow.NO, [0.1, 0.25]), (Follow.YES, [0.1, 0.25])]
+    ("follow", "paces"),
+    [(RebalanceMode.IF_ASKED, [0.1, 0.12]), (RebalanceMode.NO, [0.1, 0.25]), (RebalanceMode.YES, [0.1, 0.25])],
 )
 def test_else_it_is_not_said(follow, paces) -> None:
     each, record = balance(2, follow)
@@ -164,7 +167,7 @@ def test_in_exact_mode_shares_follow_speeds_and_change_no_bit(sync) -> None:
 def test_waiting_for_weights_is_no_slowness_of_the_worker(monkeypatch) -> None:
     """Where each forward pass waits for the weights that it begins with."""
     heard: list[Sequence[float]] = []
-    monkeypatch.setattr(Balance, "hear", lambda self, done, paces: heard.append(paces))
+    monkeypatch.setattr(LoadBalancer, "hear", lambda self, done, paces: heard.append(paces))
     on = Cluster((Link(3e4, 0.0),), Compute.of("--compute", "100ms,150ms"))
     told = forecast(
         regression(), settle(regression(), {"workers": 2, "sync": "ParameterServer()", **EXACT, "steps": 6}), on
@@ -236,7 +239,7 @@ def slow_disk(*, seconds: float, mark: str) -> Task:
 def test_a_slow_worker_computes_less_and_the_weights_are_the_same(tmp_path: Path) -> None:
     def run(workers: int, name: str, seconds: float, **more: Any) -> str:
         path = tmp_path / name
-        task = Source("tests.test_balance:slow_disk", {"seconds": seconds, "mark": f"{path}.mark"}, HERE)
+        task = NamedTask("tests.test_balance:slow_disk", {"seconds": seconds, "mark": f"{path}.mark"}, HERE)
         told: str = train(workers, task, path, **{**EXACT, "steps": 30}, **more)["weights_sha256"]
         return told
 

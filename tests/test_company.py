@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from tests.launch.observation import within
-from unisono.elastic.extra_state import Kept, read, written
+from unisono.elastic.extra_state import ExtraState, read, written
 from unisono.elastic.loop_group import in_order
 from unisono.errors import InvalidInput, RunFailed
 from unisono.launch.failure import Failure
-from unisono.launch.restart_policy import EachToItsEnd, Joined, Replaced
+from unisono.launch.restart_policy import IndependentExit, JoinedLauncher, RestartFailed
 from unisono.membership.protocol import StepCount
 
 STEPS, HIT = 400, 7
@@ -310,7 +310,7 @@ SCHEDULERS = [
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_kept_scheduler_goes_on_elsewhere_as_it_would_have_here(kind: Any) -> None:
     (here, mine), (there, theirs) = scheduled(kind), scheduled(kind)
-    kept, other = Kept(here), Kept(there)
+    kept, other = ExtraState(here), ExtraState(there)
     kept.add("scheduler", mine)
     other.add("scheduler", theirs)
     for optimizer in (here, there):
@@ -326,7 +326,7 @@ def test_a_kept_scheduler_goes_on_elsewhere_as_it_would_have_here(kind: Any) -> 
 
 def test_what_is_kept_goes_back() -> None:
     optimizer, scheduler = scheduled(SCHEDULERS[2])
-    kept, thing = Kept(optimizer), Thing([1.5, {"a": (True, None), 7: "x"}, torch.ones(2, dtype=torch.bfloat16)])
+    kept, thing = ExtraState(optimizer), Thing([1.5, {"a": (True, None), 7: "x"}, torch.ones(2, dtype=torch.bfloat16)])
     kept.add("scheduler", scheduler)
     kept.add("thing", thing)
     before = kept.take()
@@ -348,7 +348,7 @@ def test_what_is_written_is_read(value: Any) -> None:
 
 def test_what_cannot_be_kept_is_named() -> None:
     optimizer, scheduler = scheduled(SCHEDULERS[2])
-    kept = Kept(optimizer)
+    kept = ExtraState(optimizer)
     with pytest.raises(InvalidInput, match=r"thing\['state'\]\[1\] = set: it cannot be sent"):
         kept.add("thing", Thing([1, {2}]))
     with pytest.raises(InvalidInput, match="losses = list: it has no state_dict"):
@@ -357,7 +357,7 @@ def test_what_cannot_be_kept_is_named() -> None:
         kept.add("a/b", scheduler)
     kept.add("scheduler", scheduler)
     with pytest.raises(InvalidInput, match="keep = nothing: the others keep scheduler"):
-        Kept(optimizer).give(kept.take())
+        ExtraState(optimizer).give(kept.take())
 
 
 def test_who_was_there_first_keeps_its_number() -> None:
@@ -382,8 +382,8 @@ class Nobody:
         pass
 
 
-def succession() -> EachToItsEnd:
-    found = EachToItsEnd(Replaced(3, Nobody()), range(3))
+def succession() -> IndependentExit:
+    found = IndependentExit(RestartFailed(3, Nobody()), range(3))
     for place in range(3):
         found.name(place)
         found.heard({"kind": "loop", "place": place})
@@ -392,7 +392,7 @@ def succession() -> EachToItsEnd:
 
 def test_who_dies_before_all_have_come_to_the_loop_ends_the_run() -> None:
     """What they do together before, from meeting each other to the same first weights, takes all of them."""
-    found, what = EachToItsEnd(Replaced(3, Nobody()), range(3)), Failure(1, 0.0, "killed by SIGKILL")
+    found, what = IndependentExit(RestartFailed(3, Nobody()), range(3)), Failure(1, 0.0, "killed by SIGKILL")
     found.heard({"kind": "loop", "place": 0})
     assert found.lost(replace(what, rank=0), 2, 1.0).another_in_seconds == 0
     cause = found.lost(what, 2, 1.0).cause
@@ -441,7 +441,7 @@ def test_all_of_a_launcher_who_end_inside_the_loop_have_failed_where_others_go_o
             assert without == {"host:0", "host:1"}
             return goes_on
 
-    found = EachToItsEnd(Joined(2, Elsewhere(), "host:"))
+    found = IndependentExit(JoinedLauncher(2, Elsewhere(), "host:"))
     for place in range(2):
         found.name(place)
         found.heard({"kind": "loop", "place": place})

@@ -16,7 +16,7 @@ import torch
 from unisono.errors import InvalidInput
 from unisono.membership.messages import OrderMessage
 from unisono.run.consent import Consent
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 MINE = """
 from subprocess import getoutput
@@ -107,12 +107,12 @@ def test_a_link_does_not_lead_out_of_the_directory(here: Path) -> None:
 @pytest.mark.parametrize("name", ["mine.py:getoutput", "package.inner:getoutput", "mine.py:theirs"])
 def test_a_function_that_is_only_imported_there_is_not_called(name: str) -> None:
     with pytest.raises(InvalidInput, match=NOT_BELOW):
-        Consent(task=name).check_function(Source(name, {"cmd": "id"}))
+        Consent(task=name).check_function(NamedTask(name, {"cmd": "id"}))
 
 
 @pytest.mark.parametrize("name", ["mine.py:task", "package.inner:task", "digits"])
 def test_one_that_is_defined_there_is(name: str) -> None:
-    Consent(task=name).check_function(Source(name))
+    Consent(task=name).check_function(NamedTask(name))
 
 
 def test_a_person_sees_what_would_run_and_no_more() -> None:

@@ -14,9 +14,9 @@ from unisono.errors import InvalidInput
 from unisono.launch.lock import LOCK, Holder, held
 from unisono.run import directory
 from unisono.run.directory import claimed, with_earlier
-from unisono.run.spec import Carried
+from unisono.run.spec import PickledTask
 
-SOURCE = Carried("some/where.py:my task", b"")
+SOURCE = PickledTask("some/where.py:my task", b"")
 
 
 def make(path: Path, **config) -> Path:

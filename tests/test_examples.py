@@ -22,7 +22,7 @@ from unisono import Config, notation
 from unisono.checkpoint import fingerprint
 from unisono.config import FIELDS, INSIDE, NOTED
 from unisono.errors import InvalidInput
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -79,7 +79,9 @@ def losses(name: str, directory: Path, workers: int, **settings: Any) -> dict[in
     needs, place, arguments = TASKS[name]
     if not find_spec(needs):
         pytest.skip(f"{needs} is not installed")
-    last = train(workers, Source(place, arguments, str(EXAMPLES)), directory, steps=STEPS, workers=workers, **settings)
+    last = train(
+        workers, NamedTask(place, arguments, str(EXAMPLES)), directory, steps=STEPS, workers=workers, **settings
+    )
     told = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
     return {e["step"]: e["loss"] for e in told if e["event"] == "step"} | {"held out": last["metrics"]["loss"]}
 
@@ -110,11 +112,11 @@ def test_a_keras_model_is_trained_as_it_is(tmp_path: Path) -> None:
     if not find_spec("keras"):
         pytest.skip("keras is not installed")
     (tmp_path / "plain.py").write_text(PLAIN)
-    source = Source("plain.py:plain", {}, str(tmp_path))
+    source = NamedTask("plain.py:plain", {}, str(tmp_path))
     exact = [train(n, source, tmp_path / f"{n}", steps=STEPS, workers=n, compress="Exact()") for n in (1, 2)]
     assert exact[0]["weights_sha256"] == exact[1]["weights_sha256"]
     bridged = train(
-        1, Source("plain.py:bridged", {}, str(tmp_path)), tmp_path / "bridged", steps=STEPS, compress="Exact()"
+        1, NamedTask("plain.py:bridged", {}, str(tmp_path)), tmp_path / "bridged", steps=STEPS, compress="Exact()"
     )
     assert exact[0]["loss"] == bridged["loss"]
 
@@ -142,7 +144,7 @@ def test_an_example_takes_what_it_says(name: str) -> None:
     for command in said_of:
         _, _, task, *words = shlex.split(command)
         options = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
-        assert options <= {*FIELDS, *Source(task, {}, str(ROOT)).parameters()}
+        assert options <= {*FIELDS, *NamedTask(task, {}, str(ROOT)).parameters()}
 
 
 MISUSES = {
@@ -160,7 +162,7 @@ def test_what_an_example_cannot_do_is_said_in_words(name: str) -> None:
     if not find_spec(needs):
         pytest.skip(f"{needs} is not installed")
     with pytest.raises(InvalidInput, match=words):
-        Source(place, arguments, str(EXAMPLES)).load()
+        NamedTask(place, arguments, str(EXAMPLES)).load()
 
 
 def test_what_is_not_installed_is_said_in_words(tmp_path: Path) -> None:

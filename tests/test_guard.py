@@ -20,9 +20,9 @@ from unisono import Task
 from unisono.checkpoint import checkpoints, fingerprint_of, open_newest
 from unisono.data import MicroBatchPlan
 from unisono.errors import Diverged, InvalidInput
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 from unisono.trainer.loop import Trainer
-from unisono.trainer.step_validation import Guard
+from unisono.trainer.step_validation import StepValidator
 
 PLAN = MicroBatchPlan(96, 24, 4, 0)  # of `regression`
 STEPS = 8
@@ -313,15 +313,15 @@ def written(path: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == kind]
 
 
-def hurt(rank: int, size: int, task: Source, path: Path, meeting: str, settings: dict[str, Any]) -> dict[str, Any]:
+def hurt(rank: int, size: int, task: NamedTask, path: Path, meeting: str, settings: dict[str, Any]) -> dict[str, Any]:
     """A worker of a run in which worker 1 loses a bit after 4 steps."""
-    plain, flip = Guard.between, flips(1, 4, "layers.0.weight")
+    plain, flip = StepValidator.between, flips(1, 4, "layers.0.weight")
 
-    def between(guard: Guard, done: int) -> None:
+    def between(guard: StepValidator, done: int) -> None:
         flip(rank, done, guard)
         plain(guard, done)
 
-    Guard.between = between  # type: ignore[method-assign]
+    StepValidator.between = between  # type: ignore[method-assign]
     return _worker(rank, size, task, {"threads": 1, **settings}, path, meeting)
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests import training
 from tests.launch.hosts import ADDRESSES, Hosts, two_hosts
 from tests.launch.observation import session, within
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 pytestmark = pytest.mark.root
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -50,7 +50,7 @@ def test_training_on_two_hosts_gives_the_weights_of_one_process_also_after_a_res
     train = [*UNISONO, "train", BLOBS]
     options = ["--compress", "Exact()", "--schedule", "Constant()", "--checkpoint-every", "2"]
     settings = {"compress": "Exact()", "schedule": "Constant()", "steps": 8}
-    alone = training.train(1, Source(BLOBS, {}, str(tmp_path)), tmp_path / "alone", **settings)
+    alone = training.train(1, NamedTask(BLOBS, {}, str(tmp_path)), tmp_path / "alone", **settings)
     torchrun(hosts, *train, *options, "--steps", "5", "--run", "run")
     torchrun(hosts, *train, "--run", "run", "--resume", "--steps", "8", workers=1)
     assert list(hosts.homes[1].iterdir()) == [hosts.homes[1] / "stderr"]

@@ -23,11 +23,11 @@ from transformers import BatchEncoding
 from tests.processes import ChildFailed
 from tests.training import regression, source, start, train
 from unisono import Cosine, Evaluation, Task
-from unisono.comm import Alone
+from unisono.comm import SingleWorker
 from unisono.errors import InvalidInput, RunFailed
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.run.resolve import settle
-from unisono.run.spec import Carried, Order
+from unisono.run.spec import PickledTask, RunSpec
 from unisono.run.worker import work
 from unisono.tensors.batch import to_device
 from unisono.trainer.evaluation import Evaluator
@@ -179,7 +179,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_task_that_cannot_be_trained_is_named_with_its_cure(name, tmp_path) -> None:
     change, words = BAD[name]
-    order = Order(Carried.of(replace(regression(norm=False), **change)), {"steps": 1}, tmp_path, time.time())
+    order = RunSpec(PickledTask.of(replace(regression(norm=False), **change)), {"steps": 1}, tmp_path, time.time())
     with pytest.raises(InvalidInput, match=words):
         work(Worker(Identity(), lambda message: None, StopRequest()), order)
 
@@ -244,10 +244,10 @@ def test_torchs_loss_is_a_loss_where_the_batch_is_one_tensor(tmp_path) -> None:
         regression(norm=False), model=lambda: nn.Linear(8, 8), data=torch.ones(64, 8), evaluate=None, **whole
     )
     worker = Worker(Identity(), lambda message: None, StopRequest())
-    assert work(worker, Order(Carried.of(encoder), {"steps": 1}, tmp_path / "1", time.time()))
+    assert work(worker, RunSpec(PickledTask.of(encoder), {"steps": 1}, tmp_path / "1", time.time()))
     task = replace(regression(norm=False), **whole)
     with pytest.raises(InvalidInput, match=r"loss = MSELoss: it is called with \(output, batch\)"):
-        work(worker, Order(Carried.of(task), {"steps": 1}, tmp_path / "2", time.time()))
+        work(worker, RunSpec(PickledTask.of(task), {"steps": 1}, tmp_path / "2", time.time()))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_schedule_that_returns_no_factor_is_named_with_the_step(factor, said, 
     with pytest.raises(InvalidInput, match=rf"schedule\(0, 4\) = {said}: not a factor"):
         settle(task, {"steps": 4})
     task = replace(task, schedule=lambda step, steps: factor if step else 1.0)
-    order = Order(Carried.of(task), {"steps": 4}, tmp_path, time.time())
+    order = RunSpec(PickledTask.of(task), {"steps": 4}, tmp_path, time.time())
     with pytest.raises(RunFailed, match=rf"worker 0 after 1 step: schedule\(1, 4\) = {said}: not a factor"):
         work(Worker(Identity(), lambda message: None, StopRequest()), order)
 
@@ -278,7 +278,8 @@ def test_what_needs_a_closure_is_refused_whatever_made_it(tmp_path) -> None:
     task = replace(regression(norm=False), optimizer=lambda parameters: LBFGS(parameters))
     with pytest.raises(InvalidInput, match="optimizer = LBFGS: its step runs the model several times"):
         work(
-            Worker(Identity(), lambda message: None, StopRequest()), Order(Carried.of(task), {}, tmp_path, time.time())
+            Worker(Identity(), lambda message: None, StopRequest()),
+            RunSpec(PickledTask.of(task), {}, tmp_path, time.time()),
         )
 
 
@@ -314,13 +315,15 @@ def test_an_evaluation_counts_samples_whatever_its_batches_are(kind: str) -> Non
         loss=lambda output, batch: (output - part(batch, "y")).mean(), evaluate=Evaluation(data, batch=4),
     )  # fmt: skip
     move = partial(to_device, device=torch.device("cpu"))
-    measured = Evaluator(task, Alone(), lambda model, batch: model(task.inputs(batch)), move, 0, 1)(nn.Identity())
+    measured = Evaluator(task, SingleWorker(), lambda model, batch: model(task.inputs(batch)), move, 0, 1)(
+        nn.Identity()
+    )
     assert measured == {"loss": 3.0}
 
 
 def test_evaluation_leaves_every_layer_in_the_mode_it_was_in() -> None:
     model = nn.Sequential(nn.BatchNorm1d(8).eval(), nn.Dropout(), nn.Linear(8, 1))
     task = regression()
-    Evaluator(task, Alone(), lambda model, batch: model(batch[0]), lambda batch: batch, 0, 1)(model)
+    Evaluator(task, SingleWorker(), lambda model, batch: model(batch[0]), lambda batch: batch, 0, 1)(model)
     assert [module.training for module in model] == [False, True, True]
     assert model.training

@@ -19,7 +19,7 @@ from unisono.checkpoint import checkpoints, fingerprint
 from unisono.cli import main
 from unisono.elastic.model_state import weights_of
 from unisono.errors import CheckpointError, InvalidInput
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,7 +48,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """Of a run of two steps, with a checkpoint after each."""
     path = tmp_path_factory.mktemp("tied")
     settings = {"workers": 1, "steps": 2, "checkpoint_every": 1}
-    return Result(**train(1, Source("tests.test_results:tied", {}, str(ROOT)), path, **settings))
+    return Result(**train(1, NamedTask("tests.test_results:tied", {}, str(ROOT)), path, **settings))
 
 
 def test_a_state_dict_has_all_names_of_the_model_and_no_others(result: Result) -> None:

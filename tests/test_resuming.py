@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint import Opened, Writer, open_checkpoint
-from unisono.comm import Alone
+from unisono.comm import SingleWorker
 from unisono.errors import CheckpointMismatch
-from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.checkpointing import Checkpointer
 
 
 def written(directory: Path, tensors: dict[str, Tensor]) -> Opened:
@@ -38,6 +38,6 @@ def test_nothing_is_read_of_what_does_not_belong_to_the_model(beside, problem, t
     model = nn.Linear(2, 2, bias=False)
     found = written(tmp_path, {"model/weight": torch.zeros(2, 2), **beside})
     monkeypatch.setattr(Opened, "read", lambda *_: pytest.fail("memory was taken"))
-    persistence = Persistence(None, model, torch.optim.SGD(model.parameters(), 0.1), Alone(), 0, {"config": {}})
+    persistence = Checkpointer(None, model, torch.optim.SGD(model.parameters(), 0.1), SingleWorker(), 0, {"config": {}})
     with pytest.raises(CheckpointMismatch, match=problem):
         persistence.resume(found)

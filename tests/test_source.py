@@ -15,7 +15,7 @@ import pytest
 from unisono.config import FIELDS
 from unisono.errors import InvalidInput
 from unisono.tasks.arguments import bind, nested, parameters
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 from unisono.tasks.task import Task
 
 FILE = """
@@ -82,26 +82,26 @@ def place(tmp_path: Path) -> Iterator[Path]:
     ],
 )
 def test_a_task_is_found(place: Path, name: str, arguments: Mapping[str, Any], called: str) -> None:
-    task = Source(name, arguments, str(place)).load()
+    task = NamedTask(name, arguments, str(place)).load()
     assert isinstance(task, Task)
     assert task.name == called
 
 
 def test_a_source_travels_as_json_and_as_pickle(place: Path) -> None:
-    source = Source("mine.py:make", {"width": "7", "model": {"a": ["b"]}}, str(place))
-    assert Source(**json.loads(json.dumps(source.mapping()))) == source
+    source = NamedTask("mine.py:make", {"width": "7", "model": {"a": ["b"]}}, str(place))
+    assert NamedTask(**json.loads(json.dumps(source.mapping()))) == source
     assert pickle.loads(pickle.dumps(source)) == source  # noqa: S301
 
 
 def test_a_file_is_loaded_once_so_that_its_classes_stay_the_same(place: Path) -> None:
     for name in ("mine.py:make", "string.py:make"):
-        assert Source(name, {}, str(place)).target() is Source(name, {}, str(place)).target()
+        assert NamedTask(name, {}, str(place)).target() is NamedTask(name, {}, str(place)).target()
 
 
 def test_an_absolute_name_means_the_same_everywhere(place: Path) -> None:
-    assert Source("mine.py:make", {}, str(place)).absolute() == f"{place}/mine.py:make"
-    assert Source("mine:make", {}, str(place)).absolute() == "mine:make"
-    assert Source("digits").absolute() == "digits"
+    assert NamedTask("mine.py:make", {}, str(place)).absolute() == f"{place}/mine.py:make"
+    assert NamedTask("mine:make", {}, str(place)).absolute() == "mine:make"
+    assert NamedTask("digits").absolute() == "digits"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_an_absolute_name_means_the_same_everywhere(place: Path) -> None:
 )
 def test_what_cannot_be_found_is_one_sentence(place: Path, name: str, arguments: Mapping[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput) as raised:
-        Source(name, arguments, str(place)).load(FIELDS)
+        NamedTask(name, arguments, str(place)).load(FIELDS)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
 

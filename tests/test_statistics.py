@@ -11,7 +11,7 @@ from unisono.comm import simulate
 from unisono.data import assign
 from unisono.elastic.model_state import weights_of
 from unisono.errors import UnisonoError
-from unisono.trainer.buffer_sync import Statistics
+from unisono.trainer.buffer_sync import BufferSync
 
 MICRO_BATCHES, STEPS = 6, 3
 
@@ -103,7 +103,7 @@ TABLE = AS_IN_TURN | {
 }
 
 
-def step_of(statistics: Statistics, model: nn.Module, mine: range, step: int, make) -> None:
+def step_of(statistics: BufferSync, model: nn.Module, mine: range, step: int, make) -> None:
     statistics.begin()
     for m in mine:
         statistics.before()
@@ -117,7 +117,7 @@ def train(comm, name: str) -> tuple[str, nn.Module]:
     build, make = TABLE[name]
     torch.manual_seed(0)
     model = build()
-    statistics = Statistics(model, MICRO_BATCHES, comm)
+    statistics = BufferSync(model, MICRO_BATCHES, comm)
     mine = assign(MICRO_BATCHES, [1.0] * comm.size)[comm.rank]
     for step in range(STEPS):
         if statistics.active:
@@ -130,7 +130,7 @@ def some(comm, name: str, first: int) -> nn.Module:
     build, make = TABLE[name]
     torch.manual_seed(0)
     model = build()
-    statistics = Statistics(model, MICRO_BATCHES, comm)
+    statistics = BufferSync(model, MICRO_BATCHES, comm)
     for step in range(STEPS):
         if statistics.active:
             step_of(statistics, model, range(first + comm.rank, first + comm.rank + 1), step, make)
@@ -196,8 +196,8 @@ def test_a_parameter_that_is_not_trained_serves_as_a_buffer() -> None:
 
 
 def test_one_micro_batch_is_left_alone() -> None:
-    assert not Statistics(Counters(), 1, None).active  # type: ignore[arg-type]
-    assert not Statistics(nn.Linear(2, 2), 4, None).active  # type: ignore[arg-type]
+    assert not BufferSync(Counters(), 1, None).active  # type: ignore[arg-type]
+    assert not BufferSync(nn.Linear(2, 2), 4, None).active  # type: ignore[arg-type]
 
 
 def test_a_buffer_that_is_written_for_the_first_time_later_is_an_error() -> None:
@@ -215,7 +215,7 @@ def test_a_buffer_that_is_written_for_the_first_time_later_is_an_error() -> None
 
     def run(comm) -> None:
         model = Late()
-        statistics = Statistics(model, MICRO_BATCHES, comm)
+        statistics = BufferSync(model, MICRO_BATCHES, comm)
         for step in range(2):
             step_of(statistics, model, range(MICRO_BATCHES), step, flat)
 
@@ -231,7 +231,7 @@ def test_layers_may_be_frozen_and_thawed_between_steps(size) -> None:
 
     def run(comm) -> nn.Module:
         model = nn.BatchNorm1d(3)
-        statistics = Statistics(model, MICRO_BATCHES, comm)
+        statistics = BufferSync(model, MICRO_BATCHES, comm)
         for step, mode in enumerate(modes):
             statistics.begin()
             model.train(mode)
@@ -290,7 +290,7 @@ CHANGES: dict[str, Callable[[Scaled], object]] = {
 def changing(comm, change: Callable[[Scaled], object], early: bool) -> Scaled:
     """The change comes before the first micro-batch of the second step is entered, or after that."""
     model = Scaled()
-    statistics = Statistics(model, MICRO_BATCHES, comm, adopts=True)
+    statistics = BufferSync(model, MICRO_BATCHES, comm, adopts=True)
     for step in range(STEPS):
         statistics.begin()
         if step == 1 and early:
@@ -332,7 +332,7 @@ def test_a_forward_pass_without_gradients_may_belong_to_the_micro_batch() -> Non
     def run(comm) -> str:
         torch.manual_seed(0)
         model = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(3)])
-        statistics = Statistics(model, MICRO_BATCHES, comm, adopts=True)
+        statistics = BufferSync(model, MICRO_BATCHES, comm, adopts=True)
         for step in range(STEPS):
             statistics.begin()
             for m in assign(MICRO_BATCHES, [1.0] * comm.size)[comm.rank]:
@@ -359,7 +359,7 @@ def test_a_change_that_is_not_alike_on_all_workers_is_refused() -> None:
 def test_running_statistics_that_are_set_back_in_the_middle_of_a_step_are_refused() -> None:
     def run(comm) -> None:
         model = Twice()
-        statistics = Statistics(model, MICRO_BATCHES, comm, adopts=True)
+        statistics = BufferSync(model, MICRO_BATCHES, comm, adopts=True)
         step_of(statistics, model, range(MICRO_BATCHES), 0, flat)
 
         def late(step: int, m: int) -> torch.Tensor:
@@ -378,7 +378,7 @@ def test_without_a_loop_of_the_users_own_what_others_write_between_steps_is_undo
 
     def run(comm) -> nn.Module:
         model = Counters()
-        statistics = Statistics(model, MICRO_BATCHES, comm)
+        statistics = BufferSync(model, MICRO_BATCHES, comm)
         mine = assign(MICRO_BATCHES, [1.0] * comm.size)[comm.rank]
         step_of(statistics, model, mine, 0, flat)
         for step in range(1, STEPS):

@@ -10,19 +10,19 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from unisono import AllReduce, Evaluation, ParameterServer, Task
-from unisono.bad_steps import Judge
+from unisono.bad_steps import AnomalyDetector
 from unisono.checkpoint import fingerprint
-from unisono.comm import Alone
-from unisono.comm.process_groups import Wires
+from unisono.comm import SingleWorker
+from unisono.comm.process_groups import ProcessGroups
 from unisono.elastic.presence import Unchanging
-from unisono.elastic.snapshot import Milestone
+from unisono.elastic.snapshot import Snapshot
 from unisono.errors import PeerLost
-from unisono.layout import Whole
-from unisono.observe import Nothing
+from unisono.layout import WholeTensors
+from unisono.observe import NullRecorder
 from unisono.run.resolve import settle
 from unisono.sync import Synchronizer
-from unisono.trainer.build import Feed, bind, build
-from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.checkpointing import Checkpointer
 
 MICRO_BATCHES = 4
 
@@ -51,32 +51,41 @@ def test_a_worker_that_is_left_behind_computes_no_more_and_takes_no_step(call: i
 
     task = Task(model=lambda: nn.Linear(2, 2), data=TensorDataset(x), loss=loss)
     config = settle(task, {"steps": 1, "global_batch": 8, "micro_batch": 2, "load": "Inline()"})
-    here, comm = torch.device("cpu"), Alone(torch.device("cpu"))
+    here, comm = torch.device("cpu"), SingleWorker(torch.device("cpu"))
     with contextlib.ExitStack() as stack:
-        feed = Feed(task, config, 0, 1, stack)
+        feed = DataFeed(task, config, 0, 1, stack)
         held, optimizer = build(task, config, here, comm)
-        persistence = Persistence(
-            None, held.local, optimizer, comm.lane("checkpoint"), 0, {}, judge=Judge(config.bad_step)
+        persistence = Checkpointer(
+            None, held.local, optimizer, comm.lane("checkpoint"), 0, {}, judge=AnomalyDetector(config.bad_step)
         )
         trainer = bind(
-            task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence, record=Nothing(),
-            device=here, presence=LostAt(call))  # fmt: skip
-        before = fingerprint(Whole(held.model))
+            task,
+            config,
+            feed,
+            held,
+            optimizer,
+            ProcessGroups.whole(comm),
+            persistence=persistence,
+            record=NullRecorder(),
+            device=here,
+            presence=LostAt(call),
+        )
+        before = fingerprint(WholeTensors(held.model))
         with pytest.raises(PeerLost):
             trainer.run(0)
         trainer.let_go()
     assert (len(computed), trainer.done) == (min(call - 1, MICRO_BATCHES), 0)
-    assert fingerprint(Whole(held.model)) == before
+    assert fingerprint(WholeTensors(held.model)) == before
 
 
-class LostIn(Alone):
+class LostIn(SingleWorker):
     """A worker is lost while the lane of that number is opened."""
 
     def __init__(self, lane: int) -> None:
         super().__init__()
         self.left = lane
 
-    def lane(self, name: str) -> Alone:
+    def lane(self, name: str) -> SingleWorker:
         self.left -= 1
         if self.left == 0:
             raise PeerLost([1], "connect", "it was killed")
@@ -102,16 +111,27 @@ def test_a_worker_that_is_lost_while_the_model_is_bound_leaves_no_hooks_on_it(sy
     config = settle(task, {"steps": 1, "global_batch": 8, "micro_batch": 2, "load": "Inline()", "sync": sync})
     here, lost = torch.device("cpu"), 0
     with contextlib.ExitStack() as stack:
-        feed = Feed(task, config, 0, 1, stack)
-        held, optimizer = build(task, config, here, Alone(here))
+        feed = DataFeed(task, config, 0, 1, stack)
+        held, optimizer = build(task, config, here, SingleWorker(here))
         before = hooks(held.model)
         while True:
             comm = LostIn(lost + 1)
-            persistence = Persistence(None, held.local, optimizer, Alone(here), 0, {}, judge=Judge(config.bad_step))
+            persistence = Checkpointer(
+                None, held.local, optimizer, SingleWorker(here), 0, {}, judge=AnomalyDetector(config.bad_step)
+            )
             try:
                 trainer = bind(
-                    task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence, record=Nothing(),
-                    device=here, milestone=Milestone())  # fmt: skip
+                    task,
+                    config,
+                    feed,
+                    held,
+                    optimizer,
+                    ProcessGroups.whole(comm),
+                    persistence=persistence,
+                    record=NullRecorder(),
+                    device=here,
+                    milestone=Snapshot(),
+                )
             except PeerLost:
                 lost += 1
                 assert hooks(held.model) == before, f"lane {lost}"

@@ -10,16 +10,16 @@ from tests.launch.observation import within
 from tests.membership.test_attendance import TOKEN, serving
 from tests.processes import run
 from unisono.config import Config
-from unisono.elastic.session import Attended
+from unisono.elastic.session import ElasticSession
 from unisono.errors import PeerLost
 from unisono.launch import Identity, StopRequest, Worker
-from unisono.membership import Contact, Policy
-from unisono.observe import Watched
+from unisono.membership import CoordinatorAddress, Policy
+from unisono.observe import ThreadTracker
 
 LONGEST_SECONDS = 30.0
 
 
-def members_of_the_next(rank: int, size: int, contact: Contact, path: Path) -> set[str]:
+def members_of_the_next(rank: int, size: int, contact: CoordinatorAddress, path: Path) -> set[str]:
     """After a view of two who have met, in which each then took the other for lost."""
 
     def wait_for_the_other(name: str) -> None:
@@ -27,7 +27,7 @@ def members_of_the_next(rank: int, size: int, contact: Contact, path: Path) -> s
         assert within(LONGEST_SECONDS, lambda: len(list(path.glob(f"{name}-*"))) == size)
 
     worker = Worker(Identity(rank, size, rank, size, "", "x"), lambda message: None, StopRequest(), str(rank))
-    with Attended(worker, Config(), contact, Watched()) as views:
+    with ElasticSession(worker, Config(), contact, ThreadTracker()) as views:
         assert views.next()
         views.meeting(torch.device("cpu")).among([0, 1]).close()
         wait_for_the_other("met")
@@ -41,5 +41,5 @@ def test_who_has_closed_its_end_is_within_reach(tmp_path: Path) -> None:
     """Of several who are told that a view is over, one hears it first and leaves; the others may see that sooner."""
     policy = Policy(expected=2, maximum=2, estranged_seconds=1e6, patience_seconds=1e6)
     with serving(tmp_path / "state", policy=policy) as served:
-        contact = Contact(served.url, TOKEN, f"file://{tmp_path}/meeting")
+        contact = CoordinatorAddress(served.url, TOKEN, f"file://{tmp_path}/meeting")
         assert run(2, members_of_the_next, contact, tmp_path) == [{"0", "1"}] * 2

@@ -22,15 +22,15 @@ from unisono.chaos.virtual_cluster import Network, VirtualRun
 from unisono.checkpoint import checkpoints
 from unisono.comm import Link, Lost, outcomes
 from unisono.config import recovers
-from unisono.elastic.snapshot import Milestone
-from unisono.elastic.state_transfer import Reached, describe
-from unisono.elastic.transfer import Held, differing, digest, mean_of
+from unisono.elastic.snapshot import Snapshot
+from unisono.elastic.state_transfer import Progress, describe
+from unisono.elastic.transfer import LocalTensors, differing, digest, mean_of
 from unisono.launch import Identity, Worker
 from unisono.membership import Policy, View
-from unisono.observe import Watched
+from unisono.observe import ThreadTracker
 from unisono.run.resolve import settle
-from unisono.run.spec import Carried, Order, Result
-from unisono.run.worker import Life
+from unisono.run.spec import PickledTask, Result, RunSpec
+from unisono.run.worker import WorkerRun
 from unisono.tasks.task import Task, with_data
 
 SAMPLES, BATCH, STEPS, EPOCHS = 48, 24, 48, 24
@@ -82,7 +82,7 @@ class Story:
 
     results: list[Any]
     views: Sequence[View]
-    lives: dict[int, Life] = field(default_factory=dict)
+    lives: dict[int, WorkerRun] = field(default_factory=dict)
 
     @property
     def done(self) -> list[Result]:
@@ -111,13 +111,15 @@ def story(
     whole, found = with_data(task), Story([], ())
     config = settle(whole, settings)
     path.mkdir(exist_ok=True)
-    order = Order(Carried("test", b""), settings, path, time.time())
+    order = RunSpec(PickledTask("test", b""), settings, path, time.time())
     run = VirtualRun(Policy(minimum=minimum, expected=3, maximum=3), 6, Link(), Network(), seed=5)
 
     def live(process: Any) -> Result | None:
         stop: Any = NobodyStops()
         worker = Worker(Identity(process.number, 3, process.number, 3, "", "x"), lambda said: None, stop, process.name)
-        life = found.lives[process.number] = Life(worker, order, whole, config, torch.device("cpu"), Watched())
+        life = found.lives[process.number] = WorkerRun(
+            worker, order, whole, config, torch.device("cpu"), ThreadTracker()
+        )
         return life.go_through(process)
 
     for number in range(3):
@@ -258,33 +260,33 @@ def test_a_milestone_gives_everything_back_and_takes_no_more_memory_the_next_tim
         optimizer.step()
         optimizer.zero_grad()
 
-    def now() -> tuple[str, Reached | None]:
-        return digest(*describe(model, optimizer, Reached())), milestone.reached
+    def now() -> tuple[str, Progress | None]:
+        return digest(*describe(model, optimizer, Progress())), milestone.reached
 
-    milestone = Milestone()
+    milestone = Snapshot()
     assert milestone.go_back(model, optimizer) is None
-    milestone.keep(model, optimizer, Reached(3))
+    milestone.keep(model, optimizer, Progress(3))
     first = now()
     train()
     assert now() != first
-    assert milestone.go_back(model, optimizer) == Reached(3)  # where the optimizer had no state yet
+    assert milestone.go_back(model, optimizer) == Progress(3)  # where the optimizer had no state yet
     assert now() == first
     train()
-    milestone.keep(model, optimizer, Reached(4))
+    milestone.keep(model, optimizer, Progress(4))
     lie, second = {x.data_ptr() for x in milestone._tensors.values()}, now()
     train()
     milestone.go_back(model, optimizer)
     assert now() == second
-    assert not lie & {x.data_ptr() for x in describe(model, optimizer, Reached())[0].values()}
+    assert not lie & {x.data_ptr() for x in describe(model, optimizer, Progress())[0].values()}
     train()
-    milestone.keep(model, optimizer, Reached(5))
+    milestone.keep(model, optimizer, Progress(5))
     assert {x.data_ptr() for x in milestone._tensors.values()} == lie
 
 
 def test_the_mean_is_of_those_who_have_something() -> None:
     def body(comm: Any) -> dict[str, Tensor]:
         mine = {"w": torch.full((2, 2), float(comm.rank)), "n": torch.tensor(10 + comm.rank)}
-        return mean_of(comm, mine if comm.rank in (1, 3) else {}, Held(mine).holding, [1, 3])
+        return mean_of(comm, mine if comm.rank in (1, 3) else {}, LocalTensors(mine).holding, [1, 3])
 
     for found in outcomes(4, body):
         assert not isinstance(found, BaseException)

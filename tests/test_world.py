@@ -24,11 +24,11 @@ from tests import processes
 from unisono import AllReduce, Exact, LocalSGD, ParameterServer, World
 from unisono.checkpoint import fingerprint
 from unisono.comm import outcomes, simulate
-from unisono.elastic.loop_group import Same
+from unisono.elastic.loop_group import StaticGroup
 from unisono.elastic.model_state import weights_of
 from unisono.errors import InvalidInput, UnisonoError, Unlike
 from unisono.launch import Identity
-from unisono.observe import Watched
+from unisono.observe import ThreadTracker
 
 SHARE, STEPS = 6, 4
 SMALL = AllReduce(bucket_bytes=1, first_bytes=1)
@@ -54,8 +54,8 @@ def samples(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def world_of(comm) -> World:
-    who, watch = Identity(comm.rank, comm.size, comm.rank, comm.size), Watched()
-    return World(Same(who, comm, watch), torch.device("cpu"), watch)
+    who, watch = Identity(comm.rank, comm.size, comm.rank, comm.size), ThreadTracker()
+    return World(StaticGroup(who, comm, watch), torch.device("cpu"), watch)
 
 
 def weights(model: nn.Module) -> torch.Tensor:

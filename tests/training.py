@@ -17,28 +17,28 @@ from torch.utils.data import Dataset
 from tests import processes
 from unisono import Evaluation, Task
 from unisono.launch import Identity, StopRequest, Worker
-from unisono.run.spec import Order
+from unisono.run.spec import RunSpec
 from unisono.run.worker import work
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 STEPS = 20  # of the runs that are compared
 
 HERE = str(Path(__file__).resolve().parent.parent)
 
 
-def source(name: str, **arguments: Any) -> Source:
+def source(name: str, **arguments: Any) -> NamedTask:
     """A task of this module, or a built-in one."""
     built_in = name in ("digits", "text")
-    return Source(name if built_in else f"tests.training:{name}", arguments, HERE)
+    return NamedTask(name if built_in else f"tests.training:{name}", arguments, HERE)
 
 
-def train(size: int, task: Source, path: Path, **settings: Any) -> dict[str, Any]:
+def train(size: int, task: NamedTask, path: Path, **settings: Any) -> dict[str, Any]:
     """Run `task` on `size` workers in directory `path`; what worker 0 returns."""
     result: dict[str, Any] = start(size, task, path, settings)[0]
     return result
 
 
-def losses(path: Path, workers: int, task: Source, **settings: Any) -> dict[int, float]:
+def losses(path: Path, workers: int, task: NamedTask, **settings: Any) -> dict[int, float]:
     """Of a run of `STEPS`, by step; of how many steps the record tells is a matter of time, the first and the last are
     among them."""
     train(workers, task, path, steps=STEPS, workers=workers, **settings)
@@ -52,17 +52,19 @@ def differ(found: Mapping[int, float], expected: Mapping[int, float]) -> float:
     return max(abs(found[step] - expected[step]) for step in found.keys() & expected.keys())
 
 
-def start(size: int, task: Source, path: Path, settings: Mapping[str, Any]) -> list[Any]:
+def start(size: int, task: NamedTask, path: Path, settings: Mapping[str, Any]) -> list[Any]:
     """What every worker returns; each computes on one thread, as they share the machine with other tests."""
     path.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as meeting:
         return processes.run(size, _worker, task, {"threads": 1, **settings}, path, meeting, timeout_seconds=120)
 
 
-def _worker(rank: int, size: int, task: Source, settings: dict[str, Any], path: Path, meeting: str) -> dict[str, Any]:
+def _worker(
+    rank: int, size: int, task: NamedTask, settings: dict[str, Any], path: Path, meeting: str
+) -> dict[str, Any]:
     who = Identity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
     worker = Worker(who, lambda message: None, StopRequest())
-    return work(worker, Order(task, settings, path, time.time()))
+    return work(worker, RunSpec(task, settings, path, time.time()))
 
 
 class Noisy(Dataset[Any]):

@@ -26,7 +26,18 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from unisono.membership import Abort, Agent, Contact, Exit, Meet, Over, Place, Standing, View, Word
+from unisono.membership import (
+    Abort,
+    Agent,
+    CoordinatorAddress,
+    Exit,
+    JoinView,
+    StateVersion,
+    View,
+    ViewStatus,
+    ViewUpdate,
+    WorkerAddress,
+)
 from unisono.membership.http_client import ask
 from unisono.membership.messages import StatusMessage, WordMessage
 from unisono.membership.proof import PATH, RequestSigner
@@ -97,16 +108,16 @@ class Reader:
     """What the coordinator answers, read once for all who are answered the same."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[bytes, int], tuple[Word, float]] = {}
+        self.known: dict[tuple[bytes, int], tuple[ViewUpdate, float]] = {}
         self.views: dict[int, View] = {0: View()}
         self.bytes = 0
 
-    def read(self, body: bytes, knows: int) -> tuple[Word, float]:
+    def read(self, body: bytes, knows: int) -> tuple[ViewUpdate, float]:
         self.bytes += len(body)
         found = self.known.get((body, knows))
         if found is None:
             told = WordMessage.model_validate_json(zlib.decompress(body, 31) if body[:2] == b"\x1f\x8b" else body)
-            word = told.value(Word(self.views[knows], Over.NO))
+            word = told.value(ViewUpdate(self.views[knows], ViewStatus.NO))
             self.views[word.view.number] = word.view
             found = self.known[body, knows] = word, told.beat_seconds
         return found
@@ -117,11 +128,11 @@ class Worker:
 
     def __init__(self, crowd: Crowd, number: int) -> None:
         name = f"w{number:04d}-{crowd.random.randbytes(4).hex()}"
-        place = Place(f"node-{number // 8:03d}", f"tcp://10.1.{number // 250}.{number % 250}:{20000 + number}")
-        self.crowd, self.agent = crowd, Agent(name, Standing(), place)
+        place = WorkerAddress(f"node-{number // 8:03d}", f"tcp://10.1.{number // 250}.{number % 250}:{20000 + number}")
+        self.crowd, self.agent = crowd, Agent(name, StateVersion(), place)
         self.tail = f',"missed":[],"finished":false,"place":{json.dumps(vars(place))},"doing":{DOING}'
         self.saying: Wire | None = None  # opened once it has something to say
-        self.knows = Word(View(), Over.NO)
+        self.knows = ViewUpdate(View(), ViewStatus.NO)
         self.heard_any = self.unsaid = self.talks = False
         self.alive = True
 
@@ -132,7 +143,7 @@ class Worker:
         at, knows = time.perf_counter(), self.knows
         self.listening.ask(b"/v1/beat", self.beat(waits=True), lambda body: self.heard(body, knows, at))
 
-    def heard(self, body: bytes, knew: Word, at: float) -> None:
+    def heard(self, body: bytes, knew: ViewUpdate, at: float) -> None:
         took = time.perf_counter() - at
         word, seconds = self.crowd.reader.read(body, knew.view.number)
         if (word.view.number, word.over) == (knew.view.number, knew.over) and self.heard_any:
@@ -162,7 +173,7 @@ class Worker:
         knows = self.knows
         wire.ask(b"/v1/beat", self.beat(waits=False), lambda body: self.answered(body, knows, at, probe))
 
-    def answered(self, body: bytes, knew: Word, at: float, probe: float | None) -> None:
+    def answered(self, body: bytes, knew: ViewUpdate, at: float, probe: float | None) -> None:
         took = time.perf_counter() - at
         self.crowd.answered(took, probe is not None)
         word, _ = self.crowd.reader.read(body, knew.view.number)
@@ -172,9 +183,12 @@ class Worker:
             self.unsaid = False
             self.say()
 
-    def take(self, word: Word, *, listening: bool = False) -> None:
+    def take(self, word: ViewUpdate, *, listening: bool = False) -> None:
         self.heard_any = True
-        if (word.view.number, word.over is not Over.NO) >= (self.knows.view.number, self.knows.over is not Over.NO):
+        if (word.view.number, word.over is not ViewStatus.NO) >= (
+            self.knows.view.number,
+            self.knows.over is not ViewStatus.NO,
+        ):
             self.knows = word
         actions = self.agent.hear(word)
         while actions:
@@ -185,7 +199,7 @@ class Worker:
                         more += self.agent.broken(view, digest="")
                         if not listening:
                             self.say()
-                    case Meet(view):
+                    case JoinView(view):
                         self.agent.met(view.number, view.start.step, view.start.digest)
                         if not listening:
                             self.say()
@@ -211,7 +225,7 @@ class Crowd:
 
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
-        self.address, self.contact = (parts.hostname, parts.port), Contact(url, token)
+        self.address, self.contact = (parts.hostname, parts.port), CoordinatorAddress(url, token)
         self.head = b"host: coordinator\r\ncontent-type: application/json\r\naccept-encoding: gzip\r\n"
         self.random = random.Random(1)
         self.reader = Reader()

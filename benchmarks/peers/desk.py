@@ -12,9 +12,9 @@ import tempfile
 import threading
 from pathlib import Path
 
-from unisono.membership.endpoint import Place
+from unisono.membership.endpoint import Endpoint
 from unisono.membership.protocol import Policy
-from unisono.membership.server.http_server import Serving
+from unisono.membership.server.http_server import CoordinatorServer
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -22,7 +22,7 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         policy = Policy(minimum=1, expected=asked.workers, maximum=2 * asked.workers, patience_seconds=120.0)
-        serving = Serving(Place(), policy, Path(folder, "state"), os.environ["UNISONO_TOKEN"])
+        serving = CoordinatorServer(Endpoint(), policy, Path(folder, "state"), os.environ["UNISONO_TOKEN"])
 
         def until_told() -> None:
             sys.stdin.read()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unisono.comm import Answer, Line, Message, connect
+from unisono.comm import ActorConnection, ActorMessage, Answer, connect
 
 WORKERS = 2
 LARGE_ELEMENTS, SMALL_ELEMENTS = 10_000_000, 1024
@@ -30,13 +30,13 @@ class Store:
         self._adds = adds
         self._held: dict[int, torch.Tensor] = {}
 
-    def meet(self, lines: Sequence[Line]) -> None:
+    def meet(self, lines: Sequence[ActorConnection]) -> None:
         """Needs nobody."""
 
     def lost(self, sender: int) -> None:
         """Waits for nobody."""
 
-    def receive(self, sender: int, message: Message, answer: Answer) -> None:
+    def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """The tensor that arrived is memory of this sender alone, so the sum may travel back in it."""
         (x,) = message.tensors
         if x.numel() not in self._held:
@@ -45,7 +45,7 @@ class Store:
         if self._adds:
             held += x
             x.copy_(held)
-        answer(Message("held", {}, [x if self._adds else held]))
+        answer(ActorMessage("held", {}, [x if self._adds else held]))
 
 
 def make_store(number: int, config: Mapping[str, Any]) -> Store:
@@ -58,7 +58,7 @@ def work(rank: int, url: str, adds: bool, rounds: int, trips: int, together: Any
     torch.set_num_threads(1)
     comm = connect(rank, WORKERS, rendezvous=url, local_size=WORKERS)
     (line,) = comm.serve(1, f"{Path(__file__).stem}:make_store", {"adds": adds})
-    push = lambda x: line.call(Message("push", {"step": 1}, [x])).wait()
+    push = lambda x: line.call(ActorMessage("push", {"step": 1}, [x])).wait()
     small, large = torch.ones(SMALL_ELEMENTS), torch.ones(LARGE_ELEMENTS)
     microseconds = sorted(timed(push, small) * 1e6 for _ in range(trips)) if rank == 0 else []
     together.wait()

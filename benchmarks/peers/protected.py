@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from unisono.comm import Answer, Line, Message
+from unisono.comm import ActorConnection, ActorMessage, Answer
 from unisono.comm.actors import wire_format as frames
-from unisono.comm.actors.client import Place, SocketLine, directly, not_counted
+from unisono.comm.actors.client import ActorAddress, SocketConnection, directly, not_counted
 from unisono.comm.actors.handshake import Terms, Trusted
 from unisono.comm.actors.protection import Direction, Protected, Protection
-from unisono.comm.actors.server import Desk
+from unisono.comm.actors.server import ActorServer
 
 LARGE_ELEMENTS, SMALL_ELEMENTS = 10_000_000, 1024
 KEY = bytes(16)
@@ -35,19 +35,19 @@ class Adding:
     def __init__(self) -> None:
         self._held: dict[int, torch.Tensor] = {}
 
-    def meet(self, lines: Sequence[Line]) -> None:
+    def meet(self, lines: Sequence[ActorConnection]) -> None:
         """Needs nobody."""
 
     def lost(self, sender: int) -> None:
         """Waits for nobody."""
 
-    def receive(self, sender: int, message: Message, answer: Answer) -> None:
+    def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """The tensor that arrived is memory of this sender alone, so the sum may travel back in it."""
         (x,) = message.tensors
         held = self._held.setdefault(x.numel(), torch.zeros_like(x))
         held += x
         x.copy_(held)
-        answer(Message("sum", {}, [x]))
+        answer(ActorMessage("sum", {}, [x]))
 
 
 def connection(wire: socket.socket, way: str) -> Trusted:
@@ -61,7 +61,7 @@ def serve(core: int, way: str, port: int) -> None:
     """The actor's process."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    desk = Desk(Adding(), 0, lambda sender, nbytes: None)
+    desk = ActorServer(Adding(), 0, lambda sender, nbytes: None)
     desk.meet([])
     with socket.create_connection(("127.0.0.1", port)) as wire:
         desk.welcome(connection(wire, way), 0)
@@ -95,8 +95,10 @@ def main() -> None:
         wire, _ = door.accept()
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     assert actor.pid is not None
-    line = SocketLine(connection(wire, asked.way), Place(0, "actor", 0, "", 0, actor.pid), not_counted, directly)
-    push = lambda x: line.call(Message("push", {"step": 1}, [x])).wait()
+    line = SocketConnection(
+        connection(wire, asked.way), ActorAddress(0, "actor", 0, "", 0, actor.pid), not_counted, directly
+    )
+    push = lambda x: line.call(ActorMessage("push", {"step": 1}, [x])).wait()
     small, large = torch.ones(SMALL_ELEMENTS), torch.ones(LARGE_ELEMENTS)
     microseconds = sorted(timed(push, small) * 1e6 for _ in range(asked.trips))
     seconds = [timed(push, large) for _ in range(asked.rounds + 2)][2:]

@@ -1,8 +1,8 @@
 """Which steps count: arithmetic on numbers that all workers have agreed on, so that all of them decide alike.
 
 A step whose loss or gradient is not finite, or whose loss leaps far above those before it, would ruin weights that
-took long to train. What is to be done about it is a value that the user writes: `Stop`, `Skip` or `RollBack`. A `Judge`
-looks at each step before it is applied, and remembers which ones did not count.
+took long to train. What is to be done about it is a value that the user writes: `Stop`, `Skip` or `RollBack`. An
+`AnomalyDetector` looks at each step before it is applied, and remembers which ones did not count.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Bad:
     why: str
 
 
-class Judge:
+class AnomalyDetector:
     """Looks at the steps of a run; `state` is to outlive this process.
 
     Attributes:
@@ -186,7 +186,7 @@ def _not_finite(loss: float) -> str:
 
 
 @dataclass(frozen=True)
-class Split:
+class ReplicaMismatch:
     """Replicas that are not all alike.
 
     Args:
@@ -198,13 +198,13 @@ class Split:
     odd: tuple[int, ...]
 
 
-def compare(digests: Mapping[int, float]) -> Split | None:
+def compare(digests: Mapping[int, float]) -> ReplicaMismatch | None:
     """Who differs from the majority, given everybody's digest; None where nobody does, or some have said 0: nothing."""
     said = list(digests.values())
     if not all(said) or len(set(said)) <= 1:
         return None
     most = max(set(said), key=said.count)
     if 2 * said.count(most) <= len(said):
-        return Split(None, tuple(digests))
+        return ReplicaMismatch(None, tuple(digests))
     alike = [rank for rank, digest in digests.items() if digest == most]
-    return Split(alike[0], tuple(rank for rank in digests if rank not in alike))
+    return ReplicaMismatch(alike[0], tuple(rank for rank in digests if rank not in alike))

@@ -29,12 +29,12 @@ from unisono.compress import Cast, Compressor
 from unisono.config import LIBRARY_GLOBAL_BATCH, Config, checked, walk
 from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
 from unisono.elastic.extra_state import Stateful
-from unisono.elastic.loop_group import STUCK_IN, Company, Same, State, Whoever, words_of
+from unisono.elastic.loop_group import STUCK_IN, ElasticGroup, LoopGroup, StaticGroup, TrainingState, words_of
 from unisono.elastic.trait_check import Traits
 from unisono.errors import InvalidInput, PeerLost, UnisonoError
 from unisono.launch import claim
 from unisono.launch.script import takes_part
-from unisono.observe import Watchdog, Watched
+from unisono.observe import ThreadTracker, Watchdog
 from unisono.observe.activity import Phase
 from unisono.sync import AllReduce, Synchronizer
 from unisono.tasks.checks import check_whole
@@ -70,7 +70,7 @@ def join(
     who = claim()
     where = choose_device(asked["device"], who.local_rank)
     torch.set_num_threads(asked["threads"] or fair_threads(who.local_size))
-    watch, given = Watched(), takes_part()
+    watch, given = ThreadTracker(), takes_part()
     kind, seconds = asked["communicator"], asked["deadline_seconds"]
     meet = partial(
         connect,
@@ -83,8 +83,8 @@ def join(
         deadline_seconds=seconds,
     )
     if given is not None:
-        return World(Whoever(given, where, watch, kind, seconds, meet), where, watch)
-    return World(Same(who, meet(), watch, Watchdog(watch, STUCK_IN)), where, watch)
+        return World(ElasticGroup(given, where, watch, kind, seconds, meet), where, watch)
+    return World(StaticGroup(who, meet(), watch, Watchdog(watch, STUCK_IN)), where, watch)
 
 
 class World:
@@ -94,10 +94,10 @@ class World:
         device: where this worker computes.
     """
 
-    def __init__(self, company: Company, device: torch.device, watch: Watched) -> None:
+    def __init__(self, company: LoopGroup, device: torch.device, watch: ThreadTracker) -> None:
         self.device = device
         self._company, self._watch = company, watch
-        self._bound: _Bound | None = None
+        self._bound: _CustomLoop | None = None
 
     @property
     def rank(self) -> int:
@@ -148,9 +148,9 @@ class World:
         check_whole("backward_passes", backward_passes, 1)
         check_fit(model, optimizer)
         check_trainable(model)
-        state = State(model, optimizer, walks=walk(options["sync"]))
+        state = TrainingState(model, optimizer, walks=walk(options["sync"]))
         self._company.agree(state)
-        self._bound = _Bound(self._company, self._watch, state, backward_passes, options)
+        self._bound = _CustomLoop(self._company, self._watch, state, backward_passes, options)
         return model, optimizer
 
     def keep(self, name: str, thing: Stateful) -> None:
@@ -273,7 +273,7 @@ class World:
         return self._in_all_views(self._bound, plan, make, count)
 
     def _in_all_views(
-        self, bound: _Bound, plan: MicroBatchPlan, make: Callable[..., Loader], count: int
+        self, bound: _CustomLoop, plan: MicroBatchPlan, make: Callable[..., Loader], count: int
     ) -> Iterator[Batches]:
         """All of the steps, with whichever workers there are."""
         company = self._company
@@ -291,7 +291,7 @@ class World:
             if not company.again():
                 return
 
-    def _in_one_view(self, bound: _Bound, make: Callable[..., Loader], seed: int, count: int) -> Iterator[Batches]:
+    def _in_one_view(self, bound: _CustomLoop, make: Callable[..., Loader], seed: int, count: int) -> Iterator[Batches]:
         """As many of the steps as those who are there now take together."""
         first, micro_batches = bound.state.reached.steps, bound.micro_batches
         mine = assign(micro_batches, [1.0] * self.size)[self.rank]
@@ -354,7 +354,7 @@ class World:
         self._close(kind)
 
     def _micro_batches(
-        self, t: int, mine: range, batches: Iterator[tuple[int, Batch]], seed: int, bound: _Bound
+        self, t: int, mine: range, batches: Iterator[tuple[int, Batch]], seed: int, bound: _CustomLoop
     ) -> Iterator[Batch]:
         for m, batch in self._watch.each(Phase.DATA, batches):
             bound.enter(m, float(samples_in(batch)), last=m == mine[-1])
@@ -362,7 +362,7 @@ class World:
             yield batch
 
 
-def _traits(dataset: Any, plan: MicroBatchPlan, steps: int, state: State) -> Traits:
+def _traits(dataset: Any, plan: MicroBatchPlan, steps: int, state: TrainingState) -> Traits:
     """What all workers of a loop are to have in common."""
     return {
         "global_batch": str(plan.global_batch),
@@ -403,10 +403,12 @@ class Batches:
         return next(self._batches)
 
 
-class _Bound:
+class _CustomLoop:
     """A user's model and optimizer while they belong to a world."""
 
-    def __init__(self, company: Company, watch: Watched, state: State, passes: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, company: LoopGroup, watch: ThreadTracker, state: TrainingState, passes: int, options: dict[str, Any]
+    ) -> None:
         self._company, self._watch, self.state = company, watch, state
         self._model, self._optimizer = model, optimizer = state.model, state.optimizer
         self._passes, self._options = passes, options

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.comm.actors import handshake as trust
-from unisono.membership import Contact
-from unisono.membership.http_client import Line, NoBody
+from unisono.membership import CoordinatorAddress
+from unisono.membership.http_client import HttpConnection, NoBody
 
 ROUTES = [
     "/v1/challenge",
@@ -256,8 +256,8 @@ class Member:
         contact: of the coordinator.
     """
 
-    def __init__(self, contact: Contact, seed: int) -> None:
-        self._line, self._random = Line(contact), random.Random(seed)
+    def __init__(self, contact: CoordinatorAddress, seed: int) -> None:
+        self._line, self._random = HttpConnection(contact), random.Random(seed)
         self.done: Counter[str] = Counter()
         self.broken: list[str] = []
 
@@ -330,7 +330,7 @@ def main() -> None:
     stranger: Stranger | Member
     if asked.authority:
         url = f"https://{asked.address}:{asked.coordinator}"
-        stranger = Member(Contact(url, os.environ["UNISONO_TOKEN"], authority=asked.authority), asked.seed)
+        stranger = Member(CoordinatorAddress(url, os.environ["UNISONO_TOKEN"], authority=asked.authority), asked.seed)
     else:
         stranger = (OtherUser if asked.user else Stranger)(asked.address, asked.coordinator, asked.seed)
     names = ["scan", "garbage", "flood", "claims", "relays", "stores", "requests", "heads"]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from unisono.chaos.fault_schedule import Kind, Moment
-from unisono.chaos.outcome import Outcome
+from unisono.chaos.outcome import RunOutcome
 from unisono.chaos.trial import QUIET, Trial, settings_of, trials
-from unisono.chaos.virtual_ground import MadeUp
+from unisono.chaos.virtual_ground import VirtualGround
 from unisono.elastic import state_transfer as state
-from unisono.elastic.state_transfer import Reached
+from unisono.elastic.state_transfer import Progress
 from unisono.tasks.builtin.digits import digits
 from unisono.tasks.builtin.gpt import GPT
 from unisono.tasks.builtin.text import text
@@ -31,9 +31,9 @@ SETTINGS = {"steps": 25, "global_batch": 16, "micro_batch": 2, "checkpoint_every
 
 
 @cache
-def undisturbed(name: str) -> tuple[MadeUp, Outcome]:
+def undisturbed(name: str) -> tuple[VirtualGround, RunOutcome]:
     task = TASKS[name]()
-    ground = MadeUp.of(replace(task, evaluate=None), settings_of(task, SETTINGS, ALL))
+    ground = VirtualGround.of(replace(task, evaluate=None), settings_of(task, SETTINGS, ALL))
     return ground, ground.run("undisturbed", QUIET, None, [])
 
 
@@ -69,7 +69,7 @@ def test_the_same_seed_is_the_same_to_the_moment() -> None:
 
 
 def test_whoever_comes_with_another_state_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(*arguments: Any) -> Reached:
+    def forgetful(*arguments: Any) -> Progress:
         reached = adopt(*arguments)
         with torch.no_grad():
             next(arguments[0].parameters()).mul_(1.001)
@@ -81,7 +81,7 @@ def test_whoever_comes_with_another_state_is_found_out(monkeypatch: pytest.Monke
 
 
 def test_a_step_that_is_taken_again_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backward(*arguments: Any) -> Reached:
+    def backward(*arguments: Any) -> Progress:
         reached = adopt(*arguments)
         return replace(reached, steps=reached.steps - 1) if reached.steps else reached
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from unisono.chaos.outcome import Outcome, compare, losses
+from unisono.chaos.outcome import RunOutcome, compare, losses
 
-WHOLE = Outcome(2, 8, {1: [0.5], 2: [0.25]}, {"accuracy": 0.75}, "ab" * 32, {1: {3: 1, 4: 1}, 2: {5: 1}})
+WHOLE = RunOutcome(2, 8, {1: [0.5], 2: [0.25]}, {"accuracy": 0.75}, "ab" * 32, {1: {3: 1, 4: 1}, 2: {5: 1}})
 
 
 def test_a_run_is_equal_to_itself() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.chaos.fault_schedule import Fault, Kind, Moment, Pending, Schedule, Seen, aim, draw
+from unisono.chaos.fault_schedule import Fault, Kind, Moment, Pending, RunStatus, Schedule, aim, draw
 
 SEEDS = st.integers(0, 2**32)
 WANTED = st.fixed_dictionaries({kind: st.integers(0, 4) for kind in Kind})
@@ -13,13 +13,13 @@ WORKERS = tuple("abcde")
 
 
 @st.composite
-def seen(draw: st.DrawFn) -> Seen:
+def seen(draw: st.DrawFn) -> RunStatus:
     """Anything that a run may look like."""
     able = draw(st.lists(st.sampled_from(WORKERS), unique=True))
     takers = [worker for worker in WORKERS if worker not in able and draw(st.booleans())]
     givers = [worker for worker in able if takers and draw(st.booleans())]
     apart = [worker for worker in able if draw(st.booleans())]
-    return Seen(draw(st.floats(0, 1)), draw(st.booleans()), *map(tuple, (able, givers, takers, apart)))
+    return RunStatus(draw(st.floats(0, 1)), draw(st.booleans()), *map(tuple, (able, givers, takers, apart)))
 
 
 FAULTS = st.builds(
@@ -82,5 +82,5 @@ def test_each_fault_comes_once_at_most_and_not_before_its_time(seed, wanted, mom
 @given(FAULTS.filter(lambda fault: fault.kind is not Kind.PARTITION and fault.after < 0.7))
 def test_a_moment_that_never_comes_is_not_waited_for_for_ever(fault) -> None:
     pending = Pending(Schedule(0, (fault,)))
-    calm = [Seen(share / 10, able=("a", "b")) for share in range(11)]
+    calm = [RunStatus(share / 10, able=("a", "b")) for share in range(11)]
     assert len([strike for now in calm for strike in pending.due(now)]) == 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.states import conclude
-from unisono.checkpoint import Box, Event, Opened, Piece, Writer, holding
+from unisono.checkpoint import Box, Event, Opened, TensorShard, Writer, holding
 from unisono.checkpoint.fingerprint import raw_bytes
 
 Holdings = list[dict[str, Box]]  # by worker: which box of which tensor it holds
@@ -103,7 +103,7 @@ def locals_of(found: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> dict[str
     return {name: found[name][box.slices(Box.whole(box.shape))].clone() for name, box in boxes.items()}
 
 
-def holders(found: Mapping[str, Tensor], lie: Holdings) -> list[dict[str, Piece]]:
+def holders(found: Mapping[str, Tensor], lie: Holdings) -> list[dict[str, TensorShard]]:
     """What all workers have told each other."""
     return [holding(locals_of(found, boxes), boxes) for boxes in lie]
 

@@ -19,7 +19,7 @@ import torch
 from tests.checkpoint.states import numbered, save, unexpected
 from tests.checkpoint.whole import load_newest
 from tests.processes import run
-from unisono.checkpoint import Event, Phase, Writer, fingerprint
+from unisono.checkpoint import Event, Writer, WriteStatus, fingerprint
 from unisono.errors import CheckpointError
 
 MEGABYTE = 1 << 20
@@ -45,7 +45,7 @@ def attempt(directory: Path, step: int, tensors: dict[str, torch.Tensor]) -> tup
 
 def expect_failure(directory: Path, writer: Writer, events: list[Event], words: str) -> None:
     """One event with these words, no part left, the earlier checkpoint sound; then a smaller one succeeds."""
-    assert (writer.state.phase, writer.state.failed, writer.state.committed) == (Phase.FAILED, 2, -1)
+    assert (writer.state.phase, writer.state.failed, writer.state.committed) == (WriteStatus.FAILED, 2, -1)
     assert [event.kind for event in events] == ["failed"]
     assert events[0].words.startswith(f"checkpoint of step 2 was not written: {words}")
     assert events[0].words.endswith("; training goes on")

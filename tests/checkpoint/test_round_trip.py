@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tests.checkpoint.states import every_kind, numbered, save, unexpected
 from tests.checkpoint.whole import load, load_newest
 from tests.processes import run
-from unisono.checkpoint import Event, Phase, Writer, checkpoints, compare, fingerprint
+from unisono.checkpoint import Event, Writer, WriteStatus, checkpoints, compare, fingerprint
 from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.errors import CheckpointMismatch
 
@@ -65,7 +65,7 @@ def test_processes_write_together(tmp_path: Path) -> None:
     first = Writer(tmp_path, 0, 3, 2, lambda event: None)
     first.stage(5, numbered(5, 100_000))
     first.finish()
-    assert run(2, _write_rest, str(tmp_path)) == [Phase.WRITTEN, Phase.WRITTEN]
+    assert run(2, _write_rest, str(tmp_path)) == [WriteStatus.WRITTEN, WriteStatus.WRITTEN]
     first.commit(5)
     first.finish()
     first.close()
@@ -227,18 +227,18 @@ def test_progress_tells_each_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(np, "copyto", gated("copy", np.copyto))
     monkeypatch.setattr(os, "posix_fallocate", gated("write", os.posix_fallocate))
     writer = Writer(tmp_path, 0, 1, 2, lambda event: None)
-    assert (writer.state.phase, writer.state.written, writer.busy) == (Phase.IDLE, -1, False)
+    assert (writer.state.phase, writer.state.written, writer.busy) == (WriteStatus.IDLE, -1, False)
     writer.staged()
     writer.stage(4, {"x": torch.zeros(5)})
     assert reached["copy"].wait(30)
-    assert (writer.state.step, writer.state.phase, writer.busy) == (4, Phase.STAGING, True)
+    assert (writer.state.step, writer.state.phase, writer.busy) == (4, WriteStatus.STAGING, True)
     gates["copy"].set()
     writer.staged()
     assert reached["write"].wait(30)
-    assert (writer.state.phase, writer.state.written, writer.busy) == (Phase.WRITING, -1, True)
+    assert (writer.state.phase, writer.state.written, writer.busy) == (WriteStatus.WRITING, -1, True)
     gates["write"].set()
     writer.finish()
-    assert (writer.state.phase, writer.state.written, writer.busy) == (Phase.WRITTEN, 4, False)
+    assert (writer.state.phase, writer.state.written, writer.busy) == (WriteStatus.WRITTEN, 4, False)
     writer.close()
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.membership.endpoint import Calling
-from unisono.tasks.source import Source
+from unisono.membership.endpoint import CoordinatorOptions
+from unisono.tasks.source import NamedTask
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Played:
     """What `unisono.run.start.start` was called with; `act` is what it does."""
 
     act: Callable[[Callable[[int, Mapping[str, Any]], None]], Result | None] = lambda on_message: Result()
-    source: Source | None = None
+    source: NamedTask | None = None
     settings: Mapping[str, Any] | None = None
     json: Path | None = None
-    calling: Calling | None = None
+    calling: CoordinatorOptions | None = None
     debug: int | None = None
 
     def start(
-        self, source: Source, settings: Mapping[str, Any], *, json: Path | None, on_message: Any,
-        calling: Calling | None = None, debug: int | None = None,
+        self, source: NamedTask, settings: Mapping[str, Any], *, json: Path | None, on_message: Any,
+        calling: CoordinatorOptions | None = None, debug: int | None = None,
     ) -> Result | None:  # fmt: skip
         self.debug = debug
         self.source, self.settings, self.json, self.calling = source, settings, json, calling

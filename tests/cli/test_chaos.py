@@ -14,8 +14,8 @@ from unisono.chaos.fault_schedule import Kind
 from unisono.chaos.trial import depends
 from unisono.cli.chaos import read
 from unisono.elastic import state_transfer as state
-from unisono.elastic.state_transfer import Reached
-from unisono.tasks.source import Source
+from unisono.elastic.state_transfer import Progress
+from unisono.tasks.source import NamedTask
 
 TASK = """
 import torch
@@ -87,7 +87,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(
     [({}, ""), ({"compress": "Cast()"}, "sums are rounded otherwise"), ({"sync": "DiLoCo()"}, "replicas that walk")],
 )
 def test_why_bits_depend_on_who_takes_part(settings: dict[str, Any], why: str) -> None:
-    task = Source("unisono.tasks.builtin.digits:digits").load()
+    task = NamedTask("unisono.tasks.builtin.digits:digits").load()
     found = depends(task, {"workers": 3, "compress": "Exact()", **settings})
     assert why in found
     assert bool(why) == bool(found)
@@ -116,7 +116,7 @@ def test_whoever_does_not_ask_for_the_same_bits_is_told(unisono: Any, own: str) 
 def test_runs_that_differ_are_told_with_the_command_that_shows_it_again(
     unisono: Any, own: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def backward(*arguments: Any) -> Reached:
+    def backward(*arguments: Any) -> Progress:
         reached = adopt(*arguments)
         return replace(reached, steps=max(0, reached.steps - 1))
 

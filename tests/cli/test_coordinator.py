@@ -16,8 +16,8 @@ import pytest
 from tests.processes import ignoring
 from unisono.cli.token import token
 from unisono.errors import InvalidInput
-from unisono.membership import Contact
-from unisono.membership.http_client import Line
+from unisono.membership import CoordinatorAddress
+from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import StatusMessage, WordMessage
 
 TOKEN = "as long as it has to be"
@@ -57,14 +57,14 @@ def test_it_answers_whoever_has_the_token_until_it_is_asked_to_end(number: signa
         made = file.read_text().strip()
         assert made not in said
         for given, status in ((made, 200), (made[:-1], 401), ("", 401)):
-            answer = Line(Contact(url, given)).get("/v1/status", StatusMessage)
+            answer = HttpConnection(CoordinatorAddress(url, given)).get("/v1/status", StatusMessage)
             assert answer is not None
             assert answer.status == status
         process.send_signal(number)
         assert process.wait(20) == 0
     assert stat.S_IMODE((tmp_path / "coordinator.sqlite").stat().st_mode) == 0o600
     with coordinating(tmp_path) as process:  # again: with the same token
-        answer = Line(Contact(url_of(process), made)).get("/v1/status", StatusMessage)
+        answer = HttpConnection(CoordinatorAddress(url_of(process), made)).get("/v1/status", StatusMessage)
         assert answer is not None
         assert answer.status == 200
     file.chmod(0o644)
@@ -81,13 +81,18 @@ def test_it_makes_a_certificate_by_whose_fingerprint_it_is_known(tmp_path: Path)
             said, _, authority = process.stdout.readline().strip().rpartition(" ")
             assert said == f"others join with  unisono join {url} --authority"
             shown.append(authority)
-            answer = Line(Contact(url, TOKEN, authority=authority)).get("/v1/status", StatusMessage)
+            answer = HttpConnection(CoordinatorAddress(url, TOKEN, authority=authority)).get(
+                "/v1/status", StatusMessage
+            )
             assert answer is not None
             assert answer.status == 200
-            by_file = Contact(url, TOKEN, authority=str(tmp_path / "here.certificate.pem"))
-            assert Line(by_file).get("/v1/status", StatusMessage) is not None
+            by_file = CoordinatorAddress(url, TOKEN, authority=str(tmp_path / "here.certificate.pem"))
+            assert HttpConnection(by_file).get("/v1/status", StatusMessage) is not None
             another = authority[:-1] + ("0" if authority[-1] != "0" else "1")
-            assert Line(Contact(url, TOKEN, authority=another)).get("/v1/status", StatusMessage) is None
+            assert (
+                HttpConnection(CoordinatorAddress(url, TOKEN, authority=another)).get("/v1/status", StatusMessage)
+                is None
+            )
     assert shown[0] == shown[1]
     key = tmp_path / "here.key.pem"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
@@ -99,9 +104,9 @@ def test_it_makes_a_certificate_by_whose_fingerprint_it_is_known(tmp_path: Path)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_where_it_was_started_with_sigint_ignored_other_signals_end_it(number: signal.Signals, tmp_path: Path) -> None:
     with coordinating(tmp_path, ignored=[signal.SIGINT], UNISONO_TOKEN=TOKEN) as process:
-        contact = Contact(url_of(process), TOKEN)
+        contact = CoordinatorAddress(url_of(process), TOKEN)
         process.send_signal(signal.SIGINT)
-        answer = Line(contact).get("/v1/status", StatusMessage)
+        answer = HttpConnection(contact).get("/v1/status", StatusMessage)
         assert answer is not None
         assert answer.status == 200
         process.send_signal(number)
@@ -117,7 +122,7 @@ def test_started_again_it_knows_the_view(tmp_path) -> None:
         ) as it:
             url = url_of(it)
             port = url.rpartition(":")[2]
-            answer = Line(Contact(url, TOKEN)).post(
+            answer = HttpConnection(CoordinatorAddress(url, TOKEN)).post(
                 "/v1/beat", {"worker": f"w{number}", "count": 1, "ended": number - 1}, WordMessage
             )
             assert answer is not None

@@ -11,10 +11,10 @@ import pytest
 from tests.membership.test_attendance import TOKEN as THEIRS
 from tests.membership.test_attendance import serving
 from unisono.cli.status import heading
-from unisono.membership import Contact, Over, Standing, View
+from unisono.membership import CoordinatorAddress, StateVersion, View, ViewStatus
 from unisono.membership import contact_file as card
-from unisono.membership.endpoint import Calling, Place
-from unisono.membership.http_client import Line
+from unisono.membership.endpoint import CoordinatorOptions, Endpoint
+from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import WordMessage
 
 TOKEN = "as long as it has to be"
@@ -31,18 +31,21 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     ("line", "calling"),
     [
         ("", None),
-        ("--listen 10.0.0.1 --certificate none", Calling(Place("10.0.0.1"), TOKEN)),
-        ("--listen localhost", Calling(Place("localhost"), TOKEN)),
-        ("--listen=[::]:4000 --certificate=none", Calling(Place("::", 4000), TOKEN)),
-        (f"--listen here:1 --certificate none --authority {__file__}", Calling(Place("here", 1), TOKEN, __file__)),
-        ("--listen 10.0.0.1 --certificate new", Calling(Place("10.0.0.1", makes_certificate=True), TOKEN)),
+        ("--listen 10.0.0.1 --certificate none", CoordinatorOptions(Endpoint("10.0.0.1"), TOKEN)),
+        ("--listen localhost", CoordinatorOptions(Endpoint("localhost"), TOKEN)),
+        ("--listen=[::]:4000 --certificate=none", CoordinatorOptions(Endpoint("::", 4000), TOKEN)),
+        (f"--listen here:1 --certificate none --authority {__file__}",
+         CoordinatorOptions(Endpoint("here", 1), TOKEN, __file__)),
+        ("--listen 10.0.0.1 --certificate new",
+         CoordinatorOptions(Endpoint("10.0.0.1", makes_certificate=True), TOKEN)),
         (f"--coordinator https://here:4 --authority {PIN}",
-         Calling(elsewhere=Contact("https://here:4", TOKEN, authority=PIN))),
-        ("--coordinator https://here:4", Calling(elsewhere=Contact("https://here:4", TOKEN))),
-        ("--coordinator http://here:4 --authority none", Calling(elsewhere=Contact("http://here:4", TOKEN))),
-        ("--coordinator http://[::1]:4", Calling(elsewhere=Contact("http://[::1]:4", TOKEN))),
+         CoordinatorOptions(elsewhere=CoordinatorAddress("https://here:4", TOKEN, authority=PIN))),
+        ("--coordinator https://here:4", CoordinatorOptions(elsewhere=CoordinatorAddress("https://here:4", TOKEN))),
+        ("--coordinator http://here:4 --authority none",
+         CoordinatorOptions(elsewhere=CoordinatorAddress("http://here:4", TOKEN))),
+        ("--coordinator http://[::1]:4", CoordinatorOptions(elsewhere=CoordinatorAddress("http://[::1]:4", TOKEN))),
         (f"--listen a --certificate {__file__} --key {__file__}",
-         Calling(Place("a", 0, Path(__file__), Path(__file__)), TOKEN)),
+         CoordinatorOptions(Endpoint("a", 0, Path(__file__), Path(__file__)), TOKEN)),
     ],
 )  # fmt: skip
 def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, calling) -> None:
@@ -90,9 +93,9 @@ def test_without_a_token_nobody_is_asked(unisono, monkeypatch) -> None:
 
 def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) -> None:
     with serving(tmp_path / "state") as served:
-        card.keep(tmp_path, Contact(served.url, THEIRS))
+        card.keep(tmp_path, CoordinatorAddress(served.url, THEIRS))
         assert unisono("status", "--run", str(tmp_path)).out == "no view yet: 0 workers are here\n"
-        line = Line(Contact(served.url, THEIRS))
+        line = HttpConnection(CoordinatorAddress(served.url, THEIRS))
         for worker in ("a", "b"):
             line.post("/v1/beat", {"worker": worker, "count": 1}, WordMessage)
         standing = {"view": 1, "step": 1200, "digest": "x"}
@@ -111,7 +114,7 @@ def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) ->
 
 
 def test_each_way_in_which_a_view_may_stand_has_words() -> None:
-    view = View(2, ("a",), Standing(0, 7), (), (Place(),))
-    said = {over: heading(view, over) for over in Over}
-    assert said[Over.NO] == "view 2: 1 worker from what was kept; it goes on"
-    assert len(set(said.values())) == len(Over)
+    view = View(2, ("a",), StateVersion(0, 7), (), (Endpoint(),))
+    said = {over: heading(view, over) for over in ViewStatus}
+    assert said[ViewStatus.NO] == "view 2: 1 worker from what was kept; it goes on"
+    assert len(set(said.values())) == len(ViewStatus)

@@ -10,22 +10,22 @@ import pytest
 
 from tests.membership.test_attendance import TOKEN, serving
 from unisono.cli import main
-from unisono.membership import Agent, Contact, Policy, Standing
-from unisono.membership.client import Attendance
+from unisono.membership import Agent, CoordinatorAddress, Policy, StateVersion
+from unisono.membership.client import CoordinatorClient
 from unisono.membership.contact_file import keep
-from unisono.observe.activity import Doing, Phase
+from unisono.observe.activity import Activity, Phase
 
-DOING = Doing(Phase.DATA, 7, 1, 2.5, "", (), "own.py:31 __getitem__")
+DOING = Activity(Phase.DATA, 7, 1, 2.5, "", (), "own.py:31 __getitem__")
 
 
 def test_a_run_under_way_says_what_each_does_on_which_line_and_where_the_time_went(tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     (run / "coordinator").mkdir(parents=True)
     with serving(tmp_path / "state", policy=Policy(expected=1, maximum=1)) as served:
-        contact = Contact(served.url, TOKEN)
+        contact = CoordinatorAddress(served.url, TOKEN)
         keep(run, contact)
         spent = {Phase.COMPUTE: 6.0, Phase.DATA: 4.0}
-        with Attendance(contact, Agent("0", Standing()), lambda view: None, doing=lambda: DOING,
+        with CoordinatorClient(contact, Agent("0", StateVersion()), lambda view: None, doing=lambda: DOING,
                         spent=lambda: spent) as attendance:  # fmt: skip
             assert attendance.next_view() is not None
             attendance.met(1, 0, "")  # with which it tells where the time went
@@ -66,11 +66,13 @@ def test_what_a_worker_says_of_itself_is_shown_as_it_is(tmp_path: Path, capsys) 
     """Brackets are no markup, and what a terminal would obey never gets there."""
     run = tmp_path / "run"
     (run / "coordinator").mkdir(parents=True)
-    said = Doing(Phase.COMMUNICATION, 7, 1, 2.5, "[/x] [bold]", (), "[red]own.py:31 [link=http://a]")
+    said = Activity(Phase.COMMUNICATION, 7, 1, 2.5, "[/x] [bold]", (), "[red]own.py:31 [link=http://a]")
     with serving(tmp_path / "state", policy=Policy(expected=1, maximum=1)) as served:
-        contact = Contact(served.url, TOKEN)
+        contact = CoordinatorAddress(served.url, TOKEN)
         keep(run, contact)
-        with Attendance(contact, Agent("0", Standing()), lambda view: None, doing=lambda: said) as attendance:
+        with CoordinatorClient(
+            contact, Agent("0", StateVersion()), lambda view: None, doing=lambda: said
+        ) as attendance:
             assert attendance.next_view() is not None
             attendance.met(1, 0, "")
             assert main(["status", "--run", str(run)]) == 0

@@ -14,7 +14,7 @@ from tests.cli.played import Played, Result, Said
 from unisono.errors import Diverged, InvalidInput, WorkerFailed
 from unisono.launch.stop_request import Interrupted
 from unisono.observe import write_config
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 Unisono = Callable[..., Said]
 
@@ -48,7 +48,7 @@ def test_options_reach_the_run(
     said = unisono("train", *line.split(" "))
     assert said.code == 0, said.err
     assert played.settings == settings
-    assert played.source == Source("text" if "text" in line else "digits", arguments, os.getcwd())
+    assert played.source == NamedTask("text" if "text" in line else "digits", arguments, os.getcwd())
 
 
 def test_an_option_beats_the_file_and_set_beats_both(unisono: Unisono, played: Played, tmp_path: Path) -> None:

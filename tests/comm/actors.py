@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unisono.comm import Answer, Line, Message
+from unisono.comm import ActorConnection, ActorMessage, Answer
 
 
 class Echo:
@@ -17,77 +17,77 @@ class Echo:
     def __init__(self, number: int = 0, config: Mapping[str, Any] | None = None) -> None:
         self.number, self.config = number, dict(config or {})
         self.largest_bytes = self.config.get("largest_bytes", 1 << 30)
-        self.lines: Sequence[Line] = ()
+        self.lines: Sequence[ActorConnection] = ()
         self.gone: set[int] = set()
         self.waiting: list[Answer] = []
         self.watching: list[Answer] = []
         self.total = torch.zeros(0)
 
-    def meet(self, lines: Sequence[Line]) -> None:
+    def meet(self, lines: Sequence[ActorConnection]) -> None:
         self.lines = lines
 
-    def receive(self, sender: int, message: Message, answer: Answer) -> None:
-        handle: Callable[[int, Message, Answer], None] = getattr(self, message.kind)
+    def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
+        handle: Callable[[int, ActorMessage, Answer], None] = getattr(self, message.kind)
         handle(sender, message, answer)
 
     def lost(self, sender: int) -> None:
         self.gone.add(sender)
         for answer in self.watching:
-            answer(Message("gone", {"senders": sorted(self.gone)}))
+            answer(ActorMessage("gone", {"senders": sorted(self.gone)}))
         self.watching.clear()
 
-    def echo(self, sender: int, message: Message, answer: Answer) -> None:
-        answer(Message("echo", {**message.fields, "sender": sender, "number": self.number}, message.tensors))
+    def echo(self, sender: int, message: ActorMessage, answer: Answer) -> None:
+        answer(ActorMessage("echo", {**message.fields, "sender": sender, "number": self.number}, message.tensors))
 
-    def barrier(self, sender: int, message: Message, answer: Answer) -> None:
+    def barrier(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """Answers when all have called."""
         self.waiting.append(answer)
         if len(self.waiting) == message.fields["size"]:
             for each in self.waiting:
-                each(Message("go", {"number": self.number}))
+                each(ActorMessage("go", {"number": self.number}))
             self.waiting.clear()
 
-    def add(self, sender: int, message: Message, answer: Answer) -> None:
+    def add(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """Answers with the sum of all that it was sent."""
         (x,) = message.tensors
         if self.total.numel() != x.numel():
             self.total = torch.zeros_like(x)
         self.total += x
-        answer(Message("sum", {}, [self.total]))
+        answer(ActorMessage("sum", {}, [self.total]))
 
-    def value(self, sender: int, message: Message, answer: Answer) -> None:
-        answer(Message("value", {"gone": sorted(self.gone)}, [self.total]))
+    def value(self, sender: int, message: ActorMessage, answer: Answer) -> None:
+        answer(ActorMessage("value", {"gone": sorted(self.gone)}, [self.total]))
 
-    def watch(self, sender: int, message: Message, answer: Answer) -> None:
+    def watch(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """Answers when somebody is lost."""
         if self.gone:
-            answer(Message("gone", {"senders": sorted(self.gone)}))
+            answer(ActorMessage("gone", {"senders": sorted(self.gone)}))
         else:
             self.watching.append(answer)
 
-    def forward(self, sender: int, message: Message, answer: Answer) -> None:
+    def forward(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """Has a colleague echo it."""
         after = message.fields["to"]
 
-        def then(said: Message | None) -> None:
+        def then(said: ActorMessage | None) -> None:
             if said is None:
-                answer(Message("nobody", {"to": after}))
+                answer(ActorMessage("nobody", {"to": after}))
             else:
-                answer(Message("forwarded", said.fields, said.tensors))
+                answer(ActorMessage("forwarded", said.fields, said.tensors))
 
-        self.lines[after].tell(Message("echo", {"by": self.number}, message.tensors), then)
+        self.lines[after].tell(ActorMessage("echo", {"by": self.number}, message.tensors), then)
 
-    def silent(self, sender: int, message: Message, answer: Answer) -> None:
+    def silent(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """Never answers."""
 
-    def fail(self, sender: int, message: Message, answer: Answer) -> None:
+    def fail(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         raise ValueError("as it was asked to")
 
-    def process(self, sender: int, message: Message, answer: Answer) -> None:
-        answer(Message("process", {"pid": os.getpid(), "threads": torch.get_num_threads(), "config": self.config}))
+    def process(self, sender: int, message: ActorMessage, answer: Answer) -> None:
+        answer(ActorMessage("process", {"pid": os.getpid(), "threads": torch.get_num_threads(), "config": self.config}))
 
-    def draw(self, sender: int, message: Message, answer: Answer) -> None:
-        answer(Message("drawn", {"number": float(torch.rand(1))}))
+    def draw(self, sender: int, message: ActorMessage, answer: Answer) -> None:
+        answer(ActorMessage("drawn", {"number": float(torch.rand(1))}))
 
 
 def draws(number: int, config: Mapping[str, Any]) -> Echo:

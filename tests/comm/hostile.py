@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from unisono.comm import Alone, Line, Message
+from unisono.comm import ActorConnection, ActorMessage, SingleWorker
 from unisono.comm.actors import handshake as trust
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.listener import abstract
@@ -35,7 +35,7 @@ NOBODY = 1000  # numbers of senders from here on belong to no worker
 class Target:
     """A server in a process of its own, a good client of it, and what an enemy may know."""
 
-    line: Line
+    line: ActorConnection
     pid: int
     family: socket.AddressFamily
     address: tuple[str, int] | str
@@ -43,7 +43,7 @@ class Target:
 
     def value(self) -> torch.Tensor:
         """The state of the actor."""
-        return self.line.call(Message("value")).wait().tensors[0].clone()
+        return self.line.call(ActorMessage("value")).wait().tensors[0].clone()
 
     def memory_bytes(self) -> int:
         """What the server has in memory."""
@@ -100,7 +100,7 @@ def target(door: str) -> Iterator[Target]:
     now on come by the same `door`."""
     hosting = Hosting(deadline_seconds=60.0)
     try:
-        (line,) = hosting.serve(Alone(), 1, "tests.comm.actors:Echo", {"largest_bytes": LARGEST_BYTES})
+        (line,) = hosting.serve(SingleWorker(), 1, "tests.comm.actors:Echo", {"largest_bytes": LARGEST_BYTES})
         place = line._place  # type: ignore[attr-defined]
         family, address = {
             "network": (socket.AF_INET, (place.address, place.port)),
@@ -108,7 +108,7 @@ def target(door: str) -> Iterator[Target]:
         }[door]
         made = Target(line, place.pid, family, address, hosting._token)
         told = torch.arange(1000, dtype=torch.float64)
-        line.call(Message("add", {}, [told])).wait()
+        line.call(ActorMessage("add", {}, [told])).wait()
         crowd(made, 200)  # memory that a crowd takes once
         before = made.memory_bytes()
         yield made
@@ -139,7 +139,7 @@ def replay(server: Target) -> None:
 
 def broken_messages(server: Target) -> None:
     """A client that is trusted and broken: it loses its connection, and nothing else happens."""
-    good = b"".join(frames.encode(Message("value", {}, [torch.zeros(4)])))
+    good = b"".join(frames.encode(ActorMessage("value", {}, [torch.zeros(4)])))
     head = lambda text, tensors, payload: struct.pack("<4sIIxxxxQQ", b"uni1", text, tensors, 0, payload)
     table = lambda code, numel: struct.pack("<B7xQ", code, numel)
     cases = [
@@ -217,7 +217,7 @@ def served(server: Target) -> None:
     while True:
         try:
             with server.trusted(NOBODY + 1) as client:
-                client.say(b"".join(frames.encode(Message("value"))))
+                client.say(b"".join(frames.encode(ActorMessage("value"))))
                 assert client.wire.recv(4) == b"uni1"
                 return
         except ConnectionError:  # it had to make room, or its predecessor is not gone yet

@@ -15,7 +15,7 @@ import torch
 from tests.comm import laws
 from tests.comm.actors import Echo
 from tests.processes import start
-from unisono.comm import Abort, Meeting, Message
+from unisono.comm import Abort, ActorMessage, Meeting
 from unisono.errors import PeerLost
 
 WHY = "the view is over"
@@ -85,7 +85,7 @@ def wait(comm: Any, lines: list[Any], verb: str) -> None:
     elif verb == "host":
         comm.host(Echo(comm.rank))
     elif verb == "call":
-        lines[-1].call(Message("echo")).wait()
+        lines[-1].call(ActorMessage("echo")).wait()
     elif verb == "within":
         comm.tiers("t").within.sum(torch.zeros(3)).wait()
     else:

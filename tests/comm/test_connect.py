@@ -17,9 +17,9 @@ import torch
 from tests.comm.laws import start_sum
 from tests.launch.observation import within
 from tests.processes import run, start
-from unisono.comm import Abort, Alone, SharedMemory, TorchGroup, connect
+from unisono.comm import Abort, SharedMemory, SingleWorker, TorchGroup, connect
 from unisono.comm.rendezvous.address import Rendezvous, open_store, own_address, parse_rendezvous
-from unisono.comm.rendezvous.store_exchange import Notices
+from unisono.comm.rendezvous.store_exchange import StoreExchange
 from unisono.errors import InvalidInput, PeerLost
 
 PROMPT_SECONDS = 20.0
@@ -63,7 +63,7 @@ def test_the_own_address_is_the_one_towards_the_meeting_place() -> None:
 
 
 def test_one_worker_meets_nobody() -> None:
-    assert isinstance(connect(0, 1, rendezvous="", local_size=1), Alone)
+    assert isinstance(connect(0, 1, rendezvous="", local_size=1), SingleWorker)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ WRITERS = 4  # each of which is about to write whenever another one is done
 def write_until_struck(rank: int, size: int, path: Path, blow: signal.Signals) -> list[str]:
     """Writers say one thing after the other until they are stopped or die; what the others tell each other then."""
     store = open_store(parse_rendezvous(f"file://{path}/place"), rank, PROMPT_SECONDS, Abort())
-    notices = Notices(store, PROMPT_SECONDS, Abort())
+    notices = StoreExchange(store, PROMPT_SECONDS, Abort())
     if rank < WRITERS:
         threading.Timer(0.2, lambda: os.kill(os.getpid(), blow)).start()
         for number in itertools.count():

@@ -9,11 +9,11 @@ from contextlib import closing
 import pytest
 
 from tests.comm.actors import Echo
-from unisono.comm import Message
+from unisono.comm import ActorMessage
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.handshake import Terms, Trusted
 from unisono.comm.actors.protection import Direction, Protection
-from unisono.comm.actors.server import Desk
+from unisono.comm.actors.server import ActorServer
 
 
 class SlowToGrasp(Echo):
@@ -36,7 +36,7 @@ def bare(wire: socket.socket) -> Trusted:
 
 def test_who_sees_its_connection_end_may_come_back_at_once() -> None:
     actor = SlowToGrasp()
-    desk = Desk(actor, 0, lambda sender, nbytes: None)
+    desk = ActorServer(actor, 0, lambda sender, nbytes: None)
     desk.meet([])
     ours, theirs = socket.socketpair()
     ours.settimeout(10.0)
@@ -54,6 +54,6 @@ def test_who_sees_its_connection_end_may_come_back_at_once() -> None:
     again.settimeout(10.0)
     with closing(again):
         desk.welcome(bare(theirs), 7)
-        again.sendall(b"".join(frames.encode(Message("value"))))
+        again.sendall(b"".join(frames.encode(ActorMessage("value"))))
         assert again.recv(4) == b"uni1"
     desk.close()

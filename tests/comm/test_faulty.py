@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.comm.test_simulated import VERBS
-from unisono.comm import Appointment, Delay, Faulty, Lost, outcomes, simulate
+from unisono.comm import Delay, Faulty, InjectedFailure, Lost, outcomes, simulate
 from unisono.errors import PeerLost
 
 
@@ -31,14 +31,14 @@ def steps(comm, appointments, verbs):
 def test_the_appointment_is_kept_at_the_counted_start(verb, count, rank):
     verbs = ["sum", "gather", "broadcast", "exchange", "swap"] * 3
     at = count - 1 if verb == "*" else [i for i, each in enumerate(verbs) if each == verb][count - 1]
-    results = outcomes(3, steps, [Appointment(rank, verb, count)], verbs)
+    results = outcomes(3, steps, [InjectedFailure(rank, verb, count)], verbs)
     assert isinstance(results[rank], Lost)
     assert [results[r] for r in range(3) if r != rank] == [(at, (rank,))] * 2
 
 
 def test_without_an_appointment_everything_is_as_without():
     assert simulate(3, steps, [], list(VERBS)) == [(5, ())] * 3
-    assert simulate(3, steps, [Appointment(rank=1, count=2)], list(VERBS)) == [(5, ())] * 3
+    assert simulate(3, steps, [InjectedFailure(rank=1, count=2)], list(VERBS)) == [(5, ())] * 3
 
 
 def test_lanes_count_together_and_the_rest_is_passed_through():
@@ -58,7 +58,7 @@ def test_lanes_count_together_and_the_rest_is_passed_through():
 
 def test_two_lost_one_after_the_other():
     def worker(comm):
-        comm = Faulty(comm, [Appointment(0, "sum", 2), Appointment(1, "*", 3)])
+        comm = Faulty(comm, [InjectedFailure(0, "sum", 2), InjectedFailure(1, "*", 3)])
         lost = []
         for _ in range(3):
             comm.compute(1.0)
@@ -76,9 +76,9 @@ def test_two_lost_one_after_the_other():
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: Appointment(0, "add"),
-        lambda: Appointment(0, count=0),
-        lambda: Appointment(0, how="nicely"),
+        lambda: InjectedFailure(0, "add"),
+        lambda: InjectedFailure(0, count=0),
+        lambda: InjectedFailure(0, how="nicely"),
         lambda: Delay(0, seconds=-1.0),
     ],
 )
@@ -88,7 +88,7 @@ def test_appointments_are_checked(wrong):
 
 
 def die():
-    simulate(1, lambda comm: Faulty(comm, [Appointment(0, how="kill")]).sum(torch.zeros(1)))
+    simulate(1, lambda comm: Faulty(comm, [InjectedFailure(0, how="kill")]).sum(torch.zeros(1)))
 
 
 def test_kill_ends_the_process():

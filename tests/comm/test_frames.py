@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from unisono.comm import Message
+from unisono.comm import ActorMessage
 from unisono.comm.actors.wire_format import (
     DTYPES,
     HEAD_BYTES,
@@ -29,14 +29,14 @@ FIELDS = (
 
 @pytest.mark.parametrize("fields", FIELDS)
 def test_fields_come_back(fields: dict) -> None:
-    (text,) = encode(Message("push", fields))
+    (text,) = encode(ActorMessage("push", fields))
     head = Head.parse(text[:HEAD_BYTES], 0)
     assert parse_text(bytes(text[HEAD_BYTES:])) == ("push", fields)
     assert (head.text_bytes, head.tensors, head.payload_bytes) == (len(text) - HEAD_BYTES, 0, 0)
 
 
 def test_what_is_no_number_comes_back() -> None:
-    (text,) = encode(Message("push", {"loss": [math.nan, math.inf, -math.inf]}))
+    (text,) = encode(ActorMessage("push", {"loss": [math.nan, math.inf, -math.inf]}))
     _, fields = parse_text(bytes(text[HEAD_BYTES:]))
     assert math.isnan(fields["loss"][0])
     assert fields["loss"][1:] == [math.inf, -math.inf]
@@ -46,7 +46,7 @@ def test_what_is_no_number_comes_back() -> None:
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_tensors_come_back_to_the_bit(dtype: torch.dtype, count: int) -> None:
     x = torch.arange(1, count + 1).to(dtype)
-    whole = memoryview(b"".join(encode(Message("push", {}, [x, x]))))
+    whole = memoryview(b"".join(encode(ActorMessage("push", {}, [x, x]))))
     head = Head.parse(whole[:HEAD_BYTES], 1 << 10)
     table = parse_table(head, whole[HEAD_BYTES:][: head.table_bytes])
     buffer = Buffer(head.payload_bytes)
@@ -62,7 +62,7 @@ def test_tensors_come_back_to_the_bit(dtype: torch.dtype, count: int) -> None:
 )
 def test_a_field_that_is_not_json_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match="'push' is not JSON"):
-        encode(Message("push", {"x": value}))
+        encode(ActorMessage("push", {"x": value}))
 
 
 @pytest.mark.parametrize(

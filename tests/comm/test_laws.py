@@ -15,7 +15,7 @@ import torch
 from tests.comm import laws
 from tests.launch.observation import within
 from tests.processes import run, start
-from unisono.comm import Alone, Communicator, connect, simulate
+from unisono.comm import Communicator, SingleWorker, connect, simulate
 from unisono.errors import CommunicationError, MessageMismatch, PeerLost
 
 DEADLINE_SECONDS = 20.0
@@ -26,7 +26,7 @@ EVERY = [("alone", 1), *(("simulated", size) for size in (1, 2, 3, 4)), *REAL]
 def over(kind: str, size: int, directory: Path, law: Callable[..., Any], *args: Any) -> list[Any]:
     """What `law` returned on each worker of a communicator of that kind."""
     if kind == "alone":
-        return [law(Alone(), *args)]
+        return [law(SingleWorker(), *args)]
     if kind == "simulated":
         return simulate(size, law, *args)
     return run(size, connected, kind, f"file://{directory}", DEADLINE_SECONDS, law, *args)

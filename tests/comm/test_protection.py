@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.comm.hostile import Target, target
-from unisono.comm import Message
+from unisono.comm import ActorMessage
 from unisono.comm.actors import wire_format as frames
-from unisono.comm.actors.client import Place, SocketLine, connect_line
+from unisono.comm.actors.client import ActorAddress, SocketConnection, connect_line
 from unisono.comm.actors.handshake import Terms, Untrusted, challenge, introduce, judge
 from unisono.comm.actors.message_stream import Inbox, Outbox
 from unisono.comm.actors.protection import SEGMENT_BYTES, SINGLE_BYTES, TAG_BYTES, Direction, Protected, Protection
@@ -39,18 +39,18 @@ SEVERAL = (5, 0, 70_000, SEGMENT_BYTES, 9, 2 * SEGMENT_BYTES)
 MODES = pytest.mark.parametrize("encrypted", [False, True], ids=["authenticated", "encrypted"])
 
 
-def message(*sizes: int) -> Message:
+def message(*sizes: int) -> ActorMessage:
     """With tensors of so many bytes."""
     tensors = [torch.arange(size).to(torch.uint8) for size in sizes]
-    return Message("push", {"said": SECRET}, tensors)
+    return ActorMessage("push", {"said": SECRET}, tensors)
 
 
-def on_the_wire(outgoing: Direction, *messages: Message) -> bytes:
+def on_the_wire(outgoing: Direction, *messages: ActorMessage) -> bytes:
     pieces = (part for each in messages for part in outgoing.protect(frames.encode(each)))
     return b"".join(piece for part in pieces for piece in part)
 
 
-def arrived(data: bytes, incoming: Direction, count: int = 1) -> list[Message]:
+def arrived(data: bytes, incoming: Direction, count: int = 1) -> list[ActorMessage]:
     """What an actor is told that reads `data`."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -65,7 +65,9 @@ def arrived(data: bytes, incoming: Direction, count: int = 1) -> list[Message]:
         inbox = Inbox(theirs, 1 << 24, incoming)
         try:
             found = [inbox.read() for _ in range(count)]
-            return [Message(x.message.kind, x.message.fields, [y.clone() for y in x.message.tensors]) for x in found]
+            return [
+                ActorMessage(x.message.kind, x.message.fields, [y.clone() for y in x.message.tensors]) for x in found
+            ]
         finally:
             theirs.shutdown(socket.SHUT_RDWR)
             writer.join()
@@ -185,10 +187,10 @@ class Relay:
 
 
 @contextmanager
-def relayed(server: Target, alter: Callable[[bytes, bool], bytes]) -> Iterator[tuple[SocketLine, Relay]]:
+def relayed(server: Target, alter: Callable[[bytes, bool], bytes]) -> Iterator[tuple[SocketConnection, Relay]]:
     assert isinstance(server.address, tuple)
     with closing(Relay(server.address, alter)) as relay:
-        place: Place = server.line._place  # type: ignore[attr-defined]
+        place: ActorAddress = server.line._place  # type: ignore[attr-defined]
         through = replace(place, address="127.0.0.1", port=relay.port, nearby="")
         with closing(connect_line(through, server.token, 1000, 20.0)) as line:
             yield line, relay
@@ -209,10 +211,10 @@ def test_a_relay_that_alters_what_is_pushed_loses_the_connection(server: Target)
 
     with relayed(server, alter) as (line, _):
         ones = torch.ones(before.numel())
-        assert torch.equal(line.call(Message("echo", {}, [ones])).wait().tensors[0], ones)
+        assert torch.equal(line.call(ActorMessage("echo", {}, [ones])).wait().tensors[0], ones)
         altering.set()
         with pytest.raises(PeerLost):
-            line.call(Message("add", {}, [ones])).wait()
+            line.call(ActorMessage("add", {}, [ones])).wait()
     assert torch.equal(server.value(), before)
 
 
@@ -223,10 +225,10 @@ def test_a_relay_that_alters_an_answer_loses_the_connection(server: Target) -> N
         return data[:-20] + b"\x00\x00\x00\x40" + data[-16:] if altering.is_set() and not from_client else data
 
     with relayed(server, alter) as (line, _):
-        line.call(Message("value")).wait()
+        line.call(ActorMessage("value")).wait()
         altering.set()
         with pytest.raises(PeerLost, match="altered"):
-            line.call(Message("value")).wait()
+            line.call(ActorMessage("value")).wait()
 
 
 def test_a_relay_that_repeats_what_was_pushed_is_not_believed(server: Target) -> None:
@@ -237,12 +239,12 @@ def test_a_relay_that_repeats_what_was_pushed_is_not_believed(server: Target) ->
         return data * 2 if repeating.is_set() and from_client else data
 
     with relayed(server, alter) as (line, _):
-        line.call(Message("value")).wait()
+        line.call(ActorMessage("value")).wait()
         repeating.set()
         pushed = torch.ones(before.numel(), dtype=torch.float64)
-        line.call(Message("add", {}, [pushed])).wait()  # the first of the two is what was sent
+        line.call(ActorMessage("add", {}, [pushed])).wait()  # the first of the two is what was sent
     assert torch.equal(server.value(), before + pushed)
-    server.line.call(Message("add", {}, [-pushed])).wait()
+    server.line.call(ActorMessage("add", {}, [-pushed])).wait()
 
 
 def test_what_was_reached_by_its_local_name_from_elsewhere_is_not_trusted() -> None:

@@ -19,9 +19,9 @@ from tests.comm.laws import same, sample
 from tests.comm.test_laws import connected
 from tests.launch.observation import within
 from tests.processes import run, start
-from unisono.comm import Alone, Communicator, Line, Link, Message, Simulated, outcomes, simulate
-from unisono.comm.actors.client import Place, connect_line
-from unisono.comm.actors.listener import Doors, Reception, listen
+from unisono.comm import ActorConnection, ActorMessage, Communicator, Link, Simulated, SingleWorker, outcomes, simulate
+from unisono.comm.actors.client import ActorAddress, connect_line
+from unisono.comm.actors.listener import ActorListener, ListeningSockets, listen
 from unisono.comm.actors.wire_format import DTYPES, encode, nbytes
 from unisono.comm.host import host_name
 from unisono.errors import MessageMismatch, PeerLost
@@ -34,18 +34,18 @@ DEADLINE_SECONDS = 60.0
 def over(kind: str, size: int, directory: Path, law: Callable[..., Any], *args: Any) -> list[Any]:
     """What `law` returned on each worker of a communicator of that kind; servers take their time to start."""
     if kind == "alone":
-        return [law(Alone(), *args)]
+        return [law(SingleWorker(), *args)]
     if kind == "simulated":
         return simulate(size, law, *args)
     args = (kind, f"file://{directory}", DEADLINE_SECONDS, law, *args)
     return run(size, connected, *args, timeout_seconds=150.0)
 
 
-def hosted(comm: Communicator) -> list[Line]:
+def hosted(comm: Communicator) -> list[ActorConnection]:
     return comm.host(Echo(comm.rank))
 
 
-def served(comm: Communicator) -> list[Line]:
+def served(comm: Communicator) -> list[ActorConnection]:
     return comm.serve(SERVERS, "tests.comm.actors:Echo", {"told": [1, None]})
 
 
@@ -56,26 +56,26 @@ def together(comm: Communicator) -> None:
 # The laws: each is run by all workers on lines of both kinds.
 
 
-def echoes_every_dtype_and_size(comm: Communicator, lines: list[Line]) -> None:
+def echoes_every_dtype_and_size(comm: Communicator, lines: list[ActorConnection]) -> None:
     for dtype in DTYPES:
         xs = [sample(comm.rank, dtype, (size,), size) for size in (0, 1, 3, 1001)]
         for number, line in enumerate(lines):
-            answer = line.call(Message("echo", {"text": "ä\0", "none": None}, xs)).wait()
+            answer = line.call(ActorMessage("echo", {"text": "ä\0", "none": None}, xs)).wait()
             assert answer.fields == {"text": "ä\0", "none": None, "sender": comm.rank, "number": number}
             assert all(map(same, answer.tensors, xs))
             assert len(answer.tensors) == len(xs)
 
 
-def large_messages_arrive_whole(comm: Communicator, lines: list[Line]) -> None:
+def large_messages_arrive_whole(comm: Communicator, lines: list[ActorConnection]) -> None:
     x = sample(comm.rank, torch.float32, (3_000_001,))
     for line in lines:
-        (found,) = line.call(Message("echo", {}, [x])).wait().tensors
+        (found,) = line.call(ActorMessage("echo", {}, [x])).wait().tensors
         assert same(found, x)
 
 
-def several_calls_are_under_way_in_order(comm: Communicator, lines: list[Line]) -> None:
+def several_calls_are_under_way_in_order(comm: Communicator, lines: list[ActorConnection]) -> None:
     for size in (10, 200_000):
-        works = [lines[-1].call(Message("echo", {"i": i}, [torch.full((size,), i)])) for i in range(20)]
+        works = [lines[-1].call(ActorMessage("echo", {"i": i}, [torch.full((size,), i)])) for i in range(20)]
         for i in (19, 3, *set(range(20)) - {19, 3}):
             answer = works[i].wait()
             assert answer.fields["i"] == i
@@ -83,43 +83,43 @@ def several_calls_are_under_way_in_order(comm: Communicator, lines: list[Line]) 
         assert works[19].wait().fields["i"] == 19
 
 
-def polling_is_enough(comm: Communicator, lines: list[Line]) -> None:
-    work = lines[0].call(Message("echo", {}, [torch.ones(300_000)]))
+def polling_is_enough(comm: Communicator, lines: list[ActorConnection]) -> None:
+    work = lines[0].call(ActorMessage("echo", {}, [torch.ones(300_000)]))
     while not work.poll():
         pass
     assert work.wait().tensors[0].sum() == 300_000
 
 
-def answers_may_come_later(comm: Communicator, lines: list[Line]) -> None:
-    works = [line.call(Message("barrier", {"size": comm.size})) for line in lines]
+def answers_may_come_later(comm: Communicator, lines: list[ActorConnection]) -> None:
+    works = [line.call(ActorMessage("barrier", {"size": comm.size})) for line in lines]
     assert [work.wait().fields["number"] for work in works] == list(range(len(lines)))
 
 
-def an_early_answer_overtakes_a_late_one(comm: Communicator, lines: list[Line]) -> None:
-    late = lines[0].call(Message("barrier", {"size": comm.size}, [torch.ones(5)]))
-    assert lines[0].call(Message("echo", {"i": 1})).wait().fields["i"] == 1
+def an_early_answer_overtakes_a_late_one(comm: Communicator, lines: list[ActorConnection]) -> None:
+    late = lines[0].call(ActorMessage("barrier", {"size": comm.size}, [torch.ones(5)]))
+    assert lines[0].call(ActorMessage("echo", {"i": 1})).wait().fields["i"] == 1
     assert late.wait().kind == "go"
 
 
-def actors_talk_to_each_other(comm: Communicator, lines: list[Line]) -> None:
+def actors_talk_to_each_other(comm: Communicator, lines: list[ActorConnection]) -> None:
     x = sample(comm.rank, torch.bfloat16, (77,))
     for here, line in enumerate(lines):
         for there in range(len(lines)):
-            answer = line.call(Message("forward", {"to": there}, [x])).wait()
+            answer = line.call(ActorMessage("forward", {"to": there}, [x])).wait()
             assert (answer.kind, answer.fields) == ("forwarded", {"by": here, "number": there, "sender": -1 - here})
             assert same(answer.tensors[0], x)
 
 
-def what_leaves_is_counted(comm: Communicator, lines: list[Line]) -> None:
+def what_leaves_is_counted(comm: Communicator, lines: list[ActorConnection]) -> None:
     together(comm)
-    message = Message("echo", {"i": 1}, [torch.ones(1000), torch.zeros(3, dtype=torch.uint8)])
+    message = ActorMessage("echo", {"i": 1}, [torch.ones(1000), torch.zeros(3, dtype=torch.uint8)])
     before = comm.bytes_sent
     lines[-1].call(message).wait()
-    leaves = not isinstance(comm, Alone)
+    leaves = not isinstance(comm, SingleWorker)
     assert comm.bytes_sent - before == leaves * nbytes(encode(message))
 
 
-LAWS: list[Callable[[Communicator, list[Line]], None]] = [
+LAWS: list[Callable[[Communicator, list[ActorConnection]], None]] = [
     echoes_every_dtype_and_size,
     large_messages_arrive_whole,
     several_calls_are_under_way_in_order,
@@ -141,17 +141,17 @@ def all_laws(comm: Communicator) -> None:
         together(comm)
 
 
-def failures_end_one_connection(comm: Communicator, lines: list[Line]) -> None:
+def failures_end_one_connection(comm: Communicator, lines: list[ActorConnection]) -> None:
     """An actor that fails at a message of worker 0 loses worker 0 and nobody else."""
     if comm.rank == 0:
         for kind in ("fail", "echo"):
             with pytest.raises(PeerLost, match=kind) as lost:
-                lines[0].call(Message(kind)).wait()
+                lines[0].call(ActorMessage(kind)).wait()
             assert lost.value.ranks == (0,)
         if len(lines) > 1:
-            lines[-1].call(Message("echo")).wait()
+            lines[-1].call(ActorMessage("echo")).wait()
     else:
-        answer = lines[0].call(Message("watch")).wait()
+        answer = lines[0].call(ActorMessage("watch")).wait()
         assert answer.fields["senders"] == [0]
 
 
@@ -163,7 +163,7 @@ def test_laws(kind: str, size: int, tmp_path: Path) -> None:
 
 def all_laws_over_the_network(comm: Communicator, encrypted: bool) -> None:
     """As between hosts; this process is another after every test."""
-    Doors.open = staticmethod(lambda address: Doors([listen(address)], ""))  # type: ignore[method-assign]
+    ListeningSockets.open = staticmethod(lambda address: ListeningSockets([listen(address)], ""))  # type: ignore[method-assign]
     comm._family.hosting._encrypted = encrypted  # type: ignore[attr-defined]
     all_laws(comm)
 
@@ -174,9 +174,9 @@ def test_laws_hold_over_the_network(tmp_path: Path, encrypted: bool) -> None:
 
 
 def test_who_is_not_nearby_comes_over_the_network() -> None:
-    with closing(Doors.open("127.0.0.1")) as doors:
+    with closing(ListeningSockets.open("127.0.0.1")) as doors:
         families: SimpleQueue[int] = SimpleQueue()
-        reception = Reception(
+        reception = ActorListener(
             doors.sockets, b"token", 0, 1 << 20, lambda there, sender: families.put(there.wire.family)
         )
         for nearby, host, family in (
@@ -184,7 +184,7 @@ def test_who_is_not_nearby_comes_over_the_network() -> None:
             ("nobody has this name", host_name(), socket.AF_INET),
             (doors.nearby, "another host", socket.AF_INET),  # where anybody may have bound that name
         ):
-            place = Place(0, "server 0", 0, *doors.endpoint, os.getpid(), nearby, host)
+            place = ActorAddress(0, "server 0", 0, *doors.endpoint, os.getpid(), nearby, host)
             connect_line(place, b"token", 0, 10.0).close()
             assert families.get(timeout=10.0) == family
         reception.close()
@@ -195,7 +195,7 @@ def test_who_is_not_nearby_comes_over_the_network() -> None:
 
 def about_processes(comm: Communicator) -> list[dict[str, Any]]:
     lines = comm.serve(3, "tests.comm.actors:Echo", {"told": [1, None]})
-    told = [line.call(Message("process")).wait().fields for line in lines]
+    told = [line.call(ActorMessage("process")).wait().fields for line in lines]
     assert [each["pid"] for each in told] == [line.pid for line in lines]  # type: ignore[attr-defined]
     together(comm)
     comm.close()
@@ -221,7 +221,7 @@ def is_alive(pid: int) -> bool:
 def outlive_a_server(comm: Communicator, how: str) -> tuple[int, ...]:
     lines = served(comm)
     if how == MIDST:
-        work = lines[1].call(Message("silent"))
+        work = lines[1].call(ActorMessage("silent"))
     together(comm)
     if comm.rank == 0:
         if isinstance(comm, Simulated):
@@ -231,14 +231,14 @@ def outlive_a_server(comm: Communicator, how: str) -> tuple[int, ...]:
     together(comm)
     began = comm.now()
     if how == BEFORE:
-        work = lines[1].call(Message("echo"))
+        work = lines[1].call(ActorMessage("echo"))
     with pytest.raises(PeerLost, match="server 1") as lost:
         work.wait()
     assert comm.now() - began < DEADLINE_SECONDS / 8
     with pytest.raises(PeerLost):
-        lines[1].call(Message("echo")).wait()
-    assert lines[0].call(Message("watch")).wait().fields["senders"] == [-2]
-    assert lines[0].call(Message("forward", {"to": 1})).wait().kind == "nobody"
+        lines[1].call(ActorMessage("echo")).wait()
+    assert lines[0].call(ActorMessage("watch")).wait().fields["senders"] == [-2]
+    assert lines[0].call(ActorMessage("forward", {"to": 1})).wait().kind == "nobody"
     together(comm)
     return lost.value.ranks
 
@@ -254,9 +254,9 @@ def test_a_lost_server_is_seen_at_once_by_everybody(kind: str, how: str, tmp_pat
     assert over(kind, 2, tmp_path, outlive_a_server, how) == [(1,)] * 2
 
 
-def is_gone(line: Line) -> bool:
+def is_gone(line: ActorConnection) -> bool:
     try:
-        line.call(Message("echo")).wait()
+        line.call(ActorMessage("echo")).wait()
     except PeerLost:
         return True
     return False
@@ -268,7 +268,7 @@ def wait_for_a_killed_worker(comm: Communicator, directory: Path) -> list[Any]:
     (directory / f"{comm.rank}").touch()
     if comm.rank == 1:
         signal.pause()
-    watching = [lines[0].call(Message("watch")), beside[0].call(Message("watch"))]
+    watching = [lines[0].call(ActorMessage("watch")), beside[0].call(ActorMessage("watch"))]
     assert within(DEADLINE_SECONDS, lambda: (directory / "1").exists())
     (directory / "now").touch()
     gone = [work.wait().fields["senders"] for work in watching]
@@ -304,7 +304,7 @@ def give_up_on_a_silent_server(comm: Communicator) -> float:
         os.kill(line.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
     began = comm.now()
     with pytest.raises(PeerLost, match=r"server 0.*silent") as lost:
-        line.call(Message("silent")).wait()
+        line.call(ActorMessage("silent")).wait()
     assert lost.value.ranks == (0,)
     return comm.now() - began
 
@@ -324,7 +324,7 @@ SLOW = Link(bytes_per_second=1e4, latency_seconds=0.01)
 def push(comm: Simulated, busy_seconds: float = 0.0) -> float:
     (line,) = comm.serve(1, "tests.comm.actors:Echo", {})
     began = comm.now()
-    work = line.call(Message("value", {}, [torch.ones(10_000)]))
+    work = line.call(ActorMessage("value", {}, [torch.ones(10_000)]))
     comm.compute(busy_seconds)
     work.wait()
     seconds = comm.now() - began
@@ -333,7 +333,7 @@ def push(comm: Simulated, busy_seconds: float = 0.0) -> float:
 
 
 def test_messages_to_one_server_queue_at_its_link() -> None:
-    size = nbytes(encode(Message("value", {}, [torch.ones(10_000)])))
+    size = nbytes(encode(ActorMessage("value", {}, [torch.ones(10_000)])))
     found = sorted(simulate(3, push, link=SLOW))
     for place, seconds in enumerate(found, 1):
         assert seconds == pytest.approx(place * size / 1e4 + 0.02, abs=0.05)
@@ -353,7 +353,7 @@ def test_a_simulated_service_is_the_same_in_every_run() -> None:
 def draw(comm: Communicator, serves: bool) -> float:
     if serves:
         lines = comm.serve(1, "tests.comm.actors:draws", {})
-        lines[0].call(Message("draw")).wait()
+        lines[0].call(ActorMessage("draw")).wait()
     return float(torch.rand(1))
 
 
@@ -363,7 +363,7 @@ def test_actors_draw_from_random_numbers_of_their_own() -> None:
 
 def wait_in_vain(comm: Communicator) -> None:
     lines = served(comm)
-    lines[0].call(Message("silent")).wait()
+    lines[0].call(ActorMessage("silent")).wait()
 
 
 def test_when_nothing_more_can_happen_everybody_is_told() -> None:
@@ -378,10 +378,10 @@ def lose_a_worker(comm: Simulated) -> Any:
         comm.compute(1.0)
         comm.world.lose(1)
         together(comm)
-    gone = lines[0].call(Message("watch")).wait().fields["senders"], comm.now()
+    gone = lines[0].call(ActorMessage("watch")).wait().fields["senders"], comm.now()
     for line in (lines[1], beside[1]):
         with pytest.raises(PeerLost):
-            line.call(Message("echo")).wait()
+            line.call(ActorMessage("echo")).wait()
     return gone
 
 

@@ -25,8 +25,8 @@ from unisono.comm.abort import Abort
 from unisono.comm.connect import Meeting
 from unisono.comm.shared_memory import communicator as shared_memory
 from unisono.comm.shared_memory.memfd import open_of
-from unisono.comm.shared_memory.memory_map import Board, Slice
-from unisono.comm.shared_memory.peer_processes import Peers
+from unisono.comm.shared_memory.memory_map import SharedMemoryMap, Slice
+from unisono.comm.shared_memory.peer_processes import PeerProcesses
 from unisono.errors import PeerLost
 
 
@@ -134,7 +134,7 @@ def with_little_memory(rank: int, size: int, directory: str, limit_bytes: int) -
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
     comm = joined(rank, size, directory)
-    assert isinstance(comm, TorchGroup if limit_bytes < Board(size).nbytes else SharedMemory)
+    assert isinstance(comm, TorchGroup if limit_bytes < SharedMemoryMap(size).nbytes else SharedMemory)
     x = comm.allocate(20_000_000, torch.float32)
     assert not x.any()
     work, good = start_sum(comm, torch.float32, (1000,))
@@ -304,7 +304,7 @@ def test_peers_know_who_is_dead_zombies_included(descriptors: bool, monkeypatch:
         monkeypatch.delattr(os, "pidfd_open")
     child = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
     with start(1, sleep) as workers:
-        peers = Peers({3: child, 5: workers.processes[0].pid})
+        peers = PeerProcesses({3: child, 5: workers.processes[0].pid})
         assert peers.lost() == frozenset()
         os.kill(child, signal.SIGKILL)
         end = time.monotonic() + 10
@@ -319,7 +319,7 @@ def test_peers_know_who_is_dead_zombies_included(descriptors: bool, monkeypatch:
 def test_several_threads_may_ask_who_is_dead() -> None:
     """As lanes do that are used by threads of their own."""
     children = [os.posix_spawn("/bin/sleep", ["sleep", "60"], {}) for _ in range(3)]
-    peers = Peers(dict(enumerate(children)))
+    peers = PeerProcesses(dict(enumerate(children)))
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(lambda: [peers.lost() for _ in range(3000)][-1]) for _ in range(4)]
         for child in children:

@@ -17,7 +17,7 @@ from tests.comm.actors import Echo
 from tests.launch.observation import within
 from tests.processes import run
 from unisono.comm import Abort, Meeting, at_attempt, in_blocks, open_door
-from unisono.comm.actors.listener import Doors, listen
+from unisono.comm.actors.listener import ListeningSockets, listen
 from unisono.comm.rendezvous.prefix_store import Prefixed
 from unisono.comm.rendezvous.token_store import StoreServer, TokenStore
 from unisono.errors import PeerLost
@@ -139,7 +139,7 @@ def test_workers_meet_there(kind: str) -> None:
 def secure(rank: int, size: int, place: str, encrypted: bool) -> bool:
     """Whether what this worker says to an actor on another host is encrypted."""
     meeting = Meeting(rank, ["a", "b"], place, "gloo", torch.device("cpu"), 20.0, token=TOKEN, encrypted=encrypted)
-    Doors.open = staticmethod(lambda address: Doors([listen(address)], ""))  # type: ignore[method-assign]
+    ListeningSockets.open = staticmethod(lambda address: ListeningSockets([listen(address)], ""))  # type: ignore[method-assign]
     comm = meeting.among(range(size))
     lines = comm.host(Echo(rank))
     found = {line._outbox._outgoing._encrypted for line in lines}  # type: ignore[attr-defined]

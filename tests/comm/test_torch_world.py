@@ -22,7 +22,7 @@ from tests.launch.observation import within
 from tests.processes import run, start
 from unisono.comm import Abort, Meeting, TorchWorld, at_attempt, in_blocks
 from unisono.comm.process_sockets import listening
-from unisono.comm.rendezvous.store_exchange import Notices
+from unisono.comm.rendezvous.store_exchange import StoreExchange
 from unisono.comm.torch_groups.default_group import STUCK
 from unisono.errors import PeerLost
 
@@ -97,13 +97,13 @@ def meet_again(rank: int, size: int, path: str) -> float:
     """Worker 0 was told that a view is over while torch made its group; worker 1 is new."""
     if rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            abort, exchange = Abort(), Notices.exchange
+            abort, exchange = Abort(), StoreExchange.exchange
 
-            def break_off(self: Notices, name: str, *rest: Any) -> list[Any]:
+            def break_off(self: StoreExchange, name: str, *rest: Any) -> list[Any]:
                 abort.set(WHY)
                 return exchange(self, name, *rest)
 
-            patch.setattr(Notices, "exchange", break_off)
+            patch.setattr(StoreExchange, "exchange", break_off)
             with pytest.raises(PeerLost, match=WHY):
                 TorchWorld(HashStore(), 0, size, "127.0.0.1", torch.device("cpu"), DEADLINE_SECONDS, abort)
     world, one = meet(rank, size, path, 2, Abort()), torch.ones(1)

@@ -22,9 +22,9 @@ from tests.comm.test_abort import DEADLINE_SECONDS, PROMPT_SECONDS, WHY
 from tests.comm.test_shared_memory import mappings, open_files
 from tests.launch.observation import within
 from tests.processes import run, start
-from unisono.comm import Abort, Door, Meeting, SharedMemory, TorchGroup, at_attempt, host_name, open_door
+from unisono.comm import Abort, Meeting, MeetingStore, SharedMemory, TorchGroup, at_attempt, host_name, open_door
 from unisono.comm.rendezvous.address import parse_rendezvous
-from unisono.comm.rendezvous.store_exchange import Notices
+from unisono.comm.rendezvous.store_exchange import StoreExchange
 from unisono.errors import InvalidInput, PeerLost
 
 CPU = torch.device("cpu")
@@ -139,14 +139,14 @@ def stop_at(moment: str, blow: int) -> None:
 
     if moment == "never comes":
         fall()
-    said = Notices.say
+    said = StoreExchange.say
 
-    def say_and_fall(self: Notices, key: str, value: Any) -> None:
+    def say_and_fall(self: StoreExchange, key: str, value: Any) -> None:
         said(self, key, value)
         fall()
 
     if moment == "says where it is":
-        Notices.say = say_and_fall  # type: ignore[method-assign]
+        StoreExchange.say = say_and_fall  # type: ignore[method-assign]
     TorchGroup._connect = fall  # type: ignore[method-assign, assignment]
 
 
@@ -177,7 +177,7 @@ def place_of_all(rank: int, lost: int, through: str, directory: Path) -> str:
     return told.read_text()
 
 
-DOORS: list[Door] = []  # of this process
+DOORS: list[MeetingStore] = []  # of this process
 
 
 def meet_the_lost(rank: int, size: int, lost: int, kind: str, through: str, moment: str, blow: int, at: Path) -> Any:

@@ -9,8 +9,8 @@ from unisono.comm import simulate
 from unisono.comm.link_model import CROWDED
 from unisono.comm.link_model import Link as Wires
 from unisono.compress import Auto, Cast, Compressor, Memory, OneBit, Quantize, TopK
-from unisono.compress.cost_model import HIDES, Candidate, Forecast, Link, Pace, fit, forecast, heats, pace, pick
-from unisono.sync.pending_mean import Flow
+from unisono.compress.cost_model import HIDES, Candidate, Forecast, Link, OverlapModel, fit, forecast, heats, pace, pick
+from unisono.sync.pending_mean import PendingMean
 
 AUTO = Auto(steps=4)
 STEPS = AUTO.steps * (len(AUTO.candidates) + 2) + 3  # until it has chosen, and some
@@ -33,7 +33,7 @@ def test_a_link_without_a_measurable_rate_is_all_latency(points) -> None:
 @pytest.mark.parametrize("hidden", [0.0, 0.02])
 def test_the_pace_is_found_again_in_the_step_that_it_forecasts(exchange, share, hidden) -> None:
     candidate, links = Candidate("c", 0.01, (("sum", 1000),)), {"sum": Link(0.0, exchange / 1000)}
-    step = forecast(candidate, links, Pace(0.3, hidden, share)).step_seconds
+    step = forecast(candidate, links, OverlapModel(0.3, hidden, share)).step_seconds
     blocked = max(0.0, exchange - hidden)
     found = pace(candidate, links, step, blocked, share)
     assert found.computing_seconds == pytest.approx(0.3)
@@ -43,7 +43,7 @@ def test_the_pace_is_found_again_in_the_step_that_it_forecasts(exchange, share, 
 
 def test_where_all_was_hidden_half_of_the_computing_may_hide() -> None:
     small, links = Candidate("c", 0.0, (("sum", 1000),)), {"sum": Link(0.0, 1e-6)}
-    assert pace(small, links, 0.1, 0.0, 0.5) == Pace(0.1, HIDES * 0.1 * 0.5, 0.5)
+    assert pace(small, links, 0.1, 0.0, 0.5) == OverlapModel(0.1, HIDES * 0.1 * 0.5, 0.5)
 
 
 CANDIDATES = [
@@ -65,7 +65,7 @@ CANDIDATES = [
 )
 def test_it_declines_where_compression_does_not_pay(seconds_per_byte, compute, chosen) -> None:
     links = dict.fromkeys(("sum", "exchange", "gather"), Link(1e-4, seconds_per_byte))
-    steps = [forecast(c, links, Pace(compute, HIDES * compute)).step_seconds for c in CANDIDATES]
+    steps = [forecast(c, links, OverlapModel(compute, HIDES * compute)).step_seconds for c in CANDIDATES]
     assert pick(steps, 0.1) == chosen
 
 
@@ -95,7 +95,7 @@ def train(comm, compress: Compressor, compute: float, numel: int, steps: int, dr
                 memory.discard()
                 total = torch.randn(numel, generator=torch.Generator().manual_seed(10 * comm.rank + step))
                 comm.compute(compute / 2)
-                got = Flow(compress.mean(total, (), comm, memory, torch.float32)).wait()
+                got = PendingMean(compress.mean(total, (), comm, memory, torch.float32)).wait()
                 assert got.shape == total.shape
             del attempt
         for memory in memories:
@@ -132,7 +132,7 @@ def test_it_measures_again_and_follows_a_link_that_changed() -> None:
                 comm.world.links[:] = [FAST] * comm.size
             comm.compute(0.05)
             total = torch.randn(50_000, generator=torch.Generator().manual_seed(step))
-            Flow(compress.mean(total, (), comm, memory, torch.float32)).wait()
+            PendingMean(compress.mean(total, (), comm, memory, torch.float32)).wait()
             memory.commit()
             seen.append(memory.get("chosen"))
         return seen[STEPS - 1], seen[-1]
@@ -158,7 +158,7 @@ def test_what_the_others_owed_is_forgotten_when_one_is_chosen() -> None:
         memory = Memory()
         for step in range(STEPS):
             total = torch.randn(1000, generator=torch.Generator().manual_seed(step))
-            Flow(AUTO.mean(total, (), comm, memory, torch.float32)).wait()
+            PendingMean(AUTO.mean(total, (), comm, memory, torch.float32)).wait()
             memory.commit()
         return set(memory._parts) - {str(memory.get("chosen"))}
 

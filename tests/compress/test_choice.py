@@ -17,7 +17,7 @@ from unisono.compress import (
     TopK,
     WithErrorFeedback,
 )
-from unisono.sync.pending_mean import Flow
+from unisono.sync.pending_mean import PendingMean
 
 BY_NAME = ByName((("embed*", TopK(0.1)), ("*.bias", Cast()), ("*", BySize(below=10))), otherwise=OneBit())
 
@@ -59,7 +59,7 @@ def test_what_messages_that_add_up_owe_is_paid() -> None:
     def run(comm, compress) -> torch.Tensor:
         memory, got = Memory(), torch.zeros(64, dtype=torch.float64)
         for _ in range(256):
-            got += Flow(compress.mean(x / comm.size, (), comm, memory, torch.float32)).wait()
+            got += PendingMean(compress.mean(x / comm.size, (), comm, memory, torch.float32)).wait()
             memory.commit()
         return got / 256
 

@@ -22,7 +22,7 @@ from unisono.compress import (
     WithErrorFeedback,
     bits,
 )
-from unisono.sync.pending_mean import Flow
+from unisono.sync.pending_mean import PendingMean
 
 CPU = torch.device("cpu")
 SIZES = [0, 1, 2, 17, 5003]
@@ -67,7 +67,7 @@ def arrived(compress: Compressor, x: torch.Tensor, spans: tuple[Span, ...] = ())
 
 def mean(comm, compress: Compressor, xs: list[torch.Tensor], spans: tuple[Span, ...] = ()) -> torch.Tensor:
     total = total_of(compress, xs[comm.rank], 1 / comm.size)
-    return Flow(compress.mean(total, spans, comm, Memory(), torch.float32)).wait().clone()
+    return PendingMean(compress.mean(total, spans, comm, Memory(), torch.float32)).wait().clone()
 
 
 def norm(x: torch.Tensor) -> float:
@@ -302,7 +302,7 @@ def test_exact_sums_have_the_same_bits_in_any_order_and_number(size) -> None:
         total = torch.full((numel + 2,), 7.0, dtype=torch.float64)
         for i, part in enumerate(parts[comm.rank :: comm.size]):
             exact.add(total, part, 1 / 28, i == 0)
-        return Flow(exact.mean(total, (), comm, Memory(), torch.float32)).wait().clone()
+        return PendingMean(exact.mean(total, (), comm, Memory(), torch.float32)).wait().clone()
 
     expected = sum((p.double() * (1 / 28) * 2**40).round().long() for p in parts).double() * 2.0**-40
     for got in simulate(size, summed):

@@ -7,7 +7,7 @@ import torch
 
 from unisono.comm import simulate
 from unisono.compress import Cast, Memory, PowerSGD, RandomK, Span, bits
-from unisono.sync.pending_mean import Flow
+from unisono.sync.pending_mean import PendingMean
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def run(comm, compress, steps: list[list[torch.Tensor]], spans: tuple[Span, ...]
     memory, means = Memory(), []
     for step in steps:
         total = step[comm.rank] / comm.size
-        means.append(Flow(compress.mean(total, spans, comm, memory, torch.float32)).wait().clone())
+        means.append(PendingMean(compress.mean(total, spans, comm, memory, torch.float32)).wait().clone())
         memory.commit()
     return means
 
@@ -88,7 +88,7 @@ def test_what_arrived_and_what_all_owe_are_what_was_sent(size) -> None:
     def owed(comm) -> tuple[torch.Tensor, torch.Tensor]:
         memory, got = Memory(), torch.zeros(numel)
         for step in steps:
-            got += Flow(PowerSGD().mean(step[comm.rank] / size, spans, comm, memory, torch.float32)).wait()
+            got += PendingMean(PowerSGD().mean(step[comm.rank] / size, spans, comm, memory, torch.float32)).wait()
             memory.commit()
         return got, memory.get("owed")
 
@@ -108,7 +108,7 @@ def test_a_worker_owes_what_is_lost_of_its_own_matrix() -> None:
     def debt(comm) -> list[float]:
         memory, sizes = Memory(), []
         for _ in range(60):
-            Flow(PowerSGD(2).mean(own[comm.rank].flatten().clone(), spans, comm, memory, torch.float32)).wait()
+            PendingMean(PowerSGD(2).mean(own[comm.rank].flatten().clone(), spans, comm, memory, torch.float32)).wait()
             memory.commit()
             sizes.append(float(memory.get("owed").norm()))
         return sizes
@@ -153,7 +153,7 @@ def test_bytes_on_the_wire_are_two_sums_of_factors(size) -> None:
 
     def sent(comm) -> int:
         before = comm.bytes_sent
-        Flow(PowerSGD(4).mean(normal(numel), spans, comm, Memory(), torch.float32)).wait()
+        PendingMean(PowerSGD(4).mean(normal(numel), spans, comm, Memory(), torch.float32)).wait()
         return comm.bytes_sent - before
 
     ring = 2 * (size - 1) / size * 4
@@ -172,7 +172,7 @@ def test_several_buckets_travel_at_once() -> None:
             flows = []
             for i in range(2):
                 total = normal(numels[i], seed=10 * step + comm.rank)
-                flows.append(Flow(PowerSGD().mean(total, spans[i], comm, memories[i], torch.float32)))
+                flows.append(PendingMean(PowerSGD().mean(total, spans[i], comm, memories[i], torch.float32)))
                 if not together:
                     flows[-1].wait()
             got += [flow.wait().clone() for flow in flows]

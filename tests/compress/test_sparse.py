@@ -11,7 +11,7 @@ from unisono.comm import simulate
 from unisono.compress import Cast, Compressor, Memory, RandomK, TopK, bits, top_k
 from unisono.compress import index_coding as indices
 from unisono.compress.top_k import count, largest
-from unisono.sync.pending_mean import Flow
+from unisono.sync.pending_mean import PendingMean
 
 
 def normal(numel: int, seed: int = 0) -> torch.Tensor:
@@ -23,7 +23,7 @@ def steps(comm, compress: Compressor, gradients: list[list[torch.Tensor]]) -> li
     memory, means = Memory(), []
     for step in gradients:
         total = step[comm.rank] / comm.size
-        means.append(Flow(compress.mean(total, (), comm, memory, torch.float32)).wait().clone())
+        means.append(PendingMean(compress.mean(total, (), comm, memory, torch.float32)).wait().clone())
         memory.commit()
     return means
 
@@ -32,7 +32,7 @@ def sent(comm, compress: Compressor, x: torch.Tensor, times: int) -> int:
     memory = Memory()
     before = comm.bytes_sent
     for _ in range(times):
-        Flow(compress.mean(x.clone(), (), comm, memory, torch.float32)).wait()
+        PendingMean(compress.mean(x.clone(), (), comm, memory, torch.float32)).wait()
         memory.commit()
     return comm.bytes_sent - before
 

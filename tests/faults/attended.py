@@ -24,14 +24,14 @@ from tests.membership.test_attendance import TOKEN, serving
 from tests.test_netlab import socket_of
 from tests.training import HERE
 from unisono.launch import Identity, StopRequest, Worker
-from unisono.membership import Contact, Policy
-from unisono.membership.endpoint import Place
-from unisono.membership.http_client import Line, NoBody
+from unisono.membership import CoordinatorAddress, Policy
+from unisono.membership.endpoint import Endpoint
+from unisono.membership.http_client import HttpConnection, NoBody
 from unisono.membership.messages import StatusMessage
-from unisono.membership.server.http_server import Serving
-from unisono.run.spec import Order
+from unisono.membership.server.http_server import CoordinatorServer
+from unisono.run.spec import RunSpec
 from unisono.run.worker import work
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 LONGEST_SECONDS = 60.0  # that anything is waited for
@@ -50,7 +50,7 @@ class UnderWay:
     workers: processes.Workers
     ear: socket.socket
     path: Path
-    line: Line
+    line: HttpConnection
 
     def wait(self, kind: str) -> tuple[int, Mapping[str, Any]]:
         """The next message of that kind, and the rank of the worker that reported it. Where all workers have ended,
@@ -112,11 +112,11 @@ def under_way(
     # However long the others take to start: a view of one has nobody to lose.
     policy = Policy(minimum=1, expected=workers, maximum=workers, patience_seconds=LONGEST_SECONDS)
     with tempfile.TemporaryDirectory() as meeting, _coordinator(path / "state", policy, hosts) as url:
-        contact = Contact(url, TOKEN, "" if hosts else f"file://{meeting}")
+        contact = CoordinatorAddress(url, TOKEN, "" if hosts else f"file://{meeting}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
             ear.bind(f"{meeting}/ear")
             ear.settimeout(LONGEST_SECONDS)
-            line = Line(contact)
+            line = HttpConnection(contact)
             names = [host.name for host in hosts]
             settings = {"threads": 1, "workers": workers, **settings}
             told = (fault, settings, path, contact, f"{meeting}/ear", names)
@@ -136,7 +136,7 @@ def _coordinator(state: Path, policy: Policy, hosts: Sequence[Host]) -> Iterator
     with socket_of(hosts[0]) as door:
         door.bind((address, 0))
         door.listen()
-        served = Serving(Place(address), policy, state, TOKEN, door=door)
+        served = CoordinatorServer(Endpoint(address), policy, state, TOKEN, door=door)
         thread = threading.Thread(target=served.run)
         thread.start()
         try:
@@ -152,7 +152,7 @@ def _attend(
     fault: str,
     settings: dict[str, Any],
     path: Path,
-    contact: Contact,
+    contact: CoordinatorAddress,
     ear: str,
     names: Sequence[str],
 ) -> dict[str, Any] | None:
@@ -168,5 +168,5 @@ def _attend(
     def report(message: Mapping[str, Any]) -> None:
         mouth.send(json.dumps([rank, message]).encode())
 
-    order = Order(Source(f"{PLANTED}:task", {"fault": fault}, HERE), settings, path, time.time(), contact)
+    order = RunSpec(NamedTask(f"{PLANTED}:task", {"fault": fault}, HERE), settings, path, time.time(), contact)
     return work(Worker(who, report, StopRequest(leaves=True), str(rank)), order)

@@ -22,9 +22,9 @@ from unisono.launch import Identity, StopRequest, Worker
 from unisono.launch.failure import Failure, first_cause
 from unisono.launch.process import age_seconds
 from unisono.launch.worker_main import _describe
-from unisono.run.spec import Order
+from unisono.run.spec import RunSpec
 from unisono.run.worker import work
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 PLANTED = "tests/faults/planted.py"
 
@@ -96,7 +96,7 @@ def _worker(
     if rank in file_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes[rank], resource.RLIM_INFINITY))
     told: dict[str, Any] = {"result": None, "failure": None, "messages": [], "age_seconds": 0.0}
-    order = Order(Source(f"{PLANTED}:task", {"fault": fault}, HERE), {"threads": 1, **settings}, path, time.time())
+    order = RunSpec(NamedTask(f"{PLANTED}:task", {"fault": fault}, HERE), {"threads": 1, **settings}, path, time.time())
     try:
         told["result"] = work(Worker(who, told["messages"].append, StopRequest()), order)
         told["age_seconds"] = age_seconds()

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.processes import start
-from unisono.checkpoint import Box, Piece
+from unisono.checkpoint import Box, TensorShard
 from unisono.comm import Abort, Communicator, Meeting, at_attempt, simulate
-from unisono.elastic.transfer import Copies, Held, hand_over, newest
+from unisono.elastic.transfer import LocalTensors, MemoryCheckpoints, hand_over, newest
 from unisono.elastic.transfer.buddies import keepers
 from unisono.errors import PeerLost, StateMissing
 
@@ -38,17 +38,17 @@ def whole_state(step: int) -> Tensor:
     return (torch.arange(float(SHAPE[0] * SHAPE[1])) * (step + 1)).view(SHAPE)
 
 
-def part(step: int, rank: int, size: int) -> Held:
+def part(step: int, rank: int, size: int) -> LocalTensors:
     box = Box.whole(SHAPE).cut(0, ROWS * rank // size, ROWS * (rank + 1) // size)
-    return Held({"weight": whole_state(step)[box.slices(Box.whole(SHAPE))].clone()}, {"weight": box})
+    return LocalTensors({"weight": whole_state(step)[box.slices(Box.whole(SHAPE))].clone()}, {"weight": box})
 
 
 PLENTY = 40
 
 
-def keep(comm: Communicator, polls: list[int]) -> Copies:
+def keep(comm: Communicator, polls: list[int]) -> MemoryCheckpoints:
     """Offer the states after three steps; the third is moved on as often as `polls` says for each worker."""
-    copies = Copies(comm.lane("copies"), "h" * comm.size, background=False, round_bytes=400)
+    copies = MemoryCheckpoints(comm.lane("copies"), "h" * comm.size, background=False, round_bytes=400)
     beat = comm.lane("steps")
     for step, moves in ((1, PLENTY), (2, PLENTY), (3, polls[comm.rank])):
         held = part(step, comm.rank, comm.size)
@@ -62,13 +62,13 @@ def keep(comm: Communicator, polls: list[int]) -> Copies:
     return copies
 
 
-def take(comm: Communicator, left: list[Copies]) -> tuple[int | None, Tensor]:
+def take(comm: Communicator, left: list[MemoryCheckpoints]) -> tuple[int | None, Tensor]:
     """Those who are left, and somebody new who takes what there is."""
     copies = left[comm.rank] if comm.rank < len(left) else None
     step = newest(comm, copies)
     assert step is not None
     here = [kept.held for kept in copies.at(step)] if copies else []
-    wanted = {} if copies else {"weight": Piece(torch.float32, Box.whole(SHAPE))}
+    wanted = {} if copies else {"weight": TensorShard(torch.float32, Box.whole(SHAPE))}
     return step, hand_over(comm, here, wanted).get("weight", torch.empty(0))
 
 
@@ -118,7 +118,7 @@ class Lying:
 
 def lie_once(comm: Communicator) -> list[list[int]]:
     lane = Lying(comm.lane("copies"))
-    copies, found = Copies(lane, "hhh", background=False), []
+    copies, found = MemoryCheckpoints(lane, "hhh", background=False), []
     for step in (1, 2, 3):
         lane.lies = step == 2
         copies.offer(step, part(step, comm.rank, 3))
@@ -133,7 +133,7 @@ def test_a_damaged_copy_is_not_kept_and_the_former_is(caplog: pytest.LogCaptureF
     assert "after step 2 came as other bytes" in caplog.text
 
 
-def neighbours_lost(comm: Communicator, left: list[Copies]) -> str:
+def neighbours_lost(comm: Communicator, left: list[MemoryCheckpoints]) -> str:
     with pytest.raises(StateMissing) as caught:
         take(comm, left)
     return str(caught.value)
@@ -153,7 +153,7 @@ def go_on(rank: int, size: int, kind: str, hosts: str, url: str) -> Any:
     """Worker 2 dies as soon as it has offered its state; the others go back to the newest step that is whole."""
     abort, device = Abort(), torch.device("cpu")
     comm = Meeting(rank, hosts, at_attempt(url, 1), kind, device, 60.0, abort=abort).among(range(size))
-    copies = Copies(comm.lane("copies"), hosts, round_bytes=500)
+    copies = MemoryCheckpoints(comm.lane("copies"), hosts, round_bytes=500)
     for step in range(1, 6):
         copies.offer(step, part(step, rank, size), {"step": step})
         comm.gather(torch.zeros(1)).wait()
@@ -168,7 +168,7 @@ def go_on(rank: int, size: int, kind: str, hosts: str, url: str) -> Any:
     step = newest(again, copies)
     assert step is not None
     found = hand_over(
-        again, [kept.held for kept in copies.at(step)], {"weight": Piece(torch.float32, Box.whole(SHAPE))}
+        again, [kept.held for kept in copies.at(step)], {"weight": TensorShard(torch.float32, Box.whole(SHAPE))}
     )
     again.close()
     return step, torch.equal(found["weight"], whole_state(step))

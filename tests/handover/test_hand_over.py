@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.processes import run
-from unisono.checkpoint import Box, Piece
+from unisono.checkpoint import Box, TensorShard
 from unisono.comm import Communicator, Meeting, simulate
-from unisono.elastic.transfer import Held, digest, hand_over
+from unisono.elastic.transfer import LocalTensors, digest, hand_over
 from unisono.errors import StateDamaged, StateMissing
 
 STATE: dict[str, Tensor] = {
@@ -24,8 +24,8 @@ STATE: dict[str, Tensor] = {
 }
 
 
-def whole(state: dict[str, Tensor]) -> dict[str, Piece]:
-    return Held(state).holding
+def whole(state: dict[str, Tensor]) -> dict[str, TensorShard]:
+    return LocalTensors(state).holding
 
 
 def rows(worker: int, of: int) -> dict[str, Box]:
@@ -38,13 +38,13 @@ def rows(worker: int, of: int) -> dict[str, Box]:
     return found
 
 
-def shard(worker: int, of: int) -> Held:
+def shard(worker: int, of: int) -> LocalTensors:
     boxes = rows(worker, of)
     whole = {name: Box.whole(x.shape) for name, x in STATE.items()}
-    return Held({name: x[boxes.get(name, whole[name]).slices(whole[name])] for name, x in STATE.items()}, boxes)
+    return LocalTensors({name: x[boxes.get(name, whole[name]).slices(whole[name])] for name, x in STATE.items()}, boxes)
 
 
-def good(found: dict[str, Tensor], expected: Held) -> bool:
+def good(found: dict[str, Tensor], expected: LocalTensors) -> bool:
     return found.keys() == expected.tensors.keys() and all(
         x.dtype == expected.tensors[name].dtype and torch.equal(x, expected.tensors[name]) for name, x in found.items()
     )
@@ -53,8 +53,8 @@ def good(found: dict[str, Tensor], expected: Held) -> bool:
 def newcomers(comm: Communicator, round_bytes: int) -> bool:
     """The last two have nothing, all others everything."""
     new = comm.rank >= comm.size - 2
-    found = hand_over(comm, [] if new else [Held(STATE)], whole(STATE) if new else {}, round_bytes=round_bytes)
-    return good(found, Held(STATE if new else {}))
+    found = hand_over(comm, [] if new else [LocalTensors(STATE)], whole(STATE) if new else {}, round_bytes=round_bytes)
+    return good(found, LocalTensors(STATE if new else {}))
 
 
 @pytest.mark.parametrize(("size", "round_bytes"), [(3, 1 << 20), (5, 64), (6, 1)])
@@ -67,7 +67,7 @@ def replacement(comm: Communicator) -> bool:
     mine = shard(comm.rank % 3, 3)
     new = comm.rank == 4
     found = hand_over(comm, [] if new else [mine], mine.holding if new else {}, hosts=list("aaabbb"))
-    return good(found, mine if new else Held({}))
+    return good(found, mine if new else LocalTensors({}))
 
 
 def test_a_new_part_of_a_replica_takes_the_lost_ones_place() -> None:
@@ -88,7 +88,7 @@ def test_state_is_cut_anew() -> None:
 def copies(comm: Communicator) -> bool:
     """Of three parts one is lost; a survivor has its own and a copy of the lost one."""
     here = [[shard(0, 3)], [shard(1, 3), shard(2, 3)]][comm.rank]
-    return good(hand_over(comm, here, whole(STATE)), Held(STATE))
+    return good(hand_over(comm, here, whole(STATE)), LocalTensors(STATE))
 
 
 def test_kept_copies_are_as_good() -> None:
@@ -131,7 +131,7 @@ class Lying:
 def damaged(comm: Communicator) -> str:
     new = comm.rank == 2
     with pytest.raises(StateDamaged) as caught:
-        hand_over(Lying(comm), [] if new else [Held(STATE)], whole(STATE) if new else {}, round_bytes=100)
+        hand_over(Lying(comm), [] if new else [LocalTensors(STATE)], whole(STATE) if new else {}, round_bytes=100)
     return str(caught.value)
 
 
@@ -167,11 +167,11 @@ def take(rank: int, size: int, kind: str, url: str) -> tuple[bool, int]:
     comm = Meeting(rank, ["h"] * size, url, kind, torch.device("cpu"), 60.0).among(range(size))
     new = rank == size - 1
     before = comm.bytes_sent
-    found = hand_over(comm, [] if new else [Held(LARGE)], whole(LARGE) if new else {}, round_bytes=2 << 20)
+    found = hand_over(comm, [] if new else [LocalTensors(LARGE)], whole(LARGE) if new else {}, round_bytes=2 << 20)
     sent = comm.bytes_sent - before
     comm.gather(torch.zeros(1)).wait()
     comm.close()
-    return good(found, Held(LARGE if new else {})), sent
+    return good(found, LocalTensors(LARGE if new else {})), sent
 
 
 @pytest.mark.parametrize("kind", ["shared_memory", "gloo"])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.checkpoint import Box, Piece
+from unisono.checkpoint import Box, TensorShard
 from unisono.elastic.transfer.transfer_plan import Move, plan, rounds
 from unisono.errors import StateMissing
 
@@ -18,11 +18,11 @@ DTYPES = {"a": torch.float32, "b": torch.float64, "c": torch.int64, "d": torch.f
 
 
 @st.composite
-def boxes(draw: st.DrawFn, name: str) -> Piece:
+def boxes(draw: st.DrawFn, name: str) -> TensorShard:
     shape = SHAPES[name]
     offset = tuple(draw(st.integers(0, n)) for n in shape)
     size = tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offset))
-    return Piece(DTYPES[name], draw(st.sampled_from([Box.whole(shape), Box(shape, offset, size)])))
+    return TensorShard(DTYPES[name], draw(st.sampled_from([Box.whole(shape), Box(shape, offset, size)])))
 
 
 holdings = st.fixed_dictionaries({}, optional={name: boxes(name) for name in SHAPES})
@@ -89,8 +89,8 @@ def _in_one_piece(here, ranks, move: Move) -> bool:
                for rank in ranks for h in here[rank] for name, p in h.items())  # fmt: skip
 
 
-def whole(shape: tuple[int, ...]) -> Piece:
-    return Piece(torch.float32, Box.whole(shape))
+def whole(shape: tuple[int, ...]) -> TensorShard:
+    return TensorShard(torch.float32, Box.whole(shape))
 
 
 @pytest.mark.parametrize("holders", [1, 2, 3, 7])
@@ -114,7 +114,7 @@ def test_who_is_near_is_asked_first_and_who_has_it_asks_nobody() -> None:
 
 
 def test_another_dtype_or_shape_is_not_what_is_wanted() -> None:
-    has = {"x": Piece(torch.float64, Box.whole((4,))), "y": whole((5,)), "z": whole((2,))}
+    has = {"x": TensorShard(torch.float64, Box.whole((4,))), "y": whole((5,)), "z": whole((2,))}
     with pytest.raises(StateMissing, match=r"no worker has x \[0:4\] of \[4\], y \[0:4\] of \[4\]$"):
         plan([[has], []], [{}, {"x": whole((4,)), "y": whole((4,)), "z": whole((2,))}])
 

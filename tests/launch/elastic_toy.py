@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from unisono.launch import Coordination, Elastic, Interrupted, launch
-from unisono.membership import Contact, Policy
-from unisono.membership.endpoint import Place
+from unisono.launch import CoordinatorProcess, ElasticOptions, Interrupted, launch
+from unisono.membership import CoordinatorAddress, Policy
+from unisono.membership.endpoint import Endpoint
 
 
 def main(marker: str, directory: str, *_: str) -> int:
     print("starting", flush=True)
     here, policy = Path(directory), Policy(expected=3, maximum=3, beat_seconds=2.0)
     state, log = here / "state", here / "coordinator.log"
-    with Coordination(Place(), policy, state, "a token", log, print, marker) as coordination:
-        contact = Contact(coordination.url, "a token")
+    with CoordinatorProcess(Endpoint(), policy, state, "a token", log, print, marker) as coordination:
+        contact = CoordinatorAddress(coordination.url, "a token")
         try:
             launch(
                 "tests.launch.members:train",
@@ -26,7 +26,7 @@ def main(marker: str, directory: str, *_: str) -> int:
                 name=marker,
                 on_message=lambda rank, message: "members" in message and print("running", rank, flush=True),
                 stop_seconds=5.0,
-                elastic=Elastic(contact, coordination),
+                elastic=ElasticOptions(contact, coordination),
             )
         except Interrupted as error:
             return error.exit_code

@@ -10,18 +10,18 @@ from typing import Any
 
 from unisono.errors import PeerLost
 from unisono.launch import Worker
-from unisono.membership import Agent, Contact, Standing, View
-from unisono.membership.client import Attendance
+from unisono.membership import Agent, CoordinatorAddress, StateVersion, View
+from unisono.membership.client import CoordinatorClient
 
 STEP_SECONDS = 0.02
 
 
-def train(worker: Worker, contact: Contact, finish: str) -> dict[str, Any] | None:
+def train(worker: Worker, contact: CoordinatorAddress, finish: str) -> dict[str, Any] | None:
     """Takes steps with whoever is there, until there is a file `finish`, or it is asked to stop or to leave."""
     worker.report({"name": worker.name, "pid": os.getpid()})
     ended: set[int] = set()
-    agent = Agent(worker.name, Standing())
-    with Attendance(contact, agent, ended.add) as attendance:
+    agent = Agent(worker.name, StateVersion())
+    with CoordinatorClient(contact, agent, ended.add) as attendance:
         while (view := attendance.next_view()) is not None:
             attendance.met(view.number, view.start.step, "")
             worker.report({"name": worker.name, "view": view.number, "members": view.members})
@@ -32,7 +32,7 @@ def train(worker: Worker, contact: Contact, finish: str) -> dict[str, Any] | Non
     return None
 
 
-def _take_steps(worker: Worker, attendance: Attendance, view: View, ended: set[int], finish: Path) -> bool:
+def _take_steps(worker: Worker, attendance: CoordinatorClient, view: View, ended: set[int], finish: Path) -> bool:
     """Whether all is done; else the view is."""
     while not (attendance.votes or view.number in ended):
         if worker.stop.requested or finish.exists():
@@ -45,7 +45,9 @@ def _take_steps(worker: Worker, attendance: Attendance, view: View, ended: set[i
     return False
 
 
-def train_unless(worker: Worker, contact: Contact, finish: str, place: int, how: str) -> dict[str, Any] | None:
+def train_unless(
+    worker: Worker, contact: CoordinatorAddress, finish: str, place: int, how: str
+) -> dict[str, Any] | None:
     """As `train`, but who is at `place` comes to its end `how`, each time."""
     if worker.identity.rank == place:
         worker.report({"name": worker.name, "pid": os.getpid()})
@@ -66,11 +68,11 @@ def end(how: str) -> None:
             raise PeerLost([1], "sum", "silent")
 
 
-def leave(worker: Worker, contact: Contact, finish: str) -> None:
+def leave(worker: Worker, contact: CoordinatorAddress, finish: str) -> None:
     """Has been asked to go."""
 
 
-def stay(worker: Worker, contact: Contact, finish: str) -> dict[str, Any]:
+def stay(worker: Worker, contact: CoordinatorAddress, finish: str) -> dict[str, Any]:
     """Worker 0 has the result; the others never end by themselves."""
     if worker.identity.rank:
         threading.Event().wait()

@@ -17,12 +17,12 @@ import pytest
 from tests.launch.observation import processes, within
 from tests.launch.test_ending import await_running, code, toy
 from unisono.errors import UnisonoError, WorkerFailed
-from unisono.launch import Coordination, Elastic, Interrupted, launch
+from unisono.launch import CoordinatorProcess, ElasticOptions, Interrupted, launch
 from unisono.launch import supervisor as crew
 from unisono.launch.failure import Failure
-from unisono.launch.restart_policy import Joined, Replaced
-from unisono.membership import Contact, Policy
-from unisono.membership.endpoint import Place
+from unisono.launch.restart_policy import JoinedLauncher, RestartFailed
+from unisono.membership import CoordinatorAddress, Policy
+from unisono.membership.endpoint import Endpoint
 from unisono.membership.protocol import StepCount
 
 PRELOAD = ("unisono.membership.client", "tests.launch.members")
@@ -43,13 +43,15 @@ class Drill:
         self.policy = Policy(**{"expected": 3, "maximum": 3, "beat_seconds": 2.0, **policy})
 
     def run(self, target: str = "train", *arguments: Any) -> list[Any]:
-        with Coordination(Place(), self.policy, self.path / "state", "a token", self.log, self.notices.append) as here:
+        with CoordinatorProcess(
+            Endpoint(), self.policy, self.path / "state", "a token", self.log, self.notices.append
+        ) as here:
             self.coordination = here
-            contact = Contact(here.url, "a token")
+            contact = CoordinatorAddress(here.url, "a token")
             given = (contact, str(self.finish), *arguments)
             return launch(
                 f"tests.launch.members:{target}", given, 3, logs=self.path / "logs", preload=PRELOAD,
-                on_message=self.hear, elastic=Elastic(contact, here), stop_seconds=5.0)  # fmt: skip
+                on_message=self.hear, elastic=ElasticOptions(contact, here), stop_seconds=5.0)  # fmt: skip
 
     @property
     def log(self) -> Path:
@@ -57,10 +59,10 @@ class Drill:
 
     def join(self, name: str) -> Callable[[], list[Any]]:
         """One more worker, of another launcher; to be called for its results."""
-        contact, results = Contact(self.coordination.url, "a token"), []
+        contact, results = CoordinatorAddress(self.coordination.url, "a token"), []
         thread = threading.Thread(target=lambda: results.extend(launch(
             "tests.launch.members:train", (contact, str(self.finish)), 1, logs=self.path / "others", preload=PRELOAD,
-            on_message=self.hear, elastic=Elastic(contact, launcher=name))))  # fmt: skip
+            on_message=self.hear, elastic=ElasticOptions(contact, launcher=name))))  # fmt: skip
         thread.start()
         return lambda: [thread.join(), results][1]
 
@@ -251,14 +253,14 @@ def fallen(place: int, at_seconds: float = 0.0) -> Failure:
 STEP = {"kind": "step"}
 
 
-def causes(succession: Replaced, places: Sequence[int]) -> list[str]:
+def causes(succession: RestartFailed, places: Sequence[int]) -> list[str]:
     """Why the run is given up after each of these deaths; empty where it goes on."""
     found = [succession.lost(fallen(place), 3, 99.0).cause for place in places]
     return ["" if cause is None else cause.error().args[0] for cause in found]
 
 
 def test_losses_without_a_step_between_them_are_what_counts() -> None:
-    succession = Replaced(4, Nobody())
+    succession = RestartFailed(4, Nobody())
     for _ in range(3):
         assert causes(succession, [1, 1]) == [""] * 2
         succession.heard(STEP)
@@ -270,7 +272,7 @@ def test_losses_without_a_step_between_them_are_what_counts() -> None:
 
 
 def test_many_dead_all_over_the_place_end_a_run_too() -> None:
-    found = causes(Replaced(4, Nobody()), [0, 1, 2, 3] * 2)
+    found = causes(RestartFailed(4, Nobody()), [0, 1, 2, 3] * 2)
     assert found[:-1] == [""] * 7
     assert found[-1] == (
         "worker 0 failed: killed by SIGKILL; 8 processes of 4 workers were lost in a row without a step in between "
@@ -278,8 +280,8 @@ def test_many_dead_all_over_the_place_end_a_run_too() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [Replaced, Joined])
-def test_steps_of_a_run_whose_worker_0_is_another_launchers_count(kind: type[Replaced]) -> None:
+@pytest.mark.parametrize("kind", [RestartFailed, JoinedLauncher])
+def test_steps_of_a_run_whose_worker_0_is_another_launchers_count(kind: type[RestartFailed]) -> None:
     elsewhere = Nobody()
     succession = kind(4, elsewhere)
     for step in range(9):
@@ -296,14 +298,14 @@ def test_before_a_run_is_given_up_the_coordinator_is_asked() -> None:
             self.count = StepCount(1, 1)
             return self.count
 
-    found = causes(Replaced(4, Late()), [1] * 6)
+    found = causes(RestartFailed(4, Late()), [1] * 6)
     assert [bool(each) for each in found] == [False] * 5 + [True]
 
 
 def test_steps_that_are_lost_each_time_do_not_count_for_ever() -> None:
     """As where each process dies in the same step, and those before it are taken again."""
     elsewhere = Nobody()
-    succession = Replaced(4, elsewhere)
+    succession = RestartFailed(4, elsewhere)
     found = []
     for death in range(14):
         elsewhere.count = StepCount(10 * death, 7)
@@ -316,8 +318,8 @@ def test_steps_that_are_lost_each_time_do_not_count_for_ever() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [Replaced, Joined])
-def test_a_replacement_with_another_task_is_refused_and_the_others_go_on(kind: type[Replaced]) -> None:
+@pytest.mark.parametrize("kind", [RestartFailed, JoinedLauncher])
+def test_a_replacement_with_another_task_is_refused_and_the_others_go_on(kind: type[RestartFailed]) -> None:
     refused = replace(fallen(1), said=("Unlike", ["samples", "8", "the run has 9", "give every host the same"]))
     succession = kind(2, Nobody())
     succession.name(1)
@@ -331,12 +333,12 @@ def test_a_replacement_with_another_task_is_refused_and_the_others_go_on(kind: t
 
 
 def test_a_launcher_that_joined_lacks_nothing() -> None:
-    assert Joined(4, Nobody()).lacking([None]) == ""
+    assert JoinedLauncher(4, Nobody()).lacking([None]) == ""
 
 
 def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
     others = Nobody()
-    succession = Replaced(4, others)
+    succession = RestartFailed(4, others)
     pauses = []
     for step in range(9):
         pauses.append(succession.lost(fallen(1), 3, 0.0).another_in_seconds)
@@ -350,7 +352,7 @@ def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
 
 def test_who_lived_for_a_while_has_had_its_pause() -> None:
     """What counts is how often the others are held up."""
-    succession = Replaced(4, Nobody())
+    succession = RestartFailed(4, Nobody())
     pauses = []
     for _ in range(6):
         pauses.append(succession.lost(fallen(1), 3, 7.0).another_in_seconds)

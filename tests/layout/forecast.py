@@ -15,11 +15,11 @@ from tests import processes
 from tests.training import _worker, source
 from unisono.config import Config
 from unisono.elastic.model_state import state_of
-from unisono.layout import Held, Places
-from unisono.layout.accounting import Kept, Messages
+from unisono.layout import LocalModel, RankMesh
+from unisono.layout.accounting import CollectiveCounter, SavedTensors
 from unisono.plan.layout_estimate import foretell, traffic
 from unisono.run.resolve import settle
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 from unisono.trainer.loop import Trainer
 from unisono.trainer.pipeline_loop import PipelinedTrainer
 
@@ -28,7 +28,7 @@ STILL = source("regression", optimizer="sgd", norm=False)
 NORMED = source("regression", optimizer="adamw", dropout=0.1)
 FACTORED = source("regression", optimizer="adafactor", norm=False)  # it needs tensors whole
 EVEN = {"global_batch": 48, "micro_batch": 4}
-CASES: list[tuple[str, int, Source, Mapping[str, Any]]] = [
+CASES: list[tuple[str, int, NamedTask, Mapping[str, Any]]] = [
     ("Layout(shard=3)", 3, TEXT, {"global_batch": 24, "micro_batch": 4}),
     ("Layout(shard=2, tensor=2)", 4, TEXT, {"global_batch": 16, "micro_batch": 8}),
     ("Layout(shard=2, pipeline=2, cuts=('blocks.1',))", 4, TEXT, {"global_batch": 32, "micro_batch": 4}),
@@ -61,18 +61,18 @@ MORE = [
 HELD = ("parameters", "buffers", "gradients", "optimizer", "activations")
 
 
-def foretold(task: Source, workers: int, layout: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+def foretold(task: NamedTask, workers: int, layout: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """By worker."""
     laid: dict[str, Any] = processes.run(1, _foretold, task, {**settings, "layout": layout, "workers": workers})[0]
     return [next(each for each in laid["holdings"] if rank in each["workers"]) for rank in range(workers)]
 
 
-def _foretold(rank: int, size: int, task: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _foretold(rank: int, size: int, task: NamedTask, settings: Mapping[str, Any]) -> dict[str, Any]:
     found = task.load()
     return foretell(found, settle(found, settings)).mapping()
 
 
-def seen(task: Source, workers: int, layout: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+def seen(task: NamedTask, workers: int, layout: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """By worker, of a real step: the second, as pipelines find out shapes in the first."""
     told = {"threads": 1, "steps": 2, "workers": workers, "layout": layout, **settings}
     with tempfile.TemporaryDirectory() as place:
@@ -89,11 +89,11 @@ def _watched(rank: int, size: int, *arguments: Any) -> dict[str, Any]:
     def watch_run(self: Trainer, first_step: int) -> Any:
         held, optimizer = self.replica.held, self.replica.optimizer
 
-        def note(held: Held, step: Any, take: Any = Held.step) -> Any:
+        def note(held: LocalModel, step: Any, take: Any = LocalModel.step) -> Any:
             found["gradients"] = sum(p.grad.nbytes for p in held.local.parameters() if p.grad is not None)
             return take(held, step)
 
-        Held.step = note  # type: ignore[method-assign]
+        LocalModel.step = note  # type: ignore[method-assign]
         outcome = run(self, first_step)
         found["parameters"] = sum(p.nbytes for p in held.local.parameters())
         found["buffers"] = sum(b.nbytes for b in held.local.buffers())
@@ -101,7 +101,7 @@ def _watched(rank: int, size: int, *arguments: Any) -> dict[str, Any]:
         return outcome
 
     def watch_step(self: Trainer, t: int, mine: range, batches: Any) -> None:
-        kept, messages = Kept(), Messages()
+        kept, messages = SavedTensors(), CollectiveCounter()
         with messages, kept.watching(self.model):
             once[type(self)](self, t, mine, batches)
         found["activations"] = kept.bytes / len(mine)
@@ -114,9 +114,9 @@ def _watched(rank: int, size: int, *arguments: Any) -> dict[str, Any]:
     return found
 
 
-def compare(layout: str, workers: int, task: Source, settings: Mapping[str, Any]) -> list[str]:
+def compare(layout: str, workers: int, task: NamedTask, settings: Mapping[str, Any]) -> list[str]:
     """What differs, in words."""
-    wrong, places = [], Places(Config.of({"layout": layout}).layout, workers)
+    wrong, places = [], RankMesh(Config.of({"layout": layout}).layout, workers)
     expected, found = foretold(task, workers, layout, settings), seen(task, workers, layout, settings)
     for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
         for key in HELD:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from tests.training import HERE, differ, losses
 from unisono import Evaluation, Task
 from unisono.tasks.builtin.gpt import GPT, Experts
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 VOCABULARY, CONTEXT = 64, 16
 SHAPE = {
@@ -143,9 +143,9 @@ def learning(*, model: str = "ours", optimizer: str = "adamw") -> Task:
     )  # fmt: skip
 
 
-def mixture(model: str, optimizer: str) -> Source:
+def mixture(model: str, optimizer: str) -> NamedTask:
     """`learning` with these, for a run."""
-    return Source("tests.layout.mixtures:learning", {"model": model, "optimizer": optimizer}, HERE)
+    return NamedTask("tests.layout.mixtures:learning", {"model": model, "optimizer": optimizer}, HERE)
 
 
 def loss(output: Tensor, batch: Any) -> Tensor:

@@ -18,7 +18,7 @@ from tests.layouts.tasks import VOCABULARY
 from tests.processes import run
 from unisono.checkpoint import open_newest
 from unisono.errors import InvalidInput
-from unisono.layout import Layout, Places, Sample
+from unisono.layout import Layout, RankMesh, Sample
 from unisono.layout.block_calls import Calls, calls
 from unisono.layout.repeated_blocks import blocks
 
@@ -144,7 +144,7 @@ def _chosen(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         torch.manual_seed(3)
-        held = lay(Choosing, layout, mesh_of(Places(layout, size), "cpu"), sample())
+        held = lay(Choosing, layout, mesh_of(RankMesh(layout, size), "cpu"), sample())
         model: Any = held.model
         told: list[Any] = []  # what a hook of the user sees
         model.blocks[3].register_forward_hook(lambda _, args, output: told.append((len(args), output.shape)))
@@ -206,7 +206,7 @@ def _unlike(rank: int, size: int, path: str, layout: Layout, called: list[list[i
     try:
         Partial.called = called[rank]
         with pytest.raises(InvalidInput) as caught:
-            lay(Partial, layout, mesh_of(Places(layout, size), "cpu"), sample())
+            lay(Partial, layout, mesh_of(RankMesh(layout, size), "cpu"), sample())
         return str(caught.value)
     finally:
         dist.destroy_process_group()
@@ -231,7 +231,7 @@ def _twice(rank: int, size: int, path: str, order: list[int]) -> str:
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         layout = Layout(shard=2)
-        model: Any = lay(Choosing, layout, mesh_of(Places(layout, size), "cpu"), sample()).model
+        model: Any = lay(Choosing, layout, mesh_of(RankMesh(layout, size), "cpu"), sample()).model
         model.called = order
         with pytest.raises(InvalidInput) as caught:
             model(TOKENS[0])

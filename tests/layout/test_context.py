@@ -26,7 +26,17 @@ from tests.layouts.corners import Experts
 from tests.layouts.tasks import VOCABULARY
 from tests.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout.context import Split, attending, length, part_loss, share, take, unmasked, verify, with_positions
+from unisono.layout.context import (
+    SequenceSplit,
+    attending,
+    length,
+    part_loss,
+    share,
+    take,
+    unmasked,
+    verify,
+    with_positions,
+)
 from unisono.layout.context.attention import FORMS
 from unisono.layout.context.group import GroupPeers
 from unisono.tasks.builtin.gpt import GPT
@@ -51,7 +61,7 @@ def world(place: str, rank: int, size: int) -> Iterator[dist.ProcessGroup]:
 
 @given(size=st.integers(1, 8), chunk=st.integers(1, 5), balanced=st.booleans(), seed=st.integers(0, 99))
 def test_parts_are_the_whole_in_other_order(size: int, chunk: int, balanced: bool, seed: int) -> None:
-    split = Split(2 * size * chunk, size, balanced)
+    split = SequenceSplit(2 * size * chunk, size, balanced)
     whole = torch.randn(2, split.length, 3, generator=torch.Generator().manual_seed(seed))
     parts = [split.part(whole, 1, r) for r in range(size)]
     assert all(part.shape == (2, split.local, 3) for part in parts)
@@ -62,7 +72,7 @@ def test_parts_are_the_whole_in_other_order(size: int, chunk: int, balanced: boo
 
 @given(size=st.integers(1, 6), chunk=st.integers(1, 4), balanced=st.booleans())
 def test_visible_blocks_are_the_causal_mask(size: int, chunk: int, balanced: bool) -> None:
-    split = Split(2 * size * chunk, size, balanced)
+    split = SequenceSplit(2 * size * chunk, size, balanced)
     for rank in range(size):
         for peer in range(size):
             seen = torch.zeros(split.local, split.local, dtype=torch.bool)
@@ -74,11 +84,11 @@ def test_visible_blocks_are_the_causal_mask(size: int, chunk: int, balanced: boo
 
 
 def test_balanced_workers_have_equally_much_to_see() -> None:
-    def seen(split: Split) -> set[int]:
+    def seen(split: SequenceSplit) -> set[int]:
         return {int((split.positions(r) + 1).sum()) for r in range(split.size)}
 
-    assert len(seen(Split(64, 4))) == 1
-    assert len(seen(Split(64, 4, balanced=False))) == 4
+    assert len(seen(SequenceSplit(64, 4))) == 1
+    assert len(seen(SequenceSplit(64, 4, balanced=False))) == 4
 
 
 @pytest.mark.parametrize(
@@ -87,15 +97,15 @@ def test_balanced_workers_have_equally_much_to_see() -> None:
 )
 def test_a_length_that_cannot_be_cut_is_refused(tokens: int, size: int, balanced: bool, nearest: int) -> None:
     with pytest.raises(InvalidInput, match=f"sequence length = {tokens}.*multiple of.*length that works is {nearest}"):
-        Split(tokens, size, balanced)
-    Split(nearest, size, balanced)
+        SequenceSplit(tokens, size, balanced)
+    SequenceSplit(nearest, size, balanced)
 
 
 # What of a batch is cut, and what a part counts for.
 
 
 def test_take_cuts_what_has_the_sequence() -> None:
-    split = Split(8, 2)
+    split = SequenceSplit(8, 2)
     tokens, labels, square = torch.arange(24).view(3, 8), torch.arange(3), torch.rand(3, 1, 8, 8)
     features, other = torch.rand(3, 8, 2), torch.rand(3, 5)
     batch = {"x": (tokens, [labels, features]), "mask": square, "other": other, "name": "a"}
@@ -115,7 +125,7 @@ def test_take_cuts_what_has_the_sequence() -> None:
 def test_take_keeps_the_kind_of_mapping() -> None:
     tokens = torch.arange(24).view(3, 8)
     batch = BatchEncoding({"input_ids": tokens, "attention_mask": tokens})
-    part = take(batch, Split(8, 2), 1)
+    part = take(batch, SequenceSplit(8, 2), 1)
     assert torch.equal(part.input_ids, tokens[:, [2, 3, 4, 5]])
     assert isinstance(part, BatchEncoding)
     assert list(part) == list(batch) == ["input_ids", "attention_mask"]
@@ -123,7 +133,7 @@ def test_take_keeps_the_kind_of_mapping() -> None:
 
 
 def test_positions_are_given_where_asked_for() -> None:
-    split = Split(8, 2)
+    split = SequenceSplit(8, 2)
     assert with_positions({"x": torch.zeros(2, 4)}, split, 0)["position_ids"].tolist() == [[0, 1, 6, 7]]
     own = torch.zeros(1, 4)
     assert with_positions({"position_ids": own}, split, 0)["position_ids"] is own
@@ -131,7 +141,7 @@ def test_positions_are_given_where_asked_for() -> None:
 
 @BOTH
 def test_shares_of_counted_tokens_make_a_mean_of_all(balanced: bool) -> None:
-    split = Split(8, 2, balanced)
+    split = SequenceSplit(8, 2, balanced)
     output, target = torch.randn(2, 8, 5, requires_grad=True), torch.randint(0, 5, (2, 8))
     for ignored in ([], [(0, 1), (1, 5)], [(0, 2), (0, 3), (0, 4), (0, 5), (1, 2), (1, 3), (1, 4), (1, 5)]):
         target = target.clone()
@@ -191,7 +201,7 @@ def attention_cases() -> dict[str, tuple[tuple[int, int, int, int], dict[str, An
 def attention(group: Any, case: str, form: str, balanced: bool, rows: str = "whole") -> dict[str, float]:
     """The largest differences from the whole, of a worker's outputs and gradients."""
     (batch, heads, of_keys, width), given = attention_cases()[case]
-    split, rank = Split(T, dist.get_world_size(group), balanced), dist.get_rank(group)
+    split, rank = SequenceSplit(T, dist.get_world_size(group), balanced), dist.get_rank(group)
     torch.manual_seed(1)
     shapes = (batch, heads, T, 8), (batch, of_keys, T, 8), (batch, of_keys, T, width)
     whole = [torch.randn(s, requires_grad=True) for s in shapes]
@@ -236,7 +246,7 @@ def test_attention_is_that_of_the_whole(size: int, tmp_path: Path) -> None:
 
 def learned_bias_and_autocast(rank: int, size: int, place: str) -> tuple[float, float, torch.dtype]:
     with world(place, rank, size) as group:
-        split = Split(T, size)
+        split = SequenceSplit(T, size)
         torch.manual_seed(1)
         q, k, v = torch.randn(3, 2, 4, T, 8)
         bias = torch.randn(1, 4, T, T, requires_grad=True)
@@ -280,7 +290,7 @@ class Packets(TorchDispatchMode):
 
 def most_packets(rank: int, size: int, place: str) -> tuple[int, int, int]:
     with world(place, rank, size) as group:
-        split = Split(32, size)
+        split = SequenceSplit(32, size)
         q, k, v = (torch.randn(1, 1, split.local, 64, requires_grad=True) for _ in range(3))
         with attending(group, split, "ring"), Packets(2 * k.numel()) as forward:
             out = F.scaled_dot_product_attention(q, k, v)
@@ -348,7 +358,7 @@ def part_losses(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def compute(batch: Any) -> Tensor:
-        split = Split(length(batch), size, balanced)
+        split = SequenceSplit(length(batch), size, balanced)
         part = take(batch, split, rank)
         with attending(group, split, form):
             loss = part_loss(_cross_entropy, model(part[0]), part, share(None, batch, split, rank))
@@ -587,7 +597,7 @@ def test_models_of_transformers_as_they_are(name: str) -> None:
 
 @given(size=st.integers(1, 4), chunk=st.integers(2, 4), balanced=st.booleans(), first=st.integers(0, 1))
 def test_the_distance_of_positions_is_that_in_the_sequence(size: int, chunk: int, balanced: bool, first: int) -> None:
-    split = Split(2 * size * chunk, size, balanced)
+    split = SequenceSplit(2 * size * chunk, size, balanced)
     for rank in range(size):
         peers = GroupPeers.__new__(GroupPeers)
         peers.rank, peers.size = rank, size
@@ -606,7 +616,7 @@ def test_the_distance_of_positions_is_that_in_the_sequence(size: int, chunk: int
 @BOTH
 @pytest.mark.parametrize("inplace", [True, False])
 def test_dropout_leaves_out_what_it_leaves_out_of_the_whole(balanced: bool, inplace: bool) -> None:
-    split, drop = Split(24, 3, balanced), nn.Dropout(0.4, inplace)
+    split, drop = SequenceSplit(24, 3, balanced), nn.Dropout(0.4, inplace)
     whole = torch.rand(2, 24, 5, requires_grad=True)
 
     def parts() -> Iterator[Tensor]:
@@ -647,7 +657,7 @@ def alone_of_two() -> Any:
 )
 def test_attention_that_cannot_be_split_is_refused(shapes: tuple[int, int], given: dict[str, Any], says: str) -> None:
     q, k = (torch.rand(1, 2, tokens, 4) for tokens in shapes)
-    with attending(alone_of_two(), Split(8, 2)), pytest.raises(InvalidInput, match=says):
+    with attending(alone_of_two(), SequenceSplit(8, 2)), pytest.raises(InvalidInput, match=says):
         F.scaled_dot_product_attention(q, k, k, **given)
 
 
@@ -663,7 +673,7 @@ class Twin:
 @pytest.mark.short(1)
 @pytest.mark.parametrize("tokens", [32, 16])
 def test_compiled_blocks_attend_too(tokens: int) -> None:
-    model, split, part = small_gpt(), Split(tokens, 2), torch.randint(0, 256, (2, tokens // 2))
+    model, split, part = small_gpt(), SequenceSplit(tokens, 2), torch.randint(0, 256, (2, tokens // 2))
     with attending(Twin(), split):  # type: ignore[arg-type]
         want = model(part)
         for block in model.blocks:  # type: ignore[union-attr]
@@ -674,20 +684,23 @@ def test_compiled_blocks_attend_too(tokens: int) -> None:
 
 def test_a_group_of_another_size_or_an_unknown_form_is_refused() -> None:
     with pytest.raises(InvalidInput, match="the group has 2 workers"):
-        attending(alone_of_two(), Split(8, 4))
+        attending(alone_of_two(), SequenceSplit(8, 4))
     with pytest.raises(InvalidInput, match="use one of gather, ring"):
-        attending(alone_of_two(), Split(8, 2), "star")
+        attending(alone_of_two(), SequenceSplit(8, 2), "star")
 
 
 def test_padding_needs_batches_in_attention() -> None:
     keys = torch.ones(2, 8, dtype=torch.bool)
-    with attending(alone_of_two(), Split(8, 2), keys=keys), pytest.raises(InvalidInput, match="give attention batches"):
+    with (
+        attending(alone_of_two(), SequenceSplit(8, 2), keys=keys),
+        pytest.raises(InvalidInput, match="give attention batches"),
+    ):
         F.scaled_dot_product_attention(*torch.rand(3, 2, 4, 4))
 
 
 def test_torch_is_as_before_outside_the_block() -> None:
     before = F.scaled_dot_product_attention
-    with attending(alone_of_two(), Split(8, 2)):
+    with attending(alone_of_two(), SequenceSplit(8, 2)):
         assert F.scaled_dot_product_attention is before
         assert torch.arange(4).tolist() == [0, 1, 6, 7]
         assert torch.arange(0, 4.0).tolist() == [0, 1, 6, 7]
@@ -753,13 +766,13 @@ def test_who_decides_by_numbers_is_told_even_where_all_parts_agree(caplog: Any) 
 
 @pytest.mark.parametrize("how", ["slice", "narrow"])
 def test_a_sequence_longer_than_a_table_of_positions_is_refused(how: str) -> None:
-    table, split = nn.Parameter(torch.randn(10, 4)), Split(16, 2)
+    table, split = nn.Parameter(torch.randn(10, 4)), SequenceSplit(16, 2)
     with (
         attending(alone_of_two(), split),
         pytest.raises(InvalidInput, match="16: the model has a table of 10 positions"),
     ):
         table[:8] if how == "slice" else table.narrow(0, 0, 8)
-    with attending(alone_of_two(), Split(8, 2)):
+    with attending(alone_of_two(), SequenceSplit(8, 2)):
         assert table[:4].shape == (4, 4)
         assert table[:8].shape == (8, 4)
 

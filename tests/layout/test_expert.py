@@ -17,7 +17,7 @@ from tests.processes import run
 from tests.training import train
 from unisono.checkpoint import fingerprint
 from unisono.errors import InvalidInput
-from unisono.layout import Layout, Places, Sample, Whole
+from unisono.layout import Layout, RankMesh, Sample, WholeTensors
 from unisono.tasks.builtin.gpt import GPT
 
 SAME = 2e-6
@@ -113,7 +113,7 @@ def _gradients(rank: int, size: int, path: str, names: tuple[str, ...]) -> list[
     try:
         found = []
         for layout in LAYOUTS[size]:
-            places = Places(layout, size)
+            places = RankMesh(layout, size)
             mesh = mesh_of(places, "cpu")
             found += [_law(MODELS[name], layout, mesh, places.lane(rank), places.lanes) for name in names]
         return found
@@ -136,7 +136,7 @@ def _law(build: Any, layout: Layout, mesh: Any, lane: int, lanes: int) -> dict[s
     assert held.parts.keys() == parameters.keys()
     for name, part in held.local.named_parameters():
         assert torch.equal(part, parameters[name][held.parts[name].slices]), name
-    assert fingerprint(Whole(held.model)) == fingerprint(Whole(whole))
+    assert fingerprint(WholeTensors(held.model)) == fingerprint(WholeTensors(whole))
     for batch in batches:
         whole(batch).square().sum().backward()
     held.model(batches[lane]).square().sum().backward()

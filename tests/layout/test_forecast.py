@@ -19,7 +19,7 @@ from unisono import Task
 from unisono.plan import layout_table as laid_table
 from unisono.plan.layout_estimate import foretell
 from unisono.run.resolve import settle
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 
 @pytest.mark.short(1)
@@ -48,12 +48,12 @@ def reading() -> Task:
                 defaults={"steps": 1, "global_batch": 24, "micro_batch": 4})  # fmt: skip
 
 
-def foretold(task: Source, **settings: Any) -> dict[str, Any]:
+def foretold(task: NamedTask, **settings: Any) -> dict[str, Any]:
     found: dict[str, Any] = processes.run(1, _foretold, task, settings)[0]
     return found
 
 
-def _foretold(rank: int, size: int, task: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _foretold(rank: int, size: int, task: NamedTask, settings: Mapping[str, Any]) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = task.load()
     laid = foretell(found, settle(found, settings)).mapping()
@@ -61,7 +61,7 @@ def _foretold(rank: int, size: int, task: Source, settings: Mapping[str, Any]) -
 
 
 def test_a_model_that_looks_at_numbers_gets_some_and_only_what_learns_has_gradients() -> None:
-    laid = foretold(Source("tests.layout.test_forecast:reading", {}, source("regression").directory), workers=1)
+    laid = foretold(NamedTask("tests.layout.test_forecast:reading", {}, source("regression").directory), workers=1)
     (held,) = laid["holdings"]
     learning = 8 * 4 + 4 + 4 + 1
     assert "computed with numbers" in laid["notes"][0]

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.processes import run
 from tests.training import Block
-from unisono.layout import Layout, Places, Sample, Whole
+from unisono.layout import Layout, RankMesh, Sample, WholeTensors
 from unisono.tasks.builtin.gpt import GPT
 
 NETWORK = GPT(layers=3, width=32, heads=4, context=16, dropout=0.0)
@@ -57,7 +57,7 @@ def _places(rank: int, size: int, path: str, layout: Layout) -> list[str]:
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         torch.manual_seed(3)
-        held = lay(Tied, layout, mesh_of(Places(layout, size), "cpu"), sample())
+        held = lay(Tied, layout, mesh_of(RankMesh(layout, size), "cpu"), sample())
         torch.manual_seed(3)
         whole = Tied().state_dict()
         pieces = held.pipeline.stages.values() if held.pipeline else [held.model]
@@ -85,7 +85,7 @@ def _held(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         torch.manual_seed(3)
-        held = lay(built, layout, mesh_of(Places(layout, size), "cpu"), sample())
+        held = lay(built, layout, mesh_of(RankMesh(layout, size), "cpu"), sample())
         after = torch.rand(1)
         torch.manual_seed(3)
         whole = dict(built().named_parameters())
@@ -93,7 +93,9 @@ def _held(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
         assert held.parts.keys() == whole.keys()
         for name, parameter in held.local.named_parameters():
             assert torch.equal(parameter, whole[name][held.parts[name].slices]), name
-        assert all(torch.equal(tensor, whole[name]) for name, tensor in Whole(held.model).items() if name in whole)
+        assert all(
+            torch.equal(tensor, whole[name]) for name, tensor in WholeTensors(held.model).items() if name in whole
+        )
         numbers = {name: p.numel() for name, p in held.local.named_parameters()}
         return {"numbers": numbers, "elsewhere": held.elsewhere, "parts": dict(held.parts)}
     finally:

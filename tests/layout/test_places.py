@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import InvalidInput
-from unisono.layout import AXES, SIDE_BY_SIDE, Layout, Places
+from unisono.layout import AXES, SIDE_BY_SIDE, Layout, RankMesh
 from unisono.layout.rank_mesh import nearest_divisor
 
 SHARDS = st.integers(1, 5)
@@ -13,7 +13,7 @@ SHARDS = st.integers(1, 5)
 
 @given(shard=SHARDS, replicas=st.integers(1, 4))
 def test_every_rank_has_a_place_of_its_own(shard, replicas) -> None:
-    places = Places(Layout(shard=shard), shard * replicas)
+    places = RankMesh(Layout(shard=shard), shard * replicas)
     found = [places.of(rank) for rank in range(places.workers)]
     assert len(set(found)) == places.workers
     assert [places.rank(place) for place in found] == list(range(places.workers))
@@ -23,7 +23,7 @@ def test_every_rank_has_a_place_of_its_own(shard, replicas) -> None:
 @given(shard=SHARDS, replicas=st.integers(1, 4))
 @pytest.mark.parametrize("axes", [("replica",), ("shard",), AXES, ("replica", "shard")])
 def test_groups_along_some_axes_divide_the_workers(axes, shard, replicas) -> None:
-    places = Places(Layout(shard=shard), shard * replicas)
+    places = RankMesh(Layout(shard=shard), shard * replicas)
     groups = {places.along(rank, *axes) for rank in range(places.workers)}
     assert sorted(rank for group in groups for rank in group) == list(range(places.workers))
     sizes = {"replica": replicas, "shard": shard}
@@ -36,7 +36,7 @@ def test_groups_along_some_axes_divide_the_workers(axes, shard, replicas) -> Non
 @given(layout=st.builds(Layout, shard=st.integers(1, 3), replicate=st.integers(1, 2), expert=st.integers(1, 2),
                         tensor=st.integers(1, 2)), replicas=st.integers(1, 2))  # fmt: skip
 def test_a_lane_is_a_place_on_the_axes_side_by_side(layout, replicas) -> None:
-    places = Places(layout, layout.workers * replicas)
+    places = RankMesh(layout, layout.workers * replicas)
     for rank in range(places.workers):
         lanes = [places.lane(other) for other in places.along(rank, "replica", *SIDE_BY_SIDE)]
         assert lanes == list(range(places.lanes))
@@ -44,7 +44,7 @@ def test_a_lane_is_a_place_on_the_axes_side_by_side(layout, replicas) -> None:
 
 
 def test_members_of_a_shard_group_have_lanes_of_their_own() -> None:
-    places = Places(Layout(shard=2), 4)
+    places = RankMesh(Layout(shard=2), 4)
     assert [places.lane(rank) for rank in range(4)] == [0, 1, 2, 3]
     assert places.lanes == 4
 
@@ -54,14 +54,14 @@ def test_members_of_a_shard_group_have_lanes_of_their_own() -> None:
 )
 def test_workers_that_do_not_divide_are_refused_with_the_nearest(workers, words) -> None:
     with pytest.raises(InvalidInput, match=words):
-        Places(Layout(shard=3), workers)
+        RankMesh(Layout(shard=3), workers)
 
 
 @pytest.mark.parametrize(("micro_batches", "words"), [(6, "there are 4 or 8"), (2, "there are 4 or 8"), (9, "8 or 12")])
 def test_micro_batches_that_do_not_divide_are_refused_with_the_nearest(micro_batches, words) -> None:
     with pytest.raises(InvalidInput, match=words):
-        Places(Layout(shard=2), 4).check_micro_batches(micro_batches)
-    Places(Layout(), 4).check_micro_batches(micro_batches)
+        RankMesh(Layout(shard=2), 4).check_micro_batches(micro_batches)
+    RankMesh(Layout(), 4).check_micro_batches(micro_batches)
 
 
 @given(of=st.integers(1, 60), wanted=st.integers(1, 60))

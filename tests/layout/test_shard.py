@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout import Compute, Layout, Places, Sample
+from unisono.layout import Compute, Layout, RankMesh, Sample
 from unisono.layout.fsdp import others
 from unisono.tasks.builtin.gpt import GPT
 
@@ -62,7 +62,7 @@ def _step(rank: int, size: int, path: str, layout: Layout, compute: Compute) -> 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         torch.manual_seed(3)
-        mesh = mesh_of(Places(layout, size), "cpu")
+        mesh = mesh_of(RankMesh(layout, size), "cpu")
         held = lay(NETWORK.build, layout, mesh, sample(), compute)
         assert {p.dtype for p in held.local.parameters()} == {torch.float32}
         sums: dict[str, list[Tensor]] = {name: [] for name in held.leaves}
@@ -149,7 +149,7 @@ def _changed(rank: int, size: int, path: str, layout: Layout) -> dict[str, float
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         torch.manual_seed(3)
-        held = lay(NETWORK.build, layout, mesh_of(Places(layout, size), "cpu"), sample())
+        held = lay(NETWORK.build, layout, mesh_of(RankMesh(layout, size), "cpu"), sample())
 
         def loss(model: nn.Module) -> float:
             return _loss(model(TOKENS[0]), (TOKENS[0], TOKENS[0])).item()

@@ -15,9 +15,9 @@ from tests.layouts import corners, tasks
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import Identity, StopRequest, Worker
 from unisono.observe import progress_reporter as telling
-from unisono.run.spec import Order
+from unisono.run.spec import RunSpec
 from unisono.run.worker import work
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 ROOT = str(Path(__file__).resolve().parents[2])
 # Once, where workers are forked from, and not in each of them.
@@ -55,7 +55,7 @@ def run(task: str, arguments: Mapping[str, Any], workers: int, path: Path, **set
     """
     path.mkdir(parents=True, exist_ok=True)
     home = "corners" if hasattr(corners, task) and not hasattr(tasks, task) else "tasks"
-    source = Source(f"tests.layouts.{home}:{task}", arguments, ROOT)
+    source = NamedTask(f"tests.layouts.{home}:{task}", arguments, ROOT)
     given = {"threads": 1, "workers": workers, **settings}
     with tempfile.TemporaryDirectory() as meeting:
         answers = processes.run(workers, _work, source, given, path, meeting, timeout_seconds=300)
@@ -69,14 +69,14 @@ def run(task: str, arguments: Mapping[str, Any], workers: int, path: Path, **set
     return first
 
 
-def _work(rank: int, size: int, task: Source, settings: dict[str, Any], path: Path, meeting: str) -> Any:
+def _work(rank: int, size: int, task: NamedTask, settings: dict[str, Any], path: Path, meeting: str) -> Any:
     telling.TELL_SECONDS = 0.0  # every step is told
     said: list[Mapping[str, Any]] = []
     log = _Lines()
     logging.getLogger("unisono").addHandler(log)
     who = Identity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
     try:
-        result = work(Worker(who, said.append, StopRequest()), Order(task, settings, path, time.time()))
+        result = work(Worker(who, said.append, StopRequest()), RunSpec(task, settings, path, time.time()))
     except UnisonoError as error:  # a refusal, or the loss of a worker that was refused
         return error
     losses = {message["step"]: message["loss"] for message in said if message["kind"] == "progress"}

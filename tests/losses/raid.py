@@ -20,7 +20,7 @@ from typing import Any
 from tests.losses.tasks import FIRST, LAST, STEPS, allow
 from unisono.cli import main
 from unisono.launch import launcher as local
-from unisono.launch.process_monitor import Seen
+from unisono.launch.process_monitor import ProcessMonitor
 
 MOST_SECONDS = 1.5  # between the beginning of a replacement and its end
 
@@ -93,7 +93,7 @@ def steps(run: Path) -> list[int]:
     return found
 
 
-class Raiding(Seen):
+class Raiding(ProcessMonitor):
     """Kills as `plan` says, and writes down whom in ``strikes.jsonl`` beside the run."""
 
     plan: Plan
@@ -105,7 +105,7 @@ class Raiding(Seen):
         threading.Thread(target=self._raid, daemon=True).start()
 
     def began(self, worker: str, pid: int) -> None:
-        """See `Seen`."""
+        """See `ProcessMonitor`."""
         super().began(worker, pid)
         with self._news:
             self._there[worker] = pid
@@ -113,7 +113,7 @@ class Raiding(Seen):
             self._news.notify_all()
 
     def ended(self, worker: str) -> None:
-        """See `Seen`."""
+        """See `ProcessMonitor`."""
         with self._news:
             self._there.pop(worker, None)
         super().ended(worker)
@@ -157,5 +157,5 @@ def _await_steps(run: Path, number: int) -> None:
 
 if __name__ == "__main__":
     Raiding.plan = Plan.read(sys.argv[1])
-    local.Seen = Raiding  # type: ignore[misc]
+    local.ProcessMonitor = Raiding  # type: ignore[misc]
     sys.exit(main(sys.argv[2:]))

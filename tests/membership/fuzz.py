@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from schemathesis.generation import GenerationMode
 
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.endpoint import Place
+from unisono.membership.endpoint import Endpoint
 from unisono.membership.protocol import Policy
-from unisono.membership.server.http_server import Serving
+from unisono.membership.server.http_server import CoordinatorServer
 from unisono.membership.server.store import Store
 
 TOKEN = "the token of this run"
@@ -75,7 +75,7 @@ TOKENS = st.one_of(
 @contextmanager
 def serving(state: Path, policy: Policy = POLICY) -> Iterator[str]:
     """A coordinator's URL."""
-    served = Serving(Place(), policy, state, TOKEN)
+    served = CoordinatorServer(Endpoint(), policy, state, TOKEN)
     thread = threading.Thread(target=served.run)
     thread.start()
     try:

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import InvalidInput
-from unisono.membership import Agent, Contact, Policy, Standing
+from unisono.membership import Agent, CoordinatorAddress, Policy, StateVersion
 from unisono.membership import client as attendance
-from unisono.membership.client import Attendance
-from unisono.membership.server.http_server import Place, Serving
+from unisono.membership.client import CoordinatorClient
+from unisono.membership.server.http_server import CoordinatorServer, Endpoint
 
 TOKEN = "a token"
 POLICY = Policy(minimum=1, expected=2, maximum=3, beat_seconds=2.0)  # the machine may be busy
 
 
 @contextmanager
-def serving(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[Serving]:
-    served = Serving(Place(port=port), policy, state, TOKEN)
+def serving(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[CoordinatorServer]:
+    served = CoordinatorServer(Endpoint(port=port), policy, state, TOKEN)
     thread = threading.Thread(target=served.run)
     thread.start()
     try:
@@ -32,12 +32,12 @@ def serving(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[Ser
         thread.join()
 
 
-def attend(url: str, worker: str) -> tuple[Attendance, list[int]]:
+def attend(url: str, worker: str) -> tuple[CoordinatorClient, list[int]]:
     aborted: list[int] = []
-    return Attendance(Contact(url, TOKEN), Agent(worker, Standing()), aborted.append), aborted
+    return CoordinatorClient(CoordinatorAddress(url, TOKEN), Agent(worker, StateVersion()), aborted.append), aborted
 
 
-def part(worker: Attendance, number: int, digest: str) -> None:
+def part(worker: CoordinatorClient, number: int, digest: str) -> None:
     """One more step, and the view is over."""
     worker.done(number)
     worker.part(number, digest)
@@ -68,7 +68,7 @@ def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
                 second = c.next_view()
                 assert second is not None
                 assert second.members == (*first.members, "c")
-                assert second.start == Standing(1, step + 1, "state")
+                assert second.start == StateVersion(1, step + 1, "state")
                 assert set(second.sources) == {"a", "b"}
                 assert a.next_view() == b.next_view() == second
                 for each in (a, b, c):
@@ -129,16 +129,16 @@ def test_what_is_no_address_is_refused(url) -> None:
 
 def test_nobody_listens_where_somebody_does(tmp_path) -> None:
     with serving(tmp_path / "state") as served, pytest.raises(InvalidInput, match="choose another"):
-        Serving(Place(port=int(served.url.rsplit(":", 1)[1])), POLICY, tmp_path / "other", TOKEN)
+        CoordinatorServer(Endpoint(port=int(served.url.rsplit(":", 1)[1])), POLICY, tmp_path / "other", TOKEN)
 
 
 def test_who_comes_when_all_is_over_does_not_wait_for_ever(monkeypatch) -> None:
     monkeypatch.setattr(attendance, "_REFUSED_SECONDS", 0.1)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
-        contact = Contact(f"http://127.0.0.1:{nobody.getsockname()[1]}", TOKEN)
+        contact = CoordinatorAddress(f"http://127.0.0.1:{nobody.getsockname()[1]}", TOKEN)
         with (
-            Attendance(contact, Agent("late", Standing()), lambda number: None) as late,
+            CoordinatorClient(contact, Agent("late", StateVersion()), lambda number: None) as late,
             pytest.raises(InvalidInput, match="nobody listens there any more"),
         ):
             late.next_view()

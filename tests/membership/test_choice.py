@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.membership import Place, Standing, View
+from unisono.membership import StateVersion, View, WorkerAddress
 from unisono.membership.selection import acquainted, best, seated, unproven
 from unisono.membership.view_delta import change, changed
 
@@ -12,9 +12,14 @@ SOME = st.lists(st.sampled_from(NAMES), unique=True)
 
 
 def test_the_later_view_is_right_then_the_later_step_then_what_most_have() -> None:
-    stand = {"a": Standing(2, 9, "x"), "b": Standing(3, 5, "y"), "c": Standing(3, 7, "bad"), "d": Standing(3, 7, "z"),
-             "e": Standing(3, 7, "z")}  # fmt: skip
-    assert best(stand) == (Standing(3, 7, "z"), ("d", "e"))
+    stand = {
+        "a": StateVersion(2, 9, "x"),
+        "b": StateVersion(3, 5, "y"),
+        "c": StateVersion(3, 7, "bad"),
+        "d": StateVersion(3, 7, "z"),
+        "e": StateVersion(3, 7, "z"),
+    }
+    assert best(stand) == (StateVersion(3, 7, "z"), ("d", "e"))
 
 
 @given(workers=SOME, pairs=st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), max_size=12))
@@ -34,12 +39,12 @@ def test_of_two_islands_the_larger_stays() -> None:
 
 @given(before=SOME, after=SOME, sources=SOME, moved=st.sets(st.sampled_from(NAMES), max_size=1))
 def test_a_view_is_told_by_what_it_has_of_the_one_before(before, after, sources, moved) -> None:
-    def place(name: str, where: str = "") -> Place:
-        return Place(name, f"{name}{where}")
+    def place(name: str, where: str = "") -> WorkerAddress:
+        return WorkerAddress(name, f"{name}{where}")
 
-    old = View(3, tuple(before), Standing(2, 1), (), tuple(map(place, before)))
+    old = View(3, tuple(before), StateVersion(2, 1), (), tuple(map(place, before)))
     there = tuple(place(name, "moved" if name in moved else "") for name in after)
-    new = View(4, tuple(after), Standing(3, 7, "x"), tuple(m for m in after if m in sources), there)
+    new = View(4, tuple(after), StateVersion(3, 7, "x"), tuple(m for m in after if m in sources), there)
     told = change(old, new)
     assert (told is None) == bool(moved & set(before) & set(after))
     assert told is None or changed(old, told) == new
@@ -47,8 +52,8 @@ def test_a_view_is_told_by_what_it_has_of_the_one_before(before, after, sources,
 
 def test_of_thousands_little_is_told() -> None:
     names = [f"w{i}" for i in range(4096)]
-    old = View(1, tuple(names), places=(Place(),) * 4096)
-    new = View(2, (*names[:7], *names[8:], "new"), sources=tuple(names[:7]), places=(Place(),) * 4096)
+    old = View(1, tuple(names), places=(WorkerAddress(),) * 4096)
+    new = View(2, (*names[:7], *names[8:], "new"), sources=tuple(names[:7]), places=(WorkerAddress(),) * 4096)
     told = change(old, new)
     assert told is not None
     assert told.members == ((0, 7), (8, 4096), "new")
@@ -67,7 +72,11 @@ def test_replicas_are_whole_and_stay_together(before, candidates, unit, maximum,
     assert found[: len(whole)] == whole[: len(found)]
 
 
-LINEAGE = (View(1, ("a", "b")), View(2, ("a", "b", "c"), Standing(1, 5, "x")), View(5, ("b", "c"), Standing(2, 9, "y")))
+LINEAGE = (
+    View(1, ("a", "b")),
+    View(2, ("a", "b", "c"), StateVersion(1, 5, "x")),
+    View(5, ("b", "c"), StateVersion(2, 9, "y")),
+)
 
 
 def numbers(start, ended) -> list[int]:
@@ -75,11 +84,13 @@ def numbers(start, ended) -> list[int]:
 
 
 def test_what_may_be_committed_elsewhere() -> None:
-    latest, second, first = Standing(5, 12, "z"), Standing(2, 9, "y"), Standing(1, 5, "x")
+    latest, second, first = StateVersion(5, 12, "z"), StateVersion(2, 9, "y"), StateVersion(1, 5, "x")
     assert numbers(latest, {"c": latest}) == []
     assert numbers(second, {"c": second}) == []  # c was to be in view 5, and never was
     assert numbers(second, {"a": second}) == [5]  # b and c may have worked in it
     assert numbers(first, {"a": first}) == [5]
     assert numbers(first, {"d": first}) == [2, 5]
     assert numbers(first, {"c": first}) == []
-    assert [view.number for view in unproven(LINEAGE[1:], Standing(), {"c": Standing()})] == [2]  # who knows what was
+    assert [view.number for view in unproven(LINEAGE[1:], StateVersion(), {"c": StateVersion()})] == [
+        2
+    ]  # who knows what was

@@ -2,9 +2,9 @@
 
 import pytest
 
-from unisono.membership import Beat, Coordinator, Ended, Over, Policy, Standing
+from unisono.membership import Coordinator, Ended, Heartbeat, Policy, StateVersion, ViewStatus
 from unisono.membership.protocol import StepCount
-from unisono.membership.unreachable_pairs import Quarrels
+from unisono.membership.unreachable_pairs import UnreachablePairs
 
 
 def begun() -> Coordinator:
@@ -12,31 +12,31 @@ def begun() -> Coordinator:
     found = Coordinator(Policy(expected=2, maximum=3))
     for count, works_in in ((1, 0), (2, 1)):
         for worker in "ab":
-            found.hear(Beat(worker, count, works_in), 0.0)
-    found.hear(Beat("c", 1, 0, 1), 0.1)
-    assert found.word.over is Over.AT_A_BOUNDARY
+            found.hear(Heartbeat(worker, count, works_in), 0.0)
+    found.hear(Heartbeat("c", 1, 0, 1), 0.1)
+    assert found.word.over is ViewStatus.AT_A_BOUNDARY
     return found
 
 
 def test_who_breaks_before_the_boundary_ends_the_view_for_all_at_once() -> None:
-    happened = begun().hear(Beat("a", 3, 0, 1, Standing(1, 4), broke=1), 0.2)
-    assert [each.over for each in happened if isinstance(each, Ended)] == [Over.NOW]
+    happened = begun().hear(Heartbeat("a", 3, 0, 1, StateVersion(1, 4), broke=1), 0.2)
+    assert [each.over for each in happened if isinstance(each, Ended)] == [ViewStatus.NOW]
 
 
 def test_who_has_passed_the_boundary_does_not() -> None:
-    assert not begun().hear(Beat("a", 3, 0, 1, Standing(1, 5)), 0.2)
+    assert not begun().hear(Heartbeat("a", 3, 0, 1, StateVersion(1, 5)), 0.2)
 
 
 def test_where_all_leave_the_view_is_not_ended_for_them() -> None:
     found = Coordinator(Policy(expected=2, maximum=3))
     for count, works_in in ((1, 0), (2, 1)):
         for worker in "ab":
-            found.hear(Beat(worker, count, works_in, leaving=True), 0.0)
-    assert found.word.over is Over.NO
+            found.hear(Heartbeat(worker, count, works_in, leaving=True), 0.0)
+    assert found.word.over is ViewStatus.NO
 
 
 def test_a_report_that_is_made_again_counts_twice_as_long() -> None:
-    quarrels = Quarrels(5.0)
+    quarrels = UnreachablePairs(5.0)
     quarrels.note("a", ["b"], 0.0)
     quarrels.note("a", ["b"], 1.0)  # the same one
     assert quarrels.missing(4.9)
@@ -50,26 +50,26 @@ def test_who_is_seen_to_compute_is_not_lost_though_it_be_silent() -> None:
     found = Coordinator(Policy(expected=2, maximum=2))
     for count, works_in in ((1, 0), (2, 1)):
         for worker in "ab":
-            found.hear(Beat(worker, count, works_in), 0.0)
+            found.hear(Heartbeat(worker, count, works_in), 0.0)
     seconds = 0.0
     while seconds < 30.0:
         seconds += 0.3
-        found.hear(Beat("a", 3 + round(10 * seconds), 1), seconds)
+        found.hear(Heartbeat("a", 3 + round(10 * seconds), 1), seconds)
         found.running("b", seconds)
         found.running("nobody", seconds)
         assert not found.tick(seconds)
-    found.hear(Beat("a", 1000, 1), 30.9)
-    assert [each.over for each in found.tick(31.0) if isinstance(each, Ended)] == [Over.NOW]
+    found.hear(Heartbeat("a", 1000, 1), 30.9)
+    assert [each.over for each in found.tick(31.0) if isinstance(each, Ended)] == [ViewStatus.NOW]
 
 
 def test_steps_that_are_taken_again_count_again_and_what_a_view_begins_with_does_not() -> None:
     found, counts = Coordinator(Policy(expected=2, maximum=2)), [StepCount()]
 
     def hear(workers: str, count: int, step: int = 0, view: int = 0, *, works: bool = True) -> None:
-        standing = Standing(view, step) if view else Standing()
+        standing = StateVersion(view, step) if view else StateVersion()
         works_in, ended = (view, 0) if works else (0, found.view.number)
         for worker in workers:
-            found.hear(Beat(worker, count, works_in, ended, standing), 0.0)
+            found.hear(Heartbeat(worker, count, works_in, ended, standing), 0.0)
             if found.step_count != counts[-1]:
                 counts.append(found.step_count)
 
@@ -96,11 +96,11 @@ def at_work(first_step_seconds: float) -> Coordinator:
     found = Coordinator(Policy(expected=2, maximum=2))
     for count, works_in in ((1, 0), (2, 1)):
         for worker in "ab":
-            found.hear(Beat(worker, count, works_in), 0.0)
+            found.hear(Heartbeat(worker, count, works_in), 0.0)
     for tenth in range(round(10 * first_step_seconds) + 10):
         step = max(0, tenth + 1 - round(10 * first_step_seconds))
         for worker in "ab":
-            found.hear(Beat(worker, 3 + tenth, 1, standing=Standing(1, step)), 0.1 * tenth)
+            found.hear(Heartbeat(worker, 3 + tenth, 1, standing=StateVersion(1, step)), 0.1 * tenth)
     return found
 
 
@@ -108,36 +108,36 @@ def at_work(first_step_seconds: float) -> Coordinator:
 def test_how_long_the_first_step_took_is_no_reason_to_wait_for_who_freezes(first_step_seconds: float) -> None:
     found, frozen = at_work(first_step_seconds), first_step_seconds + 0.9
     for tenth in range(1, 10):
-        found.hear(Beat("a", 1000 + tenth, 1, standing=Standing(1, 10)), frozen + 0.1 * tenth)
+        found.hear(Heartbeat("a", 1000 + tenth, 1, standing=StateVersion(1, 10)), frozen + 0.1 * tenth)
         ended = [each.over for each in found.tick(frozen + 0.1 * tenth) if isinstance(each, Ended)]
         if ended:
             break
-    assert ended == [Over.NOW]
+    assert ended == [ViewStatus.NOW]
     assert tenth >= 7  # of Policy.silence_seconds, 0.75
 
 
 def test_a_worker_that_was_frozen_while_a_group_met_is_not_kept_apart_from_those_who_went_on() -> None:
     found = Coordinator(Policy(expected=2, maximum=2))
     for worker in "ab":
-        found.hear(Beat(worker, 1), 0.0)
-    found.hear(Beat("a", 2, 0, 1, broke=1), 1.0)  # it did not meet "b"
+        found.hear(Heartbeat(worker, 1), 0.0)
+    found.hear(Heartbeat("a", 2, 0, 1, broke=1), 1.0)  # it did not meet "b"
     found.tick(1.5)
     assert found.view.members == ("a",)
-    found.hear(Beat("a", 3, 2, 1), 1.6)
-    happened = found.hear(Beat("b", 2, 0, 2, missed=("a",), broke=1), 2.0)
+    found.hear(Heartbeat("a", 3, 2, 1), 1.6)
+    happened = found.hear(Heartbeat("b", 2, 0, 2, missed=("a",), broke=1), 2.0)
     assert [(each.over, each.why) for each in happened if isinstance(each, Ended)] == [
-        (Over.AT_A_BOUNDARY, "b may join")
+        (ViewStatus.AT_A_BOUNDARY, "b may join")
     ]
 
 
 def test_a_step_that_a_frozen_worker_held_up_is_not_learned() -> None:
     found, deadline = at_work(0.1), at_work(0.1).steps.deadline_seconds
     for tenth in range(1, 10):  # "b" freezes for a moment
-        found.hear(Beat("a", 1000 + tenth, 1, standing=Standing(1, 10)), 1.0 + 0.1 * tenth)
+        found.hear(Heartbeat("a", 1000 + tenth, 1, standing=StateVersion(1, 10)), 1.0 + 0.1 * tenth)
     for worker in "ab":
-        found.hear(Beat(worker, 2000, 1, standing=Standing(1, 11)), 1.9)
+        found.hear(Heartbeat(worker, 2000, 1, standing=StateVersion(1, 11)), 1.9)
     assert found.view.number == 1
-    assert found.word.over is Over.NO
+    assert found.word.over is ViewStatus.NO
     assert found.steps.last == 1.9
     assert found.steps.deadline_seconds == deadline
 

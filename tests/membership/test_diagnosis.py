@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.observe.activity import Doing, Phase
-from unisono.observe.stall_diagnosis import Presence, Seen, Stuck, diagnose
+from unisono.observe.activity import Activity, Phase
+from unisono.observe.stall_diagnosis import Liveness, MemberStatus, Stall, diagnose
 
-STUCK = Stuck(57, 6.0, 0.31)
+STUCK = Stall(57, 6.0, 0.31)
 SUM = "sum (gradients, message 114)"
 
 
-def waiting(rank: int, operation: str = SUM, line: str = "loop.py:31 step", age: float = 0.1) -> Seen:
-    doing = Doing(Phase.COMMUNICATION, 57, 2, 5.0, operation, (), line)
-    return Seen(f"w{rank}", Presence.HEARD, age, doing)
+def waiting(rank: int, operation: str = SUM, line: str = "loop.py:31 step", age: float = 0.1) -> MemberStatus:
+    doing = Activity(Phase.COMMUNICATION, 57, 2, 5.0, operation, (), line)
+    return MemberStatus(f"w{rank}", Liveness.HEARD, age, doing)
 
 
-def busy(rank: int, phase: Phase, presence: Presence = Presence.HEARD, silent: float = 0.5) -> Seen:
-    return Seen(f"w{rank}", presence, silent, Doing(phase, 57, 2, 5.25, "", (), "own.py:12 work"))
+def busy(rank: int, phase: Phase, presence: Liveness = Liveness.HEARD, silent: float = 0.5) -> MemberStatus:
+    return MemberStatus(f"w{rank}", presence, silent, Activity(phase, 57, 2, 5.25, "", (), "own.py:12 work"))
 
 
 @pytest.mark.parametrize(("seen", "said"), [
@@ -28,9 +28,9 @@ def busy(rank: int, phase: Phase, presence: Presence = Presence.HEARD, silent: f
     (busy(1, Phase.CHECKPOINT), ["worker w1 has not arrived, it writes a checkpoint since 5.8 s", "is it full"]),
     (busy(1, Phase.EVALUATION), ["it evaluates since 5.8 s", "--evaluate-every"]),
     (busy(1, Phase.RECOVERY), ["it takes over the state since 5.8 s", "its link"]),
-    (busy(1, Phase.COMPUTE, Presence.SILENT), ["worker w1 is frozen or cut off, nothing was heard of it for 0.5 s",
+    (busy(1, Phase.COMPUTE, Liveness.SILENT), ["worker w1 is frozen or cut off, nothing was heard of it for 0.5 s",
                                                "it computes at own.py:12 work", "stopped"]),
-    (busy(1, Phase.COMPUTE, Presence.GONE), ["worker w1 is gone, its process has ended", "own log"]),
+    (busy(1, Phase.COMPUTE, Liveness.GONE), ["worker w1 is gone, its process has ended", "own log"]),
 ])  # fmt: skip
 def test_who_has_not_arrived_is_named_with_what_it_does_where_since_when_and_what_to_do(seen, said) -> None:
     (found,) = diagnose(STUCK, [waiting(0), seen, waiting(2)])
@@ -42,7 +42,7 @@ def test_who_has_not_arrived_is_named_with_what_it_does_where_since_when_and_wha
 
 
 def test_a_frozen_worker_that_waited_is_not_taken_for_one_that_waits() -> None:
-    frozen = Seen("w1", Presence.SILENT, 3.0, waiting(1).doing)
+    frozen = MemberStatus("w1", Liveness.SILENT, 3.0, waiting(1).doing)
     (found,) = diagnose(STUCK, [waiting(0), frozen])
     assert found.worker == "w1"
     assert "worker w0 waits for it" in found.words
@@ -73,13 +73,13 @@ def test_of_many_a_few_are_named_and_the_rest_counted() -> None:
     assert found[-1].words == "15 more workers have not arrived either"
 
 
-DOINGS = st.builds(Doing, st.sampled_from(Phase), st.integers(0, 9), st.integers(-1, 9), st.floats(0, 1e9),
+DOINGS = st.builds(Activity, st.sampled_from(Phase), st.integers(0, 9), st.integers(-1, 9), st.floats(0, 1e9),
                    st.sampled_from(["", SUM]), st.just(()), st.sampled_from(["", "a.py:1 f"]))  # fmt: skip
-SEEN = st.builds(Seen, st.just("w"), st.sampled_from(Presence), st.floats(0, 1e9), DOINGS)
+SEEN = st.builds(MemberStatus, st.just("w"), st.sampled_from(Liveness), st.floats(0, 1e9), DOINGS)
 
 
 @given(st.lists(SEEN, min_size=1, max_size=12), st.floats(0, 1e9), st.floats(0, 1e9))
 def test_something_is_said_of_any_step_and_never_much(members, seconds, usual) -> None:
-    found = diagnose(Stuck(1, seconds, usual), members)
+    found = diagnose(Stall(1, seconds, usual), members)
     assert 1 <= len(found) <= 5
     assert all(len(each.words) < 2000 for each in found)

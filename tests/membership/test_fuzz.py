@@ -17,10 +17,10 @@ import httpx2
 import pytest
 
 from tests.membership.fuzz import BEARER, PATIENT, POLICY, TOKEN, exchange, play, serving
-from unisono.membership.endpoint import Place
+from unisono.membership.endpoint import Endpoint
 from unisono.membership.proof import RequestSigner
 from unisono.membership.server import request_timeout as hurry
-from unisono.membership.server.http_server import Serving
+from unisono.membership.server.http_server import CoordinatorServer
 
 
 def test_nonsense_is_refused_and_changes_nothing(tmp_path) -> None:
@@ -97,7 +97,7 @@ def test_a_body_may_be_as_long_as_it_says_though_a_head_may_not(tmp_path) -> Non
 def test_a_handshake_that_is_not_begun_is_not_waited_for(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(hurry, "REQUEST_SECONDS", 0.3)
     certificate, key = certified(tmp_path, "coordinator")
-    served = Serving(Place(certificate=certificate, key=key), POLICY, tmp_path / "state", TOKEN)
+    served = CoordinatorServer(Endpoint(certificate=certificate, key=key), POLICY, tmp_path / "state", TOKEN)
     thread = threading.Thread(target=served.run)
     thread.start()
     try:
@@ -171,7 +171,7 @@ def certified(folder: Path, name: str) -> tuple[Path, Path]:
 def test_who_does_not_know_the_coordinators_certificate_does_not_speak_to_it(tmp_path) -> None:
     certificate, key = certified(tmp_path, "coordinator")
     other, _ = certified(tmp_path, "other")
-    served = Serving(Place(certificate=certificate, key=key), POLICY, tmp_path / "state", TOKEN)
+    served = CoordinatorServer(Endpoint(certificate=certificate, key=key), POLICY, tmp_path / "state", TOKEN)
     thread = threading.Thread(target=served.run)
     thread.start()
     try:

@@ -14,8 +14,8 @@ import pytest
 from pydantic import BaseModel, RootModel
 
 from unisono.errors import InvalidInput
-from unisono.membership import Contact, proof
-from unisono.membership.http_client import Answer, Line
+from unisono.membership import CoordinatorAddress, proof
+from unisono.membership.http_client import Answer, HttpConnection
 from unisono.membership.proof import RequestSigner, RequestVerifier
 
 TOKEN = "a token of a run"
@@ -110,9 +110,9 @@ class Desk:
 
 
 @contextmanager
-def asking(*answers: Say | None, seconds: float = 10.0) -> Iterator[tuple[Line, Desk]]:
+def asking(*answers: Say | None, seconds: float = 10.0) -> Iterator[tuple[HttpConnection, Desk]]:
     desk = Desk(answers)
-    line = Line(Contact(desk.url, TOKEN), seconds)
+    line = HttpConnection(CoordinatorAddress(desk.url, TOKEN), seconds)
     try:
         yield line, desk
     finally:
@@ -193,7 +193,7 @@ def test_who_answers_too_late_is_away() -> None:
 
 def test_nobody_listens_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:
-        line = Line(Contact(f"http://127.0.0.1:{door.getsockname()[1]}", TOKEN))
+        line = HttpConnection(CoordinatorAddress(f"http://127.0.0.1:{door.getsockname()[1]}", TOKEN))
     assert line.get("/", Number) is None
     assert line.refused
 
@@ -215,14 +215,14 @@ def test_who_waits_for_an_answer_can_be_cut_off() -> None:
 @pytest.mark.parametrize("token", ["two\r\nlines", "caf\u00e9"])
 def test_a_token_that_cannot_be_said_is_refused(token) -> None:
     with pytest.raises(InvalidInput, match="printable"):
-        Line(Contact("http://127.0.0.1:1", token))
+        HttpConnection(CoordinatorAddress("http://127.0.0.1:1", token))
 
 
 def test_whoever_does_not_know_the_token_learns_nothing_of_it_and_is_not_believed() -> None:
     """A server that answers at the coordinator's address, and has all that clients say."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as door:
-        line = Line(Contact(f"http://127.0.0.1:{door.getsockname()[1]}", TOKEN), 5.0)
+        line = HttpConnection(CoordinatorAddress(f"http://127.0.0.1:{door.getsockname()[1]}", TOKEN), 5.0)
         found: list[Answer | None] = []
         asking = threading.Thread(target=lambda: found.append(line.get("/v1/order", Number)))
         asking.start()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.membership.world import Network, World
-from unisono.membership import Ended, Over, Policy
+from unisono.membership import Ended, Policy, ViewStatus
 
 CALM = Policy(minimum=1, expected=4, maximum=6, patience_seconds=5.0)
 
@@ -181,7 +181,7 @@ def noticed_seconds(world: World, name: str, seconds: float) -> float | None:
     world.freeze(name)
     while world.now < began + seconds:
         world.run(0.01)
-        over = any(isinstance(each, Ended) and each.over is Over.NOW for each in world.happened[before:])
+        over = any(isinstance(each, Ended) and each.over is ViewStatus.NOW for each in world.happened[before:])
         found = world.now - began if over and found is None else found
     world.thaw(name)
     return found

@@ -2,12 +2,12 @@
 
 import pytest
 
-from unisono.observe.adaptive_timeout import Pulse
+from unisono.observe.adaptive_timeout import AdaptiveTimeout
 
 
-def beaten(*gaps: float, least_seconds: float = 0.75) -> Pulse:
+def beaten(*gaps: float, least_seconds: float = 0.75) -> AdaptiveTimeout:
     """A pulse of four beats a second, after these gaps."""
-    pulse, now = Pulse(0.25, least_seconds, last=0.0), 0.0
+    pulse, now = AdaptiveTimeout(0.25, least_seconds, last=0.0), 0.0
     for gap in (*[0.25] * 20, *gaps):
         now += gap
         pulse.beat(now)
@@ -38,6 +38,6 @@ def test_a_restart_separates_two_long_silences() -> None:
 
 
 def test_the_first_gap_takes_the_place_of_a_guess_however_long_it_is() -> None:
-    pulse = Pulse(1.0, last=0.0, guessed=True)
+    pulse = AdaptiveTimeout(1.0, last=0.0, guessed=True)
     pulse.beat(30.0)
     assert pulse.usual_seconds == 30.0

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.membership.test_attendance import TOKEN, serving
-from unisono.membership import Agent, Beat, Contact, Coordinator, Over, Policy, Standing
-from unisono.membership.client import Attendance
-from unisono.membership.http_client import Line
+from unisono.membership import Agent, Coordinator, CoordinatorAddress, Heartbeat, Policy, StateVersion, ViewStatus
+from unisono.membership.client import CoordinatorClient
+from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import StatusMessage, WordMessage
 from unisono.membership.server.stall_reports import HELD_UP_SECONDS, TOGETHER_SECONDS, Reports
-from unisono.observe.activity import Doing, Phase
+from unisono.observe.activity import Activity, Phase
 
 STEP = 0.5  # seconds that one takes
 SUM = "sum (gradients, message 9)"
@@ -44,11 +44,13 @@ class Played:
                 self.counts[worker] += 1
                 phase = self.phases[worker]
                 waits_for = SUM if phase is Phase.COMMUNICATION else ""
-                doing = Doing(phase, self.step, 0, self.now - self.since[worker], waits_for, (), f"{worker}.py:7 work")
+                doing = Activity(
+                    phase, self.step, 0, self.now - self.since[worker], waits_for, (), f"{worker}.py:7 work"
+                )
                 self.reports.hear(worker, doing, {phase.value: self.now}, self.now)
                 works_in = self.coordinator.view.number
                 self.coordinator.hear(
-                    Beat(worker, self.counts[worker], works_in, 0, Standing(works_in, self.step)), self.now
+                    Heartbeat(worker, self.counts[worker], works_in, 0, StateVersion(works_in, self.step)), self.now
                 )
             self.coordinator.tick(self.now)
             self.said += [(self.now, words) for words in self.reports.look(self.coordinator, self.now)]
@@ -127,8 +129,8 @@ def test_how_long_a_worker_was_frozen_says_nothing_about_what_it_did(played) -> 
     played.live(1.0)
     played.mute.add("b")
     played.live(10.0)
-    assert coordinator.saved.over is Over.NOW
-    coordinator.hear(Beat("a", 10_000, 0, 1, Standing(1, played.step)), played.now)
+    assert coordinator.saved.over is ViewStatus.NOW
+    coordinator.hear(Heartbeat("a", 10_000, 0, 1, StateVersion(1, played.step)), played.now)
     assert coordinator.view.members == ("a",)
     played.reports.formed(before, coordinator, played.now)
     played.mute.clear()
@@ -174,7 +176,7 @@ def test_who_is_left_behind_before_anybody_said_how_it_ended_is_named_all_the_sa
     """The others see its connections close, and the next view is there at once."""
     coordinator, before = played.coordinator, played.coordinator.view
     coordinator.hung_up("b", played.now)
-    coordinator.hear(Beat("a", played.counts["a"] + 1, 0, 1, Standing(1, played.step)), played.now)
+    coordinator.hear(Heartbeat("a", played.counts["a"] + 1, 0, 1, StateVersion(1, played.step)), played.now)
     played.counts["a"] += 1
     assert coordinator.view.members == ("a",)
     played.reports.formed(before, coordinator, played.now)
@@ -188,8 +190,10 @@ def test_who_is_left_behind_before_anybody_said_how_it_ended_is_named_all_the_sa
 
 def test_who_leaves_or_is_one_too_many_is_not_called_lost(played) -> None:
     coordinator, before = played.coordinator, played.coordinator.view
-    coordinator.hear(Beat("b", played.counts["b"] + 1, 0, 1, Standing(1, played.step), leaving=True), played.now)
-    coordinator.hear(Beat("a", played.counts["a"] + 1, 0, 1, Standing(1, played.step)), played.now)
+    coordinator.hear(
+        Heartbeat("b", played.counts["b"] + 1, 0, 1, StateVersion(1, played.step), leaving=True), played.now
+    )
+    coordinator.hear(Heartbeat("a", played.counts["a"] + 1, 0, 1, StateVersion(1, played.step)), played.now)
     assert coordinator.view.members == ("a",)
     coordinator.hung_up("b", played.now)
     played.reports.formed(before, coordinator, played.now)
@@ -212,16 +216,19 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
     """At a real server: 'b' sleeps, 'a' waits for it."""
     heard: dict[str, list[str]] = {"a": [], "b": []}
     told = threading.Condition()
-    doings = {"a": Doing(Phase.COMMUNICATION, 1, 0, 1.0, SUM), "b": Doing(Phase.DATA, 1, 0, 1.0, line="own.py:3 get")}
+    doings = {
+        "a": Activity(Phase.COMMUNICATION, 1, 0, 1.0, SUM),
+        "b": Activity(Phase.DATA, 1, 0, 1.0, line="own.py:3 get"),
+    }
 
-    def attend(worker: str) -> Attendance:
+    def attend(worker: str) -> CoordinatorClient:
         def tell(words: str) -> None:
             with told:
                 heard[worker].append(words)
                 told.notify_all()
 
-        contact, agent = Contact(served.url, TOKEN), Agent(worker, Standing())
-        return Attendance(contact, agent, lambda view: None, doing=lambda: doings[worker],
+        contact, agent = CoordinatorAddress(served.url, TOKEN), Agent(worker, StateVersion())
+        return CoordinatorClient(contact, agent, lambda view: None, doing=lambda: doings[worker],
                           spent=lambda: {Phase.DATA: 2.5, Phase.COMPUTE: 0.0}, told=tell)  # fmt: skip
 
     policy = Policy(expected=2, maximum=2, beat_seconds=0.5)
@@ -234,7 +241,7 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
             assert told.wait_for(lambda: all(heard.values()), 60), heard
         assert "worker b has not arrived, it waits for its data since" in heard["a"][0]
         assert "own.py:3 get" in heard["b"][0]
-        line = Line(Contact(served.url, TOKEN))
+        line = HttpConnection(CoordinatorAddress(served.url, TOKEN))
         answer = line.get("/v1/status", StatusMessage)
         line.close()
     assert answer is not None
@@ -254,7 +261,7 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
 ])  # fmt: skip
 def test_what_is_no_report_is_refused(more, tmp_path) -> None:
     with serving(tmp_path / "state") as served:
-        line = Line(Contact(served.url, TOKEN))
+        line = HttpConnection(CoordinatorAddress(served.url, TOKEN))
         answer = line.ask("POST", "/v1/beat", {"worker": "a", "count": 1, **more}, WordMessage)
         line.close()
     assert answer is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from unisono.membership import Beat, Coordinator, Over, Policy, Standing
+from unisono.membership import Coordinator, Heartbeat, Policy, StateVersion, ViewStatus
 from unisono.membership.messages import BeatMessage, WordMessage
 from unisono.membership.server.service import Service, application
 from unisono.membership.server.store import Store
@@ -48,7 +48,7 @@ def test_a_view_is_formed_said_and_remembered(tmp_path) -> None:
         desk.store.close()
         again = Desk(tmp_path / "store")
         word = await again.beat("w0", 3, works_in=1, standing={"view": 1, "step": 9, "digest": "y"})
-        assert (word.view.number, word.over) == (1, Over.NO)
+        assert (word.view.number, word.over) == (1, ViewStatus.NO)
         status = (await again.client.get("/v1/status")).json()
         assert [worker["step"] for worker in status["workers"]] == [9, 0]
         assert status["happened"][0]["words"] == "view 1: 2 workers (w0, w1) go on from step 0"
@@ -202,6 +202,6 @@ def test_another_file_is_not_taken_for_a_store(tmp_path) -> None:
 
 
 def test_a_beat_says_over_the_wire_what_it_says_without() -> None:
-    beat = Beat("w0", 3, 2, 1, Standing(2, 9, "x"), ("w1",), True, broke=1)
+    beat = Heartbeat("w0", 3, 2, 1, StateVersion(2, 9, "x"), ("w1",), True, broke=1)
     message = BeatMessage.model_validate_json(BeatMessage.of(beat).model_dump_json())
     assert message.value() == beat

@@ -20,17 +20,17 @@ from unisono.membership import (
     Abort,
     Action,
     Agent,
-    Beat,
     Coordinator,
     Exit,
     Formed,
-    Meet,
-    Place,
+    Heartbeat,
+    JoinView,
     Policy,
     Saved,
-    Standing,
+    StateVersion,
     View,
-    Word,
+    ViewUpdate,
+    WorkerAddress,
 )
 
 MICRO_BATCHES = 32  # of a step
@@ -82,7 +82,7 @@ class Worker:
     exited: bool = False
     island: int = 0  # only workers of the same one reach each other
     offline: bool = False  # the coordinator cannot be reached
-    heard: Word | None = None
+    heard: ViewUpdate | None = None
     stalled_until: float = 0.0  # its own code holds it up
 
 
@@ -143,7 +143,7 @@ class World:
     def start(self) -> str:
         """A process more, which has yet to join."""
         name = f"w{next(self._names)}"
-        worker = self.workers[name] = Worker(Agent(name, Standing(), Place(f"host of {name}")))
+        worker = self.workers[name] = Worker(Agent(name, StateVersion(), WorkerAddress(f"host of {name}")))
         self._after(self.random.uniform(0, 0.1), self._beat_on, worker)
         return name
 
@@ -279,7 +279,7 @@ class World:
         if not worker.offline and not self._lost():
             self._after(self._delay(), self._hear, worker, beat)
 
-    def _hear(self, worker: Worker, beat: Beat) -> None:
+    def _hear(self, worker: Worker, beat: Heartbeat) -> None:
         if self.coordinator is not None and not worker.offline:
             self.over = self.over or beat.finished
             self._tell(self.coordinator.hear(beat, self.now))
@@ -322,7 +322,7 @@ class World:
         if (again or word != worker.heard) and not worker.offline and not self._lost():
             self._at(worker, self._delay(), self._take, worker, word)
 
-    def _take(self, worker: Worker, word: Word) -> None:
+    def _take(self, worker: Worker, word: ViewUpdate) -> None:
         assert word.view.number == 0 or self.views[word.view.number] == word.view, "two views of one number"
         actions = worker.agent.hear(word)
         self._do(worker, actions)
@@ -337,7 +337,7 @@ class World:
                     group = self.groups[view]
                     self._break(group)
                     self._at(worker, self._delay(), self._lose, worker, group)
-                case Meet(view):
+                case JoinView(view):
                     self._meet(worker, view)
                 case Exit():
                     worker.exited = True

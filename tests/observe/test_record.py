@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from unisono.observe import Nothing, Recorder, RunRecorder, write_config, write_summary
+from unisono.observe import NullRecorder, Recorder, RunRecorder, write_config, write_summary
 from unisono.observe.event_log import Events
 from unisono.observe.sinks import TensorBoard
 
@@ -143,7 +143,7 @@ def test_a_directory_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_nothing_records_nothing() -> None:
-    recorder: Recorder = Nothing()
+    recorder: Recorder = NullRecorder()
     recorder.event("x")
     recorder.step(1, 2, lambda: pytest.fail("nobody reads it"))
     recorder.metrics(1, {})

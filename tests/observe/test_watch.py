@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.observe import Unwatched, Watched
-from unisono.observe.activity import Doing, Phase
+from unisono.observe import NullTracker, ThreadTracker
+from unisono.observe.activity import Activity, Phase
 from unisono.observe.user_frames import LOADER, line_of, raised_at
 
 HERE = "tests/observe/test_watch.py"
@@ -55,7 +55,7 @@ def test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it() -> No
     there.wait()
     try:
         clock = itertools.count(step=1.0)
-        watch = Watched(lambda: next(clock))
+        watch = ThreadTracker(lambda: next(clock))
         assert watch.doing().line.endswith(" test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it")
         with watch(Phase.DATA):
             assert watch.doing().line.endswith(" fetch")
@@ -84,7 +84,7 @@ class Wire:
 
 def test_what_is_told_is_what_is_seen() -> None:
     seconds = [0.0]
-    watch = Watched(lambda: seconds[0])
+    watch = ThreadTracker(lambda: seconds[0])
     watch.be(Phase.COMPUTE, Wire())
     watch.keep(4)
     watch.at(4, 2)
@@ -99,13 +99,13 @@ def test_what_is_told_is_what_is_seen() -> None:
 
 
 def test_without_a_watch_nothing_is_lost_on_the_way() -> None:
-    nobody = Unwatched()
+    nobody = NullTracker()
     with nobody(Phase.DATA), nobody(Phase.COMPUTE):
         assert list(nobody.each(Phase.DATA, range(3))) == [0, 1, 2]
 
 
 def test_every_phase_has_words() -> None:
-    assert all(Doing(phase).words for phase in Phase)
+    assert all(Activity(phase).words for phase in Phase)
 
 
 _LOOKS_WHILE_TENSORS_ARE_COLLECTED = """

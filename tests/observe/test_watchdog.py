@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from itertools import pairwise
 
-from unisono.observe import Watchdog, Watched
-from unisono.observe.activity import Doing, Phase
+from unisono.observe import ThreadTracker, Watchdog
+from unisono.observe.activity import Activity, Phase
 from unisono.observe.watchdog import LATE_SECONDS, Patience
 
-WAITS = Doing(Phase.COMMUNICATION, 20, 1, 3.0, "sum (gradients, message 40)", (2,), "own.py:7 train")
+WAITS = Activity(Phase.COMMUNICATION, 20, 1, 3.0, "sum (gradients, message 40)", (2,), "own.py:7 train")
 
 
 def trained(patience: Patience, steps: int, seconds: float = 0.5) -> float:
@@ -17,7 +17,7 @@ def trained(patience: Patience, steps: int, seconds: float = 0.5) -> float:
     now = 0.0
     for done in range(steps + 1):
         now = done * seconds
-        assert patience.look(done, Doing(Phase.COMPUTE, done), now) == ""
+        assert patience.look(done, Activity(Phase.COMPUTE, done), now) == ""
     return now
 
 
@@ -37,27 +37,27 @@ def test_an_evaluation_is_no_step() -> None:
     patience = Patience(0.0)
     last = trained(patience, 40)
     for i in range(400):
-        assert patience.look(40, Doing(Phase.EVALUATION), last + i / 4) == ""
-    assert patience.look(40, Doing(Phase.COMPUTE), last + 100) == ""
+        assert patience.look(40, Activity(Phase.EVALUATION), last + i / 4) == ""
+    assert patience.look(40, Activity(Phase.COMPUTE), last + 100) == ""
 
 
 def test_what_does_not_count_is_let_pass_and_who_waits_is_said_all_the_same() -> None:
     patience = Patience(0.0, {Phase.DATA})
     last = trained(patience, 40)
-    assert not any(patience.look(40, Doing(Phase.COMPUTE), last + i / 4) for i in range(400))
+    assert not any(patience.look(40, Activity(Phase.COMPUTE), last + i / 4) for i in range(400))
     assert any(patience.look(40, WAITS, last + 100 + i / 4) for i in range(60))
 
 
 def test_the_first_step_may_take_longer() -> None:
     patience = Patience(0.0)
-    assert patience.look(0, Doing(Phase.COMPUTE), 0.0) == ""
-    assert patience.look(0, Doing(Phase.COMPUTE), 10.9) == ""
-    assert "step 0 is not done after 11 s" in patience.look(0, Doing(Phase.COMPUTE), 11.1)
+    assert patience.look(0, Activity(Phase.COMPUTE), 0.0) == ""
+    assert patience.look(0, Activity(Phase.COMPUTE), 10.9) == ""
+    assert "step 0 is not done after 11 s" in patience.look(0, Activity(Phase.COMPUTE), 11.1)
 
 
 def test_a_thread_looks_until_it_is_told_not_to(monkeypatch) -> None:
     monkeypatch.setattr("unisono.observe.watchdog._FIRST_SECONDS", 0.05)
-    watch, told = Watched(), threading.Event()
+    watch, told = ThreadTracker(), threading.Event()
     sentences: list[str] = []
 
     def tell(words: str) -> None:
@@ -74,6 +74,6 @@ def test_a_thread_looks_until_it_is_told_not_to(monkeypatch) -> None:
 
 
 def test_no_thread_looks_at_what_nobody_has_any_more() -> None:
-    dog = Watchdog(Watched())
+    dog = Watchdog(ThreadTracker())
     dog._thread.join(60)
     assert not dog._thread.is_alive()

@@ -19,7 +19,7 @@ from unisono.comm.link_model import sum_seconds
 from unisono.errors import Diverged, InvalidInput, WorkerFailed
 from unisono.plan import Cluster, Compute, Forecast, forecast
 from unisono.plan.compute_benchmark import share_seconds
-from unisono.plan.paced_trainer import Pace
+from unisono.plan.paced_trainer import ClockPacer
 from unisono.run.resolve import settle
 
 FAST = Link(1e12, 0.0)
@@ -137,7 +137,7 @@ def test_what_travels_while_backward_runs_is_hidden() -> None:
 def test_the_time_of_forward_is_divided_among_the_modules(by_module: bool) -> None:
     def run(comm: Simulated) -> tuple[list[float], float, float]:
         model, begins = deep().model(), []
-        pace = Pace(comm, model, lambda step: 0.12, by_module)
+        pace = ClockPacer(comm, model, lambda step: 0.12, by_module)
         for layer in model:
             layer.register_forward_pre_hook(lambda *_: begins.append(comm.now()))
         pace.begin(0)

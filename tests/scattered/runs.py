@@ -20,15 +20,15 @@ from tests import processes
 from tests.layouts.runs import ROOT
 from tests.membership.test_attendance import TOKEN, serving
 from unisono.launch import Identity, StopRequest, Worker
-from unisono.membership import Contact
-from unisono.membership.http_client import Line, NoBody
+from unisono.membership import CoordinatorAddress
+from unisono.membership.http_client import HttpConnection, NoBody
 from unisono.membership.messages import StatusMessage
 from unisono.observe import progress_reporter as telling
 from unisono.run.elastic_run import policy_of
 from unisono.run.resolve import settle
-from unisono.run.spec import Order
+from unisono.run.spec import RunSpec
 from unisono.run.worker import work
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 LONGEST_SECONDS = 120.0
 
@@ -37,13 +37,13 @@ LONGEST_SECONDS = 120.0
 class UnderWay:
     """A run, while it is."""
 
-    task: Source
+    task: NamedTask
     settings: Mapping[str, Any]
     path: Path
-    contact: Contact
+    contact: CoordinatorAddress
     ear: Ear
     stack: contextlib.ExitStack
-    line: Line
+    line: HttpConnection
     workers: dict[str, processes.Workers] = field(default_factory=dict)
     _returned: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
@@ -143,14 +143,14 @@ class Ear:
 def under_way(task: str, path: Path, workers: int, optimizer: str = "sgd", **settings: Any) -> Iterator[UnderWay]:
     """A task of `tests.layouts.tasks`, by workers 0, 1, ..."""
     path.mkdir(parents=True, exist_ok=True)
-    source = Source(f"tests.layouts.tasks:{task}", {"optimizer": optimizer}, ROOT)
+    source = NamedTask(f"tests.layouts.tasks:{task}", {"optimizer": optimizer}, ROOT)
     settings = {"threads": 1, "workers": workers, "deadline_seconds": 30.0, **settings}
     policy = policy_of(settle(source.load(), settings))
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(tempfile.TemporaryDirectory())
         served = stack.enter_context(serving(path / "state", policy=policy))
-        contact = Contact(served.url, TOKEN, f"file://{meeting}")
-        line = Line(contact)
+        contact = CoordinatorAddress(served.url, TOKEN, f"file://{meeting}")
+        line = HttpConnection(contact)
         stack.callback(line.close)
         ear = Ear(f"{meeting}/ear")
         stack.callback(ear.close)
@@ -160,7 +160,14 @@ def under_way(task: str, path: Path, workers: int, optimizer: str = "sgd", **set
 
 
 def _attend(
-    rank: int, size: int, name: str, task: Source, settings: dict[str, Any], path: Path, contact: Contact, ear: str
+    rank: int,
+    size: int,
+    name: str,
+    task: NamedTask,
+    settings: dict[str, Any],
+    path: Path,
+    contact: CoordinatorAddress,
+    ear: str,
 ) -> dict[str, Any] | None:
     telling.TELL_SECONDS = 0.0  # every step is told
     logging.getLogger("unisono").addHandler(logging.FileHandler(path / f"worker-{name}.log"))
@@ -170,5 +177,5 @@ def _attend(
     place = int(name.partition(".")[0])
     who = Identity(place, settings["workers"], place, settings["workers"], "", "unisono")
     report = lambda message: mouth.send(json.dumps(message).encode())
-    order = Order(task, settings, path, time.time(), contact)
+    order = RunSpec(task, settings, path, time.time(), contact)
     return work(Worker(who, report, StopRequest(leaves=True), name), order)

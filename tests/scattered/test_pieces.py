@@ -9,16 +9,16 @@ from torch import nn
 
 from unisono.comm import Simulated, outcomes
 from unisono.elastic.sharded_recovery import LONGEST_STEPS, SHARE, interval
-from unisono.elastic.sharded_state import At, Laid, Pieces, assemble, distinct
-from unisono.elastic.state_transfer import Parts, Reached
+from unisono.elastic.sharded_state import ShardedModel, ShardVersion, StateShard, assemble, distinct
+from unisono.elastic.state_transfer import Parts, Progress
 from unisono.tensors.box import Box
 
 ROWS, PLACES = 6, 3
-AT: list[At] = [(1, 4), (1, 7), (2, 5)]
+AT: list[ShardVersion] = [(1, 4), (1, 7), (2, 5)]
 _EACH = ROWS // PLACES
 
 
-def number(at: At) -> float:
+def number(at: ShardVersion) -> float:
     return 100.0 * at[0] + at[1]
 
 
@@ -32,19 +32,19 @@ class Local(nn.Module):
         self.register_buffer("seen", torch.tensor(value))
 
 
-def laid(place: int, value: float) -> Laid:
+def laid(place: int, value: float) -> ShardedModel:
     model = Local(place, value)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     optimizer.state[model.weight]["momentum_buffer"].copy_(-model.weight)
     parts = {"weight": Box((ROWS, 2), (place * _EACH, 0), (_EACH, 2))}
-    return Laid(model, Parts(parts, parts), optimizer)
+    return ShardedModel(model, Parts(parts, parts), optimizer)
 
 
-def pieces(place: int, at: At, committed: int) -> Pieces:
+def pieces(place: int, at: ShardVersion, committed: int) -> StateShard:
     """Of the state `at`, in which every number says which one it is."""
-    reached = Reached(at[1], committed, loss=number(at))
+    reached = Progress(at[1], committed, loss=number(at))
     return laid(place, number(at)).pieces(at, reached, {"losses": [number(at)]})
 
 
@@ -57,7 +57,9 @@ def test_the_same_part_of_the_same_state_is_kept_once() -> None:
     )
 
 
-def meet(comm: Simulated, has: list[list[tuple[int, At]]], committed: int) -> tuple[At, Reached, Laid] | None:
+def meet(
+    comm: Simulated, has: list[list[tuple[int, ShardVersion]]], committed: int
+) -> tuple[ShardVersion, Progress, ShardedModel] | None:
     """This worker's place is its rank, from the start of a run that had not come far."""
     mine = laid(comm.rank % PLACES, 0.0)
     found = assemble(comm, [pieces(place, at, committed) for place, at in has[comm.rank]], mine, [])
@@ -86,7 +88,7 @@ def test_the_newest_that_is_whole_is_found(has, committed) -> None:
             at, reached, mine = found
             expected = laid(rank % PLACES, number(at))
             assert at == max(whole)
-            assert reached == Reached(at[1], committed, loss=number(at))
+            assert reached == Progress(at[1], committed, loss=number(at))
             assert torch.equal(mine.model.weight, expected.model.weight)
             assert mine.model.seen == number(at)
             momentum = mine.optimizer.state[mine.model.weight]["momentum_buffer"]
@@ -102,14 +104,14 @@ def own_number(walker: int) -> float:
     return 8.0 * 2**walker
 
 
-def walks(place: int, walker: int) -> Pieces:
+def walks(place: int, walker: int) -> StateShard:
     """Of what one replica has: its weights are everybody's, what its optimizer remembers is its own."""
     mine = laid(place, number(AT[0]))
     mine.optimizer.state[mine.model.weight]["momentum_buffer"].fill_(own_number(walker))
-    return mine.pieces(AT[0], Reached(AT[0][1]), {}, walker)
+    return mine.pieces(AT[0], Progress(AT[0][1]), {}, walker)
 
 
-def meet_walking(comm: Simulated, has: list[list[tuple[int, int]]]) -> Laid | None:
+def meet_walking(comm: Simulated, has: list[list[tuple[int, int]]]) -> ShardedModel | None:
     mine = laid(comm.rank % PLACES, 0.0)
     found = assemble(comm, [walks(*each) for each in has[comm.rank]], mine, [])
     return mine if found else None

@@ -10,7 +10,7 @@ from unisono.comm import simulate
 from unisono.compress import Cast, Memory, Span
 from unisono.sync import AllReduce
 from unisono.sync.adasum import adasum, combined
-from unisono.sync.pending_mean import Flow
+from unisono.sync.pending_mean import PendingMean
 
 SPANS = tuple(Span(f"p{i}", torch.Size([8]), (1,), 8 * i, 8 * i + 8) for i in range(2))
 
@@ -37,7 +37,7 @@ def test_every_parameter_is_combined_by_itself() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_it_is_a_tree_over_the_workers(size: int) -> None:
     def run(comm):
-        flow = Flow(adasum(Cast(), random(comm.rank) / comm.size, SPANS, comm, Memory(), torch.float32))
+        flow = PendingMean(adasum(Cast(), random(comm.rank) / comm.size, SPANS, comm, Memory(), torch.float32))
         return flow.wait().clone()
 
     xs = [random(rank) for rank in range(size)]

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from unisono.comm import Message, simulate
-from unisono.sync.work_leasing import Dealer, Dealing, TakingTurns, lease
+from unisono.comm import ActorMessage, simulate
+from unisono.sync.work_leasing import LeaseClient, LeaseServer, TakingTurns, lease
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
@@ -28,7 +28,7 @@ def stay(comm) -> None:
 
 def deal(comm, stretches, seconds, stop=lambda comm, done: False):
     """Compute what is dealt out in `stretches`; the shares, and where each stretch ended."""
-    dealing, shares, ends = Dealing(comm, 6), [], []
+    dealing, shares, ends = LeaseClient(comm, 6), [], []
     first = 0
     for until in stretches:
         for step, micro_batches in dealing.shares(first, until, lambda: stop(comm, shares)):
@@ -77,7 +77,7 @@ def test_who_says_stop_ends_the_stretch_for_all_after_the_step_that_was_begun() 
 
 def test_a_share_that_is_asked_for_early_is_kept() -> None:
     def run(comm):
-        dealing = Dealing(comm, 4)
+        dealing = LeaseClient(comm, 4)
         shares = dealing.shares(0, 2, lambda: False)
         one = next(shares), next(shares)  # as a loader that fetches ahead
         assert dealing.upcoming() == one[0]
@@ -107,9 +107,9 @@ def test_a_worker_takes_its_turn_in_every_step_that_it_is_in_time_for() -> None:
 
 
 def test_a_question_from_a_stretch_that_others_have_left_ends_where_that_did() -> None:
-    dealer, answers = Dealer(4, 2), []
+    dealer, answers = LeaseServer(4, 2), []
     for stretch, first in ((1, 0), (1, 0), (1, 0), (2, 1), (1, 0), (2, 1)):
-        dealer.receive(0, Message("take", {"stretch": stretch, "first": first, "until": first + 1, "stop": False}),
+        dealer.receive(0, ActorMessage("take", {"stretch": stretch, "first": first, "until": first + 1, "stop": False}),
                        answers.append)  # fmt: skip
     assert [(a.kind, *a.fields.values()) for a in answers] == [
         ("share", 0, 0, 2), ("share", 0, 2, 4), ("over", 1), ("share", 1, 0, 2), ("over", 1), ("share", 1, 2, 4),

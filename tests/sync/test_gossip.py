@@ -17,13 +17,13 @@ from tests.sync.lesson import Lesson, in_a_process
 from tests.sync.test_topology import matrix
 from unisono import notation
 from unisono.comm import Communicator, Link, simulate
-from unisono.comm.actor import Message
+from unisono.comm.actor import ActorMessage
 from unisono.compress import Cast, Compressor, Exact, Memory, OneBit, Quantize, RandomK, TopK, TwoBit
 from unisono.config import Config
 from unisono.sync import AllReduce, Complete, Gossip, Loop, OnePeerExponential, RandomPairs, Ring, Synchronizer, Torus
-from unisono.sync.async_gossip import Partner
+from unisono.sync.async_gossip import GossipActor
 from unisono.sync.flat_weights import Weights
-from unisono.sync.peer_estimate import Likeness, fit, gamma
+from unisono.sync.peer_estimate import PeerEstimate, fit, gamma
 
 TOPOLOGIES = [Ring(), Torus(), Complete(), RandomPairs(), OnePeerExponential()]
 EVERY = [Gossip(topology, asynchronous) for topology in TOPOLOGIES for asynchronous in (False, True)]
@@ -337,7 +337,7 @@ def test_partners_stay_between_what_they_were_however_many_ask_at_once() -> None
     size, random = 8, np.random.default_rng(0)
     parameters = {"w": nn.Parameter(torch.zeros(size, dtype=torch.float64))}
     cuts = Weights(parameters, Cast()).cuts
-    partners = [Partner(cuts, [torch.eye(size, dtype=torch.float64)[rank].repeat(2)], size) for rank in range(size)]
+    partners = [GossipActor(cuts, [torch.eye(size, dtype=torch.float64)[rank].repeat(2)], size) for rank in range(size)]
 
     class Straight:
         """Calls the actor at once; the answer waits to be heard."""
@@ -345,8 +345,8 @@ def test_partners_stay_between_what_they_were_however_many_ask_at_once() -> None
         def __init__(self, caller: int, called: int) -> None:
             self.caller, self.called = caller, called
 
-        def call(self, message: Message) -> list[Message]:
-            answers: list[Message] = []
+        def call(self, message: ActorMessage) -> list[ActorMessage]:
+            answers: list[ActorMessage] = []
             partners[self.called].receive(self.caller, message, answers.append)
             return answers
 
@@ -365,9 +365,9 @@ def test_partners_stay_between_what_they_were_however_many_ask_at_once() -> None
 def test_what_the_optimizer_moves_and_what_others_bring_both_count() -> None:
     w = {"w": nn.Parameter(torch.zeros(16))}
     cuts = Weights(w, Cast()).cuts
-    partner, other = Partner(cuts, [torch.zeros(16)], 1), Partner(cuts, [torch.full((16,), 4.0)], 1)
+    partner, other = GossipActor(cuts, [torch.zeros(16)], 1), GossipActor(cuts, [torch.full((16,), 4.0)], 1)
     taken = partner.weights()
-    answers: list[Message] = []
+    answers: list[ActorMessage] = []
     other.ask(0, type("Line", (), {"call": lambda _, message: partner.receive(1, message, answers.append)})())
     partner.moved(taken, [taken[0] + 1])
     assert partner.weights()[0][0] == 3.0
@@ -382,7 +382,7 @@ def test_what_the_optimizer_moves_and_what_others_bring_both_count() -> None:
 def test_both_ends_hold_the_same_and_it_comes_nearer(row) -> None:
     shape = {"a": nn.Parameter(torch.zeros(20, 30)), "b": nn.Parameter(torch.zeros(70))}
     weights = Weights(shape, row.compress)
-    sender, receiver = (Likeness(weights.cuts, weights.read()) for _ in range(2))
+    sender, receiver = (PeerEstimate(weights.cuts, weights.read()) for _ in range(2))
     with torch.no_grad():
         for i, p in enumerate(shape.values()):
             p.copy_(100 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
@@ -402,10 +402,10 @@ def test_both_ends_hold_the_same_and_it_comes_nearer(row) -> None:
 
 def test_a_letter_that_is_too_short_is_refused() -> None:
     weights = Weights({"w": nn.Parameter(torch.zeros(40))}, Cast("bf16"))
-    letter = Likeness(weights.cuts, weights.read()).send(weights.read(), [1.0])
+    letter = PeerEstimate(weights.cuts, weights.read()).send(weights.read(), [1.0])
     for wrong in (letter[:64], letter[:0], letter.float()):
         with pytest.raises(ValueError, match="is none for these weights"):
-            Likeness(weights.cuts, weights.read()).take(wrong)
+            PeerEstimate(weights.cuts, weights.read()).take(wrong)
 
 
 # Values.

@@ -9,7 +9,7 @@ import torch
 from tests.sync.nets import MICRO_BATCHES, Net, adamw, advance, bound, plain, sgd, train
 from unisono import notation
 from unisono.checkpoint import fingerprint
-from unisono.comm import Appointment, Faulty, outcomes, simulate
+from unisono.comm import Faulty, InjectedFailure, outcomes, simulate
 from unisono.compress import Cast, Exact
 from unisono.elastic.model_state import load_state, state_of, weights_of
 from unisono.errors import PeerLost
@@ -145,7 +145,7 @@ def test_a_crash_at_any_verb_leaves_the_survivors_equal(sync, count) -> None:
         def note(model, step) -> None:
             done[comm.rank].append(fingerprint(dict(model.named_parameters())))
 
-        train(Faulty(comm, [Appointment(rank=1, verb="*", count=count)]), sync, Exact(), steps=12, on_step=note)
+        train(Faulty(comm, [InjectedFailure(rank=1, verb="*", count=count)]), sync, Exact(), steps=12, on_step=note)
 
     outcome = outcomes(3, run)
     assert all(isinstance(outcome[rank], PeerLost) for rank in (0, 2)), outcome

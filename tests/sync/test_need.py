@@ -22,7 +22,7 @@ from unisono.compress import Cast, Compressor, Exact, OneBit, Quantize, TopK
 from unisono.elastic.model_state import weights_of
 from unisono.errors import PeerLost, UnisonoError
 from unisono.sync import AllReduce, LocalSGD, ParameterServer, Synchronizer
-from unisono.sync.server.shard_client import Conversation
+from unisono.sync.server.shard_client import ShardClient
 from unisono.trainer.replica import Replica
 
 SLOW = Link(bytes_per_second=2e4, latency_seconds=1e-3)
@@ -277,7 +277,7 @@ def test_a_step_counts_as_taken_when_its_weights_are_here_and_all_answers_may_co
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listened: list[int] = []
-    monkeypatch.setattr(Conversation, "listen", lambda self: listened.append(self._shard))
+    monkeypatch.setattr(ShardClient, "listen", lambda self: listened.append(self._shard))
 
     def run(comm: Simulated) -> tuple[set[bool], ...]:
         replica = bound(comm, SMALL, Quantize(4))

@@ -22,14 +22,14 @@ from tests.processes import run
 from tests.sync.nets import adamw, advance, bound, plain, sgd, train
 from unisono import notation
 from unisono.checkpoint import fingerprint
-from unisono.comm import Communicator, Link, Message, simulate
+from unisono.comm import ActorMessage, Communicator, Link, simulate
 from unisono.compress import Cast, Exact, Quantize, Span, TwoBit
 from unisono.elastic.model_state import load_state, state_of, weights_of
 from unisono.errors import InvalidInput, PeerLost
 from unisono.sync import AllReduce, DelayCompensation, Loop, ParameterServer, ScaledByStaleness
-from unisono.sync.server.actor import MOVED, Server
-from unisono.sync.server.slice_optimizer import ELEMENTWISE, Stepper, numbers_of
-from unisono.sync.server.slice_state import Keeper, Lot, Push, Terms
+from unisono.sync.server.actor import MOVED, ParameterServerActor
+from unisono.sync.server.slice_optimizer import ELEMENTWISE, SliceOptimizer, numbers_of
+from unisono.sync.server.slice_state import Push, ServerSlice, SliceSpec, Terms
 from unisono.sync.server.slices import cut
 from unisono.trainer.replica import Replica
 
@@ -163,7 +163,7 @@ def test_a_server_takes_the_plain_step_where_a_worker_on_a_gpu_takes_the_fused_o
     weight, gradient = torch.randn(2, 99, generator=torch.Generator().manual_seed(0)).to(dtype)
     plain = nn.Parameter(weight.clone())
     optimizer = torch.optim.SGD([plain], 0.1, 0.9)
-    stepper = Stepper("SGD", [{**numbers_of(optimizer)[0], "fused": True}], [0], [weight])
+    stepper = SliceOptimizer("SGD", [{**numbers_of(optimizer)[0], "fused": True}], [0], [weight])
     for _ in range(2):
         stepper.step([gradient], [{**numbers_of(optimizer)[0], "fused": True}])
         plain.grad = gradient.clone()
@@ -518,11 +518,11 @@ def test_backup_workers_are_dropped_and_counted_and_go_on_with_the_others() -> N
 # --- what is done about late gradients, by hand
 
 
-def keeper(compensate, workers=2, numel=4, lr=0.5) -> Keeper:
+def keeper(compensate, workers=2, numel=4, lr=0.5) -> ServerSlice:
     w = nn.Parameter(torch.zeros(numel))
-    lot = Lot((Span("w", torch.Size([numel]), (1,), 0, numel),), (0,), torch.float32, Cast())
+    lot = SliceSpec((Span("w", torch.Size([numel]), (1,), 0, numel),), (0,), torch.float32, Cast())
     terms = Terms(workers, False, 1, False, compensate, 0, "SGD", numbers_of(torch.optim.SGD([w], lr)))
-    return Keeper(lot, terms, torch.linspace(-1, 1, numel))
+    return ServerSlice(lot, terms, torch.linspace(-1, 1, numel))
 
 
 @pytest.mark.parametrize(
@@ -614,7 +614,7 @@ def test_without_a_copy_a_lost_server_is_a_lost_peer() -> None:
 class FakeLine:
     """To a server in this thread."""
 
-    def __init__(self, to: Server, sender: int) -> None:
+    def __init__(self, to: ParameterServerActor, sender: int) -> None:
         self.to, self.sender, self.gone = to, sender, False
 
     def tell(self, message, then) -> None:
@@ -627,7 +627,7 @@ def servers_of(sync, numel=6, workers=2, control=1):
     slices = cut({"w": w}, Cast(), sync.slice_bytes, sync.servers)
     terms = {"workers": workers, "control": control, "needed": 2}
     config = sync._config(slices, torch.optim.SGD([w], 1.0), {"w": 0}, terms)
-    servers = [Server(i, config) for i in range(sync.servers)]
+    servers = [ParameterServerActor(i, config) for i in range(sync.servers)]
     for server in servers:
         server.meet([FakeLine(each, -1 - server._number) for each in servers])
     for i, each in enumerate(slices):
@@ -635,10 +635,10 @@ def servers_of(sync, numel=6, workers=2, control=1):
     return servers, slices, config["terms"]["groups"]
 
 
-def said(server, worker, kind, tensors=(), **fields) -> list[Message]:
+def said(server, worker, kind, tensors=(), **fields) -> list[ActorMessage]:
     """The answers so far, in a list that later ones join."""
-    answers: list[Message] = []
-    server.receive(worker, Message(kind, fields, list(tensors)), answers.append)
+    answers: list[ActorMessage] = []
+    server.receive(worker, ActorMessage(kind, fields, list(tensors)), answers.append)
     return answers
 
 
@@ -766,7 +766,7 @@ def test_a_piece_may_get_its_first_gradient_later_than_others() -> None:
     for fused in (False, True):
         whole = torch.optim.SGD([nn.Parameter(torch.ones(3))], 0.1, momentum=0.9, nesterov=True, fused=fused)
         weights, numbers = [torch.ones(3), torch.ones(2)], numbers_of(whole)
-        stepper = Stepper("SGD", numbers, [0, 0], weights)
+        stepper = SliceOptimizer("SGD", numbers, [0, 0], weights)
         for late in (None, torch.ones(2), None, torch.ones(2)):
             stepper.step([torch.ones(3), late], numbers)
         stepped.append(weights)

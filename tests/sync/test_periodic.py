@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from unisono import notation
-from unisono.comm import Appointment, Faulty, Link, outcomes, simulate
+from unisono.comm import Faulty, InjectedFailure, Link, outcomes, simulate
 from unisono.compress import Cast, Exact, Quantize
 from unisono.config import Config
 from unisono.errors import InvalidInput, PeerLost
@@ -23,7 +23,7 @@ from unisono.sync import (
     Momentum,
     Nesterov,
 )
-from unisono.sync.sync_schedule import Rhythm, divide
+from unisono.sync.sync_schedule import SyncSchedule, divide
 
 N, LR, MOMENTUM = 4, 0.1, 0.9
 SHAPES = [(6,), (2, 3), (5,), (4,)]
@@ -355,7 +355,7 @@ def test_a_lost_peer_leaves_the_survivors_after_their_own_step(sync, count) -> N
     lives: dict[int, Life] = {}
 
     def run(comm):
-        lives[comm.rank] = life = Life(Faulty(comm, [Appointment(rank=1, verb="*", count=count)]), sync)
+        lives[comm.rank] = life = Life(Faulty(comm, [InjectedFailure(rank=1, verb="*", count=count)]), sync)
         life.after_local_step = life.now()
         life.walk(0, 40)
 
@@ -437,7 +437,7 @@ def test_equal_layers_are_strided() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 9))
 def test_each_fragment_has_one_turn_in_each_period(every, fragments, first) -> None:
-    rhythm = Rhythm(every, start=first, fragments=min(every, fragments))
+    rhythm = SyncSchedule(every, start=first, fragments=min(every, fragments))
     turns = [rhythm.due(taken) for taken in range(1, first + 2 * every + 1)]
     assert turns[:first] == [None] * first
     for period in (turns[first : first + every], turns[first + every :]):

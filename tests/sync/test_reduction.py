@@ -5,7 +5,7 @@ from torch import nn
 
 from unisono.comm import simulate
 from unisono.compress import Auto, Cast, Compressor
-from unisono.sync.bucket_reduction import Reduction
+from unisono.sync.bucket_reduction import BucketedReduction
 
 AUTO = Auto((Cast(),), steps=4, again=0)
 TRIED = AUTO.steps * 3 + 1  # rounds until it has chosen
@@ -14,7 +14,7 @@ TRIED = AUTO.steps * 3 + 1  # rounds until it has chosen
 def _bytes(comm, compress: Compressor) -> list[int]:
     """What each round sent, of two buckets and a control word that arrives."""
     parameters = {name: nn.Parameter(torch.zeros(300)) for name in "ab"}
-    reduction = Reduction(parameters, comm, compress, bucket_bytes=1200, first_bytes=1200, control=2)
+    reduction = BucketedReduction(parameters, comm, compress, bucket_bytes=1200, first_bytes=1200, control=2)
     sent = []
     for turn in range(TRIED + 2):
         before = comm.bytes_sent

@@ -17,7 +17,7 @@ _WHAT = {
 
 
 @dataclass(frozen=True)
-class Happening:
+class FaultRecord:
     """One fault that came to pass.
 
     Args:
@@ -34,12 +34,12 @@ class Happening:
     words: str
 
     @staticmethod
-    def of(strike: Strike, at_seconds: float, step: int, more: str = "") -> Happening:
+    def of(strike: Strike, at_seconds: float, step: int, more: str = "") -> FaultRecord:
         """`strike`, with what else there is to say of it."""
         said = _said(strike.fault, strike.victim)
         when = f" {strike.moment.value}" if strike.moment.value else ""
         words = f"{said}{when}" + (f": {more}" if more else "")
-        return Happening(at_seconds, step, strike.fault.kind, strike.moment, strike.victim, words)
+        return FaultRecord(at_seconds, step, strike.fault.kind, strike.moment, strike.victim, words)
 
 
 def _said(fault: Fault, victim: str) -> str:

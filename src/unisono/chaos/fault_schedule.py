@@ -82,7 +82,7 @@ def _drawn(chance: random.Random, kind: Kind, number: int) -> Fault:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunStatus:
     """A run at one moment, as far as faults are concerned. Workers by name.
 
     Args:
@@ -129,7 +129,7 @@ class Pending:
     def __init__(self, schedule: Schedule) -> None:
         self.faults: Sequence[Fault] = schedule.faults
 
-    def due(self, seen: Seen) -> Iterator[Strike]:
+    def due(self, seen: RunStatus) -> Iterator[Strike]:
         """Those whose moment this is: at most one that takes somebody away, as it is another moment then."""
         for fault in [fault for fault in self.faults if fault.after <= seen.share]:
             found = aim(fault, seen)
@@ -141,7 +141,7 @@ class Pending:
                 return
 
 
-def aim(fault: Fault, seen: Seen) -> Strike | None:
+def aim(fault: Fault, seen: RunStatus) -> Strike | None:
     """Whom `fault` hits, if this is its moment."""
     if fault.kind in (Kind.JOIN, Kind.COORDINATOR):
         return Strike(fault, "", Moment.ANY)
@@ -151,7 +151,7 @@ def aim(fault: Fault, seen: Seen) -> Strike | None:
     return Strike(fault, hit[int(fault.whom * len(hit))], moment) if hit else None
 
 
-def _targets(kind: Kind, moment: Moment, seen: Seen) -> Sequence[str]:
+def _targets(kind: Kind, moment: Moment, seen: RunStatus) -> Sequence[str]:
     if kind is Kind.PARTITION:
         return seen.apart
     if moment is Moment.SAVING:

@@ -25,7 +25,7 @@ def unavailable() -> str:
     return "" if shutil.which("ip") else "there is no command ip"
 
 
-class Elsewhere:
+class NetworkNamespace:
     """It is there inside the context, and gone after it.
 
     Attributes:

@@ -14,7 +14,7 @@ Losses = dict[int, list[Any]]  # by step from 1: each value that was recorded, o
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """A run that has come to its end.
 
     Args:
@@ -68,7 +68,7 @@ def _events(run: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def compare(undisturbed: Outcome, disturbed: Outcome) -> list[Row]:
+def compare(undisturbed: RunOutcome, disturbed: RunOutcome) -> list[Row]:
     """Both, thing by thing."""
     a, b = undisturbed, disturbed
     return [
@@ -92,7 +92,7 @@ def _count(found: Losses) -> str:
     return f"of {len(found):,} steps"
 
 
-def _first_difference(a: Outcome, b: Outcome) -> str:
+def _first_difference(a: RunOutcome, b: RunOutcome) -> str:
     """The first step whose loss is not one and the same value in both."""
     for step in range(1, max(a.steps, b.steps) + 1):
         before, now = a.losses.get(step, []), b.losses.get(step, [])
@@ -105,7 +105,7 @@ def _values(values: list[Any]) -> str:
     return " and ".join(map(str, values)) or "none"
 
 
-def _otherwise_used(a: Outcome, b: Outcome) -> str:
+def _otherwise_used(a: RunOutcome, b: RunOutcome) -> str:
     for step in sorted({*a.used, *b.used}):
         before, now = a.used.get(step, {}), b.used.get(step, {})
         if before != now:

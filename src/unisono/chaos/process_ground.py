@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from unisono.chaos.command_processes import Command
-from unisono.chaos.fault_record import Happening
-from unisono.chaos.fault_schedule import Kind, Moment, Pending, Schedule, Seen, Strike
-from unisono.chaos.network_namespace import Elsewhere
-from unisono.chaos.outcome import Outcome, losses
+from unisono.chaos.fault_record import FaultRecord
+from unisono.chaos.fault_schedule import Kind, Moment, Pending, RunStatus, Schedule, Strike
+from unisono.chaos.network_namespace import NetworkNamespace
+from unisono.chaos.outcome import RunOutcome, losses
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.membership.contact_file import contact_in
-from unisono.membership.http_client import Line
+from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import StatusMessage
 from unisono.observe import write_config
 from unisono.observe.event_log import FILE
@@ -33,7 +33,7 @@ _LINES = 12  # that are shown of what a command said
 
 
 @dataclass(frozen=True)
-class Real:
+class ProcessGround:
     """What is run, with faults or without.
 
     Args:
@@ -45,7 +45,9 @@ class Real:
     settings: Mapping[str, Any]
     directory: Path
 
-    def run(self, name: str, schedule: Schedule, undisturbed: Outcome | None, happened: list[Happening]) -> Outcome:
+    def run(
+        self, name: str, schedule: Schedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
+    ) -> RunOutcome:
         """See `Ground`. The run lies in the directory `name`.
 
         Raises:
@@ -55,37 +57,37 @@ class Real:
         given.mkdir(exist_ok=True)
         write_config(given, self.settings, self.source.absolute(), self.source.arguments)
         with ExitStack() as stack:
-            elsewhere = stack.enter_context(Elsewhere()) if schedule.count(Kind.PARTITION) else None
+            elsewhere = stack.enter_context(NetworkNamespace()) if schedule.count(Kind.PARTITION) else None
             words = ["train", "--config", str(given / "config.toml"), "--run", str(self.directory / name)]
             words += ["--listen", elsewhere.address, "--certificate", "none"] if elsewhere else []
             train = Command(words, self.directory / f"{name}.log")
             stack.callback(train.end)
             steps, seconds = (undisturbed.steps, undisturbed.seconds) if undisturbed else (1, _LEAST_SECONDS)
-            raid = _Raid(self.directory / name, train, schedule, steps, elsewhere, happened)
+            raid = _FaultInjector(self.directory / name, train, schedule, steps, elsewhere, happened)
             stack.callback(raid.end)
             raid.until_over(max(_LEAST_SECONDS, _TIMES * seconds))
             return _outcome(self.directory / name, train)
 
 
-def _outcome(run: Path, train: Command) -> Outcome:
+def _outcome(run: Path, train: Command) -> RunOutcome:
     if train.process.returncode:
         lines = train.said().splitlines()[-_LINES:]
         raise UnisonoError("\n".join([f"the run ended with exit code {train.process.returncode}:", *lines]))
     came = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-    return Outcome(came["steps"], came["samples"], losses(run), came["metrics"], came["weights_sha256"],
+    return RunOutcome(came["steps"], came["samples"], losses(run), came["metrics"], came["weights_sha256"],
                    seconds=came["wall_seconds"])  # fmt: skip
 
 
 @dataclass
-class _Raid:
+class _FaultInjector:
     """Faults upon one run."""
 
     run: Path
     train: Command
     schedule: Schedule
     steps: int
-    elsewhere: Elsewhere | None
-    happened: list[Happening]
+    elsewhere: NetworkNamespace | None
+    happened: list[FaultRecord]
 
     def __post_init__(self) -> None:
         self._pending, self._began = Pending(self.schedule), time.monotonic()
@@ -93,7 +95,7 @@ class _Raid:
         self._passing: list[tuple[float, str, signal.Signals | None]] = []  # when what ends, and of whom
         self._away: set[str] = set()
         self._step, self._read = 0, 0
-        self._line: Line | None = None
+        self._line: HttpConnection | None = None
 
     def until_over(self, most_seconds: float) -> None:
         """Strike until the run has come to its end.
@@ -132,10 +134,10 @@ class _Raid:
                     self._carry_out(strike)
         return any(fault.moment is not Moment.ANY for fault in waiting)
 
-    def _seen(self, share: float) -> Seen:
+    def _seen(self, share: float) -> RunStatus:
         told = self._status()
         if told is None:
-            return Seen(share)
+            return RunStatus(share)
         view = told.view
         works = {each.worker for each in told.workers if each.works_in == view.number}
         here = [name for name in view.members if name not in self._away and self._command(name)]
@@ -146,8 +148,8 @@ class _Raid:
         apart = tuple(name for name in able if far and self._command(name) is far)
         with suppress(OSError):  # there are no checkpoints yet
             names = os.listdir(self.run / "checkpoints")
-            return Seen(share, any(name.startswith(".step") for name in names), able, givers, takers, apart)
-        return Seen(share, False, able, givers, takers, apart)
+            return RunStatus(share, any(name.startswith(".step") for name in names), able, givers, takers, apart)
+        return RunStatus(share, False, able, givers, takers, apart)
 
     def _status(self) -> StatusMessage | None:
         if not self._contact() or self._line is None:
@@ -158,7 +160,7 @@ class _Raid:
     def _contact(self) -> bool:
         """Whether the coordinator's address is known."""
         with suppress(InvalidInput):
-            self._line = self._line or Line(contact_in(self.run), answer_seconds=1.0)
+            self._line = self._line or HttpConnection(contact_in(self.run), answer_seconds=1.0)
         return self._line is not None
 
     def _command(self, name: str) -> Command | None:
@@ -190,7 +192,7 @@ class _Raid:
                 if pid is None:  # killed just now, and not there again
                     raise ProcessLookupError
                 os.kill(pid, signal.SIGKILL)
-        self.happened.append(Happening.of(strike, time.monotonic() - self._began, self._step))
+        self.happened.append(FaultRecord.of(strike, time.monotonic() - self._began, self._step))
 
     def _send(self, victim: str, number: signal.Signals) -> None:
         command = self._command(victim)
@@ -198,7 +200,7 @@ class _Raid:
         if pid:
             os.kill(pid, number)
 
-    def _join(self, elsewhere: Elsewhere | None) -> None:
+    def _join(self, elsewhere: NetworkNamespace | None) -> None:
         number = len(self._joined) + 1
         logs = self.run.parent / f"{self.run.name}-joined-{number}"
         words = ["join", "--run", str(self.run), "--logs", str(logs)]

@@ -27,7 +27,7 @@ class Samples:
         return {step: dict(views[max(views)]) for step, views in self._fetched.items() if step <= steps}
 
 
-class Counted:
+class SampleCount:
     """A dataset that says which samples are fetched."""
 
     def __init__(self, dataset: Any, samples: Samples) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from unisono.chaos.fault_record import Happening
+from unisono.chaos.fault_record import FaultRecord
 from unisono.chaos.fault_schedule import Kind, Schedule, draw
-from unisono.chaos.outcome import Outcome, Row, compare
+from unisono.chaos.outcome import Row, RunOutcome, compare
 from unisono.compress import Exact
 from unisono.config import RECOVERING, Config, recovers, walks
 from unisono.errors import InvalidInput
@@ -23,7 +23,9 @@ _OF_OURS = ("run", "resume")
 class Ground(Protocol):
     """Where runs take place."""
 
-    def run(self, name: str, schedule: Schedule, undisturbed: Outcome | None, happened: list[Happening]) -> Outcome:
+    def run(
+        self, name: str, schedule: Schedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
+    ) -> RunOutcome:
         """What a run comes to that `schedule` befalls.
 
         Args:
@@ -42,7 +44,7 @@ class Trial:
     """
 
     schedule: Schedule
-    happened: list[Happening] = field(default_factory=list)
+    happened: list[FaultRecord] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     failed: str = ""
 
@@ -52,10 +54,12 @@ class Trial:
         return [self.failed] if self.failed else [f"{row.name}: {row.differs}" for row in self.rows if row.differs]
 
 
-def trials(ground: Ground, undisturbed: Outcome, seeds: Iterable[int], wanted: Mapping[Kind, int]) -> Iterator[Trial]:
+def trials(
+    ground: Ground, undisturbed: RunOutcome, seeds: Iterable[int], wanted: Mapping[Kind, int]
+) -> Iterator[Trial]:
     """One for each seed."""
     for seed in seeds:
-        schedule, happened = draw(seed, wanted), list[Happening]()
+        schedule, happened = draw(seed, wanted), list[FaultRecord]()
         try:
             disturbed = ground.run(f"seed-{seed}", schedule, undisturbed, happened)
         except Exception as error:  # whatever it is, it is what this seed is about

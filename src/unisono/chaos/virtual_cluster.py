@@ -17,10 +17,22 @@ import torch
 
 from unisono.comm import Communicator, Link, Lost, Simulated, TorchWorld
 from unisono.comm.simulated.communicator import SimulatedWorld
-from unisono.comm.simulated.virtual_clock import Turns
+from unisono.comm.simulated.virtual_clock import VirtualScheduler
 from unisono.comm.simulated.virtual_work import VirtualWork
 from unisono.errors import CommunicationError, PeerLost
-from unisono.membership import Abort, Action, Agent, Coordinator, Exit, Formed, Meet, Policy, Saved, Standing, View
+from unisono.membership import (
+    Abort,
+    Action,
+    Agent,
+    Coordinator,
+    Exit,
+    Formed,
+    JoinView,
+    Policy,
+    Saved,
+    StateVersion,
+    View,
+)
 
 _MOST_SECONDS = 1e5  # of made-up time: a run that takes longer does not get on
 
@@ -57,7 +69,7 @@ class VirtualRun:
         self.most_seconds = most_seconds
         self.policy, self.link, self._network, self._step_seconds = policy, link, network, step_seconds
         self.chance = random.Random(seed)
-        self.turns = Turns(processes, seed, self._nobody_goes_on)
+        self.turns = VirtualScheduler(processes, seed, self._nobody_goes_on)
         self.processes = [Process(self, number) for number in range(processes)]
         self.views: dict[int, _ViewWorld] = {}
         self.formed: list[View] = []
@@ -177,7 +189,7 @@ class Process:
 
     def __init__(self, run: VirtualRun, number: int) -> None:
         self.number, self.name, self._run = number, str(number), run
-        self.agent = Agent(self.name, Standing())
+        self.agent = Agent(self.name, StateVersion())
         self.view, self.rank = View(), 0
         self.begun = self.dead = self.over = self._dismissed = self.leaving = False
         self.frozen_until = self.cut_until = 0.0
@@ -226,7 +238,7 @@ class Process:
                     self._waiting = None
                     if number in self._run.views:
                         self._run.views[number].break_off(self)
-                case Meet(view):
+                case JoinView(view):
                     self._waiting = view
                 case Exit():
                     self._dismissed = True
@@ -317,7 +329,7 @@ class _VirtualMeeting:
 class _Seats:
     """The clock of a run's processes, by the ranks of one view."""
 
-    def __init__(self, turns: Turns, numbers: Sequence[int]) -> None:
+    def __init__(self, turns: VirtualScheduler, numbers: Sequence[int]) -> None:
         self._turns, self._numbers = turns, numbers
         self.at, self.own_random, self.drawing_from = turns.at, turns.own_random, turns.drawing_from
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from unisono.chaos.fault_record import Happening
-from unisono.chaos.fault_schedule import Kind, Pending, Schedule, Seen, Strike
-from unisono.chaos.outcome import Outcome, losses
-from unisono.chaos.sample_audit import Counted, Samples
+from unisono.chaos.fault_record import FaultRecord
+from unisono.chaos.fault_schedule import Kind, Pending, RunStatus, Schedule, Strike
+from unisono.chaos.outcome import RunOutcome, losses
+from unisono.chaos.sample_audit import SampleCount, Samples
 from unisono.chaos.virtual_cluster import Network, Process, VirtualRun
 from unisono.checkpoint import Writer
 from unisono.checkpoint.async_writer import Progress
@@ -25,11 +25,11 @@ from unisono.comm import Link
 from unisono.config import Config
 from unisono.errors import UnisonoError
 from unisono.launch import Identity, StopRequest, Worker
-from unisono.observe import Watched
+from unisono.observe import ThreadTracker
 from unisono.run.elastic_run import policy_of
 from unisono.run.resolve import settle
-from unisono.run.spec import Carried, Order, Result
-from unisono.run.worker import Life
+from unisono.run.spec import PickledTask, Result, RunSpec
+from unisono.run.worker import WorkerRun
 from unisono.tasks.task import Task, with_data
 
 _OWN = {"load": "Inline()", "threads": 1}  # no threads beside the made-up processes'
@@ -42,7 +42,7 @@ _GLANCES = 4  # moments after each change of view in which a fault may come
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class VirtualGround:
     """What is run, with faults or without.
 
     Args:
@@ -54,12 +54,14 @@ class MadeUp:
     config: Config
 
     @staticmethod
-    def of(task: Task, settings: Mapping[str, Any]) -> MadeUp:
+    def of(task: Task, settings: Mapping[str, Any]) -> VirtualGround:
         """Of settings as for any run; those that say how processes of this machine work are replaced."""
         settings = {**settings, **_OWN}
-        return MadeUp(with_data(task), settings, settle(task, settings))
+        return VirtualGround(with_data(task), settings, settle(task, settings))
 
-    def run(self, name: str, schedule: Schedule, undisturbed: Outcome | None, happened: list[Happening]) -> Outcome:
+    def run(
+        self, name: str, schedule: Schedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
+    ) -> RunOutcome:
         """See `Ground`.
 
         Raises:
@@ -76,11 +78,11 @@ class MadeUp:
 class _Play:
     """One run of it."""
 
-    made_up: MadeUp
+    made_up: VirtualGround
     schedule: Schedule
     steps: int
     path: Path
-    happened: list[Happening]
+    happened: list[FaultRecord]
 
     def __post_init__(self) -> None:
         self._config = self.made_up.config
@@ -91,9 +93,9 @@ class _Play:
         self._chance = random.Random(f"play {self.schedule.seed}")
         self._next, self._glanced = self._config.workers, 0
         self._samples = Samples()
-        data = Counted(self.made_up.task.data, self._samples)
+        data = SampleCount(self.made_up.task.data, self._samples)
         self._task = dataclasses.replace(self.made_up.task, data=data)
-        self._order = Order(Carried(self._task.name, b""), self.made_up.settings, self.path, time.time())
+        self._order = RunSpec(PickledTask(self._task.name, b""), self.made_up.settings, self.path, time.time())
         for number in range(self._config.workers):
             self.run.begin(number)
 
@@ -103,11 +105,11 @@ class _Play:
         size = self._config.workers
         stop = _Deaf()
         worker = Worker(Identity(process.number, size, process.number, size, "", "chaos"), lambda message: None, stop)
-        life = Life(worker, self._order, self._task, self._config, torch.device("cpu"), Watched(),
+        life = WorkerRun(worker, self._order, self._task, self._config, torch.device("cpu"), ThreadTracker(),
                     make_writer=_Prompt)  # fmt: skip
         return life.go_through(process)
 
-    def outcome(self, results: Sequence[Any]) -> Outcome:
+    def outcome(self, results: Sequence[Any]) -> RunOutcome:
         """What all of those who came to the end say alike."""
         for result in results:
             if isinstance(result, Exception):
@@ -120,7 +122,7 @@ class _Play:
             if (other.weights_sha256, other.steps) != (first.weights_sha256, first.steps):
                 raise UnisonoError(f"workers ended with {first.weights_sha256} and {other.weights_sha256}")
         used = self._samples.kept(first.steps)
-        return Outcome(first.steps, sum(map(sum, (each.values() for each in used.values()))), losses(self.path),
+        return RunOutcome(first.steps, sum(map(sum, (each.values() for each in used.values()))), losses(self.path),
                        first.metrics, first.weights_sha256, used)  # fmt: skip
 
     def _where(self) -> str:
@@ -140,11 +142,11 @@ class _Play:
         for strike in self._pending.due(self._seen()):
             self._carry_out(strike)
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> RunStatus:
         step, every = self._step, self._config.checkpoint_every
         view = self.run.formed[-1] if self.run.formed else None
         if view is None:
-            return Seen(0.0)
+            return RunStatus(0.0)
         members = [self.run.processes[int(name)] for name in view.members]
         works = {p.name for p in members if p.agent.working and p.agent.view.number == view.number}
         able = tuple(p.name for p in members if p.reachable and (p.name in works or p.name in view.sources))
@@ -152,7 +154,7 @@ class _Play:
         # A checkpoint is taken at a step's boundary, and committed at the next.
         saving = bool(every and step and step % every == 0)
         givers = tuple(name for name in able if name in view.sources)
-        return Seen(step / self.steps, saving, able, givers, takers, apart=able)
+        return RunStatus(step / self.steps, saving, able, givers, takers, apart=able)
 
     def _carry_out(self, strike: Strike) -> None:
         run, fault, victim = self.run, strike.fault, int(strike.victim or 0)
@@ -171,7 +173,7 @@ class _Play:
                 said = f"worker {self._another()}"
             case Kind.COORDINATOR:
                 run.kill_coordinator(fault.seconds)
-        self.happened.append(Happening.of(strike, run.turns.now, self._step, said))
+        self.happened.append(FaultRecord.of(strike, run.turns.now, self._step, said))
 
     def _another(self) -> int:
         """One more process, which is there soon."""

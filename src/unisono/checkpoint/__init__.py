@@ -1,7 +1,7 @@
 """The run written down, independent of how many workers wrote it. Safetensors and JSON; nothing is
 unpickled."""
 
-from unisono.checkpoint.async_writer import Event, Phase, Progress, Writer
+from unisono.checkpoint.async_writer import Event, Progress, Writer, WriteStatus
 from unisono.checkpoint.convert import save_plain, store
 from unisono.checkpoint.directory import checkpoints
 from unisono.checkpoint.fingerprint import digest, fingerprint, fingerprint_of
@@ -9,7 +9,7 @@ from unisono.checkpoint.load import newest, open_newest
 from unisono.checkpoint.locate import home, open_found
 from unisono.checkpoint.model_match import compare
 from unisono.checkpoint.open_checkpoint import Opened, open_checkpoint
-from unisono.checkpoint.ownership import Piece, decode_holding, encode_holding, holding
+from unisono.checkpoint.ownership import TensorShard, decode_holding, encode_holding, holding
 from unisono.checkpoint.plain_safetensors import Plain, open_plain
 from unisono.checkpoint.safetensors_format import Spec
 from unisono.checkpoint.verify import damages, verified

@@ -28,7 +28,7 @@ from torch import Tensor
 from unisono.checkpoint import directory as place
 from unisono.checkpoint.commit import commit_parts
 from unisono.checkpoint.failure_text import reason
-from unisono.checkpoint.ownership import Holding, Piece, shares
+from unisono.checkpoint.ownership import Holding, TensorShard, shares
 from unisono.checkpoint.part_file import Stopped, write_part
 from unisono.checkpoint.safetensors_format import Container, Spec, specs_of
 from unisono.checkpoint.staging import Image, Staging, Window
@@ -39,7 +39,7 @@ Holders = Sequence[Holding] | None  # by worker; None: everybody holds everythin
 Specs = Mapping[str, Spec]
 
 
-class Phase(StrEnum):
+class WriteStatus(StrEnum):
     """What becomes of the checkpoint staged last."""
 
     IDLE = "idle"
@@ -63,7 +63,7 @@ class Progress:
     """
 
     step: int = -1
-    phase: Phase = Phase.IDLE
+    phase: WriteStatus = WriteStatus.IDLE
     error: str = ""
     written: int = -1
     failed: int = -1
@@ -218,7 +218,7 @@ class Writer:
         if self._rank == 0:
             self._meta[step] = json.dumps(meta)
         self._abandoned.discard(step)
-        self._update(step=step, phase=Phase.STAGING, error="")
+        self._update(step=step, phase=WriteStatus.STAGING, error="")
 
     def _check(self, tensors: Mapping[str, Tensor], holders: Holders) -> None:
         """Raise ValueError where this worker holds something else than it has told."""
@@ -243,9 +243,9 @@ class Writer:
             self._staging, self._planned = Staging(self._share(specs, holders), pinned), (specs, holders)
         return self._staging
 
-    def _share(self, specs: Specs, holders: Holders) -> dict[str, Piece]:
+    def _share(self, specs: Specs, holders: Holders) -> dict[str, TensorShard]:
         """What this worker writes."""
-        whole = {name: Piece(spec.dtype, Box.whole(spec.shape)) for name, spec in specs.items()}
+        whole = {name: TensorShard(spec.dtype, Box.whole(spec.shape)) for name, spec in specs.items()}
         return shares(holders or [whole] * self._size)[self._rank]
 
     def _copy(self, tensors: Mapping[str, Tensor], holders: Holders, streams: list[torch.cuda.Stream]) -> Staging:
@@ -258,13 +258,13 @@ class Writer:
         try:
             image = made()
             file = image.container
-            self._update(phase=Phase.WRITING)
+            self._update(phase=WriteStatus.WRITING)
             path = place.temporary(self._directory, step, self._attempt)
             path.mkdir(mode=0o700, exist_ok=True)
             write_part(path, self._rank, step, image, lambda: self._unwanted(step))
-            self._update(phase=Phase.WRITTEN, written=step)
+            self._update(phase=WriteStatus.WRITTEN, written=step)
         except Stopped:
-            self._update(phase=Phase.FAILED, error="abandoned", failed=step)
+            self._update(phase=WriteStatus.FAILED, error="abandoned", failed=step)
         except Exception as error:  # a thread's outermost frame: whatever it is, training goes on and is told
             self._fail(step, reason(error, self._directory, file.nbytes if file else 0))
 
@@ -293,7 +293,7 @@ class Writer:
 
     def _fail(self, step: int, why: str) -> None:
         words = _not_written(step, why)
-        self._update(phase=Phase.FAILED, error=words, failed=step)
+        self._update(phase=WriteStatus.FAILED, error=words, failed=step)
         self._on_event(Event("failed", step, words))
 
     def _update(self, **changes: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint import directory as place
-from unisono.checkpoint.manifest import Part, decode_part, encode_manifest, merged, part_file
+from unisono.checkpoint.manifest import PartFile, decode_part, encode_manifest, merged, part_file
 from unisono.checkpoint.part_file import report_file
 from unisono.errors import CheckpointError
 from unisono.system.atomic_files import sync_directory, write_durably
@@ -37,7 +37,7 @@ def commit_parts(temporary: Path, directory: Path, step: int, size: int, meta: A
     return sum(part.nbytes for part in parts)
 
 
-def _complete(temporary: Path, rank: int, step: int) -> Part:
+def _complete(temporary: Path, rank: int, step: int) -> PartFile:
     try:
         written, part = decode_part(place.read_small(temporary / report_file(rank), place.JSON_LIMIT))
         length = (temporary / part_file(rank)).stat().st_size

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from unisono.checkpoint import directory as place
 from unisono.checkpoint.commit import commit_parts
-from unisono.checkpoint.manifest import Entry, Part, encode_part, part_file
-from unisono.checkpoint.ownership import Piece
+from unisono.checkpoint.manifest import Entry, PartFile, encode_part, part_file
+from unisono.checkpoint.ownership import TensorShard
 from unisono.checkpoint.part_file import report_file
 from unisono.checkpoint.plain_safetensors import INDEX
 from unisono.checkpoint.safetensors_format import Spec, container
-from unisono.checkpoint.tensor_stream import Source, write_file
+from unisono.checkpoint.tensor_stream import TensorSource, write_file
 from unisono.system import atomic_files as atomic
 from unisono.tensors.box import Box
 
 
 def save_plain(
-    source: Source, path: Path, most_bytes: int | None = None, metadata: Mapping[str, str] | None = None
+    source: TensorSource, path: Path, most_bytes: int | None = None, metadata: Mapping[str, str] | None = None
 ) -> list[Path]:
     """Write all tensors of `source` to a safetensors file, or to several with an index, as transformers reads them:
     ``model-00001-of-00002.safetensors`` … and ``model.safetensors.index.json``. Gives the files.
@@ -58,7 +58,7 @@ def save_plain(
     return [*names, *index]
 
 
-def store(source: Source, directory: Path, step: int, meta: object) -> Path:
+def store(source: TensorSource, directory: Path, step: int, meta: object) -> Path:
     """Make all tensors of `source` the newest checkpoint of `directory`, as of `step`; gives its path.
 
     Raises:
@@ -72,8 +72,8 @@ def store(source: Source, directory: Path, step: int, meta: object) -> Path:
     try:
         file = container(source.specs)
         digests = write_file(temporary / part_file(0), file, source)
-        pieces = {slot.name: Piece(slot.spec.dtype, Box.whole(slot.spec.shape)) for slot in file.slots}
-        part = Part(file.nbytes, {name: Entry(piece, digests[name]) for name, piece in pieces.items()})
+        pieces = {slot.name: TensorShard(slot.spec.dtype, Box.whole(slot.spec.shape)) for slot in file.slots}
+        part = PartFile(file.nbytes, {name: Entry(piece, digests[name]) for name, piece in pieces.items()})
         atomic.write_durably(temporary / report_file(0), encode_part(step, part))
         commit_parts(temporary, directory, step, 1, meta)
     finally:

@@ -18,7 +18,7 @@ from torch import Tensor, uint8
 from xxhash import xxh3_64
 
 from unisono.checkpoint.safetensors_format import Spec, dtype_name
-from unisono.checkpoint.tensor_stream import Source
+from unisono.checkpoint.tensor_stream import TensorSource
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -31,7 +31,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return _digest((name, Spec(x.dtype, tuple(x.shape)), iter([raw_bytes(x)])) for name, x in found)
 
 
-def fingerprint_of(source: Source, prefix: str = "model/") -> str:
+def fingerprint_of(source: TensorSource, prefix: str = "model/") -> str:
     """The `fingerprint` of those tensors of an opened checkpoint whose names begin with `prefix`, which is taken off.
 
     Whatever boxes were written, it is that of the whole tensors, read a few megabytes at a time.

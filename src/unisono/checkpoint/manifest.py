@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.checkpoint.ownership import Piece
+from unisono.checkpoint.ownership import TensorShard
 from unisono.checkpoint.safetensors_format import DTYPES, dtype_name
 from unisono.tensors.box import Box, check_tiling
 
@@ -34,12 +34,12 @@ class Entry:
     cryptographic hash would cost training ten times as much.
     """
 
-    piece: Piece
+    piece: TensorShard
     xxh3: str
 
 
 @dataclass(frozen=True)
-class Part:
+class PartFile:
     """One worker's file: its length in bytes and what it holds.
 
     Nothing else of it needs a checksum: its header follows from what it holds (see `container`), and the rest
@@ -56,7 +56,7 @@ class Manifest:
 
     step: int
     meta: Any
-    parts: tuple[Part, ...]
+    parts: tuple[PartFile, ...]
 
     @property
     def tensors(self) -> dict[str, list[tuple[int, Entry]]]:
@@ -98,17 +98,17 @@ def unseal(sealed: bytes) -> dict[str, Any]:
     return fields
 
 
-def encode_part(step: int, part: Part) -> bytes:
+def encode_part(step: int, part: PartFile) -> bytes:
     """What a worker says of its part, sealed."""
     tensors = {name: _encode_spec(entry) | _encode_box(entry) for name, entry in part.tensors.items()}
     return seal({"format": FORMAT, "step": step, "bytes": part.nbytes, "tensors": tensors})
 
 
-def decode_part(sealed: bytes) -> tuple[int, Part]:
+def decode_part(sealed: bytes) -> tuple[int, PartFile]:
     """The step and the part. Raises ValueError where it is damaged."""
     fields = _versioned(sealed)
     tensors = {name: _decode_entry(name, entry, entry) for name, entry in _object(fields, "tensors").items()}
-    return _whole(fields, "step"), Part(_whole(fields, "bytes"), tensors)
+    return _whole(fields, "step"), PartFile(_whole(fields, "bytes"), tensors)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -139,11 +139,11 @@ def decode_manifest(sealed: bytes) -> Manifest:
             held[rank][name] = _decode_entry(name, tensor, box)
     if "meta" not in fields:
         raise ValueError("meta is missing")
-    parts = tuple(Part(_whole(file, "bytes"), tensors) for file, tensors in zip(files.values(), held))
+    parts = tuple(PartFile(_whole(file, "bytes"), tensors) for file, tensors in zip(files.values(), held))
     return _checked(Manifest(_whole(fields, "step"), fields["meta"], parts))
 
 
-def merged(step: int, meta: Any, parts: Sequence[Part]) -> Manifest:
+def merged(step: int, meta: Any, parts: Sequence[PartFile]) -> Manifest:
     """The manifest of these parts. Raises ValueError where they do not make up whole tensors, each once."""
     try:
         return _checked(Manifest(step, meta, tuple(parts)))
@@ -196,7 +196,7 @@ def _decode_entry(name: str, spec: Any, fields: Any) -> Entry:
     # Torch counts in 63 bits; an empty tensor may still claim absurd lengths elsewhere.
     if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**63:
         raise ValueError(f"tensor {name!r} claims more bytes than a machine can have")
-    return Entry(Piece(dtype, _decode_box(name, tuple(shape), fields)), _field(fields, "xxh3", str))
+    return Entry(TensorShard(dtype, _decode_box(name, tuple(shape), fields)), _field(fields, "xxh3", str))
 
 
 def _decode_box(name: str, shape: tuple[int, ...], fields: Any) -> Box:

@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 
 from unisono.checkpoint import directory as place
 from unisono.checkpoint.fingerprint import raw_bytes
-from unisono.checkpoint.manifest import Entry, Manifest, Part, decode_manifest, part_file
+from unisono.checkpoint.manifest import Entry, Manifest, PartFile, decode_manifest, part_file
 from unisono.checkpoint.safetensors_format import Spec, container
 from unisono.checkpoint.tensor_stream import CHUNK, read_exactly
 from unisono.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
@@ -140,7 +140,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def read_part(file: Path, part: Part) -> list[Stored]:
+def read_part(file: Path, part: PartFile) -> list[Stored]:
     """Where each box lies in a part's file, whose length and header are right. Raises CheckpointDamaged."""
     with damage(file):
         expected = container({name: entry.piece.spec for name, entry in part.tensors.items()})

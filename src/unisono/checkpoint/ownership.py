@@ -18,7 +18,7 @@ from unisono.tensors.box import Box, check_tiling
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A box of a global tensor that a worker holds, without its numbers."""
 
     dtype: torch.dtype
@@ -35,10 +35,10 @@ class Piece:
         return Spec(self.dtype, self.box.shape)
 
 
-Holding = Mapping[str, Piece]
+Holding = Mapping[str, TensorShard]
 
 
-def holding(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = None) -> dict[str, Piece]:
+def holding(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = None) -> dict[str, TensorShard]:
     """What a worker with these local tensors holds, by global name.
 
     Args:
@@ -52,7 +52,7 @@ def holding(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = Non
         if name not in tensors or tuple(tensors[name].shape) != box.size:
             found = list(tensors[name].shape) if name in tensors else "not there"
             raise ValueError(f"tensor {name!r} is {found}, and its box {box} of {list(box.shape)}")
-    return {name: Piece(x.dtype, boxes.get(name) or Box.whole(x.shape)) for name, x in tensors.items()}
+    return {name: TensorShard(x.dtype, boxes.get(name) or Box.whole(x.shape)) for name, x in tensors.items()}
 
 
 def encode_holding(held: Holding) -> str:
@@ -61,7 +61,7 @@ def encode_holding(held: Holding) -> str:
     return json.dumps({name: [dtype_name(p.dtype), b.shape, b.offset, b.size] for name, (p, b) in boxes.items()})
 
 
-def decode_holding(text: str) -> dict[str, Piece]:
+def decode_holding(text: str) -> dict[str, TensorShard]:
     """What `encode_holding` wrote. Raises ValueError where it is anything else."""
     fields = json.loads(text)
     if not isinstance(fields, dict):
@@ -69,15 +69,15 @@ def decode_holding(text: str) -> dict[str, Piece]:
     return {name: _decode(name, piece) for name, piece in fields.items()}
 
 
-def _decode(name: str, fields: Any) -> Piece:
+def _decode(name: str, fields: Any) -> TensorShard:
     if isinstance(fields, list) and len(fields) == 4 and all(isinstance(numbers, list) for numbers in fields[1:]):
         dtype, *box = fields
         if dtype in DTYPES and all(type(n) is int for numbers in box for n in numbers):
-            return Piece(DTYPES[dtype], Box(*map(tuple, box)))
+            return TensorShard(DTYPES[dtype], Box(*map(tuple, box)))
     raise ValueError(f"tensor {name!r} has no possible dtype and box")
 
 
-def shares(holders: Sequence[Holding]) -> list[dict[str, Piece]]:
+def shares(holders: Sequence[Holding]) -> list[dict[str, TensorShard]]:
     """What each worker writes, if worker *r* holds ``holders[r]``: together every tensor once, balanced by bytes.
 
     Every worker finds the same for the same `holders`, so nobody need be asked.
@@ -96,7 +96,7 @@ def shares(holders: Sequence[Holding]) -> list[dict[str, Piece]]:
     who = {(name, box): ranks for name, boxes in found.items() for box, ranks in boxes.items()}
     sizes = {(name, box): box.numel * dtypes[name].itemsize for name, box in who}
     dealt = deal(sizes, who, len(holders))
-    return [{name: Piece(dtypes[name], box) for name, box in share if _is_something(box)} for share in dealt]
+    return [{name: TensorShard(dtypes[name], box) for name, box in share if _is_something(box)} for share in dealt]
 
 
 def _is_something(box: Box) -> bool:

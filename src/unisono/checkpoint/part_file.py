@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from unisono.checkpoint.manifest import Part, encode_part, part_file
+from unisono.checkpoint.manifest import PartFile, encode_part, part_file
 from unisono.checkpoint.safetensors_format import PAGE
 from unisono.checkpoint.staging import Image
 from unisono.system.atomic_files import write_durably
@@ -30,7 +30,7 @@ def write_part(
     step: int,
     image: Image,
     stopped: Callable[[], bool],
-) -> Part:
+) -> PartFile:
     """Write the file image durably into `directory`, then its report, whose presence says that the part is
     complete.
 
@@ -42,7 +42,7 @@ def write_part(
     report.unlink(missing_ok=True)
     try:
         _stream(path, image, stopped)
-        part = Part(image.container.nbytes, image.tensors)
+        part = PartFile(image.container.nbytes, image.tensors)
         write_durably(report, encode_part(step, part))
     except (OSError, Stopped):
         with contextlib.suppress(OSError):  # the first error is the one that tells

@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.checkpoint.manifest import Entry
-from unisono.checkpoint.ownership import Piece
+from unisono.checkpoint.ownership import TensorShard
 from unisono.checkpoint.safetensors_format import PAGE, Container, container
 
 CHUNK = 32 << 20  # bytes per write: long enough that the interpreter's lock is rarely asked for
@@ -47,7 +47,7 @@ class Staging:
         pinned: take memory that a CUDA device can copy to while the host goes on.
     """
 
-    def __init__(self, pieces: Mapping[str, Piece], pinned: bool) -> None:
+    def __init__(self, pieces: Mapping[str, TensorShard], pinned: bool) -> None:
         self._pieces, self.container = pieces, _container(pieces)
         self.tensors: Mapping[str, Entry] = {}
         length = -(-self.container.nbytes // PAGE) * PAGE
@@ -91,7 +91,7 @@ class Window:
         tensors: this worker's, by name.
     """
 
-    def __init__(self, pieces: Mapping[str, Piece], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, pieces: Mapping[str, TensorShard], tensors: Mapping[str, Tensor]) -> None:
         self._pieces, self._tensors, self.container = pieces, tensors, _container(pieces)
         self.tensors: Mapping[str, Entry] = {}
 
@@ -121,7 +121,7 @@ class Window:
             yield slot.name, raw_bytes(self._tensors[slot.name].detach())
 
 
-def _container(pieces: Mapping[str, Piece]) -> Container:
+def _container(pieces: Mapping[str, TensorShard]) -> Container:
     return container({name: piece.spec for name, piece in pieces.items()})
 
 

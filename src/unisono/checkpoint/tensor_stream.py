@@ -14,7 +14,7 @@ from unisono.checkpoint.safetensors_format import Container, Spec
 CHUNK = 4 << 20  # bytes
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Tensors that can be read one after the other."""
 
     @property
@@ -34,12 +34,12 @@ class Renamed:
         names: new name to name in `source`.
     """
 
-    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
         self._source, self._names = source, names
         self.specs: Mapping[str, Spec] = {new: source.specs[old] for new, old in names.items()}
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """As of `Source`."""
+        """As of `TensorSource`."""
         return self._source.stream(self._names[name])
 
 
@@ -52,7 +52,7 @@ def read_exactly(descriptor: int, memory: memoryview, position: int) -> None:
         memory, position = memory[count:], position + count
 
 
-def write_file(path: Path, container: Container, source: Source) -> dict[str, str]:
+def write_file(path: Path, container: Container, source: TensorSource) -> dict[str, str]:
     """Write a new private file of the tensors in `container` durably; gives the digest of each.
 
     Raises:

@@ -22,7 +22,7 @@ from unisono.errors import InvalidInput, UnisonoError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unisono.chaos.outcome import Outcome
+    from unisono.chaos.outcome import RunOutcome
     from unisono.chaos.trial import Ground, Trial
 
 USAGE = """\
@@ -170,10 +170,12 @@ def _tried(asked: Asked, directory: Path, console: Console) -> Iterator[Trial]:
 
 
 def _ground(asked: Asked, task: Any, settings: Mapping[str, Any], directory: Path) -> Ground:
-    from unisono.chaos.process_ground import Real
-    from unisono.chaos.virtual_ground import MadeUp
+    from unisono.chaos.process_ground import ProcessGround
+    from unisono.chaos.virtual_ground import VirtualGround
 
-    return MadeUp.of(task, settings) if asked.virtual else Real(asked.request.source, settings, directory)
+    return (
+        VirtualGround.of(task, settings) if asked.virtual else ProcessGround(asked.request.source, settings, directory)
+    )
 
 
 def _cuts(asked: Asked, console: Console) -> int:
@@ -187,7 +189,7 @@ def _cuts(asked: Asked, console: Console) -> int:
     return 0 if why else cuts
 
 
-def _heading(asked: Asked, settings: Mapping[str, Any], undisturbed: Outcome) -> str:
+def _heading(asked: Asked, settings: Mapping[str, Any], undisturbed: RunOutcome) -> str:
     where = "made-up processes" if asked.virtual else "processes"
     took = f", {undisturbed.seconds:.1f} s" if undisturbed.seconds else ""
     return (

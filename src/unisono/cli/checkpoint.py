@@ -15,7 +15,7 @@ from unisono.notation import nearest
 
 if TYPE_CHECKING:
     from unisono.checkpoint import Opened
-    from unisono.checkpoint.tensor_stream import Source
+    from unisono.checkpoint.tensor_stream import TensorSource
 
 USAGE = """\
 usage: unisono checkpoint show DIR
@@ -139,7 +139,7 @@ def _from(directory: Path, options: Mapping[str, str]) -> int:
         raise InvalidInput("DIR", str(directory), "something is there already", "name a new directory")
     plain = open_plain(path)
     step, meta, ours = _told(plain.metadata, path)
-    source: Source = plain
+    source: TensorSource = plain
     if "--all" not in options:
         prefix = WEIGHTS if ours else ""
         names = [name.removeprefix(prefix) for name in plain.specs if name.startswith(prefix)]

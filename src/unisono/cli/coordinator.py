@@ -13,7 +13,7 @@ from unisono.cli.argument_words import read, whole
 from unisono.cli.coordinator_options import NEW, place
 from unisono.cli.token import VARIABLE, token
 from unisono.errors import InvalidInput
-from unisono.membership import Contact, Policy
+from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership.certificate import certified, fingerprint
 from unisono.membership.contact_file import joining
 from unisono.system import atomic_files as atomic
@@ -66,17 +66,17 @@ def coordinator(words: list[str]) -> int:
 
     makes, where = where.makes_certificate, certified(where, Path(f"{state}.certificate.pem"), Path(f"{state}.key.pem"))
 
-    from unisono.membership.server.http_server import Serving  # imports the web server
+    from unisono.membership.server.http_server import CoordinatorServer  # imports the web server
 
     try:
-        serving = Serving(where, policy, state, given or _kept(kept), _print, door)
+        serving = CoordinatorServer(where, policy, state, given or _kept(kept), _print, door)
     except (sqlite3.Error, OSError) as error:
         raise InvalidInput("--state", str(state), str(error), "name another file") from error
     print(f"coordinator at {serving.url}")
     print("" if given else f"its token, for --token-file of workers, is in {kept}\n", end="", flush=True)
     authority = fingerprint(where.certificate) if makes and where.certificate else ""
     if authority or not where.private:
-        print(f"others join with  {joining(Contact(serving.url, '', authority=authority))}", flush=True)
+        print(f"others join with  {joining(CoordinatorAddress(serving.url, '', authority=authority))}", flush=True)
     serving.run()
     return 0
 

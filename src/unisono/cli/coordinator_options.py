@@ -9,9 +9,9 @@ from pathlib import Path
 from unisono.cli.argument_words import whole
 from unisono.cli.token import VARIABLE, token
 from unisono.errors import InvalidInput
-from unisono.membership import Contact
+from unisono.membership import CoordinatorAddress
 from unisono.membership.certificate import is_pin
-from unisono.membership.endpoint import Calling, Place
+from unisono.membership.endpoint import CoordinatorOptions, Endpoint
 
 OPTIONS = {
     "--listen": ("HOST[:PORT]", "have the run's coordinator listen there, so that workers of other hosts may join "
@@ -28,7 +28,7 @@ NONE, NEW = "none", "new"
 _LARGEST_PORT = 65535
 
 
-def calling(options: Mapping[str, str]) -> Calling | None:
+def calling(options: Mapping[str, str]) -> CoordinatorOptions | None:
     """What `options` say of it; None if nothing.
 
     Raises:
@@ -40,15 +40,15 @@ def calling(options: Mapping[str, str]) -> Calling | None:
         for name in ("--listen", "--certificate", "--key"):
             if name in options:
                 raise InvalidInput(name, options[name], "the coordinator is up already", "leave one out")
-        return Calling(elsewhere=contact(options["--coordinator"], options))
+        return CoordinatorOptions(elsewhere=contact(options["--coordinator"], options))
     if "--listen" not in options:
         name = next(iter(options))
         raise InvalidInput(name, options[name], "no coordinator is said", "add --listen HOST or --coordinator URL")
     host, port = _address(options["--listen"])
-    return Calling(place(host, port, options), token(options), _file(options, "--authority"))
+    return CoordinatorOptions(place(host, port, options), token(options), _file(options, "--authority"))
 
 
-def contact(url: str, options: Mapping[str, str]) -> Contact:
+def contact(url: str, options: Mapping[str, str]) -> CoordinatorAddress:
     """Of the coordinator at `url`.
 
     Raises:
@@ -60,7 +60,7 @@ def contact(url: str, options: Mapping[str, str]) -> Contact:
         raise InvalidInput(
             VARIABLE, "unset", "the coordinator answers only who has its token", "set it, or give --token-file FILE"
         )
-    where = Contact(url, known, authority=_file(options, "--authority"))
+    where = CoordinatorAddress(url, known, authority=_file(options, "--authority"))
     if url.startswith("http:") and not where.private and options.get("--authority") != NONE:
         raise InvalidInput(
             "coordinator", url, "plain HTTP between hosts is not encrypted",
@@ -68,7 +68,7 @@ def contact(url: str, options: Mapping[str, str]) -> Contact:
     return where
 
 
-def place(host: str, port: int, options: Mapping[str, str]) -> Place:
+def place(host: str, port: int, options: Mapping[str, str]) -> Endpoint:
     """Where to listen.
 
     Raises:
@@ -78,7 +78,7 @@ def place(host: str, port: int, options: Mapping[str, str]) -> Place:
     if port > _LARGEST_PORT:
         raise InvalidInput("port", port, f"above {_LARGEST_PORT}", "leave it out, which takes a free one")
     certificate, key = (Path(found) if (found := _file(options, name)) else None for name in ("--certificate", "--key"))
-    where = Place(host, port, certificate, key, options.get("--certificate") == NEW)
+    where = Endpoint(host, port, certificate, key, options.get("--certificate") == NEW)
     if not (where.private or certificate or where.makes_certificate or options.get("--certificate") == NONE):
         raise InvalidInput(
             "listen", host, "plain HTTP between hosts is not encrypted",

@@ -12,7 +12,7 @@ from unisono.cli.coordinator_options import contact
 from unisono.cli.token import VARIABLE
 from unisono.errors import InvalidInput, printable
 from unisono.launch.stop_request import STOP, Interrupted
-from unisono.membership import Contact
+from unisono.membership import CoordinatorAddress
 from unisono.membership.contact_file import contact_in
 from unisono.observe.display import Display
 from unisono.run.consent import Consent
@@ -69,7 +69,7 @@ def join(words: list[str]) -> int:
     return 0 if result is None or result.get("complete", True) else Interrupted(STOP).exit_code
 
 
-def reached(options: Mapping[str, str], rest: list[str], command: str) -> Contact:
+def reached(options: Mapping[str, str], rest: list[str], command: str) -> CoordinatorAddress:
     """The coordinator that the words after ``unisono join`` or ``unisono status`` mean.
 
     Raises:
@@ -110,7 +110,7 @@ def _consent(options: Mapping[str, str], display: Display) -> Consent:
 
 
 def _join(
-    where: Contact, workers: int, consent: Consent, logs: Path | None, display: Display
+    where: CoordinatorAddress, workers: int, consent: Consent, logs: Path | None, display: Display
 ) -> Mapping[str, Any] | None:
     from unisono.run import start as run
 

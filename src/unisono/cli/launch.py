@@ -16,14 +16,14 @@ from unisono.cli.coordinator_options import OPTIONS as CALLING
 from unisono.cli.coordinator_options import calling
 from unisono.errors import InvalidInput
 from unisono.launch import PRELOAD as LAUNCHER_PRELOAD
-from unisono.launch import Elastic, Forkserver, launch_script, prepare
+from unisono.launch import ElasticOptions, Forkserver, launch_script, prepare
 from unisono.launch.coordinator_setup import rallied
 from unisono.launch.limit import check_count
 from unisono.launch.lock import Holder, fresh, held
 from unisono.launch.process import age_seconds
 from unisono.membership import Policy
 from unisono.membership.contact_file import forget, refused
-from unisono.membership.endpoint import Calling
+from unisono.membership.endpoint import CoordinatorOptions
 from unisono.notation import nearest
 
 PRELOAD = (*LAUNCHER_PRELOAD, "unisono.world")
@@ -73,7 +73,7 @@ class Launch:
     fewest: int = 1
     most: int | None = None
     elastic: bool = True
-    calling: Calling | None = None
+    calling: CoordinatorOptions | None = None
     named: bool = True
     debug: int | None = None
 
@@ -154,7 +154,7 @@ def _locked(asked: Launch) -> Iterator[Launch]:
 
 def _may_come_and_go(
     asked: Launch, server: Forkserver, told: Callable[[str], None], began: float
-) -> AbstractContextManager[Elastic | None]:
+) -> AbstractContextManager[ElasticOptions | None]:
     """What workers need to do so, if they may."""
     if not asked.elastic or (asked.largest == 1 and asked.calling is None):
         return nullcontext()
@@ -162,7 +162,7 @@ def _may_come_and_go(
     policy = Policy(minimum=asked.fewest, maximum=asked.largest, expected=first)
     script = [str(asked.script.absolute()), *asked.arguments]
     order = {"task": "", "script": script, "run": str(asked.run.absolute()), "began": began}
-    calling = asked.calling or Calling()
+    calling = asked.calling or CoordinatorOptions()
     return rallied(policy, order, asked.run, server, told, calling, asked.logs, each_to_its_end=True)
 
 

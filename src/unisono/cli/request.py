@@ -1,4 +1,4 @@
-"""From words and a TOML file to a `Source` and settings: the file first, then options, then ``--set``."""
+"""From words and a TOML file to a `NamedTask` and settings: the file first, then options, then ``--set``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unisono.cli.config_fields import Field, fields
 from unisono.cli.coordinator_options import calling
 from unisono.cli.train_options import Given
 from unisono.errors import InvalidInput
-from unisono.membership.endpoint import Calling
+from unisono.membership.endpoint import CoordinatorOptions
 from unisono.notation import nearest
 from unisono.tasks import TASKS
 from unisono.tasks.arguments import merged, nested
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Request:
         debug: the worker that has the terminal for ``breakpoint()``, if that is said.
     """
 
-    source: Source
+    source: NamedTask
     settings: Mapping[str, Any]
     json: Path | None
-    calling: Calling | None = None
+    calling: CoordinatorOptions | None = None
     debug: int | None = None
 
 
@@ -57,7 +57,7 @@ def request(given: Given) -> Request:
         )
     chosen = {**settings, **given.settings, **set_settings}
     theirs = merged(merged(nested(arguments), nested(given.arguments)), nested(set_arguments))
-    source = Source(task, theirs, os.getcwd())
+    source = NamedTask(task, theirs, os.getcwd())
     source.place()
     return Request(
         source,

@@ -16,8 +16,8 @@ from unisono.errors import InvalidInput, printable
 from unisono.membership.contact_file import CONTACT, DIRECTORY
 from unisono.membership.http_client import ask
 from unisono.membership.messages import StatusMessage, ViewMessage, WorkerMessage
-from unisono.membership.protocol import Over, View
-from unisono.observe.activity import Doing
+from unisono.membership.protocol import View, ViewStatus
+from unisono.observe.activity import Activity
 from unisono.observe.formatting import duration
 from unisono.observe.goodput import account
 from unisono.observe.record_files import SUMMARY
@@ -100,15 +100,15 @@ def _print(told: StatusMessage) -> None:
 
 
 _GOES_ON = {
-    Over.NO: "it goes on",
-    Over.AT_A_BOUNDARY: "it ends after the step in hand",
-    Over.NOW: "it is over, and the next one is awaited",
-    Over.WITH_TOO_FEW: "it is over, and more workers are awaited",
-    Over.FOR_EVER: "all is trained",
+    ViewStatus.NO: "it goes on",
+    ViewStatus.AT_A_BOUNDARY: "it ends after the step in hand",
+    ViewStatus.NOW: "it is over, and the next one is awaited",
+    ViewStatus.WITH_TOO_FEW: "it is over, and more workers are awaited",
+    ViewStatus.FOR_EVER: "all is trained",
 }
 
 
-def heading(view: View, over: Over, here: int = 0) -> str:
+def heading(view: View, over: ViewStatus, here: int = 0) -> str:
     """The view at hand in one sentence; of a run that has none yet, how many workers are `here`."""
     if not view.number:
         return f"no view yet: {here} workers are here"
@@ -142,7 +142,7 @@ def _row(view: ViewMessage, worker: WorkerMessage) -> list[str]:
     return [worker.worker, _is(view, worker), f"{worker.step:,}", silent, does]
 
 
-def _does(doing: Doing) -> str:
+def _does(doing: Activity) -> str:
     return f"{doing.words} since {duration(doing.since_seconds)}{doing.where}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from unisono.tasks.arguments import REQUIRED, Parameter, option, shown
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 
 def task_options(name: str) -> str:
@@ -14,7 +14,7 @@ def task_options(name: str) -> str:
     Raises:
         InvalidInput: there is no such task.
     """
-    lines = [line(name, parameter) for name, parameter in Source(name).parameters().items()]
+    lines = [line(name, parameter) for name, parameter in NamedTask(name).parameters().items()]
     return "\n".join([f"options of {name}:", *(lines or ["  none"])])
 
 
@@ -26,7 +26,7 @@ def line(name: str, parameter: Parameter) -> str:
 
 def first_sentence(name: str) -> str:
     """What the task is, by its docstring."""
-    return (inspect.getdoc(Source(name).target()) or "").partition("\n")[0]
+    return (inspect.getdoc(NamedTask(name).target()) or "").partition("\n")[0]
 
 
 def _default(value: object) -> str:

@@ -18,7 +18,7 @@ from unisono.comm.work import Work
 
 
 @dataclass(frozen=True)
-class Message:
+class ActorMessage:
     """What travels to an actor and back.
 
     Args:
@@ -32,13 +32,13 @@ class Message:
     tensors: Sequence[Tensor] = ()
 
 
-Answer = Callable[[Message], None]
+Answer = Callable[[ActorMessage], None]
 
 
 class Actor(Protocol):
     """Somebody who receives messages, one at a time, and never waits inside a method."""
 
-    def receive(self, sender: int, message: Message, answer: Answer) -> None:
+    def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """Take `message` of worker `sender` (or of actor ``-1 - i``), and call `answer` exactly once: now, or within
         a later `receive`, `lost` or callback of a `tell`.
 
@@ -51,14 +51,14 @@ class Actor(Protocol):
     def lost(self, sender: int) -> None:
         """`sender` will say nothing more; what it still waits for need not be answered."""
 
-    def meet(self, lines: Sequence[Line]) -> None:
+    def meet(self, lines: Sequence[ActorConnection]) -> None:
         """Called once, before anything is received: lines to all actors of the same `serve`, by number."""
 
 
-class Line(Protocol):
+class ActorConnection(Protocol):
     """A conversation with one actor, wherever it lives. Messages arrive in the order in which they were sent."""
 
-    def call(self, message: Message) -> Work[Message]:
+    def call(self, message: ActorMessage) -> Work[ActorMessage]:
         """Send `message`; the work's result is the answer. Several calls may be under way; answers may come in any
         order. The tensors of `message` belong to the line until its answer is there; the answer's tensors are valid
         until the next `call` whose work has been waited for.
@@ -67,7 +67,7 @@ class Line(Protocol):
         that hosts or has started it, its text names the actor.
         """
 
-    def tell(self, message: Message, then: Callable[[Message | None], None]) -> None:
+    def tell(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
         """For actors: send `message`, and have ``then(answer)`` called as if it were received; None: the other is
         gone. The tensors are copied."""
 
@@ -83,10 +83,10 @@ class Services(Protocol):
     is what an actor says that a worker hosts; what a worker says to itself is not.
     """
 
-    def host(self, actor: Actor) -> list[Line]:
+    def host(self, actor: Actor) -> list[ActorConnection]:
         """Every worker has its own `actor` answer beside its training thread; lines to all of them, by rank."""
 
-    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
         """Start `count` actors in processes of their own, number *i* by worker ``i % size``; lines to all of them.
 
         Args:

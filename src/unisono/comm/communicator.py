@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor, dtype
 
 from unisono.comm.actor import Services
-from unisono.comm.hierarchy import Tiers
+from unisono.comm.hierarchy import Hierarchy
 from unisono.comm.work import Work as Work
 
 
@@ -89,7 +89,7 @@ class Communicator(Services, Protocol):
     def lane(self, name: str) -> Communicator:
         """A second, independent conversation between the same peers (all open the same lanes in the same order)."""
 
-    def tiers(self, name: str) -> Tiers | None:
+    def tiers(self, name: str) -> Hierarchy | None:
         """Where workers share hosts, and there are several: the same peers on two levels, as a conversation of its
         own; else None. All call it alike, as `lane`."""
 

@@ -18,16 +18,16 @@ from torch._C import _distributed_c10d as c10d
 from unisono.comm.abort import Abort
 from unisono.comm.actors.services import Hosting
 from unisono.comm.communicator import Communicator
-from unisono.comm.hierarchy import Part, Tiers, among_all
+from unisono.comm.hierarchy import Hierarchy, SubCommunicator, among_all
 from unisono.comm.operation_queue import Family
 from unisono.comm.rendezvous.address import open_store, own_address, parse_rendezvous, tidy
 from unisono.comm.rendezvous.prefix_store import Prefixed
-from unisono.comm.rendezvous.store_exchange import Notices
+from unisono.comm.rendezvous.store_exchange import StoreExchange
 from unisono.comm.shared_memory.communicator import Host, SharedMemory
 from unisono.comm.shared_memory.memfd import MemoryUnavailable, check_platform, create, open_of
-from unisono.comm.shared_memory.memory_map import Board
-from unisono.comm.shared_memory.peer_processes import Peers
-from unisono.comm.single import Alone
+from unisono.comm.shared_memory.memory_map import SharedMemoryMap
+from unisono.comm.shared_memory.peer_processes import PeerProcesses
+from unisono.comm.single import SingleWorker
 from unisono.comm.torch_groups.default_group import TorchWorld
 from unisono.comm.torch_groups.process_group import TorchGroup
 from unisono.errors import InvalidInput
@@ -128,7 +128,7 @@ class Meeting:
         hosts = [self._hosts[each] for each in ranks]
         chosen = _choose(self._kind, hosts, rank, self._device)
         if size == 1:
-            return Alone(self._device)
+            return SingleWorker(self._device)
         store = Prefixed("-".join([name, *map(str, ranks)]), self._store)
         comm = self._connect(store, chosen, rank, hosts)
         if size == len(self._hosts):
@@ -169,7 +169,7 @@ class Meeting:
             PeerLost: not all of them came within the deadline, or it was broken off before they had.
         """
         store = Prefixed("world", self._store)
-        notices = Notices(store, self._deadline_seconds, self._abort)
+        notices = StoreExchange(store, self._deadline_seconds, self._abort)
         size = len(self._hosts)
         notices.exchange("here", self._rank, size, True, bool)
         return TorchWorld(
@@ -208,8 +208,8 @@ def divide(
     between = None
     if group.rank in leaders:
         with among_all(leaders):
-            between = Part(reach(Prefixed("between", store), number, len(leaders)), leaders)
-    group.divide(Tiers(Part(within, mine), between))
+            between = SubCommunicator(reach(Prefixed("between", store), number, len(leaders)), leaders)
+    group.divide(Hierarchy(SubCommunicator(within, mine), between))
 
 
 def share_memory(
@@ -217,7 +217,7 @@ def share_memory(
 ) -> SharedMemory:
     """A communicator of workers of one host, or on all of them the same `MemoryUnavailable`."""
     abort = abort or Abort()
-    board, notices = Board(size), Notices(store, deadline_seconds, abort)
+    board, notices = SharedMemoryMap(size), StoreExchange(store, deadline_seconds, abort)
     number, token, memory, failure = -1, 0, None, ""
     try:
         try:
@@ -225,7 +225,7 @@ def share_memory(
             if rank == 0:
                 number = create(board.nbytes)
                 token = secrets.randbits(62)
-                os.pwrite(number, token.to_bytes(8, sys.byteorder), 8 * Board.token)
+                os.pwrite(number, token.to_bytes(8, sys.byteorder), 8 * SharedMemoryMap.token)
         except OSError as error:
             failure = str(error)
         if rank == 0:
@@ -245,7 +245,7 @@ def share_memory(
         if why:
             raise MemoryUnavailable(f"worker {other}: {why}")
     assert memory is not None
-    peers = Peers({other: pid for other, (pid, _) in enumerate(workers) if other != rank})
+    peers = PeerProcesses({other: pid for other, (pid, _) in enumerate(workers) if other != rank})
     host = Host(store, peers, there.pid, board.words(memory))
     family = Family(hosting=Hosting(deadline_seconds=deadline_seconds, abort=abort), abort=abort)
     return SharedMemory(rank, size, memory, host, deadline_seconds, family)
@@ -260,11 +260,11 @@ class _File:
     token: int
 
 
-def _open(there: _File, board: Board) -> Tensor:
+def _open(there: _File, board: SharedMemoryMap) -> Tensor:
     """Worker 0's file, and no other of the same numbers (a container may count its processes from 1
     again)."""
     memory = open_of(there.pid, there.number, board.nbytes)
-    if board.words(memory)[Board.token] != there.token:
+    if board.words(memory)[SharedMemoryMap.token] != there.token:
         raise MemoryUnavailable("worker 0 is in another container")
     return memory
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Tiers:
+class Hierarchy:
     """Both levels, as one worker has them.
 
     Args:
@@ -29,12 +29,12 @@ class Tiers:
         between: rank 0 of every host; None on the other workers.
     """
 
-    within: Part
-    between: Part | None
+    within: SubCommunicator
+    between: SubCommunicator | None
 
-    def lane(self, name: str) -> Tiers:
+    def lane(self, name: str) -> Hierarchy:
         """A second pair of conversations; all workers open the same ones in the same order."""
-        return Tiers(self.within.lane(name), self.between.lane(name) if self.between else None)
+        return Hierarchy(self.within.lane(name), self.between.lane(name) if self.between else None)
 
     @property
     def bytes_sent(self) -> int:
@@ -48,7 +48,7 @@ class Tiers:
                 part.close()
 
 
-class Part:
+class SubCommunicator:
     """The verbs among some of all workers; a lost one is named by its rank among all.
 
     Args:
@@ -90,9 +90,9 @@ class Part:
         """See `Communicator.swap`."""
         return _Named(self._comm.swap(xs, like), self._ranks)
 
-    def lane(self, name: str) -> Part:
+    def lane(self, name: str) -> SubCommunicator:
         """See `Communicator.lane`."""
-        return Part(self._comm.lane(name), self._ranks)
+        return SubCommunicator(self._comm.lane(name), self._ranks)
 
     def now(self) -> float:
         """See `Communicator.now`."""

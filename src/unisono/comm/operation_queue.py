@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from unisono.comm.abort import Abort
-from unisono.comm.actor import Actor, Line
+from unisono.comm.actor import Actor, ActorConnection
 from unisono.comm.actors.services import Hosting, Verbs
-from unisono.comm.hierarchy import Tiers
+from unisono.comm.hierarchy import Hierarchy
 from unisono.errors import CommunicationError, PeerLost
 
 T = TypeVar("T")
@@ -37,11 +37,11 @@ Steps = Generator[Blocked, None, T]
 
 
 class Operation(Generic[T]):
-    """The `Work` of a `Conversation`."""
+    """The `Work` of a `OperationQueue`."""
 
     __slots__ = ("_conversation", "_result", "_steps", "blocked", "error", "finished", "number", "verb")
 
-    def __init__(self, conversation: Conversation, verb: str, steps: Steps[T], number: int = 0) -> None:
+    def __init__(self, conversation: OperationQueue, verb: str, steps: Steps[T], number: int = 0) -> None:
         self._conversation, self.verb, self._steps, self.number = conversation, verb, steps, number
         self.finished = False
         self.error: CommunicationError | None = None
@@ -81,15 +81,15 @@ class Operation(Generic[T]):
 class Family:
     """What the lanes of one communicator have in common."""
 
-    lanes: list[Conversation] = field(default_factory=list)
+    lanes: list[OperationQueue] = field(default_factory=list)
     bytes_sent: int = 0
     hosting: Hosting = field(default_factory=Hosting)
-    tiers: Tiers | None = None
-    waiting: Conversation | None = None  # the lane in which its thread waits just now
+    tiers: Hierarchy | None = None
+    waiting: OperationQueue | None = None  # the lane in which its thread waits just now
     abort: Abort = field(default_factory=Abort)
 
 
-class Conversation:
+class OperationQueue:
     """One lane: a queue of operations, its deadline, and its failure once it has failed.
 
     The deadline counts from the first fruitless poll after the last progress, so that a worker's own long
@@ -126,15 +126,15 @@ class Conversation:
         tiers = self._family.tiers
         return self._family.bytes_sent + self._family.hosting.bytes_sent + (tiers.bytes_sent if tiers else 0)
 
-    def tiers(self, name: str) -> Tiers | None:
+    def tiers(self, name: str) -> Hierarchy | None:
         """As the contract."""
         return self._family.tiers.lane(name) if self._family.tiers else None
 
-    def host(self, actor: Actor) -> list[Line]:
+    def host(self, actor: Actor) -> list[ActorConnection]:
         """As the contract; the actor has threads of its own."""
         return self._family.hosting.host(self._verbs(), actor)
 
-    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
         """As the contract; ``config["compute_threads"]``, 1 where it is not there, is how many each process has."""
         return self._family.hosting.serve(self._verbs(), count, service, config)
 
@@ -219,7 +219,7 @@ class Conversation:
                 operation.fail(error)
         self._queue.clear()
 
-    def _siblings(self) -> list[Conversation]:
+    def _siblings(self) -> list[OperationQueue]:
         """Other lanes with work to do that this thread may touch: two workers may wait for two lanes in any
         order."""
         me = threading.get_ident()

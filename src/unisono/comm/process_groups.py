@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unisono.comm import Alone, Communicator, TorchWorld
+from unisono.comm import Communicator, SingleWorker, TorchWorld
 
 
 @dataclass(frozen=True)
-class Wires:
+class ProcessGroups:
     """One worker's communicators.
 
     Attributes:
@@ -35,10 +35,10 @@ class Wires:
     copies: Communicator | None = None
 
     @staticmethod
-    def whole(comm: Communicator) -> Wires:
+    def whole(comm: Communicator) -> ProcessGroups:
         """Each worker is a whole replica."""
-        alone = Alone()
-        return Wires(comm, comm, alone, comm, alone)
+        alone = SingleWorker()
+        return ProcessGroups(comm, comm, alone, comm, alone)
 
     @property
     def spread(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import header_record as record
-from unisono.comm.actor import Actor, Line
+from unisono.comm.actor import Actor, ActorConnection
 from unisono.comm.actors.in_process import introduce
 from unisono.comm.actors.process import load
 
@@ -32,7 +32,7 @@ class Finished(Generic[T_co]):
         return self.result
 
 
-class Alone:
+class SingleWorker:
     """The empty end of the wire: one worker, no peers, nothing sent."""
 
     rank = 0
@@ -64,15 +64,15 @@ class Alone:
         record.check_neighbours(xs, like, 0, 1)
         return Finished({})
 
-    def lane(self, name: str) -> Alone:
+    def lane(self, name: str) -> SingleWorker:
         return self
 
-    def host(self, actor: Actor) -> list[Line]:
-        """As the contract; `actor` receives within `Line.call`."""
+    def host(self, actor: Actor) -> list[ActorConnection]:
+        """As the contract; `actor` receives within `ActorConnection.call`."""
         return introduce([actor])
 
-    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
-        """As the contract, but that the actors live in this process, and receive within `Line.call`."""
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
+        """As the contract, but that the actors live in this process, and receive within `ActorConnection.call`."""
         return introduce([load(service, number, json.loads(json.dumps(dict(config)))) for number in range(count)])
 
     def tiers(self, name: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.compress.cast import Cast
 from unisono.compress.compressor import Codec, Compressor, Mean, Wire
-from unisono.compress.cost_model import Candidate, Forecast, Link, Pace, fit, forecast, heats, pace, pick
+from unisono.compress.cost_model import Candidate, Forecast, Link, OverlapModel, fit, forecast, heats, pace, pick
 from unisono.compress.delegate import Delegate, check_compressor
 from unisono.compress.dry_run import rehearse
 from unisono.compress.link_probe import probe, slowest
@@ -95,7 +95,7 @@ class Auto(Delegate):
         return self
 
     def is_one_sum(self, memory: Memory) -> bool:
-        trial: Trial | None = memory.get("trial")
+        trial: BucketTrial | None = memory.get("trial")
         if trial is None or self._starts(trial) or trial.is_over(self.steps):  # there is to be measured or decided
             return False
         now = trial.candidate(self.steps)
@@ -116,7 +116,7 @@ class Auto(Delegate):
     def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
         if comm.size == 1:  # nothing travels
             return (yield from self.candidates[0].mean(total, spans, comm, memory.part("0"), dtype))
-        trial: Trial | None = memory.get("trial")
+        trial: BucketTrial | None = memory.get("trial")
         if trial is None or self._starts(trial):
             trial = self._measure(total, spans, comm, dtype, memory.get("chosen"))
         start, sent = comm.now(), comm.bytes_sent
@@ -132,13 +132,13 @@ class Auto(Delegate):
         memory.put("trial", trial.after(_Lap(start, sent, comm.bytes_sent, blocked)))
         return result
 
-    def _starts(self, trial: Trial) -> bool:
+    def _starts(self, trial: BucketTrial) -> bool:
         """Whether all is measured again."""
         return trial.step == self.again > 0
 
     def _measure(
         self, total: Tensor, spans: Sequence[Span], comm: Wire, dtype: torch.dtype, chosen: int | None
-    ) -> Trial:
+    ) -> BucketTrial:
         """The figures of arithmetic and link; waits for the peers, so that nothing but the messages is measured."""
         alone = [rehearse(repr(c), c, total, spans, comm, dtype) for c in self.candidates]
         of_all = slowest([c.arithmetic_seconds for c in alone], comm, total.device)
@@ -149,10 +149,10 @@ class Auto(Delegate):
         links = {verb: fit(probe(verb, size, comm, total.device)) for verb, size in largest.items()}
         first = chosen
         if first is None:
-            first = pick([forecast(c, links, Pace(0.0, 0.0)).step_seconds for c in candidates], self.gain)
-        return Trial(Figures(tuple(candidates), links), (first,))
+            first = pick([forecast(c, links, OverlapModel(0.0, 0.0)).step_seconds for c in candidates], self.gain)
+        return BucketTrial(Figures(tuple(candidates), links), (first,))
 
-    def _go_on(self, trial: Trial, now: _Lap, comm: Wire, total: Tensor, spans: Sequence[Span]) -> Trial:
+    def _go_on(self, trial: BucketTrial, now: _Lap, comm: Wire, total: Tensor, spans: Sequence[Span]) -> BucketTrial:
         """The heats that follow the first, or the decision that follows the last."""
         figures = trial.figures
         if not trial.forecasts:
@@ -202,7 +202,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Trial:
+class BucketTrial:
     """How far a bucket is on its way to a choice.
 
     Attributes:
@@ -230,7 +230,7 @@ class Trial:
         """Whose turn it is."""
         return self.heats[self.step // steps] if self.chosen is None else self.chosen
 
-    def after(self, lap: _Lap) -> Trial:
+    def after(self, lap: _Lap) -> BucketTrial:
         """One step later."""
         laps = (*self.laps, lap) if self.chosen is None else ()
         return replace(self, step=self.step + 1, laps=laps)
@@ -261,7 +261,7 @@ class Trial:
         return f"{self.figures.candidates[i].name} {'took' if tried else 'would take'} {self._seconds(i) * 1e3:.3g} ms"
 
 
-class _Watched:
+class _TimedWork:
     """A work that knows how long it was waited for."""
 
     def __init__(self, work: Any, comm: Wire) -> None:
@@ -283,7 +283,7 @@ def _watched(steps: Mean, comm: Wire) -> Generator[Any, Any, tuple[Tensor, float
     answer, blocked = None, 0.0
     while True:
         try:
-            work = _Watched(steps.send(answer), comm)
+            work = _TimedWork(steps.send(answer), comm)
         except StopIteration as stop:
             return stop.value, blocked
         answer = yield work

@@ -77,7 +77,7 @@ def fit(points: Sequence[tuple[int, float]]) -> Link:
 
 
 @dataclass(frozen=True)
-class Pace:
+class OverlapModel:
     """What hides a bucket's exchange.
 
     Args:
@@ -93,16 +93,16 @@ class Pace:
 
 def pace(
     begun: Candidate, links: Mapping[str, Link], step_seconds: float, blocked_seconds: float, share: float
-) -> Pace:
+) -> OverlapModel:
     """From steps that took `step_seconds` with `begun`, in which this bucket was waited for `blocked_seconds`."""
     computing = max(0.0, step_seconds - (begun.arithmetic_seconds + blocked_seconds) / share)
     exchange = begun.exchange_seconds(links)
     if blocked_seconds > _NOTHING * exchange:
-        return Pace(computing, max(0.0, exchange - blocked_seconds), share)
-    return Pace(computing, max(exchange, HIDES * computing * share), share)
+        return OverlapModel(computing, max(0.0, exchange - blocked_seconds), share)
+    return OverlapModel(computing, max(exchange, HIDES * computing * share), share)
 
 
-def forecast(candidate: Candidate, links: Mapping[str, Link], pace: Pace) -> Forecast:
+def forecast(candidate: Candidate, links: Mapping[str, Link], pace: OverlapModel) -> Forecast:
     """A step with `candidate` in all buckets."""
     exchange = candidate.exchange_seconds(links)
     shown = candidate.arithmetic_seconds + max(0.0, exchange - pace.hidden_seconds)

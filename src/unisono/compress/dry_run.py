@@ -58,10 +58,10 @@ class _Paper:
 
     def _say(self, verb: str, messages: Sequence[Tensor], answer: Any) -> Any:
         self.said.append((verb, sum(m.numel() * m.element_size() for m in messages)))
-        return _Said(answer)
+        return _CompletedWork(answer)
 
 
-class _Said:
+class _CompletedWork:
     def __init__(self, answer: Any) -> None:
         self._answer = answer
 

@@ -150,7 +150,7 @@ class Loader:
         return load or (Inline() if drew or small or seconds < INLINE_BELOW_SECONDS else Threads())
 
 
-class _Source(Protocol):
+class _BatchSource(Protocol):
     """Batches in a fixed order, fetched ahead; `next` is the key of the one that `take` returns, with the seconds that
     fetching it took of what fetches."""
 
@@ -161,7 +161,7 @@ class _Source(Protocol):
     def close(self) -> None: ...
 
 
-def _source(load: Load, fetch: Fetch, keys: Iterator[Key], notice: Callable[[str], None]) -> _Source:
+def _source(load: Load, fetch: Fetch, keys: Iterator[Key], notice: Callable[[str], None]) -> _BatchSource:
     if isinstance(load, Threads):
         return _Thread(fetch, keys, load.ahead)
     if isinstance(load, Processes):

@@ -90,7 +90,7 @@ class Shares:
     """The micro-batches of each worker, step by step: contiguous ranges, in the order of ranks.
 
     Args:
-        ranges: of the first steps, one for each lane of workers (see `unisono.layout.Places`).
+        ranges: of the first steps, one for each lane of workers (see `unisono.layout.RankMesh`).
         lane: this worker's.
         speakers: a worker of each lane, to be named.
         ahead: see `most_ahead`. Shares change from a step on of which no worker has fetched anything, so nothing is

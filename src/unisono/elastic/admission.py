@@ -15,8 +15,8 @@ from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic.trait_check import Traits, check
 from unisono.elastic.worker_context import WorkerContext
-from unisono.membership import Contact
-from unisono.membership.http_client import Line
+from unisono.membership import CoordinatorAddress
+from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import TraitsMessage
 
 _PATH, _NOT_YET = "/v1/traits", 404
@@ -33,7 +33,7 @@ def compare(comm: Communicator, traits: Callable[[], Traits]) -> None:
         check(each, first, f"worker {rank}'s", "worker 0")
 
 
-def admit(contact: Contact, worker: WorkerContext, traits: Traits, stopped: Callable[[], bool]) -> None:
+def admit(contact: CoordinatorAddress, worker: WorkerContext, traits: Traits, stopped: Callable[[], bool]) -> None:
     """Compare `traits` with those of the run whose coordinator `contact` reaches.
 
     A worker of the run's own launcher tells them if it is the first; others wait until one has. Returns without a
@@ -43,7 +43,7 @@ def admit(contact: Contact, worker: WorkerContext, traits: Traits, stopped: Call
         Unlike: they differ.
     """
     own = worker.name.partition(".")[0].isdecimal()
-    line, away_since = Line(contact), time.monotonic()
+    line, away_since = HttpConnection(contact), time.monotonic()
     try:
         while not stopped():
             told = {"traits": dict(traits)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Said(NamedTuple):
+class ControlWord(NamedTuple):
     """One worker's numbers.
 
     Attributes:
@@ -27,16 +27,16 @@ class Said(NamedTuple):
     digest: float = 0.0
 
 
-NUMBERS = len(Said._fields)  # per worker in the control word
+NUMBERS = len(ControlWord._fields)  # per worker in the control word
 
 
-def numbers(said: Said, rank: int, size: int) -> list[float]:
+def numbers(said: ControlWord, rank: int, size: int) -> list[float]:
     """Those of worker `rank` of `size` in their slots, and 0 in everybody else's."""
     found = [0.0] * (NUMBERS * size)
     found[NUMBERS * rank : NUMBERS * (rank + 1)] = [float(number) for number in said]
     return found
 
 
-def heard(control: Sequence[float]) -> list[Said]:
+def heard(control: Sequence[float]) -> list[ControlWord]:
     """What all workers said, by rank."""
-    return [Said(*control[i : i + NUMBERS]) for i in range(0, len(control), NUMBERS)]
+    return [ControlWord(*control[i : i + NUMBERS]) for i in range(0, len(control), NUMBERS)]

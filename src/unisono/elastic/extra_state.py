@@ -26,7 +26,7 @@ class Stateful(Protocol):
         """Go on from there."""
 
 
-class Kept:
+class ExtraState:
     """Things by name, and the hyperparameters of the optimizer's groups, which schedulers change."""
 
     def __init__(self, optimizer: Optimizer) -> None:

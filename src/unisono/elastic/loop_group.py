@@ -18,22 +18,22 @@ import torch
 from unisono.comm import Communicator
 from unisono.elastic.admission import admit, compare
 from unisono.elastic.agreement import start_alike
-from unisono.elastic.control_word import NUMBERS, Said, heard, numbers
-from unisono.elastic.extra_state import Kept
-from unisono.elastic.session import Attended
-from unisono.elastic.snapshot import Milestone
-from unisono.elastic.state_transfer import Reached, describe, digest_of, take_over
+from unisono.elastic.control_word import NUMBERS, ControlWord, heard, numbers
+from unisono.elastic.extra_state import ExtraState
+from unisono.elastic.session import ElasticSession
+from unisono.elastic.snapshot import Snapshot
+from unisono.elastic.state_transfer import Progress, describe, digest_of, take_over
 from unisono.elastic.trait_check import Traits
 from unisono.elastic.worker_context import ElasticContext, WorkerIdentity
 from unisono.errors import Left, PeerLost, UnisonoError
-from unisono.observe import Watchdog, Watched
+from unisono.observe import ThreadTracker, Watchdog
 from unisono.observe.activity import Phase
 
 # What a loop of the user's own computes may be anything, for as long as it likes.
 STUCK_IN = frozenset({Phase.DATA, Phase.COMMUNICATION})
 
 
-class State:
+class TrainingState:
     """A model, its optimizer and what is kept beside them, and how far they have come.
 
     Args:
@@ -41,9 +41,9 @@ class State:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, walks: bool = False) -> None:
-        self.model, self.optimizer, self.kept, self.walks = model, optimizer, Kept(optimizer), walks
-        self.reached = Reached()
-        self._milestone = Milestone() if walks else None
+        self.model, self.optimizer, self.kept, self.walks = model, optimizer, ExtraState(optimizer), walks
+        self.reached = Progress()
+        self._milestone = Snapshot() if walks else None
         self._before: dict[str, torch.Tensor] | None = None
 
     def agree(self, comm: Communicator) -> None:
@@ -66,7 +66,7 @@ class State:
 
     def take(self) -> None:
         """It is taken."""
-        self.reached = Reached(self.reached.steps + 1, 0, self.reached.shared)
+        self.reached = Progress(self.reached.steps + 1, 0, self.reached.shared)
 
     def hold(self, shared: Mapping[str, torch.Tensor] | None = None) -> None:
         """All that is taken counts. `shared`: what the synchronizer has now beside it, if that is new."""
@@ -85,7 +85,7 @@ class State:
             self._before = None
 
 
-class Company(Protocol):
+class LoopGroup(Protocol):
     """Who is there, as one worker's loop asks and tells it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Company(Protocol):
     @property
     def late(self) -> bool: ...
 
-    def agree(self, state: State) -> None:
+    def agree(self, state: TrainingState) -> None:
         """Once, before `begin`: all start from the same weights."""
 
     def admit(self, traits: Callable[[], Traits]) -> None:
@@ -123,7 +123,7 @@ class Company(Protocol):
     def stay(self) -> None:
         """There will be no `begin`: nobody comes or goes any more."""
 
-    def begin(self, state: State) -> None:
+    def begin(self, state: TrainingState) -> None:
         """The loop begins, with `state`; that of the others, if they have begun before."""
 
     def again(self) -> bool:
@@ -154,7 +154,7 @@ class Company(Protocol):
         """Leave; `finished`: nothing is left for the others to do either. May be called twice."""
 
 
-class Same:
+class StaticGroup:
     """The same workers from the beginning to the end.
 
     Args:
@@ -164,14 +164,14 @@ class Same:
     recovers = ended = lost = late = False
 
     def __init__(
-        self, identity: WorkerIdentity, comm: Communicator, watch: Watched, watchdog: Watchdog | None = None
+        self, identity: WorkerIdentity, comm: Communicator, watch: ThreadTracker, watchdog: Watchdog | None = None
     ) -> None:
         self.rank, self.size, self.comm = identity.rank, identity.size, comm
         self.metrics = comm.lane("metrics")
         watch.be(Phase.COMPUTE, comm)
         self._watchdog = watchdog
 
-    def agree(self, state: State) -> None:
+    def agree(self, state: TrainingState) -> None:
         state.agree(self.comm)
 
     def admit(self, traits: Callable[[], Traits]) -> None:
@@ -180,7 +180,7 @@ class Same:
     def stay(self) -> None:
         pass
 
-    def begin(self, state: State) -> None:
+    def begin(self, state: TrainingState) -> None:
         pass
 
     def again(self) -> bool:
@@ -213,7 +213,7 @@ class Same:
         self.comm.close()
 
 
-class Whoever:
+class ElasticGroup:
     """Those that a coordinator counts on, from when the loop begins. Before, they are those with whom the run began;
     who comes later is alone until then, and takes the state of the others when its own loop begins.
 
@@ -223,13 +223,18 @@ class Whoever:
     """
 
     def __init__(
-        self, given: ElasticContext, device: torch.device, watch: Watched, communicator: str, deadline_seconds: float,
+        self,
+        given: ElasticContext,
+        device: torch.device,
+        watch: ThreadTracker,
+        communicator: str,
+        deadline_seconds: float,
         connect: Callable[[], Communicator],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._given, self._device, self._watch = given, device, watch
         self._communicator, self._deadline_seconds = communicator, deadline_seconds
-        self._views: Attended | None = None
-        self._state: State | None = None
+        self._views: ElasticSession | None = None
+        self._state: TrainingState | None = None
         self._comm: Communicator | None = None
         self._error: PeerLost | None = None
         self._parting = self._all_leave = self._finished = self._closed = False
@@ -258,49 +263,49 @@ class Whoever:
 
     @property
     def recovers(self) -> bool:
-        """See `Company`."""
+        """See `LoopGroup`."""
         return self._state is not None
 
     @property
     def ended(self) -> bool:
-        """See `Company`."""
+        """See `LoopGroup`."""
         return self._parting or self.lost
 
     @property
     def lost(self) -> bool:
-        """See `Company`."""
+        """See `LoopGroup`."""
         return self._error is not None
 
     @property
     def late(self) -> bool:
-        """See `Company`."""
+        """See `LoopGroup`."""
         return self._comm is None
 
-    def agree(self, state: State) -> None:
-        """See `Company`."""
+    def agree(self, state: TrainingState) -> None:
+        """See `LoopGroup`."""
         if self._comm is not None:
             state.agree(self._comm)
 
     def admit(self, traits: Callable[[], Traits]) -> None:
-        """See `Company`."""
+        """See `LoopGroup`."""
         given = self._given
         admit(given.contact, given.worker, traits(), lambda: given.worker.stop.leaving)
 
     def stay(self) -> None:
-        """See `Company`."""
+        """See `LoopGroup`."""
         if self._comm is None:
             raise UnisonoError("a worker was lost, and a loop like this one cannot be taken up by another")
         self._tell_over()
 
-    def begin(self, state: State) -> None:
-        """See `Company`."""
+    def begin(self, state: TrainingState) -> None:
+        """See `LoopGroup`."""
         self._state = state
         self._given.worker.report({"kind": "loop", "place": self._given.worker.identity.rank})
         if threading.current_thread() is threading.main_thread():
             self._given.leave_when_asked()
         self._end_watchdog()  # from now on the coordinator sees when this worker is stuck
         former, self._comm = self._comm, None
-        self._views = Attended(
+        self._views = ElasticSession(
             self._given.worker, self._communicator, self._deadline_seconds, self._given.contact, self._watch
         )
         met = self._meet(self._views)
@@ -310,7 +315,7 @@ class Whoever:
             raise Left
 
     def again(self) -> bool:
-        """See `Company`."""
+        """See `LoopGroup`."""
         assert self._state is not None
         assert self._views is not None
         if self._all_leave:
@@ -328,42 +333,42 @@ class Whoever:
         return False
 
     def says(self) -> list[float]:
-        """See `Company`."""
+        """See `LoopGroup`."""
         if not self.recovers:
             return []
         assert self._views is not None
-        said = Said(parting=self._views.parting, leaving=self._views.leaving)
+        said = ControlWord(parting=self._views.parting, leaving=self._views.leaving)
         return numbers(said, self.rank, self.size)
 
     def hear(self, words: Sequence[float]) -> None:
-        """See `Company`."""
+        """See `LoopGroup`."""
         said = heard(words)
         self._all_leave = all(each.leaving for each in said)
         self._parting = self._all_leave or any(each.parting for each in said)
 
     def check(self) -> None:
-        """See `Company`."""
+        """See `LoopGroup`."""
         if self._views is not None:
             self._views.check()
 
     def stepped(self) -> None:
-        """See `Company`."""
+        """See `LoopGroup`."""
         if self._views is not None:
             self._views.stepped()
 
     def done(self, steps: int) -> None:
-        """See `Company`."""
+        """See `LoopGroup`."""
         assert self._views is not None
         self._views.done(steps)
 
     def lose(self, error: PeerLost) -> None:
-        """See `Company`."""
+        """See `LoopGroup`."""
         if self._state is None or self._finished:
             raise error
         self._error = self._error or error
 
     def finish(self) -> None:
-        """See `Company`."""
+        """See `LoopGroup`."""
         if not self.recovers:
             return
         self.comm.gather(torch.zeros(1)).wait()  # all have come as far
@@ -373,7 +378,7 @@ class Whoever:
         self._tell_over()
 
     def close(self, *, finished: bool) -> None:
-        """See `Company`."""
+        """See `LoopGroup`."""
         if self._closed:
             return
         self._closed = True
@@ -402,7 +407,7 @@ class Whoever:
         self._watch.be(Phase.COMPUTE, comm)
         return comm
 
-    def _meet(self, views: Attended) -> bool:
+    def _meet(self, views: ElasticSession) -> bool:
         """Meet the members of the next view that comes about, in the state that it starts from; False if there is
         none."""
         while views.next():
@@ -413,7 +418,7 @@ class Whoever:
                 self._end(views, error)
         return False
 
-    def _connect(self, views: Attended) -> Communicator:
+    def _connect(self, views: ElasticSession) -> Communicator:
         members = views.view.members
         self.rank, self.size = in_order(members).index(members[views.rank]), len(members)
         comm = self._use(views.meeting(self._device).among(range(self.size)))
@@ -422,7 +427,7 @@ class Whoever:
             self._given.worker.report({"kind": "speaks", "at": os.fstat(1).st_size})
         return comm
 
-    def _settle(self, views: Attended, comm: Communicator) -> None:
+    def _settle(self, views: ElasticSession, comm: Communicator) -> None:
         """Have the state that the view starts from."""
         assert self._state is not None
         state, view = self._state, views.view
@@ -439,12 +444,12 @@ class Whoever:
         state.hold()
         self._met(views)
 
-    def _met(self, views: Attended) -> None:
+    def _met(self, views: ElasticSession) -> None:
         assert self._state is not None
         start, self._knows = views.view.start, True
         views.met(start.step if start.view else self._state.reached.steps, start.digest)
 
-    def _end(self, views: Attended, error: PeerLost | None) -> None:
+    def _end(self, views: ElasticSession, error: PeerLost | None) -> None:
         """The view at hand is over."""
         if self._comm is not None:
             self._comm.close()
@@ -458,7 +463,7 @@ class Whoever:
         self._error, self._parting = None, False
 
 
-def words_of(company: Company) -> int:
+def words_of(company: LoopGroup) -> int:
     """How many numbers a control word has for what all say."""
     return NUMBERS * company.size if company.recovers else 0
 

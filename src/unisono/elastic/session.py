@@ -18,10 +18,10 @@ from unisono.comm import Abort, Communicator, Meeting, TorchWorld, at_attempt, h
 from unisono.elastic.presence import Presence
 from unisono.elastic.worker_context import WorkerContext
 from unisono.errors import CommunicationError, PeerLost
-from unisono.membership import Agent, Contact, Place, Standing, View
-from unisono.membership.client import Attendance
-from unisono.observe import Watchdog, Watched
-from unisono.observe.rate_limit import Pace
+from unisono.membership import Agent, CoordinatorAddress, StateVersion, View, WorkerAddress
+from unisono.membership.client import CoordinatorClient
+from unisono.observe import ThreadTracker, Watchdog
+from unisono.observe.rate_limit import RateLimit
 
 log = logging.getLogger("unisono")
 
@@ -36,7 +36,7 @@ class MeetingPlace(Protocol):
         """See `Meeting`."""
 
 
-class Views(Presence, Protocol):
+class Session(Presence, Protocol):
     """The views that one worker is a member of, one after the other; a `Presence` in the one at hand.
 
     Attributes:
@@ -72,12 +72,12 @@ class Views(Presence, Protocol):
     ) -> None: ...
 
 
-class Only:
+class StaticSession:
     """The one view of a run whose workers neither come nor go."""
 
     changing = parting = leaving = False
 
-    def __init__(self, worker: WorkerContext, communicator: str, deadline_seconds: float, watch: Watched) -> None:
+    def __init__(self, worker: WorkerContext, communicator: str, deadline_seconds: float, watch: ThreadTracker) -> None:
         self._worker, self._left = worker, 1
         self._communicator, self._deadline_seconds = communicator, deadline_seconds
         self._watchdog = Watchdog(watch)  # nobody else sees when this worker is stuck
@@ -131,7 +131,7 @@ class Only:
         self._watchdog.close()
 
 
-class Attended:
+class ElasticSession:
     """The views that a coordinator forms.
 
     Args:
@@ -142,7 +142,12 @@ class Attended:
     changing = True
 
     def __init__(
-        self, worker: WorkerContext, communicator: str, deadline_seconds: float, contact: Contact, watch: Watched
+        self,
+        worker: WorkerContext,
+        communicator: str,
+        deadline_seconds: float,
+        contact: CoordinatorAddress,
+        watch: ThreadTracker,
     ) -> None:
         self._worker = worker
         self._communicator, self._deadline_seconds = communicator, deadline_seconds
@@ -150,12 +155,12 @@ class Attended:
         self._name, self._contact = worker.name, contact
         self.view, self.rank = View(), 0
         self._meeting: Meeting | None = None
-        self._pace = Pace(_TELL_SECONDS)
+        self._pace = RateLimit(_TELL_SECONDS)
         self._sent_away = False
         self._abort, self._broken_off, self._lock = Abort(), 0, threading.Lock()
-        agent = Agent(self._name, Standing(), Place(host_name(), self._door.url))
+        agent = Agent(self._name, StateVersion(), WorkerAddress(host_name(), self._door.url))
         stop = worker.stop
-        self._attendance = Attendance(
+        self._attendance = CoordinatorClient(
             contact,
             agent,
             self._break_off,
@@ -185,7 +190,7 @@ class Attended:
         with self._lock:
             self.view, self.rank = view, view.members.index(self._name)
             self._abort, self._meeting = Abort(), None
-            self._pace = Pace(_TELL_SECONDS)  # a view's first step is told: the launcher counts losses without any
+            self._pace = RateLimit(_TELL_SECONDS)  # a view's first step is told: the launcher counts losses without any
             if self._broken_off >= view.number:
                 self._abort.set(_CHANGED)
         log.info("view %d: %s; this is worker %d of %d", view.number, " ".join(view.members), self.rank,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.bad_steps import Judge
+from unisono.bad_steps import AnomalyDetector
 from unisono.comm import Communicator
-from unisono.elastic.sharded_state import At, Laid, Pieces, assemble, distinct
-from unisono.elastic.state_transfer import Reached
-from unisono.elastic.transfer import Copies
+from unisono.elastic.sharded_state import ShardedModel, ShardVersion, StateShard, assemble, distinct
+from unisono.elastic.state_transfer import Progress
+from unisono.elastic.transfer import MemoryCheckpoints
 
 LOG = logging.getLogger("unisono")
 SHARE = 0.02
@@ -23,35 +23,35 @@ LONGEST_STEPS = 1000
 
 
 @dataclass
-class _View:
+class _ViewState:
     """The one at hand.
 
     Args:
         at: what the state was at first.
-        walker: see `Pieces`.
+        walker: see `StateShard`.
         copies: where this worker and another one keep it too.
         due: the step after which they are to be given the next.
         told_at, since: the steps, and the time, of the one before.
     """
 
     number: int
-    at: At
+    at: ShardVersion
     walker: int | None
-    laid: Laid
-    judge: Judge
+    laid: ShardedModel
+    judge: AnomalyDetector
     comm: Communicator
-    copies: Copies | None
+    copies: MemoryCheckpoints | None
     due: int
     told_at: int
     since: float
 
-    def pieces(self, reached: Reached) -> Pieces:
+    def pieces(self, reached: Progress) -> StateShard:
         """The state that lies here, of which the model is made."""
         at = (self.number, reached.steps) if reached.steps > self.at[1] else self.at
         return self.laid.pieces(at, reached, self.judge.state(), self.walker)
 
 
-class Keeper:
+class ShardedRecovery:
     """What a worker keeps beside its model: between two views all that it has of the state; within one, what it brought
     until that is not needed any more, and copies of its own part and of another worker's.
 
@@ -59,11 +59,13 @@ class Keeper:
     """
 
     def __init__(self) -> None:
-        self._former: list[Pieces] = []
-        self._view: _View | None = None
-        self._found: At | None = None
+        self._former: list[StateShard] = []
+        self._view: _ViewState | None = None
+        self._found: ShardVersion | None = None
 
-    def assemble(self, comm: Communicator, laid: Laid, judge: Judge, hosts: Sequence[str]) -> Reached | None:
+    def assemble(
+        self, comm: Communicator, laid: ShardedModel, judge: AnomalyDetector, hosts: Sequence[str]
+    ) -> Progress | None:
         """See `pieces.assemble`; `judge` knows then what belongs to that state."""
         found = assemble(comm, self._former, laid, hosts)
         if found is None:
@@ -73,9 +75,16 @@ class Keeper:
         return reached
 
     def begin(
-        self, number: int, steps: int, laid: Laid, judge: Judge, comm: Communicator, lane: Communicator | None,
-        hosts: Sequence[str], walker: int | None = None,
-    ) -> Copies | None:  # fmt: skip
+        self,
+        number: int,
+        steps: int,
+        laid: ShardedModel,
+        judge: AnomalyDetector,
+        comm: Communicator,
+        lane: Communicator | None,
+        hosts: Sequence[str],
+        walker: int | None = None,
+    ) -> MemoryCheckpoints | None:
         """The view of that number begins with `steps` in the state, of which `laid` is this worker's part.
 
         Args:
@@ -87,11 +96,11 @@ class Keeper:
         at, self._found = self._found or (number, steps), None
         if walker is not None:  # what was found is what each had; all have the mean now
             at = (number, steps)
-        copies = Copies(lane, hosts) if lane is not None else None
-        self._view = _View(number, at, walker, laid, judge, comm, copies, steps + 1, steps, comm.now())
+        copies = MemoryCheckpoints(lane, hosts) if lane is not None else None
+        self._view = _ViewState(number, at, walker, laid, judge, comm, copies, steps + 1, steps, comm.now())
         return copies
 
-    def after_step(self, reached: Reached, *, parting: bool = False) -> None:
+    def after_step(self, reached: Progress, *, parting: bool = False) -> None:
         """All have taken a step, or have met, after which they may be `parting`: then nothing of it is lost with who
         leaves. Raises `PeerLost`."""
         view = self._view
@@ -101,7 +110,7 @@ class Keeper:
         if view.copies is not None and (parting or reached.steps >= view.due):
             self._offer(view, view.copies, reached)
 
-    def leave(self, reached: Reached) -> None:
+    def leave(self, reached: Progress) -> None:
         """The view is over, and nothing is under way any more, or it was broken off; the model is to be dropped."""
         view, self._view, self._found = self._view, None, None
         if view is None:  # it had not begun: what was brought is still here
@@ -109,11 +118,11 @@ class Keeper:
         kept = []
         if view.copies is not None:
             view.copies.close()
-            kept = [Pieces.kept(each) for step in view.copies.steps() for each in view.copies.at(step)]
+            kept = [StateShard.kept(each) for step in view.copies.steps() for each in view.copies.at(step)]
         # Where one view after the other breaks before its first step, each leaves what the one before has left.
         self._former = distinct([*self._former, *kept, view.pieces(reached)])
 
-    def _offer(self, view: _View, copies: Copies, reached: Reached) -> None:
+    def _offer(self, view: _ViewState, copies: MemoryCheckpoints, reached: Progress) -> None:
         began = view.comm.now()
         mine = view.pieces(reached)
         copies.offer(reached.steps, mine.held, mine.meta)

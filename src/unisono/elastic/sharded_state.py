@@ -18,22 +18,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint import Box, Piece, decode_holding, encode_holding
+from unisono.checkpoint import Box, TensorShard, decode_holding, encode_holding
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic.model_state import weights_of
-from unisono.elastic.state_transfer import Parts, Reached, adopt, committed_in, describe
-from unisono.elastic.transfer import Held, Kept, digest, hand_over, mean
+from unisono.elastic.state_transfer import Parts, Progress, adopt, committed_in, describe
+from unisono.elastic.transfer import LocalTensors, MemoryCheckpoint, digest, hand_over, mean
 from unisono.errors import StateMissing
 
 LOG = logging.getLogger("unisono")
-At = tuple[int, int]
+ShardVersion = tuple[int, int]
 """The view in which the last step of a state was taken, and the steps in it: states of one replica that say the same
 fit together, and of two the greater one is right."""
 
 
 @dataclass(frozen=True)
-class Pieces:
+class StateShard:
     """What one worker has of the state between two steps.
 
     Args:
@@ -44,8 +44,8 @@ class Pieces:
         walker: the replica whose it is, by its number in that view, where each has its own; all have the same: None.
     """
 
-    at: At
-    held: Held
+    at: ShardVersion
+    held: LocalTensors
     numbers: Mapping[str, float]
     judged: Mapping[str, Any]
     loss: float
@@ -63,28 +63,30 @@ class Pieces:
         return {"at": list(self.at), "walker": self.walker, "numbers": numbers, "judged": judged, "loss": self.loss}
 
     @staticmethod
-    def kept(copy: Kept) -> Pieces:
+    def kept(copy: MemoryCheckpoint) -> StateShard:
         """What another worker, or this one, was given to keep."""
         meta = copy.meta
         first, steps = meta["at"]
-        return Pieces((first, steps), copy.held, meta["numbers"], meta["judged"], meta["loss"], meta["walker"])
+        return StateShard((first, steps), copy.held, meta["numbers"], meta["judged"], meta["loss"], meta["walker"])
 
 
 @dataclass(frozen=True)
-class Laid:
+class ShardedModel:
     """This worker's part of a replica: a module of plain tensors, the boxes that they are, and their optimizer."""
 
     model: nn.Module
     parts: Parts
     optimizer: Optimizer
 
-    def pieces(self, at: At, reached: Reached, judged: Mapping[str, Any], walker: int | None = None) -> Pieces:
+    def pieces(
+        self, at: ShardVersion, reached: Progress, judged: Mapping[str, Any], walker: int | None = None
+    ) -> StateShard:
         """The state that lies here; tensors are the model's own."""
         tensors, numbers = describe(self.model, self.optimizer, reached)
         boxes = {name: box for name, x in tensors.items() if (box := self._box(name, tuple(x.shape), local=True))}
-        return Pieces(at, Held(tensors, boxes), numbers, judged, reached.loss, walker)
+        return StateShard(at, LocalTensors(tensors, boxes), numbers, judged, reached.loss, walker)
 
-    def wants(self, holdings: Sequence[Mapping[str, Piece]]) -> dict[str, Piece]:
+    def wants(self, holdings: Sequence[Mapping[str, TensorShard]]) -> dict[str, TensorShard]:
         """This worker's part of what `holdings` are parts of. A worker has all that belongs to a parameter, or nothing
         of it: if weights are complete, what the optimizer has of them is."""
         wholes = {name: piece.whole for each in holdings for name, piece in each.items()}
@@ -92,13 +94,13 @@ class Laid:
         found = {}
         for name, x in mine.items():
             shape = wholes[name].shape if name in wholes else tuple(x.shape)
-            found[name] = Piece(x.dtype, self._box(name, shape) or Box.whole(shape))
+            found[name] = TensorShard(x.dtype, self._box(name, shape) or Box.whole(shape))
         for name, whole in wholes.items():
             if name not in found and self._has(name):
-                found[name] = Piece(whole.dtype, self._box(name, whole.shape) or Box.whole(whole.shape))
+                found[name] = TensorShard(whole.dtype, self._box(name, whole.shape) or Box.whole(whole.shape))
         return found
 
-    def take(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> Reached:
+    def take(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> Progress:
         """The state is this one from now on."""
         own = {name: n for name, n in numbers.items() if "/" not in name or self._has(f"optimizer/{name}")}
         return adopt(self.model, self.optimizer, tensors, own)
@@ -115,14 +117,14 @@ class Laid:
         return part if part and cut else None
 
 
-def distinct(pieces: Iterable[Pieces]) -> list[Pieces]:
+def distinct(pieces: Iterable[StateShard]) -> list[StateShard]:
     """Of those that are the same part of the same state, one."""
     return list({(each.at, each.walker, frozenset(each.held.holding.items())): each for each in pieces}.values())
 
 
 def assemble(
-    comm: Communicator, here: Sequence[Pieces], laid: Laid, hosts: Sequence[str]
-) -> tuple[At, Reached, Mapping[str, Any]] | None:
+    comm: Communicator, here: Sequence[StateShard], laid: ShardedModel, hosts: Sequence[str]
+) -> tuple[ShardVersion, Progress, Mapping[str, Any]] | None:
     """Everybody's part of the newest state that is whole; all call it alike. Returns which one it is, and what is
     remembered of bad steps; None, and nothing has changed, if there is none, or a newer one on disk.
 
@@ -130,7 +132,9 @@ def assemble(
         PeerLost: a worker was lost meanwhile; what is `here` is as it was.
     """
     told = [
-        _Said.of(each) for text in gather_text(comm, json.dumps([p.said() for p in here])) for each in json.loads(text)
+        _ShardReport.of(each)
+        for text in gather_text(comm, json.dumps([p.said() for p in here]))
+        for each in json.loads(text)
     ]
     on_disk = max((committed_in(each.numbers) for each in told), default=0)
     for at in sorted({each.at for each in told if each.at[1] >= on_disk}, reverse=True):
@@ -146,7 +150,11 @@ def assemble(
 
 
 def _whole(
-    comm: Communicator, here: Sequence[Pieces], laid: Laid, told: Sequence[_Said], hosts: Sequence[str]
+    comm: Communicator,
+    here: Sequence[StateShard],
+    laid: ShardedModel,
+    told: Sequence[_ShardReport],
+    hosts: Sequence[str],
 ) -> dict[str, Tensor]:
     """This worker's part of one state: what all who have it have alike from all of them, and of the rest the mean over
     the replicas of which all is there. Raises `StateMissing` on all workers."""
@@ -168,7 +176,7 @@ def _whole(
     return tensors | means
 
 
-def _apart(told: Sequence[_Said]) -> set[str]:
+def _apart(told: Sequence[_ShardReport]) -> set[str]:
     """The names under which not all who have the same box of a tensor have the same in it."""
     first: dict[tuple[str, Box], str | None] = {}
     apart = set()
@@ -181,21 +189,21 @@ def _apart(told: Sequence[_Said]) -> set[str]:
 
 
 @dataclass(frozen=True)
-class _Said:
-    at: At
+class _ShardReport:
+    at: ShardVersion
     walker: int | None
     numbers: Mapping[str, float]
     judged: Mapping[str, Any]
     loss: float
-    holding: Mapping[str, Piece]
+    holding: Mapping[str, TensorShard]
     digests: Mapping[str, str]
 
     @staticmethod
-    def of(told: Any) -> _Said:
+    def of(told: Any) -> _ShardReport:
         match told:
             case [dict(meta), str(held), dict(digests)]:
                 first, steps = meta["at"]
                 at = (int(first), int(steps))
                 numbers, judged, loss = meta["numbers"], meta["judged"], meta["loss"]
-                return _Said(at, meta["walker"], numbers, judged, loss, decode_holding(held), digests)
+                return _ShardReport(at, meta["walker"], numbers, judged, loss, decode_holding(held), digests)
         raise ValueError("not what a worker says of its part of the state")

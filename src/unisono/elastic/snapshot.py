@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.elastic.state_transfer import Reached, adopt, describe, shared_among
+from unisono.elastic.state_transfer import Progress, adopt, describe, shared_among
 
 
-class Milestone:
+class Snapshot:
     """The copy, in host memory, which is taken once and written into again at each meeting. It is as large as the
     weights, the optimizer's state and what the synchronizer keeps besides.
 
@@ -28,11 +28,11 @@ class Milestone:
     """
 
     def __init__(self) -> None:
-        self.reached: Reached | None = None
+        self.reached: Progress | None = None
         self._tensors: dict[str, Tensor] = {}
         self._numbers: dict[str, float] = {}
 
-    def keep(self, model: nn.Module, optimizer: Optimizer, reached: Reached) -> None:
+    def keep(self, model: nn.Module, optimizer: Optimizer, reached: Progress) -> None:
         """This worker has met the others, and has `reached` so much."""
         tensors, self._numbers = describe(model, optimizer, reached)
         self._tensors = {name: _copied(tensor, self._tensors.get(name)) for name, tensor in tensors.items()}
@@ -40,7 +40,7 @@ class Milestone:
             torch.cuda.current_stream(device).synchronize()
         self.reached = replace(reached, shared=shared_among(self._tensors))
 
-    def go_back(self, model: nn.Module, optimizer: Optimizer) -> Reached | None:
+    def go_back(self, model: nn.Module, optimizer: Optimizer) -> Progress | None:
         """Model and optimizer are as they were there, if it was anywhere."""
         if self.reached is None:
             return None

@@ -25,7 +25,7 @@ _STEPS, _COMMITTED = _RESERVED = "steps", "committed"  # an optimizer's own numb
 
 
 @dataclass(frozen=True)
-class Reached:
+class Progress:
     """How far a worker has come.
 
     Args:
@@ -41,7 +41,7 @@ class Reached:
     loss: float = math.nan
 
 
-def describe(model: nn.Module, optimizer: Optimizer, reached: Reached) -> tuple[dict[str, Tensor], dict[str, float]]:
+def describe(model: nn.Module, optimizer: Optimizer, reached: Progress) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The state, by a checkpoint's names; tensors are the model's own."""
     state, numbers = state_of(optimizer, model)
     tensors = {f"model/{name}": tensor.detach() for name, tensor in weights_of(model).items()}
@@ -52,14 +52,14 @@ def describe(model: nn.Module, optimizer: Optimizer, reached: Reached) -> tuple[
 
 def adopt(
     model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
-) -> Reached:
+) -> Progress:
     """Take over what another worker `describe`d."""
     with torch.no_grad():
         for name, tensor in weights_of(model).items():
             tensor.copy_(tensors[f"model/{name}"])
     own = {name: number for name, number in numbers.items() if name not in _RESERVED}
     load_state(optimizer, model, _under("optimizer/", tensors), own)
-    return Reached(int(numbers[_STEPS]), int(numbers[_COMMITTED]), shared_among(tensors))
+    return Progress(int(numbers[_STEPS]), int(numbers[_COMMITTED]), shared_among(tensors))
 
 
 def shared_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def in_common(
 
 
 def committed_in(numbers: Mapping[str, float]) -> int:
-    """`Reached.committed` of a state that was described so."""
+    """`Progress.committed` of a state that was described so."""
     return int(numbers[_COMMITTED])
 
 
@@ -102,7 +102,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Taken:
+class ReceivedState:
     """What a view starts from.
 
     Args:
@@ -111,15 +111,15 @@ class Taken:
         beside: what that one has beside it; empty for those who had the state themselves.
     """
 
-    reached: Reached
+    reached: Progress
     words: Any
     beside: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def take_over(
-    view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, has: Reached | None, words: Any = None,
+    view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, has: Progress | None, words: Any = None,
     beside: Mapping[str, Tensor] | None = None, *, walks: bool = False,
-) -> Taken:  # fmt: skip
+) -> ReceivedState:  # fmt: skip
     """The state that `view` starts from, on all its members, which call it alike: this worker's own, where it `has`
     that, or what those who have it hand over.
 
@@ -138,7 +138,7 @@ def take_over(
     digests = {name: handover.digest({name: tensor}, {}) for name, tensor in tensors.items()} if walks else {}
     if comm.rank == sources[0]:
         tensors |= {f"{_BESIDE}{name}": tensor for name, tensor in (beside or {}).items()}
-    here = handover.Held(tensors)
+    here = handover.LocalTensors(tensors)
     told = gather_text(comm, json.dumps([encode_holding(here.holding), numbers, words, digests]) if has else "")
     kinds, numbers, words, _ = json.loads(told[sources[0]])
     everything = decode_holding(kinds)
@@ -150,10 +150,10 @@ def take_over(
         raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
     means = handover.mean_of(comm, tensors, {name: everything[name] for name in apart}, sources)
     if not has:
-        return Taken(adopt(model, optimizer, state | means, numbers), words, _under(_BESIDE, received))
+        return ReceivedState(adopt(model, optimizer, state | means, numbers), words, _under(_BESIDE, received))
     for name, mean in means.items():  # only now: whoever is lost meanwhile takes nothing along
         tensors[name].copy_(mean)
-    return Taken(has, words)
+    return ReceivedState(has, words)
 
 
 def digest_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, float], *, walks: bool = False) -> str:

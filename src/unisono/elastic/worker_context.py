@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from unisono.membership import Contact
+from unisono.membership import CoordinatorAddress
 
 
 class WorkerIdentity(Protocol):
@@ -64,7 +64,7 @@ class ElasticContext(Protocol):
     @property
     def worker(self) -> WorkerContext: ...
     @property
-    def contact(self) -> Contact: ...
+    def contact(self) -> CoordinatorAddress: ...
     @property
     def first(self) -> bool: ...
 

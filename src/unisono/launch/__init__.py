@@ -2,13 +2,13 @@
 
 from unisono.launch.claim import claim, identity_here
 from unisono.launch.cluster_environment import Identity, identify
-from unisono.launch.coordinator_process import Coordination
+from unisono.launch.coordinator_process import CoordinatorProcess
 from unisono.launch.failure import ScriptExited
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.launcher import PRELOAD, Elastic, ask, launch, prepare
+from unisono.launch.launcher import PRELOAD, ElasticOptions, ask, launch, prepare
 from unisono.launch.script import launch_script
 from unisono.launch.stop_request import Interrupted, StopRequest
-from unisono.launch.worker_main import Report, Worker
+from unisono.launch.worker_main import ReportChannel, Worker
 
 __all__ = [
     "PRELOAD",

@@ -21,7 +21,7 @@ from typing import Any
 
 from unisono.errors import UnisonoError
 from unisono.launch import process
-from unisono.membership.endpoint import Place
+from unisono.membership.endpoint import Endpoint
 from unisono.membership.protocol import Policy
 from unisono.system import atomic_files as atomic
 from unisono.system import exit_status as exits
@@ -38,7 +38,7 @@ _REFUSALS = 3  # ends by itself in a row, after which there will be no coordinat
 _SHOWN_BYTES = 2000  # of its log
 
 
-class Coordination:
+class CoordinatorProcess:
     """Starts a coordinator, and another one whenever it dies. A context: leaving it ends it.
 
     The calling thread must live as long, since the process follows it into death.
@@ -57,7 +57,7 @@ class Coordination:
     """
 
     def __init__(
-        self, place: Place, policy: Policy, state: Path, token: str, log: Path, told: Callable[[str], None],
+        self, place: Endpoint, policy: Policy, state: Path, token: str, log: Path, told: Callable[[str], None],
         name: str = "unisono",
     ) -> None:  # fmt: skip
         self._told, self._log = told, log
@@ -112,7 +112,7 @@ class Coordination:
         os.close(self._pidfd)
         self._door.close()
 
-    def __enter__(self) -> Coordination:
+    def __enter__(self) -> CoordinatorProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,14 +152,14 @@ def serve(
     _write_to(log)
     from setproctitle import setproctitle
 
-    from unisono.membership.server.http_server import Serving  # imports the web server
+    from unisono.membership.server.http_server import CoordinatorServer  # imports the web server
 
     setproctitle(f"{name} coordinator")
     time.sleep(pause_seconds)
     certificate, key = (Path(place[kind]) if place[kind] else None for kind in ("certificate", "key"))
-    where = Place(place["host"], certificate=certificate, key=key)
+    where = Endpoint(place["host"], certificate=certificate, key=key)
     door = socket.socket(fileno=descriptor)
-    Serving(where, Policy(**policy), Path(state), token, _print, door).run()
+    CoordinatorServer(where, Policy(**policy), Path(state), token, _print, door).run()
     os._exit(0)  # all is on disk, and taking the interpreter down in order would cost the launcher a moment
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import InvalidInput
-from unisono.launch.coordinator_process import Coordination
+from unisono.launch.coordinator_process import CoordinatorProcess
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.launcher import Elastic
-from unisono.membership import Contact, Policy
+from unisono.launch.launcher import ElasticOptions
+from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership import contact_file as card
 from unisono.membership.certificate import certified, fingerprint
-from unisono.membership.endpoint import Calling
-from unisono.membership.http_client import Line, NoBody, ask, heard
+from unisono.membership.endpoint import CoordinatorOptions
+from unisono.membership.http_client import HttpConnection, NoBody, ask, heard
 from unisono.membership.messages import OrderMessage
 from unisono.membership.server.store import Store
 from unisono.system import atomic_files as atomic
@@ -33,8 +33,8 @@ Order = Mapping[str, Any]  # what lies at a coordinator, see `unisono.membership
 @contextlib.contextmanager
 def rallied(
     policy: Policy, order: Order, run: Path, server: Forkserver, told: Callable[[str], None],
-    calling: Calling = Calling(), logs: Path | None = None, each_to_its_end: bool = False,
-) -> Iterator[Elastic]:  # fmt: skip
+    calling: CoordinatorOptions = CoordinatorOptions(), logs: Path | None = None, each_to_its_end: bool = False,
+) -> Iterator[ElasticOptions]:  # fmt: skip
     """A coordinator that knows `order`, whose first workers `server` forks.
 
     One that is started here lies in the directory `run`: what it decides in ``coordinator/<n>.sqlite`` for the n-th
@@ -46,7 +46,7 @@ def rallied(
         order: without ``meets_at``, which is said here.
         told: called with what happens to the coordinator, in words.
         logs: directory for what it prints; default: ``logs`` in `run`.
-        each_to_its_end: see `Elastic`.
+        each_to_its_end: see `ElasticOptions`.
 
     Raises:
         InvalidInput: nobody can listen there, the directory cannot be written, or the coordinator is none of ours.
@@ -66,7 +66,7 @@ def rallied(
             shown.unlink(missing_ok=True)
 
 
-def lying_at(contact: Contact, server: Forkserver) -> tuple[OrderMessage, Contact]:
+def lying_at(contact: CoordinatorAddress, server: Forkserver) -> tuple[OrderMessage, CoordinatorAddress]:
     """What workers that `server` forks are to do as part of the run whose coordinator `contact` reaches, and how they
     reach it and each other.
 
@@ -82,17 +82,17 @@ def lying_at(contact: Contact, server: Forkserver) -> tuple[OrderMessage, Contac
 
 
 @contextlib.contextmanager
-def _elsewhere(contact: Contact, order: Order, server: Forkserver) -> Iterator[Elastic]:
+def _elsewhere(contact: CoordinatorAddress, order: Order, server: Forkserver) -> Iterator[ElasticOptions]:
     contact = replace(contact, meets_at=_meets_at(contact.private, server))
     _give(contact, {**order, "meets_at": contact.meets_at})
-    yield Elastic(contact)
+    yield ElasticOptions(contact)
 
 
 @contextlib.contextmanager
 def _beside(
     policy: Policy, order: Order, run: Path, logs: Path, server: Forkserver, told: Callable[[str], None],
-    calling: Calling,
-) -> Iterator[Elastic]:  # fmt: skip
+    calling: CoordinatorOptions,
+) -> Iterator[ElasticOptions]:  # fmt: skip
     token, meets_at = calling.token or secrets.token_urlsafe(32), _meets_at(calling.place.private, server)
     state, log, kept = _new_life(run), logs / "coordinator.log", card.directory(run)
     place, authority = calling.place, calling.authority
@@ -101,14 +101,14 @@ def _beside(
         authority = fingerprint(kept / "certificate.pem")
     with contextlib.closing(Store(state)) as store:
         store.keep_order(json.dumps({**order, "meets_at": meets_at}, default=str))
-    with Coordination(place, policy, state, token, log, told) as coordination:
-        yield Elastic(Contact(coordination.url, token, meets_at, authority), coordination)
+    with CoordinatorProcess(place, policy, state, token, log, told) as coordination:
+        yield ElasticOptions(CoordinatorAddress(coordination.url, token, meets_at, authority), coordination)
 
 
-def _give(contact: Contact, order: Order) -> None:
+def _give(contact: CoordinatorAddress, order: Order) -> None:
     """Have the coordinator know what is to be done."""
     told = json.loads(json.dumps(order, default=str))
-    answer = heard(contact, Line(contact).ask("PUT", "/v1/order", told, NoBody))
+    answer = heard(contact, HttpConnection(contact).ask("PUT", "/v1/order", told, NoBody))
     if answer.status == 409:
         raise InvalidInput(
             "--coordinator", contact.url, "it is another run's, and a coordinator serves one run",

@@ -13,9 +13,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from unisono.membership.http_client import Line
+from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import LookMessage
-from unisono.membership.protocol import Contact, StepCount
+from unisono.membership.protocol import CoordinatorAddress, StepCount
 
 _PATH = "/v1/running"
 _LOOK_SECONDS = 0.15
@@ -41,19 +41,19 @@ def computes(before: Mapping[int, float], after: Mapping[int, float], seconds: f
     return any(wanted - before[task] > _MOSTLY * seconds for task, wanted in after.items() if task in before)
 
 
-class Vouching:
+class CpuMonitor:
     """Looks at the processes that it is told of, from a thread of its own. A context.
 
     Attributes:
         count: of steps, as the coordinator last said.
 
     Raises:
-        InvalidInput: as `Line`.
+        InvalidInput: as `HttpConnection`.
     """
 
-    def __init__(self, contact: Contact) -> None:
+    def __init__(self, contact: CoordinatorAddress) -> None:
         self.count = StepCount()
-        self._contact, self._line = contact, Line(contact, _ANSWER_SECONDS)
+        self._contact, self._line = contact, HttpConnection(contact, _ANSWER_SECONDS)
         self._pids: dict[str, int] = {}
         self._changed = threading.Lock()
         self._closed = threading.Event()
@@ -72,7 +72,7 @@ class Vouching:
 
     def latest(self) -> StepCount:
         """As `count`, but asked for now; waits for the answer, some seconds at most."""
-        with contextlib.closing(Line(self._contact, _LATEST_SECONDS)) as line:
+        with contextlib.closing(HttpConnection(self._contact, _LATEST_SECONDS)) as line:
             answer = line.post(_PATH, {"workers": []}, LookMessage)
         if answer is not None:
             self.count = answer.count
@@ -85,7 +85,7 @@ class Vouching:
         self._thread.join()
         self._line.close()
 
-    def __enter__(self) -> Vouching:
+    def __enter__(self) -> CpuMonitor:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import queue
 import threading
 
-from unisono.membership.http_client import Line, NoBody
-from unisono.membership.protocol import Contact
+from unisono.membership.http_client import HttpConnection, NoBody
+from unisono.membership.protocol import CoordinatorAddress
 
 _ANSWER_SECONDS = 2.0
 _RETRY_SECONDS = 0.2
 
 
-class Gone:
+class ExitNotifier:
     """Tells it from a thread of its own, each name until it was heard, since the coordinator may be away. A context.
 
     Raises:
-        InvalidInput: as `Line`.
+        InvalidInput: as `HttpConnection`.
     """
 
-    def __init__(self, contact: Contact) -> None:
-        self._line = Line(contact, _ANSWER_SECONDS)
+    def __init__(self, contact: CoordinatorAddress) -> None:
+        self._line = HttpConnection(contact, _ANSWER_SECONDS)
         self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._say, name="unisono gone", daemon=True)
@@ -37,7 +37,7 @@ class Gone:
         self._thread.join()
         self._line.close()
 
-    def __enter__(self) -> Gone:
+    def __enter__(self) -> ExitNotifier:
         return self
 
     def __exit__(self, *_: object) -> None:

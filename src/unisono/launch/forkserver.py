@@ -39,7 +39,7 @@ from setproctitle import setproctitle
 
 from unisono.launch import process
 from unisono.launch import worker_main as worker
-from unisono.launch.worker_main import Order
+from unisono.launch.worker_main import WorkerSpec
 from unisono.system.exit_status import ended
 
 _LARGEST_MESSAGE = 1 << 20  # bytes
@@ -82,7 +82,7 @@ class Forkserver:
         """Readable when `receive` has something."""
         return self._watch.fileno()
 
-    def fork(self, order: Order, descriptors: Sequence[int]) -> None:
+    def fork(self, order: WorkerSpec, descriptors: Sequence[int]) -> None:
         """Ask for a worker that gets copies of `descriptors`, of a new server if there is none any more."""
         if self._control is None:
             self._start()
@@ -269,10 +269,10 @@ class _Server:
         if "gone" in asked:
             self._workers.discard(asked["gone"])
         else:
-            self._fork(Order(**asked), descriptors)
+            self._fork(WorkerSpec(**asked), descriptors)
         return True
 
-    def _fork(self, order: Order, descriptors: Sequence[int]) -> None:
+    def _fork(self, order: WorkerSpec, descriptors: Sequence[int]) -> None:
         child = os.fork()
         if child == 0:
             self._fork_again(order, descriptors)
@@ -285,7 +285,7 @@ class _Server:
         self._workers.add(pid)
         self._send(rank=order.rank, pid=pid)
 
-    def _fork_again(self, order: Order, descriptors: Sequence[int]) -> NoReturn:
+    def _fork_again(self, order: WorkerSpec, descriptors: Sequence[int]) -> NoReturn:
         """In a child that ends at once, whose own child the launcher then adopts."""
         status, child = 1, os.getpid()
         try:

@@ -2,7 +2,7 @@
 
     prepare ─► Forkserver (imports torch) ─► launch ─► worker 0 … n-1 ─► results, or the first one's error
 
-Workers may come and go where they are told of a coordinator (`Elastic`).
+Workers may come and go where they are told of a coordinator (`ElasticOptions`).
 
 Nothing here imports torch, so that the launcher is up at once, and reads the configuration while the
 forkserver imports it. What happens then is `crew.Crew`'s.
@@ -22,16 +22,16 @@ import cloudpickle
 from setproctitle import getproctitle, setproctitle
 
 from unisono.errors import InvalidInput
-from unisono.launch.coordinator_process import Coordination
+from unisono.launch.coordinator_process import CoordinatorProcess
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.log_tail import Tail
-from unisono.launch.process_monitor import Seen
-from unisono.launch.restart_policy import EachToItsEnd, Joined, Present, Replaced, Succession
+from unisono.launch.process_monitor import ProcessMonitor
+from unisono.launch.restart_policy import IndependentExit, JoinedLauncher, Present, RestartFailed, RestartPolicy
 from unisono.launch.signals import Inbox
-from unisono.launch.supervisor import Crew, OnMessage, Source
+from unisono.launch.supervisor import EventSource, OnMessage, WorkerSupervisor
 from unisono.launch.terminal import descriptors
-from unisono.launch.worker_main import Order
-from unisono.membership.protocol import Contact
+from unisono.launch.worker_main import WorkerSpec
+from unisono.membership.protocol import CoordinatorAddress
 from unisono.system import atomic_files as atomic
 
 # The first optimizer that is built imports torch._dynamo, a second of computing: once is enough.
@@ -40,7 +40,7 @@ _ANSWER_SECONDS = 1.0  # between a signal and the end of who was asked
 
 
 @dataclass(frozen=True)
-class Elastic:
+class ElasticOptions:
     """Workers that die are replaced, and some may leave before the end.
 
     Args:
@@ -51,17 +51,17 @@ class Elastic:
             the run's.
     """
 
-    contact: Contact
-    coordination: Coordination | None = None
+    contact: CoordinatorAddress
+    coordination: CoordinatorProcess | None = None
     launcher: str = ""
     each_to_its_end: bool = False
 
-    def succession(self, places: int, present: Present) -> Succession:
+    def succession(self, places: int, present: Present) -> RestartPolicy:
         """What becomes of workers that end."""
-        kind = Replaced if self.coordination else Joined
+        kind = RestartFailed if self.coordination else JoinedLauncher
         found = kind(places, present, f"{self.launcher}:" if self.launcher else "")
         # Workers of another launcher come later.
-        return EachToItsEnd(found, () if self.launcher else range(places)) if self.each_to_its_end else found
+        return IndependentExit(found, () if self.launcher else range(places)) if self.each_to_its_end else found
 
 
 def prepare(preload: Sequence[str] = PRELOAD, name: str = "unisono") -> Forkserver:
@@ -90,8 +90,8 @@ def launch(
     echo: BinaryIO | None = None,
     prepared: Forkserver | None = None,
     stop_seconds: float = 30.0,
-    elastic: Elastic | None = None,
-    beside: Sequence[Source] = (),
+    elastic: ElasticOptions | None = None,
+    beside: Sequence[EventSource] = (),
     debugs: int | None = None,
 ) -> list[Any]:
     """Run ``target(worker, *arguments)`` in `workers` processes; their results (of JSON's kinds) by rank.
@@ -110,7 +110,7 @@ def launch(
         stop_seconds: how long workers may take to a step boundary after Ctrl-C, SIGTERM or SIGHUP, before
             they are killed. A second SIGINT or SIGTERM kills them at once.
         elastic: each process has a name of its own (``Worker.name``). One that dies is replaced, one that returns None
-            has left, and the first other result is the run's, and comes first (but see `Elastic`).
+            has left, and the first other result is the run's, and comes first (but see `ElasticOptions`).
         beside: looked after meanwhile.
         debugs: the worker that has this process's terminal, or whatever it reads from, for ``breakpoint()`` and its
             standard input. Default: one that is alone.
@@ -127,7 +127,7 @@ def launch(
         server = stack.enter_context(prepared or prepare(preload, name))
         stack.enter_context(_titled(f"{name} launcher"))
         orders = [
-            Order(rank, workers, target, log, threads, name, sys.path, os.getcwd())
+            WorkerSpec(rank, workers, target, log, threads, name, sys.path, os.getcwd())
             for rank, log in enumerate(_logs(logs, workers))
         ]
         terminal = descriptors()
@@ -140,11 +140,15 @@ def launch(
             on_message = _shown(tail, orders, on_message)
         payload = stack.enter_context(_in_memory(cloudpickle.dumps(arguments)))
         if elastic is None:
-            return Crew(server, inbox, beside, on_message, stop_seconds, terminal=terminal).run(orders, payload)
+            return WorkerSupervisor(server, inbox, beside, on_message, stop_seconds, terminal=terminal).run(
+                orders, payload
+            )
         if elastic.coordination:
             beside.append(elastic.coordination)
-        succession = elastic.succession(workers, stack.enter_context(Seen(elastic.contact)))
-        results = Crew(server, inbox, beside, on_message, stop_seconds, succession, terminal).run(orders, payload)
+        succession = elastic.succession(workers, stack.enter_context(ProcessMonitor(elastic.contact)))
+        results = WorkerSupervisor(server, inbox, beside, on_message, stop_seconds, succession, terminal).run(
+            orders, payload
+        )
         return sorted(results, key=lambda result: result is None)
 
 
@@ -155,12 +159,12 @@ def ask(target: str, arguments: tuple[Any, ...], server: Forkserver, *, threads:
     Raises:
         Like `launch`.
     """
-    order = Order(0, 1, target, os.devnull, threads, name, sys.path, os.getcwd())
+    order = WorkerSpec(0, 1, target, os.devnull, threads, name, sys.path, os.getcwd())
     with Inbox() as inbox, _in_memory(cloudpickle.dumps(arguments)) as payload:
-        return Crew(server, inbox, (), _ignore, _ANSWER_SECONDS).run([order], payload)[0]
+        return WorkerSupervisor(server, inbox, (), _ignore, _ANSWER_SECONDS).run([order], payload)[0]
 
 
-def _shown(tail: Tail, orders: Sequence[Order], on_message: OnMessage) -> OnMessage:
+def _shown(tail: Tail, orders: Sequence[WorkerSpec], on_message: OnMessage) -> OnMessage:
     def hear(rank: int, message: Mapping[str, Any]) -> None:
         if message.get("kind") == "speaks":
             tail.turn_to(Path(orders[rank].log), message["at"])

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Set
 from contextlib import ExitStack
 
-from unisono.launch.cpu_liveness import Vouching
-from unisono.launch.exit_notifier import Gone
+from unisono.launch.cpu_liveness import CpuMonitor
+from unisono.launch.exit_notifier import ExitNotifier
 from unisono.launch.remaining import goes_on
-from unisono.membership.protocol import Contact, StepCount
+from unisono.membership.protocol import CoordinatorAddress, StepCount
 
 
-class Seen:
+class ProcessMonitor:
     """A `Present` that tells it. A context.
 
     Raises:
         InvalidInput: as `Line`.
     """
 
-    def __init__(self, contact: Contact) -> None:
+    def __init__(self, contact: CoordinatorAddress) -> None:
         self._contact, self._stack = contact, ExitStack()
-        self._gone = self._stack.enter_context(Gone(contact))
-        self._vouching = self._stack.enter_context(Vouching(contact))
+        self._gone = self._stack.enter_context(ExitNotifier(contact))
+        self._vouching = self._stack.enter_context(CpuMonitor(contact))
 
     @property
     def count(self) -> StepCount:
@@ -45,7 +45,7 @@ class Seen:
         self._vouching.ended(worker)
         self._gone.tell(worker)
 
-    def __enter__(self) -> Seen:
+    def __enter__(self) -> ProcessMonitor:
         return self
 
     def __exit__(self, *_: object) -> None:

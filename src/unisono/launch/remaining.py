@@ -6,20 +6,20 @@ import contextlib
 import time
 from collections.abc import Set
 
-from unisono.membership.http_client import Line
+from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import StatusMessage
-from unisono.membership.protocol import Contact
+from unisono.membership.protocol import CoordinatorAddress
 
 _ANSWER_SECONDS = 3.0
 _WAIT_SECONDS = 10.0  # longer than others take to a view without the workers that ended, and to a step in it
 _LOOK_SECONDS = 0.1
 
 
-def goes_on(contact: Contact, without: Set[str]) -> bool:
+def goes_on(contact: CoordinatorAddress, without: Set[str]) -> bool:
     """Whether others take a step in a view `without` these workers, whose processes have ended. Waits until that is
     known, and takes it for no after ten seconds, or where the coordinator has ended with its run."""
     until = time.monotonic() + _WAIT_SECONDS
-    with contextlib.closing(Line(contact, _ANSWER_SECONDS)) as line:
+    with contextlib.closing(HttpConnection(contact, _ANSWER_SECONDS)) as line:
         while time.monotonic() < until:
             answer = line.get("/v1/status", StatusMessage)
             if answer is None or answer.body is None:

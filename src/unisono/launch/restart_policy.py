@@ -36,7 +36,7 @@ class Verdict:
     another_in_seconds: float | None = None
 
 
-class Succession(Protocol):
+class RestartPolicy(Protocol):
     """Decides for all workers of a launcher, which it knows by their places, 0, 1, ..."""
 
     stop: signal.Signals
@@ -71,39 +71,39 @@ class Succession(Protocol):
         """
 
 
-class Together:
+class NoRestart:
     """All begin, none is replaced, and every one is needed to the end."""
 
     stop = STOP
 
     def name(self, place: int) -> str:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return ""
 
     def heard(self, message: Mapping[str, Any]) -> Verdict:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return Verdict()
 
     def began(self, place: int, pid: int) -> None:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
 
     def ended(self, place: int) -> None:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
 
     def returned(self, place: int, result: Any, others: int) -> Verdict:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return Verdict()
 
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return Verdict(cause=what)
 
     def over(self, results: Sequence[Any]) -> bool:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return False
 
     def lacking(self, results: Sequence[Any]) -> str:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return ""
 
 
@@ -126,7 +126,7 @@ class Present(Protocol):
     def ended(self, worker: str) -> None: ...
 
 
-class Replaced:
+class RestartFailed:
     """Whoever dies is replaced, as long as that is of use; whoever returns None has left; the first other result ends
     the run.
 
@@ -154,22 +154,22 @@ class Replaced:
         self._in_vain: list[Failure] = []  # since a step beyond all before
 
     def name(self, place: int) -> str:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         self._lives[place] += 1
         return self._name(place)
 
     def heard(self, message: Mapping[str, Any]) -> Verdict:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         if message.get("kind") == "step":
             self._without_step.clear()
         return Verdict()
 
     def began(self, place: int, pid: int) -> None:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         self._present.began(self._name(place), pid)
 
     def ended(self, place: int) -> None:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         self._present.ended(self._name(place))
 
     def goes_on(self, without: Set[str]) -> bool:
@@ -177,11 +177,11 @@ class Replaced:
         return self._present.goes_on(without)
 
     def returned(self, place: int, result: Any, others: int) -> Verdict:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return Verdict(f"worker {self._name(place)} has left: {_on(others)}")
 
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         if what.unlike:
             return self._refused(what, others)
         self._look(self._present.count)
@@ -195,11 +195,11 @@ class Replaced:
         return Verdict(said + (f" in {pause:g} s" if pause else ""), another_in_seconds=pause)
 
     def over(self, results: Sequence[Any]) -> bool:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return any(result is not None for result in results)
 
     def lacking(self, results: Sequence[Any]) -> str:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return "" if self.over(results) else "every worker was asked to leave before the run was over"
 
     def _refused(self, what: Failure, others: int) -> Verdict:
@@ -244,18 +244,18 @@ class Replaced:
         return _APART.seconds(short - 2) if short > 1 else 0.0
 
 
-class Joined(Replaced):
-    """As `Replaced`, of one launcher among several: the others may go on without its workers, which leave when it is
-    asked to end."""
+class JoinedLauncher(RestartFailed):
+    """As `RestartFailed`, of one launcher among several: the others may go on without its workers, which leave when it
+    is asked to end."""
 
     stop = STOP
 
     def lacking(self, results: Sequence[Any]) -> str:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return ""
 
 
-class EachToItsEnd:
+class IndependentExit:
     """As `inner`, of workers that each have an end of their own to come to: a script goes on after its loop. Once the
     loop is over nobody is replaced any more, as nobody would hand over a state. When all for whom it is over have come
     to their ends, the others, who are frozen or came too late, are not waited for any longer. A script that ends inside
@@ -266,7 +266,7 @@ class EachToItsEnd:
             all others are needed, and cannot be replaced.
     """
 
-    def __init__(self, inner: Replaced, together: Iterable[int] = ()) -> None:
+    def __init__(self, inner: RestartFailed, together: Iterable[int] = ()) -> None:
         self._inner = inner
         self._before_loop = set(together)
         self._in_loop: set[int] = set()
@@ -278,7 +278,7 @@ class EachToItsEnd:
         self.stop = inner.stop
 
     def name(self, place: int) -> str:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         for places in (self._in_loop, self._past_loop):
             places.discard(place)
         self._names[place] = self._inner.name(place)
@@ -286,7 +286,7 @@ class EachToItsEnd:
         return self._names[place]
 
     def heard(self, message: Mapping[str, Any]) -> Verdict:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         match message.get("kind"):
             case "loop":
                 self._before_loop.discard(message["place"])
@@ -302,22 +302,22 @@ class EachToItsEnd:
         return self._inner.heard(message)
 
     def began(self, place: int, pid: int) -> None:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         self._inner.began(place, pid)
 
     def ended(self, place: int) -> None:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         self._inner.ended(place)
 
     def returned(self, place: int, result: Any, others: int) -> Verdict:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         if result is None:
             return self._inner.returned(place, result, others)
         self._ending = True
         return Verdict()
 
     def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         if self._ending:
             return Verdict(cause=replace(what, reason=f"{what.reason}, {AFTER_LOOP}"))
         needed = what.rank in self._before_loop and len(self._before_loop) > 1
@@ -327,11 +327,11 @@ class EachToItsEnd:
         return self._inner.lost(what, others, lived_seconds)
 
     def over(self, results: Sequence[Any]) -> bool:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         return bool(self._past_loop) and all(results[place] is not None for place in self._past_loop)
 
     def lacking(self, results: Sequence[Any]) -> str:
-        """See `Succession`."""
+        """See `RestartPolicy`."""
         if self._ended_in_loop and not self._past_loop and self._inner.goes_on(self._ours):
             place, how = next(iter(self._ended_in_loop.items()))
             raise RunFailed(self._deserter(place, how))

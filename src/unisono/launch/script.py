@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 
 from unisono.errors import InvalidInput, Left
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.launcher import PRELOAD, Elastic, launch
+from unisono.launch.launcher import PRELOAD, ElasticOptions, launch
 from unisono.launch.stop_request import STOP_ALL
 from unisono.launch.supervisor import OnMessage
 from unisono.launch.torch_store import TorchStore
 from unisono.launch.worker_main import Worker
-from unisono.membership.protocol import Contact
+from unisono.membership.protocol import CoordinatorAddress
 from unisono.observe.user_frames import exit_in_words
 
 DONE = True  # what comes of a script that has come to its end
@@ -38,7 +38,7 @@ def launch_script(
     prepared: Forkserver | None = None,
     stop_seconds: float = 30.0,
     on_message: OnMessage = lambda rank, message: None,
-    elastic: Elastic | None = None,
+    elastic: ElasticOptions | None = None,
     debugs: int | None = None,
 ) -> bool:
     """Run the script at `path` in `workers` processes; see `launch`, whose `echo` shows worker 0 live, and whose
@@ -85,7 +85,7 @@ def run_script(
     path: str,
     arguments: Sequence[str],
     shown: str,
-    contact: Contact | None = None,
+    contact: CoordinatorAddress | None = None,
     port: int | None = None,
 ) -> bool | None:
     """The target: run `path` as ``__main__`` with ``sys.argv = [shown, *arguments]``, and the environment of torchrun
@@ -130,7 +130,7 @@ class TakesPart:
     """
 
     worker: Worker
-    contact: Contact
+    contact: CoordinatorAddress
 
     @property
     def first(self) -> bool:

@@ -27,11 +27,11 @@ from unisono.errors import InvalidInput, RunFailed, WorkerFailed
 from unisono.launch import failure, process
 from unisono.launch.failure import Failure
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.restart_policy import Succession, Together, Verdict
+from unisono.launch.restart_policy import NoRestart, RestartPolicy, Verdict
 from unisono.launch.signals import Inbox
 from unisono.launch.stop_request import STOP, Interrupted
-from unisono.launch.worker_handle import Member
-from unisono.launch.worker_main import Order
+from unisono.launch.worker_handle import WorkerHandle
+from unisono.launch.worker_main import WorkerSpec
 
 _CAUSE_SECONDS = 2.0  # how long a cause is waited for after its consequence was heard
 _END_SECONDS = 3.0  # between a request to stop and SIGKILL to the others after a failure
@@ -42,7 +42,7 @@ _KILLED_SECONDS = 10.0  # until a kill must have been reported
 OnMessage = Callable[[int, Mapping[str, Any]], None]
 
 
-class _Phase(Enum):
+class _SupervisorPhase(Enum):
     RUNNING = "running"
     DOUBTING = "doubting"
     ENDING = "ending"
@@ -50,7 +50,7 @@ class _Phase(Enum):
     KILLED = "killed"
 
 
-class Source(Protocol):
+class EventSource(Protocol):
     """Something besides workers that the launcher has to look after."""
 
     def fileno(self) -> int:
@@ -60,7 +60,7 @@ class Source(Protocol):
         """Do it."""
 
 
-class Crew:
+class WorkerSupervisor:
     """The workers of one run; `run` once.
 
     Args:
@@ -77,30 +77,30 @@ class Crew:
         self,
         server: Forkserver,
         inbox: Inbox,
-        beside: Iterable[Source],
+        beside: Iterable[EventSource],
         on_message: OnMessage,
         stop_seconds: float,
-        succession: Succession | None = None,
+        succession: RestartPolicy | None = None,
         terminal: Sequence[int] = (),
     ) -> None:
         self._server, self._inbox, self._terminal = server, inbox, terminal
         self._on_message, self._stop_seconds = on_message, stop_seconds
-        self._succession: Succession = succession or Together()
+        self._succession: RestartPolicy = succession or NoRestart()
         self._sources = selectors.DefaultSelector()
         self._sources.register(server, selectors.EVENT_READ, self._hear_server)
         self._sources.register(inbox, selectors.EVENT_READ, self._obey)
         for source in beside:
             self._sources.register(source, selectors.EVENT_READ, source.attend)
-        self._members: list[Member] = []  # the latest in each place
+        self._members: list[WorkerHandle] = []  # the latest in each place
         self._awaited: dict[int, float] = {}  # when another one is started there
         self._failures: list[Failure] = []
         self._signal: int | None = None
         self._asked_seconds = float("-inf")
-        self._phase, self._deadline_seconds = _Phase.RUNNING, float("inf")
+        self._phase, self._deadline_seconds = _SupervisorPhase.RUNNING, float("inf")
         self._parted = False
         self._furthest = 0  # step that is done
 
-    def run(self, orders: Sequence[Order], payload: int) -> list[Any]:
+    def run(self, orders: Sequence[WorkerSpec], payload: int) -> list[Any]:
         """Have `orders` carried out and return the results by rank; raises as `launch` does.
 
         Args:
@@ -121,10 +121,10 @@ class Crew:
             self._sources.close()
         return self._outcome()
 
-    def _start(self, order: Order) -> Member:
+    def _start(self, order: WorkerSpec) -> WorkerHandle:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        member = Member(replace(order, worker=self._succession.name(order.rank)), ours)
+        member = WorkerHandle(replace(order, worker=self._succession.name(order.rank)), ours)
         self._sources.register(ours, selectors.EVENT_READ, partial(self._hear, member))
         with theirs:
             terminal = self._terminal if order.terminal else ()
@@ -143,7 +143,7 @@ class Crew:
             del self._awaited[place]
             self._members[place] = self._start(self._members[place].order)
 
-    def _hear(self, member: Member) -> None:
+    def _hear(self, member: WorkerHandle) -> None:
         if member.silent:
             return
         said = member.hear()
@@ -152,13 +152,13 @@ class Crew:
         for news in said or ():
             self._note(member, **news)
 
-    def _hang_up(self, member: Member) -> None:
+    def _hang_up(self, member: WorkerHandle) -> None:
         if not member.silent:
             member.silent = True
             self._sources.unregister(member.channel)
             member.channel.close()
 
-    def _note(self, member: Member, **news: Any) -> None:
+    def _note(self, member: WorkerHandle, **news: Any) -> None:
         if "message" in news:
             if news["message"].get("kind") == "progress":
                 self._furthest = max(self._furthest, news["message"]["step"])
@@ -166,19 +166,19 @@ class Crew:
                 member.ending = news["message"]["text"]
             verdict = self._succession.heard(news["message"])
             self._on_message(member.rank, news["message"])
-            if self._phase is _Phase.RUNNING:
+            if self._phase is _SupervisorPhase.RUNNING:
                 self._carry_out(member, verdict)
             if news["message"].get("kind") == "breakpoint":
                 member.channel.send(b".")  # it waits until whoever shows messages has let go of the terminal
         elif "result" in news:
             member.returned, member.result = True, news["result"]
-            if self._over and self._phase in (_Phase.RUNNING, _Phase.DOUBTING):
+            if self._over and self._phase in (_SupervisorPhase.RUNNING, _SupervisorPhase.DOUBTING):
                 self._parted = True  # whatever becomes of the others
-                self._enter(_Phase.PARTING, _PART_SECONDS)
+                self._enter(_SupervisorPhase.PARTING, _PART_SECONDS)
         else:
             member.failed = True
             what = Failure(member.rank, **news["failure"])
-            if what.unlike and self._phase is _Phase.RUNNING:
+            if what.unlike and self._phase is _SupervisorPhase.RUNNING:
                 others = sum(not other.ended for other in self._members if other is not member)
                 lived = what.at_seconds - member.began_seconds
                 self._carry_out(member, self._succession.lost(what, others, lived))
@@ -200,7 +200,7 @@ class Crew:
                 status, said = self._server.autopsy()
                 raise WorkerFailed(0, f"lost with the forkserver, which was {failure.describe(status)}", said)
 
-    def _bury(self, member: Member, status: int) -> None:
+    def _bury(self, member: WorkerHandle, status: int) -> None:
         """`member` has ended; hear its last words first."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while not member.silent:
@@ -208,17 +208,17 @@ class Crew:
         self._hang_up(member)
         member.ended = True
         self._succession.ended(member.rank)
-        ended_by_us = self._phase in (_Phase.ENDING, _Phase.KILLED) and -status in (
+        ended_by_us = self._phase in (_SupervisorPhase.ENDING, _SupervisorPhase.KILLED) and -status in (
             self._succession.stop,
             signal.SIGKILL,
         )
         if not (member.failed or ended_by_us):
             self._judge(member, status)
 
-    def _judge(self, member: Member, status: int) -> None:
+    def _judge(self, member: WorkerHandle, status: int) -> None:
         """What follows from the end of `member`."""
         what = Failure(member.rank, time.monotonic(), failure.describe(status))
-        if self._phase is _Phase.RUNNING:
+        if self._phase is _SupervisorPhase.RUNNING:
             others = sum(not other.ended for other in self._members)
             if member.returned and status == 0:
                 verdict = self._succession.returned(member.rank, member.result, others)
@@ -228,7 +228,7 @@ class Crew:
         elif not (member.returned and status == 0):
             self._fail(what)
 
-    def _carry_out(self, member: Member, verdict: Verdict) -> None:
+    def _carry_out(self, member: WorkerHandle, verdict: Verdict) -> None:
         if verdict.words:
             self._on_message(member.rank, {"kind": "notice", "text": verdict.words})
         if verdict.cause is not None:
@@ -240,44 +240,44 @@ class Crew:
 
     def _fail(self, what: Failure) -> None:
         self._failures.append(what)
-        if self._phase is _Phase.RUNNING and what.consequence:
-            self._enter(_Phase.DOUBTING, _CAUSE_SECONDS)
-        elif self._phase in (_Phase.RUNNING, _Phase.DOUBTING) and not what.consequence:
-            self._enter(_Phase.ENDING, _END_SECONDS)
+        if self._phase is _SupervisorPhase.RUNNING and what.consequence:
+            self._enter(_SupervisorPhase.DOUBTING, _CAUSE_SECONDS)
+        elif self._phase in (_SupervisorPhase.RUNNING, _SupervisorPhase.DOUBTING) and not what.consequence:
+            self._enter(_SupervisorPhase.ENDING, _END_SECONDS)
 
     def _obey(self) -> None:
         for number in self._inbox.take():
             if not self._members:
                 raise Interrupted(number)
-            if self._phase in (_Phase.RUNNING, _Phase.DOUBTING):
+            if self._phase in (_SupervisorPhase.RUNNING, _SupervisorPhase.DOUBTING):
                 self._signal, self._asked_seconds = number, time.monotonic()
-                self._enter(_Phase.ENDING, self._stop_seconds)
+                self._enter(_SupervisorPhase.ENDING, self._stop_seconds)
             elif number != signal.SIGHUP and time.monotonic() - self._asked_seconds > _AGAIN_SECONDS:
-                self._enter(_Phase.KILLED, _KILLED_SECONDS)
+                self._enter(_SupervisorPhase.KILLED, _KILLED_SECONDS)
 
     def _escalate(self) -> None:
-        if self._phase is _Phase.DOUBTING:
-            self._enter(_Phase.ENDING, _END_SECONDS)
-        elif self._phase in (_Phase.ENDING, _Phase.PARTING):
-            self._enter(_Phase.KILLED, _KILLED_SECONDS)
+        if self._phase is _SupervisorPhase.DOUBTING:
+            self._enter(_SupervisorPhase.ENDING, _END_SECONDS)
+        elif self._phase in (_SupervisorPhase.ENDING, _SupervisorPhase.PARTING):
+            self._enter(_SupervisorPhase.KILLED, _KILLED_SECONDS)
         else:
             rank = next(member.rank for member in self._members if not member.ended)
             raise WorkerFailed(rank, f"still there {_KILLED_SECONDS} s after SIGKILL")
 
-    def _enter(self, phase: _Phase, seconds: float) -> None:
+    def _enter(self, phase: _SupervisorPhase, seconds: float) -> None:
         self._phase, self._deadline_seconds = phase, time.monotonic() + seconds
         self._awaited.clear()
         for member in self._members:
             self._tell(member)
 
-    def _tell(self, member: Member) -> None:
+    def _tell(self, member: WorkerHandle) -> None:
         """Let `member` know of the phase; said again to one whose process appears only now."""
         if member.pid is None or member.ended:
             return
-        if self._phase is _Phase.ENDING:
+        if self._phase is _SupervisorPhase.ENDING:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.pid, self._succession.stop)
-        elif self._phase is _Phase.KILLED:
+        elif self._phase is _SupervisorPhase.KILLED:
             process.kill_group(member.pid)
 
     @property

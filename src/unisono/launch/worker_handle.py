@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.errors import WorkerFailed
-from unisono.launch.worker_main import Order
+from unisono.launch.worker_main import WorkerSpec
 
 _LARGEST_LINE = 1 << 26  # bytes of one report
 _PIECE = 1 << 16  # bytes
 
 
 @dataclass
-class Member:
+class WorkerHandle:
     """A process that was asked for; `pid` once it is there.
 
     Attributes:
@@ -28,7 +28,7 @@ class Member:
         ending: how its script ended, where that was no failure.
     """
 
-    order: Order
+    order: WorkerSpec
     channel: socket.socket
     pid: int | None = None
     began_seconds: float = field(default_factory=time.monotonic)

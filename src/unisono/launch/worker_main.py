@@ -32,7 +32,7 @@ from unisono.system.output_streams import unfailing
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerSpec:
     """What the launcher wants of one worker.
 
     Args:
@@ -58,7 +58,7 @@ class Order:
     terminal: int = 0
 
 
-class Report:
+class ReportChannel:
     """The private pipe to the launcher: one JSON value per line. Any thread may use it."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -96,7 +96,7 @@ class Worker:
     name: str = ""
 
 
-def main(order: Order, rendezvous: str, channel: int, payload: int, *terminal: int) -> int:
+def main(order: WorkerSpec, rendezvous: str, channel: int, payload: int, *terminal: int) -> int:
     """Carry `order` out in this freshly forked process; the process's exit code.
 
     Args:
@@ -106,7 +106,7 @@ def main(order: Order, rendezvous: str, channel: int, payload: int, *terminal: i
         terminal: descriptors of the launcher's input and output, for a worker that may read from there.
     """
     identity = Identity(order.rank, order.size, order.rank, order.size, rendezvous, "unisono")
-    report = Report(socket.socket(fileno=channel))
+    report = ReportChannel(socket.socket(fileno=channel))
     try:
         _settle_in(order, identity)
         if terminal:
@@ -124,7 +124,7 @@ def main(order: Order, rendezvous: str, channel: int, payload: int, *terminal: i
     return status
 
 
-def _settle_in(order: Order, identity: Identity) -> None:
+def _settle_in(order: WorkerSpec, identity: Identity) -> None:
     setproctitle(f"{order.name} worker {order.worker or order.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect(order.log)

@@ -4,12 +4,12 @@ from unisono.layout.layout import CUTTING as CUTTING
 from unisono.layout.layout import LAYOUTS as LAYOUTS
 from unisono.layout.layout import SIDE_BY_SIDE as SIDE_BY_SIDE
 from unisono.layout.layout import Layout as Layout
-from unisono.layout.local_model import Held as Held
-from unisono.layout.local_model import Passage as Passage
+from unisono.layout.local_model import LocalModel as LocalModel
+from unisono.layout.local_model import MicroBatchPart as MicroBatchPart
 from unisono.layout.local_model import Stepping as Stepping
-from unisono.layout.local_model import Whole as Whole
-from unisono.layout.rank_mesh import Place as Place
-from unisono.layout.rank_mesh import Places as Places
+from unisono.layout.local_model import WholeTensors as WholeTensors
+from unisono.layout.rank_mesh import MeshCoordinate as MeshCoordinate
+from unisono.layout.rank_mesh import RankMesh as RankMesh
 from unisono.layout.repeated_blocks import Compute as Compute
 from unisono.layout.repeated_blocks import as_it_is as as_it_is
 from unisono.layout.repeated_blocks import blocks as blocks

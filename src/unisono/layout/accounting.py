@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True, order=True)
-class Message:
+class CollectiveCall:
     """A message that all of `ranks` take part in.
 
     Args:
@@ -45,13 +45,13 @@ class Message:
         return self.bytes * passes.get(self.kind, around)
 
 
-class Messages(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):
     """While it is on, every message of this thread and of its backward passes is counted in `seen`. Tensors without
     numbers are sent nowhere."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: Counter[Message] = Counter()
+        self.seen: Counter[CollectiveCall] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,7 +60,7 @@ class Messages(TorchDispatchMode):
             kind, which = _KINDS[name]
             ranks = _ranks((*args, *kwargs.values()))
             size = sum(x.nbytes for x in tree_leaves(args[which]) if isinstance(x, Tensor))
-            self.seen[Message(kind, ranks, round(size * _share(name, args, ranks)))] += 1
+            self.seen[CollectiveCall(kind, ranks, round(size * _share(name, args, ranks)))] += 1
         if func.namespace == "c10d" and any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
             return _answered(func, args, kwargs)
         return func(*args, **kwargs)
@@ -127,7 +127,7 @@ def _answered(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @dataclass
-class Kept:
+class SavedTensors:
     """What autograd keeps: memory, each piece once, without parameters and buffers.
 
     Attributes:

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from unisono.layout.block_calls import Calls, calls
 from unisono.layout.call_agreement import check_calls
-from unisono.layout.context import Passage
+from unisono.layout.context import MicroBatchPart
 from unisono.layout.expert import derive as derive_experts
 from unisono.layout.expert import split as split_experts
 from unisono.layout.expert import standing_in
 from unisono.layout.fsdp import Gathered, shard
 from unisono.layout.layout import Layout
-from unisono.layout.local_model import AllHere, Gathering, Held, dense
+from unisono.layout.local_model import LocalModel, NoUnsharding, Unsharding, dense
 from unisono.layout.pipeline import Pipeline
 from unisono.layout.repeated_blocks import Compute, blocks
 from unisono.layout.sample_batch import Sample
@@ -39,10 +39,10 @@ class Spread:
     model: nn.Module
     pipeline: Pipeline | None
     matrices: Collection[str]
-    gathering: Gathering
+    gathering: Unsharding
     sparse: frozenset[str]
 
-    def held(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> Held:
+    def held(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> LocalModel:
         """Once the numbers are to come, or there."""
         leaves = _leaves(self.model, self.pipeline)
         counted = set(self.pipeline.counted()) if self.pipeline else leaves.keys()
@@ -55,9 +55,9 @@ class Spread:
         buffers = dict(self.model.named_buffers())
         if self.pipeline:
             buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.whole_buffers().items()}
-        held = Held.of(self.model, leaves, buffers, elsewhere=leaves.keys() - counted)
+        held = LocalModel.of(self.model, leaves, buffers, elsewhere=leaves.keys() - counted)
         held = replace(held, pipeline=self.pipeline, gathering=self.gathering, sparse=self.sparse)
-        return replace(held, passage=Passage(mesh["context"], sample)) if layout.context > 1 else held
+        return replace(held, passage=MicroBatchPart(mesh["context"], sample)) if layout.context > 1 else held
 
 
 def spread(
@@ -91,7 +91,7 @@ def spread(
     experts = split_experts(here, mesh["expert"], mixtures) if mixtures else []
     for block in [m for piece in pieces for m in piece.modules() if m in prepared]:
         compute.prepare(block)
-    gathering = _shard(pieces, experts, layout, mesh, row, compute, found, pipeline) if found else AllHere()
+    gathering = _shard(pieces, experts, layout, mesh, row, compute, found, pipeline) if found else NoUnsharding()
     return Spread(here, pipeline, matrices, gathering, sparse)
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unisono.layout.local_model import Held
+from unisono.layout.local_model import LocalModel
 from unisono.layout.parallelize import mesh_of, outline
-from unisono.layout.rank_mesh import Places
+from unisono.layout.rank_mesh import RankMesh
 from unisono.layout.repeated_blocks import Compute
 from unisono.layout.sample_batch import Sample
 from unisono.tensors.batch import mapped
@@ -36,7 +36,7 @@ class Imagined:
         device: where its tensors are, or are said to be.
     """
 
-    held: Held
+    held: LocalModel
     shapes: Callable[[], AbstractContextManager[Any]]
     of: Callable[[Any], Any]
     device: torch.device
@@ -45,7 +45,7 @@ class Imagined:
 @contextmanager
 def imagined(
     build: Callable[[], nn.Module],
-    places: Places,
+    places: RankMesh,
     rank: int,
     sample: Sample,
     device: torch.device,

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import InvalidInput
-from unisono.layout.context import Split, attending, length, take, tried, unmasked
+from unisono.layout.context import SequenceSplit, attending, length, take, tried, unmasked
 from unisono.layout.context.group import Coming
 from unisono.layout.deferred import record
 from unisono.layout.expert import check_divides, derive, standing_in
 from unisono.layout.expert.find_experts import experts, mixtures
 from unisono.layout.layout import SCHEDULES, Layout
 from unisono.layout.pipeline import joints, split
-from unisono.layout.rank_mesh import Places
+from unisono.layout.rank_mesh import RankMesh
 from unisono.layout.repeated_blocks import Compute
 from unisono.layout.sample_batch import Sample
 from unisono.layout.stage_split import given_to
@@ -30,7 +30,7 @@ _TRIED_BYTES = 1 << 26  # a model with parameters of no more is tried out with i
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
-def check(build: Callable[[], nn.Module], places: Places, sample: Sample, compute: Compute) -> nn.Module:
+def check(build: Callable[[], nn.Module], places: RankMesh, sample: Sample, compute: Compute) -> nn.Module:
     """Refuse what `lay` would refuse on every worker, as far as shapes tell. Returns the model; where it is not built
     at once, without numbers.
 
@@ -56,7 +56,7 @@ def check(build: Callable[[], nn.Module], places: Places, sample: Sample, comput
     return model
 
 
-def near(places: Places, axis: str, values: Iterable[int]) -> Layout | None:
+def near(places: RankMesh, axis: str, values: Iterable[int]) -> Layout | None:
     """The layout whose `axis` has the one of `values` nearest to what was wanted that these workers allow."""
     wanted = getattr(places.layout, axis)
     others: Any = {"cuts": ()}
@@ -65,7 +65,7 @@ def near(places: Places, axis: str, values: Iterable[int]) -> Layout | None:
     return min(fitting, key=lambda each: abs(getattr(each, axis) - wanted), default=None)
 
 
-def _check_heads(model: nn.Module, places: Places) -> None:
+def _check_heads(model: nn.Module, places: RankMesh) -> None:
     try:
         refusal(model, places.layout.tensor)
     except InvalidInput as error:
@@ -74,7 +74,7 @@ def _check_heads(model: nn.Module, places: Places) -> None:
         raise InvalidInput(error.field, error.value, error.problem, f"write {found}" if found else error.cure) from None
 
 
-def _check_experts(model: nn.Module, places: Places) -> None:
+def _check_experts(model: nn.Module, places: RankMesh) -> None:
     try:
         check_divides(model, places.layout.expert)
     except InvalidInput as error:
@@ -93,7 +93,7 @@ def _divides(model: nn.Module, degree: int) -> bool:
     return True
 
 
-def _check_pipeline(model: nn.Module, places: Places, sample: Sample) -> None:
+def _check_pipeline(model: nn.Module, places: RankMesh, sample: Sample) -> None:
     layout = places.layout
     given = given_to(model, sample.arguments)
     try:
@@ -106,11 +106,11 @@ def _check_pipeline(model: nn.Module, places: Places, sample: Sample) -> None:
         raise _refused(error.field, layout.stages, error.problem, places, "pipeline", values, error.cure) from None
 
 
-def _check_context(build: Callable[[], nn.Module], model: nn.Module, places: Places, sample: Sample) -> None:
+def _check_context(build: Callable[[], nn.Module], model: nn.Module, places: RankMesh, sample: Sample) -> None:
     size = places.layout.context
     tokens = length(sample.batch)
     try:
-        parts = Split(tokens, size)
+        parts = SequenceSplit(tokens, size)
     except InvalidInput as error:
         values = [n for n in range(1, tokens + 1) if n == 1 or tokens % (2 * n) == 0]
         problem = f"it needs {2 * size} chunks of one length, and sequences have length {tokens} here"
@@ -123,13 +123,13 @@ def _check_context(build: Callable[[], nn.Module], model: nn.Module, places: Pla
 
 
 def _refused(
-    field: str, value: Any, problem: str, places: Places, axis: str, values: Iterable[int], cure: str
+    field: str, value: Any, problem: str, places: RankMesh, axis: str, values: Iterable[int], cure: str
 ) -> InvalidInput:
     found = near(places, axis, values)
     return InvalidInput(field, value, problem, f"write {found}, or {cure}" if found else cure)
 
 
-def _fails_on_parts(model: nn.Module, parts: Split, sample: Sample) -> str:
+def _fails_on_parts(model: nn.Module, parts: SequenceSplit, sample: Sample) -> str:
     """Why the model, which runs on the whole sample, does not run on a part of it; empty where it does or where shapes
     alone do not tell."""
     device = next(model.parameters()).device

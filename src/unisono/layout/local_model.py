@@ -13,14 +13,14 @@ from torch.utils.hooks import RemovableHandle
 from unisono.tensors.box import Box
 
 Loss = Callable[[Any, Any], Tensor]
-Passage = Callable[[Any, Loss], AbstractContextManager[tuple[Any, Loss]]]
+MicroBatchPart = Callable[[Any, Loss], AbstractContextManager[tuple[Any, Loss]]]
 
 
 def _all_of_it(batch: Any, loss: Loss) -> AbstractContextManager[tuple[Any, Loss]]:
     return nullcontext((batch, loss))
 
 
-class Gathering(Protocol):
+class Unsharding(Protocol):
     """What is whole on this worker only for a while: parameters that others hold parts of, and their gradients.
 
     Attributes:
@@ -67,32 +67,32 @@ class Stepping(Protocol):
         ...
 
 
-class AllHere:
-    """`Gathering` where nothing is."""
+class NoUnsharding:
+    """`Unsharding` where nothing is."""
 
     late: frozenset[str] = frozenset()
 
     def joined(self, loss: Tensor) -> Tensor:
-        """See `Gathering`."""
+        """See `Unsharding`."""
         return loss
 
     def used(self, name: str) -> bool:
-        """See `Gathering`."""
+        """See `Unsharding`."""
         return True
 
     def finish(self) -> frozenset[str]:
-        """See `Gathering`."""
+        """See `Unsharding`."""
         return frozenset()
 
     def backward(self, last: bool) -> None:
-        """See `Gathering`."""
+        """See `Unsharding`."""
 
     def let_go(self) -> None:
-        """See `Gathering`."""
+        """See `Unsharding`."""
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalModel:
     """One worker's part of a model.
 
     Attributes:
@@ -117,9 +117,9 @@ class Held:
     leaves: Mapping[str, nn.Parameter]
     parts: Mapping[str, Box]
     elsewhere: frozenset[str] = frozenset()
-    passage: Passage = _all_of_it
+    passage: MicroBatchPart = _all_of_it
     pipeline: Any = None
-    gathering: Gathering = AllHere()
+    gathering: Unsharding = NoUnsharding()
     stepping: Stepping | None = None
     sparse: frozenset[str] = frozenset()
 
@@ -133,11 +133,11 @@ class Held:
         return self.stepping.step(step) if self.stepping else step()
 
     @staticmethod
-    def whole(model: nn.Module) -> Held:
+    def whole(model: nn.Module) -> LocalModel:
         """All of `model`, as it is."""
         leaves = dict(model.named_parameters())
         parts = {name: Box.whole(tuple(p.shape)) for name, p in leaves.items()}
-        return Held(model, model, leaves, parts, sparse=sparse_parameters(model))
+        return LocalModel(model, model, leaves, parts, sparse=sparse_parameters(model))
 
     @staticmethod
     def of(
@@ -145,11 +145,11 @@ class Held:
         leaves: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
         elsewhere: Collection[str] = (),
-    ) -> Held:
+    ) -> LocalModel:
         """The local parts of `model`, given its parameters, some of which are distributed tensors, and its buffers, by
         their global names."""
         parts = {name: _part(leaf) for name, leaf in leaves.items()}
-        return Held(model, _local(leaves, buffers), leaves, parts, frozenset(elsewhere))
+        return LocalModel(model, _local(leaves, buffers), leaves, parts, frozenset(elsewhere))
 
     def take(self, name: str) -> Tensor | None:
         """The local part of the gradient of `name`, which is taken away; None where none has come."""
@@ -229,7 +229,7 @@ def _sparse(model: nn.Module) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]
     return [(path, m) for path, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
 
 
-class Whole(Mapping[str, Tensor]):
+class WholeTensors(Mapping[str, Tensor]):
     """Parameters and buffers of `model` under their global names, whole, and one at a time: where they lie on several
     workers, all of these ask alike."""
 

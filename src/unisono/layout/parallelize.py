@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from unisono.layout.apply_axes import spread
-from unisono.layout.context import Passage, tried
+from unisono.layout.context import MicroBatchPart, tried
 from unisono.layout.deferred import Deferred, record
 from unisono.layout.deferred.tensor_slots import Slots, tie
 from unisono.layout.layout import AXES, Layout
-from unisono.layout.local_model import Held
-from unisono.layout.rank_mesh import Places
+from unisono.layout.local_model import LocalModel
+from unisono.layout.rank_mesh import RankMesh
 from unisono.layout.repeated_blocks import Compute
 from unisono.layout.sample_batch import Sample
 from unisono.tensors.box import Box
@@ -27,14 +27,14 @@ from unisono.tensors.box import Box
 LOG = logging.getLogger("unisono")
 
 
-def mesh_of(places: Places, device_type: str) -> DeviceMesh:
+def mesh_of(places: RankMesh, device_type: str) -> DeviceMesh:
     """The mesh of all workers, in torch's default process group; they make it together."""
     return init_device_mesh(device_type, places.shape, mesh_dim_names=("replica", *AXES))
 
 
 def lay(
     build: Callable[[], nn.Module], layout: Layout, mesh: DeviceMesh, sample: Sample, compute: Compute | None = None
-) -> Held:
+) -> LocalModel:
     """This worker's part of the model that `build` builds, with the bits that it has on one device; all workers call it
     alike, with the same random state. The whole model is never in memory, but for a model that has to be.
 
@@ -50,7 +50,7 @@ def lay(
         model = build().to(mesh.device_type)
         without_padding = tried(model, sample, layout.context)
         held = spread(model, layout, mesh, sample, compute).held(layout, mesh, sample)
-        return replace(held, passage=Passage(mesh["context"], sample, without_padding))
+        return replace(held, passage=MicroBatchPart(mesh["context"], sample, without_padding))
     deferred = record(build)
     if deferred.whole and mesh.get_rank() == 0:
         LOG.info("the model is built whole on every worker: %s", deferred.why)
@@ -73,7 +73,7 @@ def outline(
     sample: Sample,
     compute: Compute,
     shapes: Callable[[], AbstractContextManager[Any]],
-) -> Held:
+) -> LocalModel:
     """What `lay` would give, of tensors that are made within ``shapes()``: zeros, where those have memory. Nothing is
     measured: stages of a pipeline are cut where the layout says, or else by bytes."""
     deferred = record(build)
@@ -111,7 +111,7 @@ def _to_host(model: nn.Module) -> None:
         parameter.data = data
 
 
-def _fill(held: Held, deferred: Deferred) -> None:
+def _fill(held: LocalModel, deferred: Deferred) -> None:
     empty = {**dict(held.local.named_parameters()), **dict(held.local.named_buffers())}
 
     def keep(name: str, whole: Tensor) -> None:

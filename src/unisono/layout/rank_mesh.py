@@ -17,7 +17,7 @@ from unisono.layout.layout import AXES, SIDE_BY_SIDE, Layout
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshCoordinate:
     """Where one worker stands: its replica, and its coordinate on each axis of the layout."""
 
     replica: int
@@ -30,7 +30,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Places:
+class RankMesh:
     """All workers of a run under one layout.
 
     Raises:
@@ -72,15 +72,15 @@ class Places:
         """Replicas, then the layout's axes from the outermost: the shape of a mesh of all ranks in their order."""
         return (self.replicas, *(getattr(self.layout, axis) for axis in AXES))
 
-    def of(self, rank: int) -> Place:
+    def of(self, rank: int) -> MeshCoordinate:
         """Where `rank` stands."""
         coordinates = []
         for size in reversed(self.shape):
             rank, at = divmod(rank, size)
             coordinates.append(at)
-        return Place(*reversed(coordinates))
+        return MeshCoordinate(*reversed(coordinates))
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: MeshCoordinate) -> int:
         """Who stands at `place`."""
         found = 0
         for size, axis in zip(self.shape, ("replica", *AXES)):

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from unisono.layout.rank_mesh import Places
+from unisono.layout.rank_mesh import RankMesh
 
 
-def sizes(leaf: Tensor, places: Places, rank: int) -> tuple[int, ...]:
+def sizes(leaf: Tensor, places: RankMesh, rank: int) -> tuple[int, ...]:
     """The shape of the part of `leaf` that worker `rank` has, who stands where this one does but for axes over which
     it is spread; whichever worker's leaf it is."""
     found = list(leaf.shape)
@@ -33,13 +33,13 @@ def chunk(length: int, parts: int, part: int) -> int:
     return max(0, min(length - part * each, each))
 
 
-def axes(members: tuple[int, ...] | list[int], places: Places) -> tuple[str, ...]:
+def axes(members: tuple[int, ...] | list[int], places: RankMesh) -> tuple[str, ...]:
     """On which axes these workers differ (``replica`` is one), the outermost first."""
     found = [vars(places.of(rank)) for rank in members]
     return tuple(axis for axis in found[0] if len({each[axis] for each in found}) > 1)
 
 
-def _among(members: list[int], places: Places, rank: int) -> int:
+def _among(members: list[int], places: RankMesh, rank: int) -> int:
     """Which of the members stands where `rank` does on the axes on which they differ."""
     wide, here = axes(members, places), places.of(rank)
     return next(i for i, member in enumerate(members)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.layout.layout import Layout
-from unisono.layout.pipeline import Joints, Pipeline, by_name, joints, measure, split, stages_of, worker_of
+from unisono.layout.pipeline import CutPoints, Pipeline, by_name, joints, measure, split, stages_of, worker_of
 from unisono.layout.repeated_blocks import Compute
 from unisono.layout.sample_batch import Sample
 from unisono.tensors.batch import to_device
@@ -55,7 +55,7 @@ def staged(
         layout.schedule, torch.device(mesh.device_type), stages.tied, apart=not compute.changes_backward)  # fmt: skip
 
 
-def _measured(found: Joints, device: torch.device, sample: Sample) -> list[float]:
+def _measured(found: CutPoints, device: torch.device, sample: Sample) -> list[float]:
     inputs, batch = (to_device(each, device) for each in (sample.arguments, sample.batch))
     named = by_name(inspect.signature(found.model.forward), inputs)
     return measure(found, named, device, lambda output: sample.loss(output, batch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unisono.membership.protocol import Beat, Over, Place, Standing, View, Word
+from unisono.membership.protocol import Heartbeat, StateVersion, View, ViewStatus, ViewUpdate, WorkerAddress
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class Meet:
+class JoinView:
     """Find the other members of `view`, take the state that it starts from, and say so by `Agent.met`, or by
     `Agent.broken` if they are not all there."""
 
@@ -27,13 +27,13 @@ class Exit:
     """The others go on without this worker, or there is nothing more to do: it may end."""
 
 
-Action = Abort | Meet | Exit
+Action = Abort | JoinView | Exit
 
 
 class Agent:
     """What one worker knows and says. Calls return what is to be done, and are followed by a beat.
 
-    Whoever trains is inside a view from `Meet` until it says that it stopped, by `broken`;
+    Whoever trains is inside a view from `JoinView` until it says that it stopped, by `broken`;
     nothing that is heard meanwhile changes that, so a standing is final once its view has ended here. A view that has
     ended is never entered again: what the coordinator concludes from a standing stays true.
 
@@ -43,34 +43,34 @@ class Agent:
         place: where it is.
     """
 
-    def __init__(self, worker: str, standing: Standing, place: Place = Place()) -> None:
+    def __init__(self, worker: str, standing: StateVersion, place: WorkerAddress = WorkerAddress()) -> None:
         self.worker, self.place = worker, place
         self._stand(standing)
         self.view = View()  # that it is inside
         self.working = False
-        self._word = Word(View(), Over.NOW)
+        self._word = ViewUpdate(View(), ViewStatus.NOW)
         self._ended = self._broke = 0
         self._count = 0
         self._missed: tuple[str, ...] = ()
         self._leaving = self._finished = self._aborted = False
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """All that the coordinator is to know."""
         self._count += 1
         works_in = self.view.number if self.working else 0
-        return Beat(
+        return Heartbeat(
             self.worker, self._count, works_in, self._ended, self.standing, self._missed, self._leaving,
             self._finished, self.place, self._broke)  # fmt: skip
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> StateVersion:
         """Of its state, as far as it was told."""
-        return Standing(self._reached_in, self._steps, self._digest)
+        return StateVersion(self._reached_in, self._steps, self._digest)
 
     @property
     def votes(self) -> bool:
         """Whether this worker says, with its next step, that the view should end after it."""
-        over = self._word.over in (Over.AT_A_BOUNDARY, Over.FOR_EVER)
+        over = self._word.over in (ViewStatus.AT_A_BOUNDARY, ViewStatus.FOR_EVER)
         return over and self.view.number == self._word.view.number
 
     @property
@@ -84,7 +84,7 @@ class Agent:
         """Whether this worker asked to go."""
         return self._leaving
 
-    def hear(self, word: Word) -> list[Action]:
+    def hear(self, word: ViewUpdate) -> list[Action]:
         """The coordinator said `word`; words may come late, twice, or not in order."""
         if (word.view.number, _AGE[word.over]) < (self._word.view.number, _AGE[self._word.over]):
             return []
@@ -94,7 +94,7 @@ class Agent:
     def met(self, number: int, step: int, digest: str) -> None:
         """The group of view `number` is there, and this worker has the state that it starts from."""
         if number == self.view.number:
-            self._stand(Standing(number, step, digest))
+            self._stand(StateVersion(number, step, digest))
             self.working = True
 
     def done(self, number: int, digest: str = "", steps: int = 1) -> None:
@@ -131,7 +131,7 @@ class Agent:
         self._finished = True
         return self._stopped(self.view.number) if self.view.number else self._next()
 
-    def _stand(self, standing: Standing) -> None:
+    def _stand(self, standing: StateVersion) -> None:
         self._reached_in, self._steps, self._digest = standing.view, standing.step, standing.digest
 
     def _stopped(self, number: int) -> list[Action]:
@@ -143,23 +143,23 @@ class Agent:
         view, over = self._word.view, self._word.over
         mine = self.worker in view.members
         if self.view.number:
-            if over is Over.FOR_EVER:  # others may still need this group for their last words
+            if over is ViewStatus.FOR_EVER:  # others may still need this group for their last words
                 return []
             past = view.number > self.view.number or over.at_once
             if not past or self._aborted:
                 return []
             self._aborted = True
             return [Abort(self.view.number)]
-        if over is Over.FOR_EVER or self._finished:
+        if over is ViewStatus.FOR_EVER or self._finished:
             return [Exit()]
         if over.at_once or not mine:
             self._ended = max(self._ended, view.number)
-        if self._leaving and (over is Over.WITH_TOO_FEW or (not mine and view.number)):
+        if self._leaving and (over is ViewStatus.WITH_TOO_FEW or (not mine and view.number)):
             return [Exit()]
         if view.number <= self._ended:
             return []
         self.view, self._missed = view, ()
-        return [Meet(view)]
+        return [JoinView(view)]
 
 
-_AGE = {over: age for age, over in enumerate(Over)}  # a view goes through them in this order
+_AGE = {over: age for age, over in enumerate(ViewStatus)}  # a view goes through them in this order

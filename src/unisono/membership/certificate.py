@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.errors import InvalidInput
-from unisono.membership.endpoint import Place
+from unisono.membership.endpoint import Endpoint
 from unisono.system import atomic_files as atomic
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ PINNED = "sha256:"
 _DAYS = 3650
 
 
-def certified(place: Place, certificate: Path, key: Path) -> Place:
+def certified(place: Endpoint, certificate: Path, key: Path) -> Endpoint:
     """`place` with a certificate of its own, if it is to make one; what an earlier life has made is used again.
 
     Args:

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from unisono.errors import InvalidInput
-from unisono.membership.agent import Abort, Action, Agent, Exit, Meet
-from unisono.membership.http_client import Line
+from unisono.membership.agent import Abort, Action, Agent, Exit, JoinView
+from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import WordMessage
-from unisono.membership.protocol import Contact, Standing, View, Word
-from unisono.observe.activity import Doing, Phase
+from unisono.membership.protocol import CoordinatorAddress, StateVersion, View, ViewUpdate
+from unisono.observe.activity import Activity, Phase
 
 LOG = logging.getLogger("unisono")
 _REST_SECONDS = 0.1  # less than a beat's time
@@ -24,7 +24,7 @@ _GONE_SECONDS = 300.0  # the same, of who had one: a coordinator may be started 
 _LEDGER_SECONDS = 1.0  # between two tellings where the time went
 
 
-class Attendance:
+class CoordinatorClient:
     """Speaks for one worker, until it is closed.
 
     One thread listens: its beats are answered when there is news. What this worker has to say itself it says at once,
@@ -47,24 +47,24 @@ class Attendance:
 
     def __init__(
         self,
-        contact: Contact,
+        contact: CoordinatorAddress,
         agent: Agent,
         abort: Callable[[int], None],
         *,
         leaving: Callable[[], bool] = lambda: False,
         stopping: Callable[[], bool] = lambda: False,
-        doing: Callable[[], Doing] | None = None,
+        doing: Callable[[], Activity] | None = None,
         spent: Callable[[], Mapping[Phase, float]] | None = None,
         told: Callable[[str], None] = LOG.warning,
     ) -> None:
-        self._listening = Line(contact)
+        self._listening = HttpConnection(contact)
         self._saying = self._listening.sibling()
         self._url = contact.url
         self._refused_at: float | None = None  # since when nobody has listened there
         self._agent, self._abort, self._leaving, self._stopping = agent, abort, leaving, stopping
         self._doing, self._spent, self._told = doing, spent, told
         self._heard, self._spent_at = 0, float("-inf")
-        self._knows: Word | None = None
+        self._knows: ViewUpdate | None = None
         self._news = threading.Condition()  # guards the agent and what follows
         self._view: View | None = None
         self._dismissed = self._closed = self._resting = False
@@ -108,7 +108,7 @@ class Attendance:
         return self._agent.votes
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> StateVersion:
         """See `Agent.standing`."""
         return self._agent.standing
 
@@ -146,7 +146,7 @@ class Attendance:
         for line in (self._saying, self._listening):
             line.close()
 
-    def __enter__(self) -> Attendance:
+    def __enter__(self) -> CoordinatorClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -182,7 +182,7 @@ class Attendance:
                     self._news.notify_all()
                     self._news.wait_for(lambda: self._closed, _RETRY_SECONDS)
 
-    def _exchange(self, line: Line, *, waits: bool) -> bool:
+    def _exchange(self, line: HttpConnection, *, waits: bool) -> bool:
         with self._news:
             if self._leaving():
                 self._do(self._agent.leave())
@@ -231,7 +231,7 @@ class Attendance:
                 case Abort(number):
                     self._view = None
                     self._abort(number)
-                case Meet(view):
+                case JoinView(view):
                     self._view = view
                 case Exit():
                     self._dismissed = True

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from unisono.errors import InvalidInput
 from unisono.membership.certificate import is_pin
-from unisono.membership.protocol import Contact
+from unisono.membership.protocol import CoordinatorAddress
 from unisono.system import atomic_files as atomic
 
 DIRECTORY = "coordinator"  # in the run's
 CONTACT = "contact.json"  # there
 
 
-def keep(run: Path, contact: Contact) -> Path:
+def keep(run: Path, contact: CoordinatorAddress) -> Path:
     """The file in the run's directory that says it from now on.
 
     Raises:
@@ -49,19 +49,19 @@ def refused(run: Path, error: OSError) -> InvalidInput:
     return InvalidInput("run", str(run), f"cannot be written ({error.strerror})", "name another directory")
 
 
-def contact_in(run: Path) -> Contact:
+def contact_in(run: Path) -> CoordinatorAddress:
     """Of the coordinator of the run in that directory.
 
     Raises:
         InvalidInput: there is none.
     """
     try:
-        return Contact(**json.loads((run / DIRECTORY / CONTACT).read_text()))
+        return CoordinatorAddress(**json.loads((run / DIRECTORY / CONTACT).read_text()))
     except (OSError, ValueError, TypeError):
         raise InvalidInput("run", str(run), "no coordinator of it is up", "name a run that is under way") from None
 
 
-def joining(contact: Contact, *words: str) -> str:
+def joining(contact: CoordinatorAddress, *words: str) -> str:
     """The command with which workers of other hosts join, with further `words`; they have the token by other means."""
     command = ["unisono", "join", contact.url]
     if not contact.secure or is_pin(contact.authority):

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from unisono.membership.protocol import Beat, Over, Policy, Standing, StepCount, View, Word
-from unisono.membership.roster import Roll
+from unisono.membership.protocol import Heartbeat, Policy, StateVersion, StepCount, View, ViewStatus, ViewUpdate
+from unisono.membership.roster import Roster
 from unisono.membership.selection import acquainted, best, seated, unproven
-from unisono.membership.unreachable_pairs import Quarrels
-from unisono.observe.adaptive_timeout import Pulse
-from unisono.observe.stall_diagnosis import Presence
+from unisono.membership.unreachable_pairs import UnreachablePairs
+from unisono.observe.adaptive_timeout import AdaptiveTimeout
+from unisono.observe.stall_diagnosis import Liveness
 
 _LINEAGE = 16  # views remembered; a worker that was away for longer cannot prove what was not committed
 
@@ -41,7 +41,7 @@ class Ended:
     """The view of this number goes on only to the next boundary, or not at all; `why` in words."""
 
     view: int
-    over: Over
+    over: ViewStatus
     why: str
 
 
@@ -58,7 +58,7 @@ class Saved:
     """
 
     lineage: tuple[View, ...] = ()
-    over: Over = Over.NOW
+    over: ViewStatus = ViewStatus.NOW
 
 
 @dataclass
@@ -75,13 +75,13 @@ class Coordinator:
     policy: Policy
     saved: Saved = field(default_factory=Saved)
     began: float = 0.0
-    _roll: Roll = field(init=False)
-    _quarrels: Quarrels = field(init=False)
+    _roll: Roster = field(init=False)
+    _quarrels: UnreachablePairs = field(init=False)
     _members: frozenset[str] = field(init=False)
     _arriving: set[str] = field(init=False)  # members not known to work in the view yet
     _staying: set[str] = field(init=False)  # members not known to have ended it
     _waited_for: str = field(default="", init=False)  # one of these, who can be heard
-    _steps: Pulse = field(init=False)
+    _steps: AdaptiveTimeout = field(init=False)
     _begun: bool = field(default=False, init=False)  # a step was done in the view
     _held_up: bool = field(default=False, init=False)  # the step in hand, by a member of which nothing was heard
     _furthest: tuple[int, int] = field(default=(0, 0), init=False)
@@ -90,8 +90,8 @@ class Coordinator:
     _ended_at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._roll, self._quarrels = Roll(self.policy), Quarrels(self.policy.estranged_seconds)
-        self._steps, self._ended_at = Pulse(1.0, last=self.began, guessed=True), self.began
+        self._roll, self._quarrels = Roster(self.policy), UnreachablePairs(self.policy.estranged_seconds)
+        self._steps, self._ended_at = AdaptiveTimeout(1.0, last=self.began, guessed=True), self.began
         self._seat(self.view)
         for member in self.view.members:
             self._roll.expect(member, self.began)
@@ -102,21 +102,21 @@ class Coordinator:
         return self.saved.lineage[-1] if self.saved.lineage else View()
 
     @property
-    def word(self) -> Word:
+    def word(self) -> ViewUpdate:
         """What any worker is to know, in answer to a beat and whenever something happened."""
-        return Word(self.view, self.saved.over)
+        return ViewUpdate(self.view, self.saved.over)
 
     @property
     def beat_seconds(self) -> float:
         """After which a worker's next beat is due: the more workers, the later."""
         return self._roll.beat_seconds
 
-    def heard(self) -> list[tuple[Beat, float]]:
+    def heard(self) -> list[tuple[Heartbeat, float]]:
         """Every worker's last beat, and when it came."""
         return [(known.beat, known.pulse.last or self.began) for known in self._roll.heard.values()]
 
     @property
-    def steps(self) -> Pulse:
+    def steps(self) -> AdaptiveTimeout:
         """Of the present view."""
         return self._steps
 
@@ -139,18 +139,18 @@ class Coordinator:
         """Whether it has said so."""
         return worker in self._roll.leaving
 
-    def presence(self, worker: str, now: float) -> Presence:
+    def presence(self, worker: str, now: float) -> Liveness:
         """Whether that member of this view, or of the one before, is there."""
         if worker in self._roll.gone:
-            return Presence.GONE
-        return Presence.SILENT if self._roll.silent(worker, now) else Presence.HEARD
+            return Liveness.GONE
+        return Liveness.SILENT if self._roll.silent(worker, now) else Liveness.HEARD
 
-    def hear(self, beat: Beat, now: float) -> list[Happened]:
+    def hear(self, beat: Heartbeat, now: float) -> list[Happened]:
         """A worker said `beat`."""
-        if self.saved.over is Over.FOR_EVER:
+        if self.saved.over is ViewStatus.FOR_EVER:
             return []
         if beat.finished:
-            return [self._end(Over.FOR_EVER, f"{beat.worker} has the result", now)]
+            return [self._end(ViewStatus.FOR_EVER, f"{beat.worker} has the result", now)]
         if beat.worker in self._roll.gone:
             return []
         self._held_up = self._held_up or self._overdue(beat.worker, now)
@@ -201,15 +201,15 @@ class Coordinator:
         return list(self._decide(self.view.members if self._steps.overdue(now) else [], now))
 
     def _decide(self, about: Iterable[str], now: float) -> Iterator[Happened]:
-        if self.saved.over in (Over.NO, Over.AT_A_BOUNDARY):
+        if self.saved.over in (ViewStatus.NO, ViewStatus.AT_A_BOUNDARY):
             why = self._loss([worker for worker in about if worker in self._members], now)
             if why:
-                yield self._end(Over.NOW, why, now)
-        if self.saved.over is Over.NO:
+                yield self._end(ViewStatus.NOW, why, now)
+        if self.saved.over is ViewStatus.NO:
             why = self._wish(now)
             if why:
-                yield self._end(Over.AT_A_BOUNDARY, why, now)
-        if self.saved.over not in (Over.NO, Over.FOR_EVER):
+                yield self._end(ViewStatus.AT_A_BOUNDARY, why, now)
+        if self.saved.over not in (ViewStatus.NO, ViewStatus.FOR_EVER):
             yield from self._next(now)
 
     def _loss(self, members: Sequence[str], now: float) -> str:
@@ -220,7 +220,7 @@ class Coordinator:
             if member in self._roll.gone:
                 return f"{member} has ended"
             ended = known.beat.ended >= self.view.number
-            if ended and (stuck or self.saved.over is Over.NO or known.beat.broke >= self.view.number):
+            if ended and (stuck or self.saved.over is ViewStatus.NO or known.beat.broke >= self.view.number):
                 return f"{member} has lost the others"
             # Steps are all members' together: as long as they come, nobody is missing, whoever cannot be heard here.
             if stuck and self._roll.silent(member, now):
@@ -265,7 +265,7 @@ class Coordinator:
             if lacking or not staying:
                 formed = self._formed(self._handing_over(staying, ready, now), ready, wanted, late) or formed
             if formed is None and self._may_go(ready, late or not lacking or not staying):
-                yield self._end(Over.WITH_TOO_FEW, "who leaves may go", self._ended_at)
+                yield self._end(ViewStatus.WITH_TOO_FEW, "who leaves may go", self._ended_at)
         if formed is not None:
             self._take(formed.view, now)
             yield formed
@@ -277,7 +277,9 @@ class Coordinator:
             self._waited_for = next(heard, "")
         return bool(self._waited_for)
 
-    def _formed(self, seats: Sequence[str], ready: Mapping[str, Standing], wanted: int, late: bool) -> Formed | None:
+    def _formed(
+        self, seats: Sequence[str], ready: Mapping[str, StateVersion], wanted: int, late: bool
+    ) -> Formed | None:
         """A view of those who have `seats`, if they are enough, and know all that was committed or may give it up."""
         if len(seats) < wanted:
             return None
@@ -293,7 +295,7 @@ class Coordinator:
             return Formed(view, tuple(old.number for old in missing))
         return None
 
-    def _handing_over(self, staying: Sequence[str], ready: Mapping[str, Standing], now: float) -> list[str]:
+    def _handing_over(self, staying: Sequence[str], ready: Mapping[str, StateVersion], now: float) -> list[str]:
         """Who leaves may have what the others lack: then a replica of them stays for one view more. Where all leave,
         they stop together."""
         leaving = {worker: standing for worker, standing in ready.items() if worker not in staying}
@@ -307,12 +309,12 @@ class Coordinator:
     def _unpaused(self, workers: Iterable[str], now: float) -> list[str]:
         return [worker for worker in workers if not self._roll.pauses(worker, now)]
 
-    def _unproven(self, workers: Sequence[str], ready: Mapping[str, Standing]) -> list[View]:
-        start = best({worker: ready[worker] for worker in workers})[0] if workers else Standing()
+    def _unproven(self, workers: Sequence[str], ready: Mapping[str, StateVersion]) -> list[View]:
+        start = best({worker: ready[worker] for worker in workers})[0] if workers else StateVersion()
         return unproven(self.saved.lineage, start, ready)
 
-    def _may_go(self, ready: Mapping[str, Standing], needless: bool) -> bool:
-        return needless and self.saved.over is not Over.WITH_TOO_FEW and not self._roll.leaving.isdisjoint(ready)
+    def _may_go(self, ready: Mapping[str, StateVersion], needless: bool) -> bool:
+        return needless and self.saved.over is not ViewStatus.WITH_TOO_FEW and not self._roll.leaving.isdisjoint(ready)
 
     def _seats(self, workers: Sequence[str], now: float, maximum: int | None = None) -> list[str]:
         ordered = seated(self.view.members, workers, 1, len(workers))
@@ -320,14 +322,14 @@ class Coordinator:
         most = maximum or self.policy.maximum
         return seated(self.view.members, known, self.policy.unit, most, self.policy.shares)
 
-    def _end(self, over: Over, why: str, now: float) -> Ended:
+    def _end(self, over: ViewStatus, why: str, now: float) -> Ended:
         self.saved = Saved(self.saved.lineage, over)
         self._ended_at = now
         return Ended(self.view.number, over, why)
 
     def _take(self, view: View, now: float) -> None:
         lineage = [old for old in self.saved.lineage if old.number <= view.start.view]
-        self.saved = Saved((*lineage, view)[-_LINEAGE:], Over.NO)
+        self.saved = Saved((*lineage, view)[-_LINEAGE:], ViewStatus.NO)
         self._note_changes(self._members, view, now)
         self._seat(view)
         self._roll.formed(view.number)
@@ -347,7 +349,7 @@ class Coordinator:
         self._members = frozenset(view.members)
         self._arriving, self._staying = set(view.members), set(view.members)
 
-    def _note_progress(self, standing: Standing, now: float) -> None:
+    def _note_progress(self, standing: StateVersion, now: float) -> None:
         if not self._known:  # it began with what was kept: whoever has met knows what that is
             self._known, self._furthest = True, (standing.view, standing.step)
         elif (standing.view, standing.step) > self._furthest:

@@ -9,11 +9,11 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from unisono.errors import InvalidInput
-from unisono.membership.protocol import LOOPBACK, Contact
+from unisono.membership.protocol import LOOPBACK, CoordinatorAddress
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """Where a coordinator listens.
 
     Args:
@@ -66,17 +66,17 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Calling:
+class CoordinatorOptions:
     """Where the workers of a run that is to be started find its coordinator.
 
     Args:
         place: where one is started, that ends with the run; on loopback only this host's workers reach it.
         token: that it asks for; empty: one that nobody has seen.
-        authority: see `Contact`; empty where the coordinator makes its certificate: that one.
+        authority: see `CoordinatorAddress`; empty where the coordinator makes its certificate: that one.
         elsewhere: one that is up already, in place of that.
     """
 
-    place: Place = Place()
+    place: Endpoint = Endpoint()
     token: str = field(default="", repr=False)
     authority: str = ""
-    elsewhere: Contact | None = None
+    elsewhere: CoordinatorAddress | None = None

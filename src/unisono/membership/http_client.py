@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from unisono.errors import InvalidInput
 from unisono.membership.certificate import is_pin, pin
 from unisono.membership.proof import PATH, RequestSigner
-from unisono.membership.protocol import Contact
+from unisono.membership.protocol import CoordinatorAddress
 
 _LONGEST_ANSWER_BYTES = 16 << 20
 _READ_BYTES = 1 << 16
@@ -38,7 +38,7 @@ class Answer(Generic[Body]):
     body: Body | None
 
 
-class Line:
+class HttpConnection:
     """A connection that is made again when it is needed.
 
     A training step waits for whoever interrupts its worker, so a request is one packet, for which the other end wakes
@@ -55,7 +55,7 @@ class Line:
         InvalidInput: the contact's URL is none, its token cannot be said, or its authority cannot be read.
     """
 
-    def __init__(self, contact: Contact, answer_seconds: float = 10.0) -> None:
+    def __init__(self, contact: CoordinatorAddress, answer_seconds: float = 10.0) -> None:
         self.refused = self._cut = False
         self._host, self._port, secure = _address(contact.url)
         self._seconds = answer_seconds
@@ -68,7 +68,7 @@ class Line:
         self._signer = RequestSigner(_sayable(contact.token))
         self._wire: socket.socket | None = None
 
-    def sibling(self) -> Line:
+    def sibling(self) -> HttpConnection:
         """Another connection to the same coordinator, which shares its challenge."""
         other = copy.copy(self)
         other.refused = other._cut = False
@@ -253,16 +253,16 @@ class _Reading:
 _GZIP = 16 + zlib.MAX_WBITS
 
 
-def ask(contact: Contact, path: str, kind: type[Body]) -> Body | None:
+def ask(contact: CoordinatorAddress, path: str, kind: type[Body]) -> Body | None:
     """The message of that `kind` that the coordinator answers; None if it has none.
 
     Raises:
         InvalidInput: nobody answers, or the token is another run's.
     """
-    return heard(contact, Line(contact).get(path, kind)).body
+    return heard(contact, HttpConnection(contact).get(path, kind)).body
 
 
-def heard(contact: Contact, answer: Answer[Body] | None) -> Answer[Body]:
+def heard(contact: CoordinatorAddress, answer: Answer[Body] | None) -> Answer[Body]:
     """`answer`, if it is one to whoever may ask.
 
     Raises:

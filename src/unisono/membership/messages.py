@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.membership.protocol import Beat, Over, Place, Standing, StepCount, View, Word
-from unisono.membership.view_delta import MOST_MEMBERS, Change, changed
-from unisono.observe.activity import LONGEST_WORDS, MOST_MISSING, Doing, Phase
+from unisono.membership.protocol import Heartbeat, StateVersion, StepCount, View, ViewStatus, ViewUpdate, WorkerAddress
+from unisono.membership.view_delta import MOST_MEMBERS, ViewDelta, changed
+from unisono.observe.activity import LONGEST_WORDS, MOST_MISSING, Activity, Phase
 
 MOST_MISSED = 1 << 13
 _MOST_WORKERS = 4096  # that one message names
@@ -28,36 +28,36 @@ class _Message(BaseModel):
 
 
 class StandingMessage(_Message):
-    """See `Standing`."""
+    """See `StateVersion`."""
 
     view: Count = 0
     step: Count = 0
     digest: Annotated[str, Field(max_length=128, pattern=_PRINTABLE)] = ""
 
     @staticmethod
-    def of(standing: Standing) -> StandingMessage:
+    def of(standing: StateVersion) -> StandingMessage:
         """Of how far a worker is, as the protocol says it."""
         return StandingMessage(view=standing.view, step=standing.step, digest=standing.digest)
 
-    def value(self) -> Standing:
+    def value(self) -> StateVersion:
         """As the protocol takes it."""
-        return Standing(self.view, self.step, self.digest)
+        return StateVersion(self.view, self.step, self.digest)
 
 
 class PlaceMessage(_Message):
-    """See `Place`."""
+    """See `WorkerAddress`."""
 
     host: Annotated[str, Field(max_length=256, pattern=_PRINTABLE)] = ""
     meets_at: Annotated[str, Field(max_length=1024, pattern=_PRINTABLE)] = ""
 
     @staticmethod
-    def of(place: Place) -> PlaceMessage:
+    def of(place: WorkerAddress) -> PlaceMessage:
         """Of a place as the protocol says it."""
         return PlaceMessage(host=place.host, meets_at=place.meets_at)
 
-    def value(self) -> Place:
+    def value(self) -> WorkerAddress:
         """As the protocol takes it."""
-        return Place(self.host, self.meets_at)
+        return WorkerAddress(self.host, self.meets_at)
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
@@ -67,7 +67,7 @@ Sentence = Annotated[str, Field(max_length=LONGEST_WORDS, pattern=_PRINTABLE)]
 
 
 class DoingMessage(_Message):
-    """See `Doing`."""
+    """See `Activity`."""
 
     phase: PhaseName
     step: Count = 0
@@ -78,22 +78,22 @@ class DoingMessage(_Message):
     line: Sentence = ""
 
     @staticmethod
-    def of(doing: Doing) -> DoingMessage:
+    def of(doing: Activity) -> DoingMessage:
         """Of what the worker says."""
         return DoingMessage(
             phase=doing.phase, step=doing.step, micro_batch=doing.micro_batch, since_seconds=doing.since_seconds,
             waits_for=doing.waits_for, missing=list(doing.missing), line=doing.line)  # fmt: skip
 
-    def value(self) -> Doing:
+    def value(self) -> Activity:
         """As it is thought about."""
-        return Doing(
+        return Activity(
             self.phase, self.step, self.micro_batch, self.since_seconds, self.waits_for, tuple(self.missing),
             self.line)  # fmt: skip
 
 
 class BeatMessage(_Message):
-    """See `Beat`; `knows` and `knows_over` are the word that the worker heard last, `heard` the number of the latest
-    sentence; `doing` and `spent`, seconds by phase, are told now and then. Who `waits` is answered when there is news,
+    """See `Heartbeat`; `knows` and `knows_over` are the word that the worker heard last, `heard` the number of the
+    latest sentence; `doing` and `spent`, seconds by phase, are told now and then. Who `waits` is answered when there is news,
     or the next beat is due."""
 
     worker: Name
@@ -114,7 +114,7 @@ class BeatMessage(_Message):
     spent: Spent | None = None
 
     @staticmethod
-    def of(beat: Beat, knows: Word | None = None) -> BeatMessage:
+    def of(beat: Heartbeat, knows: ViewUpdate | None = None) -> BeatMessage:
         """Of a beat as the protocol says it, from a worker that `knows` a word."""
         return BeatMessage(
             worker=beat.worker, count=beat.count, works_in=beat.works_in, ended=beat.ended, broke=beat.broke,
@@ -122,15 +122,15 @@ class BeatMessage(_Message):
             finished=beat.finished, place=PlaceMessage.of(beat.place),
             knows=knows.view.number if knows else 0, knows_over=knows.over.value if knows else "")  # fmt: skip
 
-    def value(self) -> Beat:
+    def value(self) -> Heartbeat:
         """As the protocol takes it."""
-        return Beat(
+        return Heartbeat(
             self.worker, self.count, self.works_in, self.ended, self.standing.value(), tuple(self.missed), self.leaving,
             self.finished, self.place.value(), self.broke)  # fmt: skip
 
 
 Members = Annotated[list[Name], Field(max_length=MOST_MEMBERS)]
-OverName = Annotated[Over, Field(strict=False)]
+OverName = Annotated[ViewStatus, Field(strict=False)]
 Told = Annotated[str, Field(max_length=4096, pattern=_PRINTABLE)]  # a sentence for people
 
 
@@ -160,7 +160,7 @@ RunOfRanks = Annotated[tuple[Count, Count], Field(strict=False)]  # JSON knows n
 
 
 class ChangeMessage(_Message):
-    """See `Change`, from the view that the worker said it knows."""
+    """See `ViewDelta`, from the view that the worker said it knows."""
 
     number: Count
     members: Annotated[list[RunOfRanks | Name], Field(max_length=MOST_MEMBERS)]
@@ -169,21 +169,21 @@ class ChangeMessage(_Message):
     sources: Annotated[list[RunOfRanks], Field(max_length=MOST_MEMBERS)]
 
     @staticmethod
-    def of(told: Change) -> ChangeMessage:
+    def of(told: ViewDelta) -> ChangeMessage:
         """Of a change as the protocol says it."""
         return ChangeMessage(
             number=told.number, members=list(told.members), places=[PlaceMessage.of(each) for each in told.places],
             start=StandingMessage.of(told.start), sources=list(told.sources))  # fmt: skip
 
-    def value(self) -> Change:
+    def value(self) -> ViewDelta:
         """As the protocol takes it."""
         places = tuple(each.value() for each in self.places)
-        return Change(self.number, tuple(self.members), places, self.start.value(), tuple(self.sources))
+        return ViewDelta(self.number, tuple(self.members), places, self.start.value(), tuple(self.sources))
 
 
 class WordMessage(_Message):
-    """See `Word`; with the seconds after which the coordinator wants to hear again, and what there is to tell people:
-    sentences that the worker has not heard, and the number of the latest. Without `view`: it is the one that the worker
+    """See `ViewUpdate`; with the seconds after which the coordinator wants to hear again, and what there is to tell
+    people: sentences that the worker has not heard, and the number of the latest. Without `view`: it is the one that the worker
     said it knows, with the `change` if there is one."""
 
     view: ViewMessage | None
@@ -194,23 +194,23 @@ class WordMessage(_Message):
     says: list[Told] = []
 
     @staticmethod
-    def of(word: Word, beat_seconds: float, said: int = 0, says: Sequence[str] = ()) -> WordMessage:
+    def of(word: ViewUpdate, beat_seconds: float, said: int = 0, says: Sequence[str] = ()) -> WordMessage:
         """Of a word as the protocol says it, to whom it is news."""
         return WordMessage(
             view=ViewMessage.of(word.view), over=word.over, beat_seconds=beat_seconds, said=said, says=list(says)
         )
 
-    def value(self, known: Word | None) -> Word:
+    def value(self, known: ViewUpdate | None) -> ViewUpdate:
         """As the protocol takes it, for who `known` a word before.
 
         Raises:
             ValueError: it says what has changed, and the view before is not known, or another one.
         """
         if self.view is not None:
-            return Word(self.view.value(), self.over)
+            return ViewUpdate(self.view.value(), self.over)
         if known is None:
             raise ValueError("no view is told to who knows none")
-        return Word(changed(known.view, self.change.value()) if self.change else known.view, self.over)
+        return ViewUpdate(changed(known.view, self.change.value()) if self.change else known.view, self.over)
 
 
 class GoneMessage(_Message):

@@ -13,7 +13,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, order=True)
-class Standing:
+class StateVersion:
     """How far a worker's state is; of two, the one reached in the later view is right, then the one of more steps.
 
     Args:
@@ -28,7 +28,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerAddress:
     """Where a worker is.
 
     Args:
@@ -55,12 +55,12 @@ class View:
 
     number: int = 0
     members: tuple[str, ...] = ()
-    start: Standing = Standing()
+    start: StateVersion = StateVersion()
     sources: tuple[str, ...] = ()
-    places: tuple[Place, ...] = ()
+    places: tuple[WorkerAddress, ...] = ()
 
 
-class Over(Enum):
+class ViewStatus(Enum):
     """Whether a view goes on; it goes through some of these, in their order."""
 
     NO = "no"
@@ -72,11 +72,11 @@ class Over(Enum):
     @property
     def at_once(self) -> bool:
         """Whether no member of the view takes one more step in it."""
-        return self in (Over.NOW, Over.WITH_TOO_FEW)
+        return self in (ViewStatus.NOW, ViewStatus.WITH_TOO_FEW)
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A worker to the coordinator, every so often and whenever something changes.
 
     Args:
@@ -96,20 +96,20 @@ class Beat:
     count: int
     works_in: int = 0
     ended: int = 0
-    standing: Standing = Standing()
+    standing: StateVersion = StateVersion()
     missed: tuple[str, ...] = ()
     leaving: bool = False
     finished: bool = False
-    place: Place = Place()
+    place: WorkerAddress = WorkerAddress()
     broke: int = 0
 
 
 @dataclass(frozen=True)
-class Word:
+class ViewUpdate:
     """The coordinator to a worker: the latest view, and whether it goes on."""
 
     view: View
-    over: Over
+    over: ViewStatus
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Contact:
+class CoordinatorAddress:
     """How a worker reaches the coordinator of its run.
 
     Args:

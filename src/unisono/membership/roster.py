@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from unisono.membership.protocol import Beat, Policy, Standing
+from unisono.membership.protocol import Heartbeat, Policy, StateVersion
 from unisono.membership.readmission import Readmission
-from unisono.observe.adaptive_timeout import Pulse
+from unisono.observe.adaptive_timeout import AdaptiveTimeout
 
 
 @dataclass
@@ -21,8 +21,8 @@ class Heard:
         ran: when its process was seen last to want a processor.
     """
 
-    beat: Beat
-    pulse: Pulse
+    beat: Heartbeat
+    pulse: AdaptiveTimeout
     readmission: Readmission
     hung_up: bool = False
     missed: bool = False
@@ -30,7 +30,7 @@ class Heard:
 
 
 @dataclass
-class Roll:
+class Roster:
     """All workers. Nothing here takes time with their number, except what says so."""
 
     policy: Policy
@@ -53,10 +53,10 @@ class Roll:
         """That it is there is known from elsewhere."""
         known = self.heard.get(worker)
         if known is None:
-            known = self.heard[worker] = Heard(Beat(worker, 0), self._pulse(now), Readmission(now))
+            known = self.heard[worker] = Heard(Heartbeat(worker, 0), self._pulse(now), Readmission(now))
         return known
 
-    def hear(self, beat: Beat, view: int, now: float) -> Beat | None:
+    def hear(self, beat: Heartbeat, view: int, now: float) -> Heartbeat | None:
         """The worker's beat before this one; None if this one is older. `view` is the latest one's number."""
         known = self.expect(beat.worker, now)
         if beat.count <= known.beat.count:
@@ -107,7 +107,7 @@ class Roll:
         last = max(known.pulse.last or now, known.ran)
         return worker not in self.gone and now - last > _QUIET * known.pulse.deadline_seconds
 
-    def ready(self, now: float) -> dict[str, Standing]:
+    def ready(self, now: float) -> dict[str, StateVersion]:
         """How those stand that can be heard and are free, in the order in which they were heard of. Takes time with
         the number of workers."""
         return {
@@ -133,8 +133,8 @@ class Roll:
             self.leaving.discard(worker)
             self.free.discard(worker)
 
-    def _pulse(self, now: float) -> Pulse:
-        return Pulse(self.beat_seconds, self._least_seconds, last=now)
+    def _pulse(self, now: float) -> AdaptiveTimeout:
+        return AdaptiveTimeout(self.beat_seconds, self._least_seconds, last=now)
 
 
 _QUIET = 0.4  # of the silence that says that it is lost; more than a beat, and who is asked still has time to answer

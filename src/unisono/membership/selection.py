@@ -6,10 +6,10 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from unisono.membership.protocol import Standing, View
+from unisono.membership.protocol import StateVersion, View
 
 
-def best(standings: Mapping[str, Standing]) -> tuple[Standing, tuple[str, ...]]:
+def best(standings: Mapping[str, StateVersion]) -> tuple[StateVersion, tuple[str, ...]]:
     """The most advanced standing, and who has it. Of several digests at the same step, which one of replicas whose
     memory went wrong can cause, the one that most have, and of as many the first."""
     furthest = max((each.view, each.step) for each in standings.values())
@@ -18,7 +18,7 @@ def best(standings: Mapping[str, Standing]) -> tuple[Standing, tuple[str, ...]]:
     return chosen, tuple(worker for worker, each in standings.items() if each == chosen)
 
 
-def unproven(lineage: Sequence[View], start: Standing, ended: Mapping[str, Standing]) -> list[View]:
+def unproven(lineage: Sequence[View], start: StateVersion, ended: Mapping[str, StateVersion]) -> list[View]:
     """Views of whose steps some may be committed and not be in the state `start`.
 
     A step is committed once all members of a view have it in their state. In a view that one of `ended`, workers that

@@ -18,7 +18,7 @@ class _Report:
 
 
 @dataclass
-class Quarrels:
+class UnreachablePairs:
     """Reports of who was missed.
 
     Where a network falls apart, thousands report the same thousands: a set that many report is held once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from unisono.membership.protocol import Place, Standing, View
+from unisono.membership.protocol import StateVersion, View, WorkerAddress
 
 MOST_MEMBERS = 1 << 16  # of a view
 Run = tuple[int, int]
@@ -13,7 +13,7 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Change:
+class ViewDelta:
     """From one view to a later one.
 
     Args:
@@ -24,12 +24,12 @@ class Change:
 
     number: int
     members: tuple[Run | str, ...]
-    places: tuple[Place, ...]
-    start: Standing
+    places: tuple[WorkerAddress, ...]
+    start: StateVersion
     sources: tuple[Run, ...]
 
 
-def change(before: View, after: View) -> Change | None:
+def change(before: View, after: View) -> ViewDelta | None:
     """What makes `after` of `before`; None if some member is not where it was."""
     ranks = {member: rank for rank, member in enumerate(before.members)}
     if any(m in ranks and before.places[ranks[m]] != place for m, place in zip(after.members, after.places)):
@@ -44,10 +44,10 @@ def change(before: View, after: View) -> Change | None:
     places = tuple(place for member, place in zip(after.members, after.places) if member not in ranks)
     sources = set(after.sources)
     there = (rank for rank, member in enumerate(after.members) if member in sources)
-    return Change(after.number, tuple(members), places, after.start, tuple(_runs(there)))
+    return ViewDelta(after.number, tuple(members), places, after.start, tuple(_runs(there)))
 
 
-def changed(before: View, told: Change) -> View:
+def changed(before: View, told: ViewDelta) -> View:
     """The later view.
 
     Raises:
@@ -56,7 +56,7 @@ def changed(before: View, told: Change) -> View:
     if sum(1 if isinstance(each, str) else each[1] - each[0] for each in told.members) > MOST_MEMBERS:
         raise ValueError(f"view {told.number} has more than {MOST_MEMBERS} members")
     members: list[str] = []
-    places: list[Place] = []
+    places: list[WorkerAddress] = []
     new = iter(told.places)
     for each in told.members:
         if isinstance(each, str):

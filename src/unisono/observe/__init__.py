@@ -1,10 +1,10 @@
-from unisono.observe.activity_tracker import Unwatched as Unwatched
-from unisono.observe.activity_tracker import Watch as Watch
-from unisono.observe.activity_tracker import Watched as Watched
-from unisono.observe.progress_reporter import Telling as Telling
+from unisono.observe.activity_tracker import ActivityTracker as ActivityTracker
+from unisono.observe.activity_tracker import NullTracker as NullTracker
+from unisono.observe.activity_tracker import ThreadTracker as ThreadTracker
+from unisono.observe.progress_reporter import ProgressReporter as ProgressReporter
 from unisono.observe.record_files import write_config as write_config
 from unisono.observe.record_files import write_summary as write_summary
-from unisono.observe.recorder import Nothing as Nothing
+from unisono.observe.recorder import NullRecorder as NullRecorder
 from unisono.observe.recorder import Recorder as Recorder
 from unisono.observe.recorder import RunRecorder as RunRecorder
 from unisono.observe.time_ledger import in_words as in_words

@@ -26,7 +26,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Doing:
+class Activity:
     """What one worker is doing at a moment.
 
     Args:

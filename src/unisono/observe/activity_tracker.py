@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 from unisono.errors import printable
-from unisono.observe.activity import LONGEST_WORDS, MOST_MISSING, Doing, Phase
+from unisono.observe.activity import LONGEST_WORDS, MOST_MISSING, Activity, Phase
 from unisono.observe.time_ledger import Ledger
 from unisono.observe.user_frames import dumped, line_of
 
@@ -33,7 +33,7 @@ class Loads(Protocol):
         """Where each is in its code, as `faulthandler` says it."""
 
 
-class Watch(Protocol):
+class ActivityTracker(Protocol):
     """Is told what the training does; never waits and never raises."""
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
@@ -56,34 +56,34 @@ class Watch(Protocol):
         """What was done since the last `keep` was for nothing."""
 
 
-class Unwatched:
+class NullTracker:
     """Nobody looks."""
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
         return _NOTHING
 
     def each(self, phase: Phase, items: Iterable[T]) -> Iterable[T]:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
         return items
 
     def be(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
 
     def at(self, step: int, micro_batch: int) -> None:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
 
     def keep(self, done: int) -> None:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
 
     def lose(self) -> None:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class Watched:
+class ThreadTracker:
     """The watch of the thread that makes it.
 
     Args:
@@ -104,33 +104,33 @@ class Watched:
         self._thread = threading.get_ident()
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
         return self.ledger(phase)
 
     def each(self, phase: Phase, items: Iterable[T]) -> Iterable[T]:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
         return self.ledger.each(phase, items)
 
     def be(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
         self.ledger.be(phase)
         self._wire, self._loader = on, loader
 
     def at(self, step: int, micro_batch: int) -> None:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
         self._step, self._micro_batch = step, micro_batch
 
     def keep(self, done: int) -> None:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
         self.ledger.keep()
         self.done = self._step = done
         self._micro_batch = -1
 
     def lose(self) -> None:
-        """See `Watch`."""
+        """See `ActivityTracker`."""
         self.ledger.lose()
 
-    def doing(self) -> Doing:
+    def doing(self) -> Activity:
         """Now; for any thread."""
         phase, since = self.ledger.current
         wire = self._wire
@@ -138,5 +138,5 @@ class Watched:
         line = line_of(self._thread, loading=phase is Phase.DATA) if since > _LINE_SECONDS else ""
         if phase is Phase.DATA and since > _ASK_SECONDS and self._loader:
             line = next((found for text in self._loader.stacks() if (found := dumped(text))), line)
-        return Doing(phase, self._step, self._micro_batch, since, printable(waits_for)[:LONGEST_WORDS],
+        return Activity(phase, self._step, self._micro_batch, since, printable(waits_for)[:LONGEST_WORDS],
                      missing[:MOST_MISSING], printable(line)[-LONGEST_WORDS:])  # fmt: skip

@@ -8,7 +8,7 @@ _OUTLIER = 2.0  # deadlines
 
 
 @dataclass
-class Pulse:
+class AdaptiveTimeout:
     """Mean and deviation of the gaps between events, as TCP keeps them of round trips (RFC 6298, section 2).
 
     A single outlier, a gap of more than two deadlines, says nothing about the rhythm: the worker was stopped or cut off

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from unisono.errors import InvalidInput, printable, printable_lines
 from unisono.observe.formatting import clock, named, number, rate, resume_command, rows
-from unisono.observe.rate_limit import Pace
+from unisono.observe.rate_limit import RateLimit
 
 PLAIN_SECONDS = 5.0
 _REFRESHES_PER_SECOND = 8
@@ -50,7 +50,7 @@ class Display:
     ) -> None:
         self._name = name
         self._console = console or Console(file=stream, highlight=False)
-        self._pace = Pace(plain_seconds)
+        self._pace = RateLimit(plain_seconds)
         self._progress: Mapping[str, Any] | None = None
         self._first: tuple[float, int] | None = None
         self._spinner = Spinner("dots", Text(f"{name}: starting", style="dim"), style="cyan")

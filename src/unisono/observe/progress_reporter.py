@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unisono.observe.rate_limit import Pace
+from unisono.observe.rate_limit import RateLimit
 from unisono.observe.recorder import Fields, Recorder
 
 TELL_SECONDS = 0.1
 
 
-class Telling:
+class ProgressReporter:
     """Passes everything on to `recorder`, and what a person wants to see to `tell`, thinned by time.
 
     Args:
@@ -20,7 +20,7 @@ class Telling:
 
     def __init__(self, recorder: Recorder, tell: Callable[[Mapping[str, Any]], None]) -> None:
         self._recorder, self._tell = recorder, tell
-        self._pace = Pace(TELL_SECONDS)
+        self._pace = RateLimit(TELL_SECONDS)
         self._metrics: dict[str, float] = {}
 
     def event(self, event: str, /, **fields: Any) -> None:

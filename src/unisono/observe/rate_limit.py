@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-class Pace:
+class RateLimit:
     """At most one every `interval_seconds`; the first is always due."""
 
     def __init__(self, interval_seconds: float) -> None:

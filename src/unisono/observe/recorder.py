@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.observe.event_log import Events
-from unisono.observe.rate_limit import Pace
+from unisono.observe.rate_limit import RateLimit
 from unisono.observe.sinks import Sink, sinks
 
 STEP_SECONDS = 0.1
@@ -34,7 +34,7 @@ class Recorder(Protocol):
         """Write the last step that is still held back, and close what is open."""
 
 
-class Nothing:
+class NullRecorder:
     """Records nothing: for workers other than the first."""
 
     def event(self, event: str, /, **fields: Any) -> None:
@@ -62,7 +62,7 @@ class RunRecorder:
     def __init__(self, directory: Path, more: Sequence[Sink] | None = None, step_seconds: float = STEP_SECONDS) -> None:
         self._events = Events(directory)
         self._sinks = sinks(directory) if more is None else list(more)
-        self._pace = Pace(step_seconds)
+        self._pace = RateLimit(step_seconds)
         self._held: tuple[int, int, Callable[[], Fields]] | None = None
 
     def event(self, event: str, /, **fields: Any) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from unisono.observe.activity import Doing, Phase
+from unisono.observe.activity import Activity, Phase
 
 GRACE_SECONDS = 0.5  # beyond the deadline; what is over by then is not worth a line
 _NAMED = 4  # workers, of those that are to be named together
 
 
-class Presence(Enum):
+class Liveness(Enum):
     """Whether a worker is there."""
 
     HEARD = "heard"
@@ -25,7 +25,7 @@ class Presence(Enum):
 
 
 @dataclass(frozen=True)
-class Seen:
+class MemberStatus:
     """A member of a view, as last heard.
 
     Args:
@@ -34,14 +34,14 @@ class Seen:
     """
 
     worker: str
-    presence: Presence
+    presence: Liveness
     silent_seconds: float
-    doing: Doing
+    doing: Activity
 
     @property
     def arrived(self) -> bool:
         """Whether it is where all are to meet, or on its way to the next."""
-        return self.presence is Presence.HEARD and self.doing.waits
+        return self.presence is Liveness.HEARD and self.doing.waits
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Stuck:
+class Stall:
     """A step that takes too long.
 
     Args:
@@ -77,7 +77,7 @@ class Finding:
     words: str
 
 
-def diagnose(stuck: Stuck, members: Sequence[Seen]) -> list[Finding]:
+def diagnose(stuck: Stall, members: Sequence[MemberStatus]) -> list[Finding]:
     """What holds `stuck` up: one finding for each worker that has not arrived where others wait."""
     absent = [seen for seen in members if not seen.arrived]
     waiting = [seen for seen in members if seen.arrived]
@@ -91,7 +91,7 @@ def diagnose(stuck: Stuck, members: Sequence[Seen]) -> list[Finding]:
     return found
 
 
-def of_oneself(stuck: Stuck, doing: Doing) -> str:
+def of_oneself(stuck: Stall, doing: Activity) -> str:
     """What holds a worker up that knows only of itself."""
     ranks = ", ".join(map(str, doing.missing))
     missed = f", to which worker{'s' * (len(doing.missing) > 1)} {ranks} did not come," if ranks else ""
@@ -100,11 +100,11 @@ def of_oneself(stuck: Stuck, doing: Doing) -> str:
     return f"{_late(stuck)}: this worker {doing.words}{missed} since {since}{doing.where}. {what}"
 
 
-def advice(seen: Seen) -> str:
+def advice(seen: MemberStatus) -> str:
     """What to do about a worker that has not arrived."""
-    if seen.presence is Presence.GONE:
+    if seen.presence is Liveness.GONE:
         return "Its own log tells how it ended; the others go on without it where they may."
-    if seen.presence is Presence.SILENT:
+    if seen.presence is Liveness.SILENT:
         return (
             "Its process is stopped, or starved of memory or time, or its host or its link is away: see to those; the "
             "others go on without it where they may."
@@ -125,7 +125,7 @@ _ADVICE = {
 }
 
 
-def _all_wait(stuck: Stuck, waiting: Sequence[Seen]) -> Finding:
+def _all_wait(stuck: Stall, waiting: Sequence[MemberStatus]) -> Finding:
     """Everybody waits, and nothing moves."""
     places = Counter(seen.doing.waits_for for seen in waiting)
     (usual, _), *_ = places.most_common(1)
@@ -142,24 +142,24 @@ def _all_wait(stuck: Stuck, waiting: Sequence[Seen]) -> Finding:
         "for a branch that depends on the worker or its data.")  # fmt: skip
 
 
-def _late(stuck: Stuck) -> str:
+def _late(stuck: Stall) -> str:
     if stuck.seconds <= stuck.usual_seconds:  # somebody's end was seen at once
         return f"step {stuck.step} cannot be done"
     return f"step {stuck.step} is not done after {_seconds(stuck.seconds)} (usually {_seconds(stuck.usual_seconds)})"
 
 
-def _absent(seen: Seen) -> str:
+def _absent(seen: MemberStatus) -> str:
     doing = seen.doing
     last = f"when last heard of, it {doing.words}{doing.where}"
-    if seen.presence is Presence.GONE:
+    if seen.presence is Liveness.GONE:
         return f"{seen.name} is gone, its process has ended; {last}"
-    if seen.presence is Presence.SILENT:
+    if seen.presence is Liveness.SILENT:
         return f"{seen.name} is frozen or cut off, nothing was heard of it for {_seconds(seen.silent_seconds)}; {last}"
     since = _seconds(doing.since_seconds + seen.silent_seconds)
     return f"{seen.name} has not arrived, it {doing.words} since {since}{doing.where}"
 
 
-def _where(waiting: Sequence[Seen]) -> str:
+def _where(waiting: Sequence[MemberStatus]) -> str:
     """Who waits for those that have not arrived, and in what."""
     if not waiting:
         return ""

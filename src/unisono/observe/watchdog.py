@@ -8,10 +8,10 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 
-from unisono.observe.activity import Doing, Phase
-from unisono.observe.activity_tracker import Watched
-from unisono.observe.adaptive_timeout import Pulse
-from unisono.observe.stall_diagnosis import Stuck, of_oneself
+from unisono.observe.activity import Activity, Phase
+from unisono.observe.activity_tracker import ThreadTracker
+from unisono.observe.adaptive_timeout import AdaptiveTimeout
+from unisono.observe.stall_diagnosis import Stall, of_oneself
 
 LATE_SECONDS = 1.0  # beyond a step's deadline
 _LOOK_SECONDS = 0.25
@@ -29,11 +29,11 @@ class Patience:
 
     def __init__(self, now: float, stuck_in: Collection[Phase] = STEP) -> None:
         self._stuck_in = stuck_in
-        self._steps = Pulse(_FIRST_SECONDS, last=now)
+        self._steps = AdaptiveTimeout(_FIRST_SECONDS, last=now)
         self._done: int | None = None
         self._again_at = 0.0
 
-    def look(self, done: int, doing: Doing, now: float) -> str:
+    def look(self, done: int, doing: Activity, now: float) -> str:
         """A sentence, or nothing. What goes on is said again each time it has become twice as long.
 
         Args:
@@ -52,7 +52,7 @@ class Patience:
         if seconds < self._steps.deadline_seconds + LATE_SECONDS or now < self._again_at:
             return ""
         self._again_at = now + seconds
-        return of_oneself(Stuck(done, seconds, self._steps.usual_seconds), doing)
+        return of_oneself(Stall(done, seconds, self._steps.usual_seconds), doing)
 
 
 class Watchdog:
@@ -64,7 +64,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, watch: Watched, stuck_in: Collection[Phase] = STEP, tell: Callable[[str], None] = LOG.warning
+        self, watch: ThreadTracker, stuck_in: Collection[Phase] = STEP, tell: Callable[[str], None] = LOG.warning
     ) -> None:
         self._over = threading.Event()
         seen = weakref.ref(watch), Patience(time.monotonic(), stuck_in), tell, self._over
@@ -78,7 +78,7 @@ class Watchdog:
 
 
 def _look(
-    watching: weakref.ref[Watched], patience: Patience, tell: Callable[[str], None], over: threading.Event
+    watching: weakref.ref[ThreadTracker], patience: Patience, tell: Callable[[str], None], over: threading.Event
 ) -> None:
     while not over.wait(_LOOK_SECONDS) and (watch := watching()) is not None:
         found = patience.look(watch.done, watch.doing(), time.monotonic())

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import torch
 
-from unisono.comm import Alone
-from unisono.comm.process_groups import Wires
+from unisono.comm import SingleWorker
+from unisono.comm.process_groups import ProcessGroups
 from unisono.config import Config
 from unisono.data import Inline
 from unisono.elastic.presence import Unchanging
-from unisono.observe import Nothing
+from unisono.observe import NullRecorder
 from unisono.tasks.task import Task, with_data
-from unisono.trainer.build import Feed, bind, build
-from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.checkpointing import Checkpointer
 
 _STEPS = 6  # of which the first, which also pays for what is made once, does not count
 _ENOUGH_SECONDS = 10.0
@@ -30,18 +30,18 @@ def share_seconds(task: Task, config: Config) -> float:
     Raises:
         InvalidInput: what is asked for cannot work.
     """
-    task, device, comm = replace(with_data(task), evaluate=None), torch.device("cpu"), Alone()
+    task, device, comm = replace(with_data(task), evaluate=None), torch.device("cpu"), SingleWorker()
     with contextlib.ExitStack() as stack, _one_thread():
-        whole = Feed(task, config, 0, config.workers, stack)
+        whole = DataFeed(task, config, 0, config.workers, stack)
         mine = len(whole.mine)
         config = replace(config, steps=_STEPS, epochs=None, load=Inline(), checkpoint_every=0, evaluate_every=0,
                          global_batch=mine * whole.plan.micro_batch, micro_batch=whole.plan.micro_batch)  # fmt: skip
-        feed = Feed(task, config, 0, 1, stack)
+        feed = DataFeed(task, config, 0, 1, stack)
         held, optimizer = build(task, config, device, comm)
-        persistence = Persistence(None, held.local, optimizer, comm, 0, {})
+        persistence = Checkpointer(None, held.local, optimizer, comm, 0, {})
         began = time.monotonic()
-        trainer = bind(task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence,
-                       record=Nothing(), device=device,
+        trainer = bind(task, config, feed, held, optimizer, ProcessGroups.whole(comm), persistence=persistence,
+                       record=NullRecorder(), device=device,
                        presence=Unchanging(lambda: time.monotonic() - began > _ENOUGH_SECONDS))  # fmt: skip
         trainer.run(0)
     counted = trainer.step_seconds[1:] or trainer.step_seconds

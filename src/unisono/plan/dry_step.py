@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.layout.accounting import Kept, Message, Messages
+from unisono.layout.accounting import CollectiveCall, CollectiveCounter, SavedTensors
 from unisono.layout.fake_worker import Imagined
 from unisono.layout.pipeline.pass_order import sum_at, turns
 from unisono.layout.pipeline.stage import Stage, by_name
@@ -36,7 +36,7 @@ class Step:
     activations: int
     in_flight: int
     gathered: int
-    messages: Mapping[Message, int]
+    messages: Mapping[CollectiveCall, int]
     gradients: Mapping[str, int]
 
 
@@ -72,12 +72,12 @@ def rehearsed(worker: Imagined, work: Work) -> Step:
 def _whole(worker: Imagined, work: Work) -> Step:
     """The first micro-batch, one of those like the second, and the last: where gradients are summed once per step, they
     send different things."""
-    held, kept, sent = worker.held, Kept(), Counter[Message]()
+    held, kept, sent = worker.held, SavedTensors(), Counter[CollectiveCall]()
     activations = 0
     middle = work.micro_batches - 2
     before = [(1, False), (middle, False)][: work.micro_batches - 1]
     for times, last in (*before, (1, True)):
-        messages, here = Messages(), Kept(kept.gathered)
+        messages, here = CollectiveCounter(), SavedTensors(kept.gathered)
         with worker.shapes(), messages:
             batch = worker.of(work.batch)
             with held.passage(batch, work.task.loss) as (mine, loss):
@@ -94,15 +94,15 @@ def _stages(worker: Imagined, work: Work) -> Step:
     """Turn by turn, as the schedule has them."""
     pipeline = worker.held.pipeline
     order = turns(pipeline.schedule, pipeline.count, work.micro_batches, pipeline.group)
-    messages, waiting, sizes = Messages(), dict[tuple[int, int], Any](), dict[tuple[int, int], int]()
+    messages, waiting, sizes = CollectiveCounter(), dict[tuple[int, int], Any](), dict[tuple[int, int], int]()
     alive = most = 0
-    kept = Kept()
+    kept = SavedTensors()
     last = {stage: max(i for i, turn in enumerate(order) if turn[0] == stage) for stage in pipeline.stages}
     with worker.shapes(), messages:
         for i, (number, m, is_backward) in enumerate(order):
             stage = pipeline.stages[number]
             if not is_backward:
-                here = Kept(kept.gathered)
+                here = SavedTensors(kept.gathered)
                 with here.watching(stage):
                     waiting[number, m] = _leaves(worker, work, stage, number)
                 sizes[number, m] = here.bytes
@@ -138,7 +138,7 @@ def _back(leaves: list[Tensor]) -> None:
         torch.autograd.backward(learning, [torch.ones_like(value) for value in learning])
 
 
-def _gathered(kept: Kept) -> int:
+def _gathered(kept: SavedTensors) -> int:
     """What lies at the roots stays; of all else one module at a time is there."""
     sizes = kept.gathered
     inner = {child for module in sizes for child in module.modules() if child is not module}
@@ -152,22 +152,22 @@ def _gradients(worker: Imagined) -> dict[str, int]:
 
 
 def between(arrives: Mapping[int, Outline], stages: Mapping[int, Any], count: int, micro_batches: int,
-            worker_of: Callable[[int], int], ranks: Callable[[int], int]) -> Counter[Message]:  # fmt: skip
+            worker_of: Callable[[int], int], ranks: Callable[[int], int]) -> Counter[CollectiveCall]:  # fmt: skip
     """What passes between the stages of a worker and those of others: values, and their gradients on the way back."""
-    found: Counter[Message] = Counter()
+    found: Counter[CollectiveCall] = Counter()
     for number in stages:
         here = worker_of(number)
         if number + 1 < count and worker_of(number + 1) != here:
             pair = tuple(sorted((ranks(here), ranks(worker_of(number + 1)))))
-            found[Message("send", pair, sum(v.nbytes for v in arrives[number + 1]))] += micro_batches
+            found[CollectiveCall("send", pair, sum(v.nbytes for v in arrives[number + 1]))] += micro_batches
         if number > 0 and worker_of(number - 1) != here:
             pair = tuple(sorted((ranks(here), ranks(worker_of(number - 1)))))
             back = sum(v.nbytes for v in arrives[number] if v.requires_grad)
             if back:
-                found[Message("send", pair, back)] += micro_batches
+                found[CollectiveCall("send", pair, back)] += micro_batches
     return found
 
 
-def with_messages(step: Step, more: Mapping[Message, int]) -> Step:
+def with_messages(step: Step, more: Mapping[CollectiveCall, int]) -> Step:
     """`step`, which sends `more` too."""
     return replace(step, messages=Counter(step.messages) + Counter(more))

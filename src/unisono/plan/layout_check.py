@@ -9,12 +9,12 @@ from typing import Any
 
 from unisono.config import FIELDS, Config
 from unisono.launch import Worker
-from unisono.layout import Compute, Places, Sample
+from unisono.layout import Compute, RankMesh, Sample
 from unisono.layout.feasibility import check as check_model
 from unisono.run.resolve import settle
 from unisono.run.spec import TaskSource
 from unisono.tasks.task import Task
-from unisono.trainer.build import Feed, model_of
+from unisono.trainer.build import DataFeed, model_of
 from unisono.trainer.device import choose_device
 from unisono.trainer.optimizer_coupling import needs_wholes
 
@@ -25,11 +25,11 @@ def check(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> No
     task = source.load(FIELDS)
     config = settle(task, settings)
     with contextlib.ExitStack() as stack:
-        feed = Feed(task, config, 0, config.workers, stack)
+        feed = DataFeed(task, config, 0, config.workers, stack)
         check_task(task, config, feed.places, feed.sample())
 
 
-def check_task(task: Task, config: Config, places: Places, sample: Sample) -> bool:
+def check_task(task: Task, config: Config, places: RankMesh, sample: Sample) -> bool:
     """Raise `InvalidInput` where the model or the optimizer of `task` does not allow the layout of `config`. Returns
     `needs_wholes`."""
     compute = Compute(config.precision, config.recompute, config.compile)

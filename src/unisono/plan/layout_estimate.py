@@ -17,8 +17,8 @@ from unisono.config import FIELDS, Config
 from unisono.data import seed_compute, stream
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import Worker
-from unisono.layout import Compute, Places, Sample
-from unisono.layout.accounting import Message
+from unisono.layout import Compute, RankMesh, Sample
+from unisono.layout.accounting import CollectiveCall
 from unisono.layout.deferred import record
 from unisono.layout.expert import standing_in
 from unisono.layout.fake_worker import Imagined, imagined
@@ -38,7 +38,7 @@ from unisono.run.resolve import settle
 from unisono.run.spec import TaskSource
 from unisono.sync import AllReduce
 from unisono.tasks.task import Task
-from unisono.trainer.build import Feed, autocast_of, model_of
+from unisono.trainer.build import DataFeed, autocast_of, model_of
 from unisono.trainer.device import choose_device
 from unisono.trainer.evaluation import within
 
@@ -51,7 +51,7 @@ class Traffic:
 
     Args:
         axes: on which those workers differ, as ``shard`` or ``shard x context``; ``replica`` between replicas.
-        kind: see `Message`.
+        kind: see `CollectiveCall`.
         count: of messages.
         bytes: that leave a worker with them.
     """
@@ -92,7 +92,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Laid:
+class LayoutEstimate:
     """A layout, foretold.
 
     Args:
@@ -125,12 +125,12 @@ class Laid:
 
 
 def answer(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`foretell`, asked of a process of its own; the fields of a `Laid`."""
+    """`foretell`, asked of a process of its own; the fields of a `LayoutEstimate`."""
     task = source.load(FIELDS)
     return foretell(task, settle(task, settings)).mapping()
 
 
-def foretell(task: Task, config: Config) -> Laid:
+def foretell(task: Task, config: Config) -> LayoutEstimate:
     """What every worker would hold and send. There must be no default process group.
 
     Raises:
@@ -138,7 +138,7 @@ def foretell(task: Task, config: Config) -> Laid:
     """
     device = choose_device(config.device, 0)
     with contextlib.ExitStack() as stack:
-        feed = Feed(task, config, 0, config.workers, stack)
+        feed = DataFeed(task, config, 0, config.workers, stack)
         places, sample = feed.places, feed.sample()
         whole = check_task(task, config, places, sample)
         batch = feed.micro_batch()
@@ -147,7 +147,7 @@ def foretell(task: Task, config: Config) -> Laid:
     arrives: Mapping[int, Outline] = {}
     if places.layout.pipeline > 1:
         cuts, arrives = _arrivals(task, batch, places, sample)
-        places = Places(replace(places.layout, cuts=cuts), places.workers)
+        places = RankMesh(replace(places.layout, cuts=cuts), places.workers)
     work = Work(replace(task, loss=within(autocast, task.loss)), batch, len(feed.mine), autocast, arrives)
     notes: list[str] = []
     holdings: list[Holding] = []
@@ -158,14 +158,14 @@ def foretell(task: Task, config: Config) -> Laid:
     model = record(partial(model_of, task)).model
     notes += _between_replicas(config, places)
     notes += _uncounted(config)
-    return Laid(
+    return LayoutEstimate(
         show(config.layout), places.workers, places.replicas, sum(p.numel() for p in model.parameters()),
         feed.plan.micro_batch, len(feed.mine), tuple(_joined(holdings)), tuple(dict.fromkeys(notes)),
         memory_of(device))  # fmt: skip
 
 
 def _imagine(
-    task: Task, config: Config, places: Places, rank: int, sample: Sample, device: torch.device, work: Work,
+    task: Task, config: Config, places: RankMesh, rank: int, sample: Sample, device: torch.device, work: Work,
     notes: list[str], whole: bool,
 ) -> list[Holding]:  # fmt: skip
     """Without memory if that can be, else with it.
@@ -192,7 +192,7 @@ def _imagine(
 
 
 def _holdings(
-    task: Task, config: Config, places: Places, rank: int, worker: Imagined, work: Work, whole: bool
+    task: Task, config: Config, places: RankMesh, rank: int, worker: Imagined, work: Work, whole: bool
 ) -> list[Holding]:
     """Of all workers at the same place of the pipeline as `rank`."""
     held, step = worker.held, rehearsed(worker, work)
@@ -200,7 +200,7 @@ def _holdings(
         step = with_messages(step, _crossing(places, rank, held, work))
     if places.replicas > 1 and _sums(config):
         summed = sum(places_bytes(held.leaves[name], places, rank, width) for name, width in step.gradients.items())
-        step = with_messages(step, {Message("all-reduce", places.along(rank, "replica"), summed): 1})
+        step = with_messages(step, {CollectiveCall("all-reduce", places.along(rank, "replica"), summed): 1})
     here = places.of(rank).pipeline
     alike: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     for other in (r for r in range(places.workers) if places.of(r).pipeline == here):
@@ -212,7 +212,7 @@ def _holdings(
 
 
 def _holding(
-    task: Task, places: Places, rank: int, worker: Imagined, step: Step, parts: Mapping[str, tuple[int, ...]],
+    task: Task, places: RankMesh, rank: int, worker: Imagined, step: Step, parts: Mapping[str, tuple[int, ...]],
     stepped: Stepped, workers: list[int],
 ) -> Holding:  # fmt: skip
     leaves, step = worker.held.leaves, with_messages(step, Counter(stepped.messages))
@@ -230,7 +230,7 @@ def _holding(
     )
 
 
-def _arrivals(task: Task, batch: Any, places: Places, sample: Sample) -> tuple[tuple[str, ...], dict[int, Outline]]:
+def _arrivals(task: Task, batch: Any, places: RankMesh, sample: Sample) -> tuple[tuple[str, ...], dict[int, Outline]]:
     """Where stages begin, and what each gets for a micro-batch, from the whole model: by bytes, for there is nothing to
     measure."""
     layout = places.layout
@@ -250,7 +250,7 @@ def _arrivals(task: Task, batch: Any, places: Places, sample: Sample) -> tuple[t
     return tuple(stages.cuts), found
 
 
-def _crossing(places: Places, rank: int, held: Any, work: Work) -> Counter[Message]:
+def _crossing(places: RankMesh, rank: int, held: Any, work: Work) -> Counter[CollectiveCall]:
     pipeline, row = held.pipeline, places.along(rank, "pipeline")
     on = partial(worker_of, pipeline.schedule, len(row), pipeline.count)
     found = between(work.arrives, pipeline.stages, pipeline.count, work.micro_batches, on, row.__getitem__)
@@ -258,19 +258,21 @@ def _crossing(places: Places, rank: int, held: Any, work: Work) -> Counter[Messa
         holders = tuple(sorted({row[on(stage)] for stage in stages}))
         if rank in holders and len(holders) > 1:
             size = places_bytes(held.leaves[name], places, rank, held.leaves[name].element_size())
-            found[Message("send", holders, size)] += len(holders) - 1
-    found.update(Message("all-reduce", ranks, nbytes) for ranks, nbytes in pipeline.agreements(work.micro_batches))
+            found[CollectiveCall("send", holders, size)] += len(holders) - 1
+    found.update(
+        CollectiveCall("all-reduce", ranks, nbytes) for ranks, nbytes in pipeline.agreements(work.micro_batches)
+    )
     return found
 
 
-def places_bytes(leaf: Tensor, places: Places, rank: int, width: int) -> int:
+def places_bytes(leaf: Tensor, places: RankMesh, rank: int, width: int) -> int:
     """Of the part of `leaf` that `rank` has, at `width` bytes a number."""
     return torch.Size(sizes(leaf, places, rank)).numel() * width
 
 
-def traffic(messages: Mapping[Message, int], places: Places, backend: str) -> Iterator[Traffic]:
+def traffic(messages: Mapping[CollectiveCall, int], places: RankMesh, backend: str) -> Iterator[Traffic]:
     """What `messages` come to, by axes and kind."""
-    found: dict[tuple[str, str], Counter[Message]] = defaultdict(Counter)
+    found: dict[tuple[str, str], Counter[CollectiveCall]] = defaultdict(Counter)
     for message, count in messages.items():
         if len(message.ranks) > 1:
             found[" x ".join(axes(message.ranks, places)), message.kind][message] += count
@@ -294,7 +296,7 @@ def _sums(config: Config) -> bool:
     return config.sync == AllReduce() and show(config.compress) == "Cast()"
 
 
-def _between_replicas(config: Config, places: Places) -> list[str]:
+def _between_replicas(config: Config, places: RankMesh) -> list[str]:
     if places.replicas == 1 or _sums(config):
         return []
     how = f"{show(config.sync)} and {show(config.compress)}"

@@ -25,7 +25,7 @@ _GRAIN = 1 / 32  # of backward: smaller parameters move the clock together with 
 _FORWARD_GRAIN = 1 / 8  # of forward
 
 
-class Pace:
+class ClockPacer:
     """Moves the clock of one virtual worker while it computes.
 
     Args:
@@ -95,7 +95,7 @@ class Pace:
 class PacedTrainer(Trainer):
     """A `Trainer` that takes as long as `pace` says."""
 
-    pace: Pace = field(kw_only=True)
+    pace: ClockPacer = field(kw_only=True)
 
     def compute(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
         """See `Trainer.compute`."""

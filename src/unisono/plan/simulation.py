@@ -20,17 +20,17 @@ import torch
 
 from unisono.checkpoint import fingerprint
 from unisono.comm import Link, Simulated, simulate
-from unisono.comm.process_groups import Wires
+from unisono.comm.process_groups import ProcessGroups
 from unisono.config import Config
 from unisono.data import Inline
 from unisono.elastic.model_state import weights_of
 from unisono.errors import UnisonoError, WorkerFailed
 from unisono.observe.recorder import Fields
 from unisono.plan.compute_time import Compute, quantiles
-from unisono.plan.paced_trainer import Pace, PacedTrainer
+from unisono.plan.paced_trainer import ClockPacer, PacedTrainer
 from unisono.tasks.task import Task, with_data
-from unisono.trainer.build import Feed, bind, build
-from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.checkpointing import Checkpointer
 
 _PATIENCE_SECONDS = 1e9  # of virtual time: nobody is taken for lost because a link is slow
 Tell = Callable[[Mapping[str, Any]], None]
@@ -110,7 +110,7 @@ def forecast(task: Task, config: Config, cluster: Cluster, tell: Tell = lambda m
     """
     task, config = with_data(task), replace(config, load=Inline(), checkpoint_every=0, device="cpu")
     with contextlib.ExitStack() as stack:
-        Feed(task, config, 0, config.workers, stack)  # what is wrong with the plan is said before threads start
+        DataFeed(task, config, 0, config.workers, stack)  # what is wrong with the plan is said before threads start
     lives = simulate(
         config.workers, _live, task, config, cluster, tell, link=cluster.link(config.workers),
         seed=config.seed, deadline_seconds=_PATIENCE_SECONDS)  # fmt: skip
@@ -118,7 +118,7 @@ def forecast(task: Task, config: Config, cluster: Cluster, tell: Tell = lambda m
 
 
 @dataclass(frozen=True)
-class Life:
+class WorkerTrace:
     """What one virtual worker has seen: its points, with its own bytes and losses, and what it did in all."""
 
     points: Sequence[Point]
@@ -129,7 +129,7 @@ class Life:
     weights_sha256: str
 
 
-def summed(lives: Sequence[Life]) -> Forecast:
+def summed(lives: Sequence[WorkerTrace]) -> Forecast:
     """What all workers have seen, together."""
     points = _points([point for life in lives for point in life.points])
     ends = [0.0, *(point.seconds for point in points)]
@@ -202,7 +202,7 @@ class _Ledger:
         """See `Recorder`."""
 
 
-def _live(comm: Simulated, task: Task, config: Config, cluster: Cluster, tell: Tell) -> Life:
+def _live(comm: Simulated, task: Task, config: Config, cluster: Cluster, tell: Tell) -> WorkerTrace:
     """What one virtual worker does."""
     try:
         with contextlib.ExitStack() as stack:
@@ -215,18 +215,28 @@ def _live(comm: Simulated, task: Task, config: Config, cluster: Cluster, tell: T
 
 def _train(
     comm: Simulated, task: Task, config: Config, cluster: Cluster, tell: Tell, stack: contextlib.ExitStack
-) -> Life:
+) -> WorkerTrace:
     device = torch.device("cpu")
-    feed = Feed(task, config, comm.rank, comm.size, stack)
+    feed = DataFeed(task, config, comm.rank, comm.size, stack)
     held, optimizer = build(task, config, device, comm)
-    persistence = Persistence(None, held.local, optimizer, comm.lane("checkpoint"), 0, {})
+    persistence = Checkpointer(None, held.local, optimizer, comm.lane("checkpoint"), 0, {})
     persistence.agree()
     share = feed.plan.micro_batch / (cluster.share_samples or feed.plan.global_batch / comm.size)
-    pace = Pace(comm, held.model, lambda step: share * cluster.compute.seconds(config.seed, comm.rank, step),
+    pace = ClockPacer(comm, held.model, lambda step: share * cluster.compute.seconds(config.seed, comm.rank, step),
                 by_module=not config.compile)  # fmt: skip
     record = _Ledger(comm, feed.plan.global_batch, tell if comm.rank == 0 else lambda message: None)
-    trainer = bind(task, config, feed, held, optimizer, Wires.whole(comm), persistence=persistence, record=record,
-                   device=device, trainer=partial(PacedTrainer, pace=pace))  # fmt: skip
+    trainer = bind(
+        task,
+        config,
+        feed,
+        held,
+        optimizer,
+        ProcessGroups.whole(comm),
+        persistence=persistence,
+        record=record,
+        device=device,
+        trainer=partial(PacedTrainer, pace=pace),
+    )
     outcome = trainer.run(0)
     weights = fingerprint(weights_of(held.local)) if comm.rank == 0 else ""
-    return Life(record.points, trainer.seconds, pace.busy_seconds, record.bytes, outcome.metrics, weights)
+    return WorkerTrace(record.points, trainer.seconds, pace.busy_seconds, record.bytes, outcome.metrics, weights)

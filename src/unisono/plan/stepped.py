@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from unisono.checkpoint import Spec
 from unisono.elastic.model_state import state_of
-from unisono.layout import CUTTING, Places
-from unisono.layout.accounting import Message
+from unisono.layout import CUTTING, RankMesh
+from unisono.layout.accounting import CollectiveCall
 from unisono.layout.fake_worker import Imagined
 from unisono.layout.shard_sizes import sizes
 from unisono.tasks.task import Task
@@ -31,7 +31,7 @@ class Stepped:
     """
 
     shapes: tuple[tuple[str, Shape], ...]
-    messages: tuple[Message, ...] = ()
+    messages: tuple[CollectiveCall, ...] = ()
 
     @staticmethod
     def parts(parts: Mapping[str, Shape]) -> Stepped:
@@ -39,7 +39,7 @@ class Stepped:
         return Stepped(tuple(parts.items()))
 
     @staticmethod
-    def wholes(leaves: Mapping[str, Tensor], places: Places, rank: int) -> Stepped:
+    def wholes(leaves: Mapping[str, Tensor], places: RankMesh, rank: int) -> Stepped:
         """Of worker `rank`, where tensors are stepped whole by their owners; see `Wholes`."""
         group = places.along(rank, *CUTTING)
         held = {name: {other: sizes(leaf, places, other) for other in group} for name, leaf in leaves.items()}
@@ -54,7 +54,7 @@ class Stepped:
                 back += sum(nbytes.values()) - nbytes[rank]
             else:  # of those who hold the same part, one sends it
                 there += nbytes[rank] * spec.nbytes / sum(nbytes.values())
-        to_owners, back_again = Message("exchange", group, round(there)), Message("exchange", group, back)
+        to_owners, back_again = CollectiveCall("exchange", group, round(there)), CollectiveCall("exchange", group, back)
         stepped = tuple((name, shape) for name, shape in whole.items() if name not in cut or name in owned)
         return Stepped(stepped, (to_owners, to_owners, back_again))  # weights, gradients; weights
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from unisono.errors import InvalidInput, printable
 from unisono.membership.messages import OrderMessage
 from unisono.tasks import TASKS
-from unisono.tasks.source import Source
+from unisono.tasks.source import NamedTask
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Consent:
     known. Otherwise any module of the interpreter could be named as one.
 
     Args:
-        task: the name of a task, as `Source` has it.
+        task: the name of a task, as `NamedTask` has it.
         script: the path of a script.
         own: the run was started by this user on this host, so that its order is trusted.
         asks: called with the run's task or script in words, where neither is named; returns whether to run it. None:
@@ -46,7 +46,7 @@ class Consent:
             return
         what = words(order)
         if order.task:
-            self._check_place(Source(order.task, directory=self.directory))
+            self._check_place(NamedTask(order.task, directory=self.directory))
         if self.task or self.script:
             if not (self._names_script(order) if order.script else self._names_task(order)):
                 name, said = ("--task", self.task) if self.task else ("--script", self.script)
@@ -57,7 +57,7 @@ class Consent:
         elif not self.asks(what):
             raise InvalidInput("coordinator", what, "refused on the terminal", "join another run")
 
-    def check_function(self, source: Source) -> None:
+    def check_function(self, source: NamedTask) -> None:
         """Raise `InvalidInput` if the function of `source` is defined outside the allowed directories: a module may
         import a function from elsewhere. Imports the module."""
         if self.own or source.name in TASKS:
@@ -68,13 +68,13 @@ class Consent:
             raise self._elsewhere(source)
 
     def _names_task(self, order: OrderMessage) -> bool:
-        return bool(self.task) and Source(self.task, directory=self.directory).absolute() == order.task
+        return bool(self.task) and NamedTask(self.task, directory=self.directory).absolute() == order.task
 
     def _names_script(self, order: OrderMessage) -> bool:
         here = Path(self.directory, Path(self.script).expanduser())
         return bool(self.script) and here.resolve() == Path(order.script[0]).resolve()
 
-    def _check_place(self, source: Source) -> None:
+    def _check_place(self, source: NamedTask) -> None:
         if source.name in TASKS:
             return
         place, _ = source.place()
@@ -96,7 +96,7 @@ class Consent:
         installed = any(found.is_relative_to(library) for library in _LIBRARIES)  # often below a project's directory
         return not installed and any(found.is_relative_to(root.resolve()) for root in roots)
 
-    def _elsewhere(self, source: Source) -> InvalidInput:
+    def _elsewhere(self, source: NamedTask) -> InvalidInput:
         return InvalidInput(
             "task", source.name, f"it is not built in, and does not lie below {self.directory}",
             "name its directory by --directory DIR")  # fmt: skip

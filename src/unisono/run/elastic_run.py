@@ -10,14 +10,14 @@ from typing import Any
 
 from unisono.config import Config
 from unisono.errors import InvalidInput
-from unisono.launch import Elastic, Forkserver
+from unisono.launch import ElasticOptions, Forkserver
 from unisono.launch.coordinator_setup import lying_at, rallied
 from unisono.launch.lock import Holder
-from unisono.membership import Contact, Policy
-from unisono.membership.endpoint import Calling
+from unisono.membership import CoordinatorAddress, Policy
+from unisono.membership.endpoint import CoordinatorOptions
 from unisono.run.consent import Consent
-from unisono.run.spec import Carried, Order
-from unisono.tasks.source import Source
+from unisono.run.spec import PickledTask, RunSpec
+from unisono.tasks.source import NamedTask
 
 
 def policy_of(config: Config) -> Policy:
@@ -31,8 +31,12 @@ def policy_of(config: Config) -> Policy:
 
 
 def gathered(
-    config: Config, order: Order, server: Forkserver, told: Callable[[str], None], calling: Calling = Calling()
-) -> AbstractContextManager[Elastic]:
+    config: Config,
+    order: RunSpec,
+    server: Forkserver,
+    told: Callable[[str], None],
+    calling: CoordinatorOptions = CoordinatorOptions(),
+) -> AbstractContextManager[ElasticOptions]:
     """A coordinator that knows `order`, whose first workers `server` forks; see `rallied`."""
     assert order.path is not None
     return rallied(policy_of(config), _told_of(order), order.path, server, told, calling)
@@ -52,10 +56,10 @@ class Script:
     path: Path
     arguments: Sequence[str]
     run: str
-    contact: Contact
+    contact: CoordinatorAddress
 
 
-def called(contact: Contact, server: Forkserver, consent: Consent) -> Order | Script:
+def called(contact: CoordinatorAddress, server: Forkserver, consent: Consent) -> RunSpec | Script:
     """What workers that `server` forks are to do as part of the run whose coordinator `contact` reaches.
 
     Raises:
@@ -74,15 +78,15 @@ def called(contact: Contact, server: Forkserver, consent: Consent) -> Order | Sc
         raise InvalidInput(
             "coordinator", contact.url, "its run has a task that a Python program made and carries to its own workers",
             "start it by unisono train, with a task that has a name on every host")  # fmt: skip
-    source = Source(told.task, told.arguments, consent.directory)
+    source = NamedTask(told.task, told.arguments, consent.directory)
     source.place()
     consent.check_function(source)
     holder = Holder(**dict(told.holder)) if told.holder else None
-    return Order(source, told.settings, Path(told.run), told.began, here, holder)
+    return RunSpec(source, told.settings, Path(told.run), told.began, here, holder)
 
 
-def _told_of(order: Order) -> dict[str, Any]:
-    named = not isinstance(order.source, Carried)
+def _told_of(order: RunSpec) -> dict[str, Any]:
+    named = not isinstance(order.source, PickledTask)
     return {
         "task": order.source.absolute() if named else "",
         "arguments": dict(order.source.arguments) if named else {},

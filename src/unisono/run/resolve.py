@@ -10,7 +10,7 @@ from unisono.compress import Exact
 from unisono.config import LIBRARY_GLOBAL_BATCH, NONE, Config, first_difference
 from unisono.data import check_enough, default_micro_batch
 from unisono.errors import InvalidInput
-from unisono.layout import Places
+from unisono.layout import RankMesh
 from unisono.notation import show
 from unisono.tasks.lr_schedules import factor_of
 from unisono.tasks.task import Task
@@ -80,7 +80,7 @@ def _check_workers(config: Config) -> None:
 
 def _check_spread(config: Config) -> None:
     """Raise `InvalidInput` where what is asked for cannot be with a replica on several workers."""
-    places = Places(config.layout, config.workers)
+    places = RankMesh(config.layout, config.workers)
     assert config.global_batch is not None
     assert config.micro_batch is not None
     micro_batches = config.global_batch // config.micro_batch

@@ -15,7 +15,7 @@ from torch import Tensor
 from unisono.checkpoint import open_found, read_weights
 from unisono.errors import CheckpointError
 from unisono.launch.lock import Holder
-from unisono.membership import Contact
+from unisono.membership import CoordinatorAddress
 from unisono.tasks.task import Task
 
 LOG = logging.getLogger("unisono")
@@ -37,7 +37,7 @@ class TaskSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Carried:
+class PickledTask:
     """A task that a Python program made, carried to its workers by value."""
 
     name: str
@@ -45,7 +45,7 @@ class Carried:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, task: Task) -> Carried:
+    def of(cls, task: Task) -> PickledTask:
         """`task` as a value that travels."""
         return cls(task.name, cloudpickle.dumps(task))
 
@@ -61,7 +61,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Order:
+class RunSpec:
     """What every worker of a run is told.
 
     Args:
@@ -77,7 +77,7 @@ class Order:
     settings: Mapping[str, Any]
     path: Path | None
     began: float
-    contact: Contact | None = None
+    contact: CoordinatorAddress | None = None
     holder: Holder | None = None
 
 

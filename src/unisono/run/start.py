@@ -15,7 +15,7 @@ from typing import Any
 from unisono.config import FIELDS, RECOVERING, Config, ranged, recovers
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import (
-    Elastic,
+    ElasticOptions,
     Forkserver,
     Identity,
     Interrupted,
@@ -32,8 +32,8 @@ from unisono.launch.limit import check_count
 from unisono.launch.lock import Holder
 from unisono.launch.process import age_seconds
 from unisono.launch.stop_request import STOP
-from unisono.membership import Contact
-from unisono.membership.endpoint import Calling
+from unisono.membership import CoordinatorAddress
+from unisono.membership.endpoint import CoordinatorOptions
 from unisono.observe import write_summary
 from unisono.observe.display import Display
 from unisono.observe.record_files import SUMMARY
@@ -41,7 +41,7 @@ from unisono.run.consent import Consent
 from unisono.run.directory import claimed, resumable, with_earlier
 from unisono.run.elastic_run import Script, called, gathered
 from unisono.run.resolve import settle
-from unisono.run.spec import Carried, Order, Result, TaskSource
+from unisono.run.spec import PickledTask, Result, RunSpec, TaskSource
 from unisono.tasks.task import Task
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "unisono.run.worker")
@@ -70,7 +70,7 @@ def train(task: Task, config: Config | None = None, *, json: Path | None = None,
     """
     config = config or Config()
     settings = {name: value for name, value in config.mapping().items() if name in config.given}
-    source = Carried.of(task)
+    source = PickledTask.of(task)
     if quiet or identity_here().rank > 0:  # under another launcher, worker 0 prints for all
         return start(source, settings, json=json, on_message=lambda rank, message: None)
     with Display(task.name, sys.stderr) as display:
@@ -79,7 +79,7 @@ def train(task: Task, config: Config | None = None, *, json: Path | None = None,
 
 def start(
     source: TaskSource, settings: Mapping[str, Any], *, json: Path | None, on_message: Messages,
-    calling: Calling | None = None, debug: int | None = None,
+    calling: CoordinatorOptions | None = None, debug: int | None = None,
 ) -> Result | None:  # fmt: skip
     """Run the task of `source` under `settings` (Config fields that the user gave).
 
@@ -112,7 +112,7 @@ def start(
         holder = Holder.here()
         with claimed(config, source, holder) as path, resumable(path), contextlib.ExitStack() as stack:
             on_message(0, {"kind": "run", "path": str(path)})
-            order = Order(source, settings, path, began, holder=holder)
+            order = RunSpec(source, settings, path, began, holder=holder)
             elastic = stack.enter_context(_may_come_and_go(config, order, server, on_message, calling))
             order = replace(order, contact=elastic.contact if elastic else None)
             try:
@@ -135,7 +135,7 @@ def start(
 
 
 def join(
-    contact: Contact, workers: int, consent: Consent, *, logs: Path | None = None, on_message: Messages
+    contact: CoordinatorAddress, workers: int, consent: Consent, *, logs: Path | None = None, on_message: Messages
 ) -> Mapping[str, Any] | None:
     """Start `workers` processes here that take part in the run whose coordinator `contact` reaches.
 
@@ -157,7 +157,7 @@ def join(
         order = called(contact, server, consent)
         logs = logs or Path("runs", name, "logs")
         if isinstance(order, Script):
-            elastic = Elastic(order.contact, launcher=name, each_to_its_end=True)
+            elastic = ElasticOptions(order.contact, launcher=name, each_to_its_end=True)
             done = launch_script(
                 order.path, order.arguments, workers, logs=logs, prepared=server, on_message=on_message,
                 elastic=elastic)  # fmt: skip
@@ -171,15 +171,15 @@ def join(
             logs=logs,
             prepared=server,
             on_message=on_message,
-            elastic=Elastic(order.contact, launcher=name),
+            elastic=ElasticOptions(order.contact, launcher=name),
         )
     result: Mapping[str, Any] | None = results[0]
     return result
 
 
 def _may_come_and_go(
-    config: Config, order: Order, server: Forkserver, on_message: Messages, calling: Calling | None
-) -> contextlib.AbstractContextManager[Elastic | None]:
+    config: Config, order: RunSpec, server: Forkserver, on_message: Messages, calling: CoordinatorOptions | None
+) -> contextlib.AbstractContextManager[ElasticOptions | None]:
     """What workers need to do so, if they may.
 
     Raises:
@@ -188,7 +188,11 @@ def _may_come_and_go(
     if recovers(config):
         told = lambda words: on_message(0, {"kind": "notice", "text": words})
         alone = max(config.workers, config.most or 1) == 1 and calling is None
-        return contextlib.nullcontext() if alone else gathered(config, order, server, told, calling or Calling())
+        return (
+            contextlib.nullcontext()
+            if alone
+            else gathered(config, order, server, told, calling or CoordinatorOptions())
+        )
     if config.fewest > 1 or config.most not in (None, config.workers) or calling is not None:
         raise InvalidInput(
             "workers", f"{config.fewest}:{config.most or config.workers}", "in this run none can come or go",
@@ -233,7 +237,7 @@ def _be_worker(
     settings = {**with_earlier(settings), "workers": identity.size}
     with contextlib.closing(StopRequest()) as stop:
         worker = Worker(identity, lambda message: on_message(identity.rank, message), stop)
-        result = work(worker, Order(source, settings, None, began))
+        result = work(worker, RunSpec(source, settings, None, began))
     if result is None:
         return None
     if identity.rank == 0:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.bad_steps import Judge
+from unisono.bad_steps import AnomalyDetector
 from unisono.checkpoint import (
     Event,
     Opened,
@@ -30,34 +30,34 @@ from unisono.checkpoint import (
     open_newest,
     verified,
 )
-from unisono.comm import Alone, Communicator
-from unisono.comm.process_groups import Wires
+from unisono.comm import Communicator, SingleWorker
+from unisono.comm.process_groups import ProcessGroups
 from unisono.comm.text import broadcast_text
 from unisono.config import Config, recovers, walks
 from unisono.elastic.admission import admit, compare
-from unisono.elastic.session import Attended, MeetingPlace, Only, Views
-from unisono.elastic.sharded_recovery import Keeper
-from unisono.elastic.sharded_state import Laid
-from unisono.elastic.snapshot import Milestone
-from unisono.elastic.state_transfer import Parts, Reached, describe, digest_of, take_over
+from unisono.elastic.session import ElasticSession, MeetingPlace, Session, StaticSession
+from unisono.elastic.sharded_recovery import ShardedRecovery
+from unisono.elastic.sharded_state import ShardedModel
+from unisono.elastic.snapshot import Snapshot
+from unisono.elastic.state_transfer import Parts, Progress, describe, digest_of, take_over
 from unisono.elastic.trait_check import Traits
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, Diverged, InvalidInput, RunFailed
 from unisono.launch import Worker, claim
 from unisono.launch.lock import Holder, held
 from unisono.launch.process import age_seconds
-from unisono.layout import AXES, SIDE_BY_SIDE, Held, Places, Whole
+from unisono.layout import AXES, SIDE_BY_SIDE, LocalModel, RankMesh, WholeTensors
 from unisono.membership import View
 from unisono.notation import show
-from unisono.observe import Nothing, Recorder, RunRecorder, Telling, Watched, in_words, write_config
+from unisono.observe import NullRecorder, ProgressReporter, Recorder, RunRecorder, ThreadTracker, in_words, write_config
 from unisono.observe.activity import Phase
 from unisono.observe.record_files import SUMMARY
 from unisono.observe.user_frames import exit_in_words
 from unisono.run.directory import CHECKPOINTS, claimed, resumable
 from unisono.run.resolve import check_same_run, settle
-from unisono.run.spec import Order, Result
+from unisono.run.spec import Result, RunSpec
 from unisono.tasks.task import Task, with_data
-from unisono.trainer.build import Feed, bind, build
-from unisono.trainer.checkpointing import Persistence, history
+from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.checkpointing import Checkpointer, history
 from unisono.trainer.device import choose_device, fair_threads
 from unisono.trainer.loop import Outcome, Trainer
 from unisono.trainer.loop_checkpoint import same_directory
@@ -66,7 +66,7 @@ from unisono.trainer.traits import of_config, of_data, of_model, of_optimizer, o
 log = logging.getLogger("unisono")
 
 
-def work(worker: Worker, order: Order) -> dict[str, Any] | None:
+def work(worker: Worker, order: RunSpec) -> dict[str, Any] | None:
     """Train as one of the workers of a run; returns the fields of a `Result`, or None from a worker that left while
     the others went on."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -75,7 +75,7 @@ def work(worker: Worker, order: Order) -> dict[str, Any] | None:
         return _work(worker, order)
 
 
-def _work(worker: Worker, order: Order) -> dict[str, Any] | None:
+def _work(worker: Worker, order: RunSpec) -> dict[str, Any] | None:
     task = with_data(order.source.load())
     config = settle(task, order.settings)
     if config.remove_slower_than and not order.contact and worker.identity.size > 1:
@@ -85,21 +85,21 @@ def _work(worker: Worker, order: Order) -> dict[str, Any] | None:
             "workers of this run cannot leave it",
             "leave it out; or start the run by unisono train, with AllReduce(), without sync_batchnorm",
         )
-    watch = Watched(age_seconds=age_seconds())
-    life = Life(worker, order, task, config, choose_device(config.device, worker.identity.local_rank), watch)
+    watch = ThreadTracker(age_seconds=age_seconds())
+    life = WorkerRun(worker, order, task, config, choose_device(config.device, worker.identity.local_rank), watch)
     if order.contact and recovers(config) and config.layout.workers == 1:
         life.build()
     if order.contact:
         admit(order.contact, worker, life.traits(), lambda: worker.stop.requested or worker.stop.leaving)
     how = (config.communicator, config.deadline_seconds)
-    views = Attended(worker, *how, order.contact, watch) if order.contact else Only(worker, *how, watch)
+    views = ElasticSession(worker, *how, order.contact, watch) if order.contact else StaticSession(worker, *how, watch)
     with life.lock, views:
         result = life.go_through(views)
         return dataclasses.asdict(result) if result else None
 
 
 @dataclasses.dataclass
-class Life:
+class WorkerRun:
     """What a worker keeps from view to view: a model and its optimizer, and how far they have come.
 
     Attributes:
@@ -114,17 +114,17 @@ class Life:
     """
 
     worker: Worker
-    order: Order
+    order: RunSpec
     task: Task
     config: Config
     device: torch.device
-    watch: Watched
-    built: tuple[Held, Optimizer] | None = None
+    watch: ThreadTracker
+    built: tuple[LocalModel, Optimizer] | None = None
     make_writer: Callable[..., Writer] = Writer
-    judge: Judge | None = None
-    reached: Reached | None = None
-    keeper: Keeper = dataclasses.field(default_factory=Keeper)
-    milestone: Milestone | None = None
+    judge: AnomalyDetector | None = None
+    reached: Progress | None = None
+    keeper: ShardedRecovery = dataclasses.field(default_factory=ShardedRecovery)
+    milestone: Snapshot | None = None
     lock: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     locked: bool = False
     startup_seconds: float | None = None
@@ -143,9 +143,9 @@ class Life:
         """Make the model and its optimizer, which needs nobody where workers come and go: so who trains already does
         not wait for it in a view."""
         torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
-        self.built = build(self.task, self.config, self.device, Alone(self.device))
+        self.built = build(self.task, self.config, self.device, SingleWorker(self.device))
 
-    def go_through(self, views: Views) -> Result | None:
+    def go_through(self, views: Session) -> Result | None:
         """Train in one view after the other; None if the others went on without this worker."""
         while views.next():
             try:
@@ -179,7 +179,7 @@ class Life:
             error.add_note(done)
             raise
 
-    def live(self, views: Views) -> Result | None:
+    def live(self, views: Session) -> Result | None:
         """Train in the view at hand; None if it ended at a boundary.
 
         Raises:
@@ -194,7 +194,7 @@ class Life:
             # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
             self.config = Config.of(json.loads(broadcast_text(comm, json.dumps(self.config.mapping()))))
             torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
-            feed = Feed(self.task, self.config, comm.rank, size, stack, partial(_notice, self.worker))
+            feed = DataFeed(self.task, self.config, comm.rank, size, stack, partial(_notice, self.worker))
             place = _place(comm, self.config, self.order, stack, self._share)
             if self.order.path is None:  # no launcher of ours has it, and could say how to go on
                 stack.enter_context(resumable(place.path))
@@ -227,7 +227,7 @@ class Life:
         return digest_of(*describe(held.local, optimizer, self.reached), walks=walks(self.config))
 
     def _set_up(
-        self, views: Views, feed: Feed, wires: Wires, place: _Place, stack: contextlib.ExitStack
+        self, views: Session, feed: DataFeed, wires: ProcessGroups, place: _RunLocation, stack: contextlib.ExitStack
     ) -> tuple[Trainer, int]:
         """Build everything and bind it; returns the trainer and the steps that are in the state."""
         comm, config, path = wires.everybody, self.config, place.path
@@ -241,13 +241,13 @@ class Life:
         make = partial(self.make_writer, keep=config.keep, on_event=tell, attempt=place.life)
         writer = _writer(make, comm, config, place, stack, wires.spread)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
-        judge = self.judge = self.judge or Judge(config.bad_step)
-        persistence = Persistence(
+        judge = self.judge = self.judge or AnomalyDetector(config.bad_step)
+        persistence = Checkpointer(
             writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
             parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None,
             judge=judge, newest=partial(_sound, path, record))  # fmt: skip
         view = views.view
-        laid, hosts = Laid(held.local, parts, optimizer), [place.host for place in view.places]
+        laid, hosts = ShardedModel(held.local, parts, optimizer), [place.host for place in view.places]
         taken = None
         if view.start.view and wires.spread:
             taken = self.keeper.assemble(comm, laid, judge, hosts)
@@ -259,9 +259,9 @@ class Life:
         else:
             again = config.resume or view.number > 1
             found = _newest(config, path, meta, record) if again and comm.rank == 0 else None
-            reached = Reached(_begin(persistence, found, path), persistence.committed, persistence.shared)
+            reached = Progress(_begin(persistence, found, path), persistence.committed, persistence.shared)
         if views.changing and walks(config):
-            self.milestone = self.milestone or Milestone()
+            self.milestone = self.milestone or Snapshot()
             self.milestone.keep(held.local, optimizer, reached)
         self.reached, first_step = reached, reached.steps
         if wires.spread:
@@ -297,16 +297,16 @@ class Life:
             self.keeper.leave(self.reached)
         self.built = self.milestone = None
 
-    def _now(self, trainer: Trainer) -> Reached:
+    def _now(self, trainer: Trainer) -> Progress:
         """What counts of what is done."""
         if self.milestone and self.milestone.reached:
             return self.milestone.reached
         shared = trainer.replica.state_dict() if trainer.replica.lockstep else {}
-        return Reached(trainer.done, trainer.persistence.committed, shared, trainer.last_loss)
+        return Progress(trainer.done, trainer.persistence.committed, shared, trainer.last_loss)
 
     def _take_over(
-        self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, judge: Judge
-    ) -> Reached:
+        self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, judge: AnomalyDetector
+    ) -> Progress:
         """The state that the view starts from: this worker's own, or what those who have it hand over; where replicas
         walk by themselves, the mean of what they have each its own."""
         has = self.reached if view.members[comm.rank] in view.sources else None
@@ -327,7 +327,7 @@ class Life:
             self.trained += trainer.done - first_step
             self.step_seconds += trainer.step_seconds
 
-    def _result(self, trainer: Trainer, wires: Wires, outcome: Outcome, path: Path) -> Result:
+    def _result(self, trainer: Trainer, wires: ProcessGroups, outcome: Outcome, path: Path) -> Result:
         peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
         sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
         mine = torch.tensor(list(self.watch.ledger.seconds().values()), dtype=torch.float64)
@@ -368,7 +368,7 @@ def _ending(done: int, steps: int) -> str:
     return f"all {done:,} steps are done" if done >= steps else f"stopped on request after {done:,} of {steps:,} steps"
 
 
-def _begin(persistence: Persistence, found: Opened | None, path: Path) -> int:
+def _begin(persistence: Checkpointer, found: Opened | None, path: Path) -> int:
     """All take the state that worker 0 has `found` on disk, or the same first weights; returns the steps in it."""
     persistence.agree()
     try:
@@ -380,15 +380,15 @@ def _begin(persistence: Persistence, found: Opened | None, path: Path) -> int:
 
 
 def _wires(
-    meeting: MeetingPlace, comm: Communicator, places: Places, rank: int, stack: contextlib.ExitStack, keeps: bool
-) -> Wires:
+    meeting: MeetingPlace, comm: Communicator, places: RankMesh, rank: int, stack: contextlib.ExitStack, keeps: bool
+) -> ProcessGroups:
     """Who talks with whom under the layout; all workers call it alike. `keeps`: whether copies travel."""
     if places.layout.workers == 1:
-        return Wires.whole(comm)
+        return ProcessGroups.whole(comm)
     world = meeting.open_world()
     stack.callback(world.close)
     here = places.of(rank)
-    return Wires(
+    return ProcessGroups(
         comm,
         replicas=meeting.among(places.along(rank, "replica"), "replicas"),
         inside=meeting.among(places.along(rank, *AXES), "inside"),
@@ -401,7 +401,7 @@ def _wires(
     )
 
 
-def _mesh(places: Places, device: torch.device) -> Any:
+def _mesh(places: RankMesh, device: torch.device) -> Any:
     from unisono.layout.parallelize import mesh_of  # imports more of torch than others need
 
     return mesh_of(places, device.type)
@@ -410,7 +410,7 @@ def _mesh(places: Places, device: torch.device) -> Any:
 def _hash(trainer: Trainer, path: Path, steps: int) -> str:
     """Of the weights; of stages that are spread over workers, as the last checkpoint has them, on worker 0."""
     if trainer.replica.held.pipeline is None:
-        return fingerprint(Whole(trainer.model))
+        return fingerprint(WholeTensors(trainer.model))
     if trainer.comm.rank == 0:
         with contextlib.suppress(CheckpointDamaged):
             opened = open_newest(path / CHECKPOINTS, log.warning)
@@ -420,7 +420,7 @@ def _hash(trainer: Trainer, path: Path, steps: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _RunLocation:
     """Where the run lies.
 
     Args:
@@ -435,8 +435,12 @@ class _Place:
 
 
 def _place(
-    comm: Communicator, config: Config, order: Order, stack: contextlib.ExitStack, share: Callable[[Path, Holder], None]
-) -> _Place:
+    comm: Communicator,
+    config: Config,
+    order: RunSpec,
+    stack: contextlib.ExitStack,
+    share: Callable[[Path, Holder], None],
+) -> _RunLocation:
     """Where the launcher made the run's directory, or where worker 0 makes it now.
 
     Args:
@@ -446,7 +450,7 @@ def _place(
     if order.path is not None and order.contact is None:
         if order.holder:
             share(order.path, order.holder)
-        return _Place(order.path, life, tuple(range(comm.size)))
+        return _RunLocation(order.path, life, tuple(range(comm.size)))
     if comm.rank == 0 and order.path is None:
         holder = Holder.here()
         order = dataclasses.replace(
@@ -456,14 +460,14 @@ def _place(
     told = json.loads(broadcast_text(comm, json.dumps(order.holder and dataclasses.asdict(order.holder))))
     if comm.rank in writers and told:
         share(path, Holder(**told))
-    return _Place(path, life, writers)
+    return _RunLocation(path, life, writers)
 
 
 def _writer(
     make: Callable[..., Writer],
     comm: Communicator,
     config: Config,
-    place: _Place,
+    place: _RunLocation,
     stack: contextlib.ExitStack,
     spread: bool,
 ) -> Writer | None:
@@ -483,12 +487,12 @@ def _writer(
 def _recorder(worker: Worker, comm: Communicator, path: Path, step_seconds: float) -> Recorder:
     """Worker 0 records; the others have nothing to add that it does not know."""
     if comm.rank != 0:
-        return Nothing()
-    return Telling(RunRecorder(path, step_seconds=step_seconds), worker.report)
+        return NullRecorder()
+    return ProgressReporter(RunRecorder(path, step_seconds=step_seconds), worker.report)
 
 
 def _write_down(
-    order: Order, config: Config, comm: Communicator, path: Path, record: Recorder, reached: Reached, view: View
+    order: RunSpec, config: Config, comm: Communicator, path: Path, record: Recorder, reached: Progress, view: View
 ) -> None:
     """The configuration, once it is sure that the run begins; later, who goes on from where, and the loss of the last
     step before, which may have died with whoever was to record it."""

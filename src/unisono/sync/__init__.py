@@ -15,8 +15,8 @@ from unisono.sync.server import ELEMENTWISE as ELEMENTWISE
 from unisono.sync.server import DelayCompensation as DelayCompensation
 from unisono.sync.server import ScaledByStaleness as ScaledByStaleness
 from unisono.sync.synchronizer import BoundSynchronizer as BoundSynchronizer
-from unisono.sync.synchronizer import Change as Change
 from unisono.sync.synchronizer import Loop as Loop
+from unisono.sync.synchronizer import PendingUpdate as PendingUpdate
 from unisono.sync.synchronizer import Share as Share
 from unisono.sync.synchronizer import Synchronizer as Synchronizer
 from unisono.sync.topology import TOPOLOGIES as TOPOLOGIES

@@ -17,7 +17,7 @@ from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import UnisonoError
 from unisono.sync.adasum import adasum
-from unisono.sync.bucket_reduction import Agreed, How, Reduction, mean
+from unisono.sync.bucket_reduction import Agreed, BucketedReduction, How, mean
 from unisono.sync.synchronizer import Lockstep, Loop
 
 
@@ -49,8 +49,16 @@ class AllReduce:
         self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
     ) -> BoundAllReduce:
         """See `Synchronizer.bind`."""
-        reduction = Reduction(parameters, comm, compress, bucket_bytes=self.bucket_bytes, first_bytes=self.first_bytes,
-                              control=loop.control, overlap=loop.overlap, how=_HOW[self.reduce])  # fmt: skip
+        reduction = BucketedReduction(
+            parameters,
+            comm,
+            compress,
+            bucket_bytes=self.bucket_bytes,
+            first_bytes=self.first_bytes,
+            control=loop.control,
+            overlap=loop.overlap,
+            how=_HOW[self.reduce],
+        )
         return BoundAllReduce(parameters, reduction, loop.sparse)
 
 
@@ -61,7 +69,7 @@ class BoundAllReduce(Lockstep):
     """`AllReduce` in its world; see `BoundSynchronizer` for the order of calls."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], reduction: Reduction, sparse: frozenset[str] = frozenset()
+        self, parameters: Mapping[str, nn.Parameter], reduction: BucketedReduction, sparse: frozenset[str] = frozenset()
     ) -> None:
         self._parameters, self._reduction, self._sparse = parameters, reduction, sparse
 
@@ -98,7 +106,9 @@ class MeanGradient:
 
     agreed = True
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], reduction: Reduction, sparse: frozenset[str]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], reduction: BucketedReduction, sparse: frozenset[str]
+    ) -> None:
         self._parameters, self._reduction, self._sparse = parameters, reduction, sparse
         self._mean: Agreed = reduction.wait()
         self.control = self._mean.control

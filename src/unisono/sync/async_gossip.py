@@ -30,18 +30,18 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator, Work
-from unisono.comm.actor import Answer, Line, Message
+from unisono.comm.actor import ActorConnection, ActorMessage, Answer
 from unisono.compress import Compressor
 from unisono.sync.buckets import Cut
 from unisono.sync.flat_weights import Weights, mean
 from unisono.sync.local_gradients import LocalGradients, LocalMean
-from unisono.sync.peer_estimate import Likeness, gamma, letter_bytes
+from unisono.sync.peer_estimate import PeerEstimate, gamma, letter_bytes
 from unisono.sync.synchronizer import AllHere, OwesNothing, Share
 from unisono.sync.topology import Topology
-from unisono.sync.work_leasing import Dealing
+from unisono.sync.work_leasing import LeaseClient
 
 
-class Partner:
+class GossipActor:
     """The actor: one replica's weights, one flat tensor per bucket, which are replaced and never written into.
 
     Args:
@@ -61,7 +61,7 @@ class Partner:
             self._free = 1.0
             self._pairs: dict[tuple[int, str], Pair] = {}
 
-    def receive(self, sender: int, message: Message, answer: Answer) -> None:
+    def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """``meet``: a letter, which is answered with one."""
         pair = self._pair(sender, "asked by")
         pair.theirs.take(message.tensors[0].to(self._cuts[0].device))
@@ -69,22 +69,22 @@ class Partner:
             weights, part = self._weights, self._share()
         letter = pair.mine.send(weights, [part])
         self._draw(pair, part)
-        answer(Message("met", {}, [letter.cpu()]))
+        answer(ActorMessage("met", {}, [letter.cpu()]))
 
     def lost(self, sender: int) -> None:
         pass
 
-    def meet(self, lines: Sequence[Line]) -> None:
+    def meet(self, lines: Sequence[ActorConnection]) -> None:
         pass
 
-    def ask(self, peer: int, line: Line) -> Work[Message]:
+    def ask(self, peer: int, line: ActorConnection) -> Work[ActorMessage]:
         """Send the weights as they are now to `peer`, at the other end of `line`."""
         with self._lock:
             weights, self._free = self._weights, 0.5
         letter = self._pair(peer, "asks").mine.send(weights, [0.0])
-        return line.call(Message("meet", {}, [letter.cpu()]))
+        return line.call(ActorMessage("meet", {}, [letter.cpu()]))
 
-    def hear(self, peer: int, answered: Message) -> None:
+    def hear(self, peer: int, answered: ActorMessage) -> None:
         """Take in the answer of `peer`."""
         pair = self._pair(peer, "asks")
         part = pair.theirs.take(answered.tensors[0].to(self._cuts[0].device))[0]
@@ -130,7 +130,7 @@ class Pair:
     """Two likenesses in one role of a pair: what the other holds of this replica, and what this one holds of it."""
 
     def __init__(self, cuts: Sequence[Cut], known: Sequence[Tensor]) -> None:
-        self.mine, self.theirs = Likeness(cuts, known), Likeness(cuts, known)
+        self.mine, self.theirs = PeerEstimate(cuts, known), PeerEstimate(cuts, known)
 
     def nearer(self, weights: list[Tensor], part: float, turns: int) -> list[Tensor]:
         """`weights` after this replica has got `part` of what the likenesses differ by."""
@@ -165,11 +165,11 @@ class BoundPartners(AllHere, OwesNothing):
         self._weights = Weights(parameters, compress)
         at_once = max(len(topology.sends(rank, comm.size, 0)) for rank in range(min(2, comm.size)))
         neighbours = topology.turns(comm.size) * at_once
-        self._partner = Partner(self._weights.cuts, self._weights.read(), neighbours)
+        self._partner = GossipActor(self._weights.cuts, self._weights.read(), neighbours)
         self._lines = comm.host(self._partner)
-        self._dealing = Dealing(comm, micro_batches)
+        self._dealing = LeaseClient(comm, micro_batches)
         self._step = 0
-        self._asked: tuple[int, Work[Message]] | None = None
+        self._asked: tuple[int, Work[ActorMessage]] | None = None
 
     def begin(self) -> None:
         self._gradients.begin()

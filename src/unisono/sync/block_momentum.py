@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from unisono.sync.outer_optimizer import Momentum, Nesterov
 from unisono.sync.periodic import Periodic
-from unisono.sync.sync_schedule import Rhythm
+from unisono.sync.sync_schedule import SyncSchedule
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class BlockMomentum(Periodic):
             raise ValueError(f"nesterov={self.nesterov!r} is neither True nor False")
         self.rhythm(1)
 
-    def rhythm(self, workers: int) -> Rhythm:
+    def rhythm(self, workers: int) -> SyncSchedule:
         """See `Periodic`."""
         momentum = 1 - 1 / workers if self.momentum is None else self.momentum
         outer = Nesterov(1.0, momentum) if self.nesterov else Momentum(1.0, momentum)
-        return Rhythm(self.every, outer=outer)
+        return SyncSchedule(self.every, outer=outer)

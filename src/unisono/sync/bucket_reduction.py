@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from unisono.comm import Communicator, Tiers
+from unisono.comm import Communicator, Hierarchy
 from unisono.compress import Buffered, Cast, Compressor, Mean, Memory, Span, Wire, views
 from unisono.sync.buckets import Cut, cut, gaps, pack, refused, unpack
-from unisono.sync.pending_mean import Flow
+from unisono.sync.pending_mean import PendingMean
 
 How = Callable[[Compressor, Tensor, Sequence[Span], Wire, Memory, torch.dtype], Mean]
 
@@ -26,7 +26,7 @@ def mean(
     return compress.mean(total, spans, comm, memory, dtype)
 
 
-def by_tiers(tiers: Tiers, how: How) -> How:
+def by_tiers(tiers: Hierarchy, how: How) -> How:
     """Sums inside each host, the mean between the hosts as `how` takes it, and back: what crosses the network does so
     once per host."""
 
@@ -43,7 +43,7 @@ def by_tiers(tiers: Tiers, how: How) -> How:
     return steps
 
 
-class Reduction:
+class BucketedReduction:
     """Per round: `begin`, `add` for what this worker has, `close` before its last, `launch`, `wait`, `commit`.
 
     Args:
@@ -216,7 +216,7 @@ class Agreed:
         return [float(flat.norm()) for flat in self.flats()]
 
     def flats(self, scale: float = 1.0) -> list[Tensor]:
-        """``scale * mean`` of each bucket, laid out as in `Reduction.cuts`, to be read only and until the next
+        """``scale * mean`` of each bucket, laid out as in `BucketedReduction.cuts`, to be read only and until the next
         round."""
         means = zip(self._buckets, self.means)
         return [bucket.scaled(mean, scale)[: bucket.cut.numel] for bucket, mean in means if bucket.cut.spans]
@@ -239,7 +239,7 @@ class Bucket:
     """
 
     def __init__(
-        self, plan: Cut, comm: Communicator, lane: Communicator, *, how: How, tiers: Tiers | None, tail: int
+        self, plan: Cut, comm: Communicator, lane: Communicator, *, how: How, tiers: Hierarchy | None, tail: int
     ) -> None:
         self.cut, self._tail, self._tiers, self._how = plan, tail, tiers, how
         self._comm, self._lane = comm, lane
@@ -264,7 +264,7 @@ class Bucket:
         self._folded: set[int] = set()
         self.missing = set(range(len(self.cut.spans)))
         self.launched = False
-        self._flow: Flow | None = None
+        self._flow: PendingMean | None = None
         self.memory.discard()
         one_message = self._how is mean and self.cut.compress.is_one_sum(self.memory)
         self.carries = one_message and self._tail > 0
@@ -322,7 +322,7 @@ class Bucket:
         plan, comm = self.cut, self._lane if self.hops else self._comm
         total = self.total[: plan.numel + self._tail * self.carries]
         how = by_tiers(self._tiers, self._how) if self._tiers else self._how
-        self._flow = Flow(how(plan.compress, total, plan.spans, comm, self.memory, plan.dtype))
+        self._flow = PendingMean(how(plan.compress, total, plan.spans, comm, self.memory, plan.dtype))
 
     def poll(self) -> bool:
         return self._flow is not None and self._flow.poll()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from unisono.sync.outer_optimizer import OUTER, Nesterov, Outer
 from unisono.sync.periodic import Periodic
-from unisono.sync.sync_schedule import Rhythm
+from unisono.sync.sync_schedule import SyncSchedule
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DiLoCo(Periodic):
             raise ValueError(f"outer={self.outer!r} is none of {', '.join(OUTER)}")
         self.rhythm(1)
 
-    def rhythm(self, workers: int) -> Rhythm:
+    def rhythm(self, workers: int) -> SyncSchedule:
         """See `Periodic`."""
         mix = (0.5 if self.delay else 0.0) if self.mix is None else self.mix
-        return Rhythm(self.every, fragments=self.fragments, delay=self.delay, mix=mix, outer=self.outer)
+        return SyncSchedule(self.every, fragments=self.fragments, delay=self.delay, mix=mix, outer=self.outer)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.compress import Compressor, views
-from unisono.sync.bucket_reduction import Reduction
+from unisono.sync.bucket_reduction import BucketedReduction
 from unisono.sync.buckets import Cut
 from unisono.sync.outer_optimizer import Outer
 
@@ -57,8 +57,15 @@ class Fragment:
         self._rank, self._size, self._reference = comm.rank, comm.size, reference
         self._steps, self._weight, self._usual = 0, 0.0, reference
         bucket_bytes = _WHOLE if delayed else _BUCKET_BYTES
-        self._reduction = Reduction(parameters, comm, compress, bucket_bytes=bucket_bytes, first_bytes=bucket_bytes,
-                                    control=comm.size + control, overlap=False)  # fmt: skip
+        self._reduction = BucketedReduction(
+            parameters,
+            comm,
+            compress,
+            bucket_bytes=bucket_bytes,
+            first_bytes=bucket_bytes,
+            control=comm.size + control,
+            overlap=False,
+        )
         cuts = self._reduction.cuts
         self._anchor = Flat(cuts)
         self._velocity = Flat(cuts if outer.remembers else [])
@@ -103,11 +110,11 @@ class Fragment:
         self._reduction.launch()
 
     def owed(self) -> dict[str, Tensor]:
-        """See `Reduction.owed`."""
+        """See `BucketedReduction.owed`."""
         return self._reduction.owed()
 
     def owe(self, owed: Mapping[str, Tensor]) -> None:
-        """See `Reduction.owe`."""
+        """See `BucketedReduction.owe`."""
         self._reduction.owe(owed)
 
     def poll(self) -> None:

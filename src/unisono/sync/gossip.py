@@ -30,7 +30,7 @@ from unisono.compress import Compressor
 from unisono.sync.async_gossip import BoundPartners
 from unisono.sync.flat_weights import Weights, mean
 from unisono.sync.local_gradients import LocalGradients, LocalMean
-from unisono.sync.peer_estimate import Likeness, gamma, letter_bytes
+from unisono.sync.peer_estimate import PeerEstimate, gamma, letter_bytes
 from unisono.sync.synchronizer import AllHere, BoundSynchronizer, Loop, OwesNothing, Share
 from unisono.sync.topology import Parts, Ring, Topology
 
@@ -174,12 +174,12 @@ class BoundGossip(AllHere, OwesNothing):
         """All replicas are at `flats`, and know it."""
         self._known = flats
         self._w = [1.0] * len(flats)
-        self._to: dict[int, Likeness] = {}
-        self._of: dict[int, Likeness] = {}
+        self._to: dict[int, PeerEstimate] = {}
+        self._of: dict[int, PeerEstimate] = {}
 
-    def _likeness(self, of: dict[int, Likeness], peer: int) -> Likeness:
+    def _likeness(self, of: dict[int, PeerEstimate], peer: int) -> PeerEstimate:
         if peer not in of:
-            of[peer] = Likeness(self._weights.cuts, self._known)
+            of[peer] = PeerEstimate(self._weights.cuts, self._known)
         return of[peer]
 
     def _mean(self) -> list[Tensor]:
@@ -238,7 +238,7 @@ class BoundGossip(AllHere, OwesNothing):
         for likeness in (*self._to.values(), *self._of.values()):
             likeness.release()
 
-    def _gamma(self, bucket: int, peer: int, edge: Mapping[int, Likeness]) -> float:
+    def _gamma(self, bucket: int, peer: int, edge: Mapping[int, PeerEstimate]) -> float:
         """How much of its part an edge carries: both ways the same, but where w goes along."""
         if self._keeps[bucket]:
             return 1.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unisono.sync.periodic import Periodic
-from unisono.sync.sync_schedule import Rhythm
+from unisono.sync.sync_schedule import SyncSchedule
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,6 @@ class LocalSGD(Periodic):
     def __post_init__(self) -> None:
         self.rhythm(1)
 
-    def rhythm(self, workers: int) -> Rhythm:
+    def rhythm(self, workers: int) -> SyncSchedule:
         """See `Periodic`."""
-        return Rhythm(self.every, start=self.start)
+        return SyncSchedule(self.every, start=self.start)

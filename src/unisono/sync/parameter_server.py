@@ -31,16 +31,16 @@ from torch.optim import Optimizer
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import InvalidInput
-from unisono.sync.server.asynchronous import Pace, WalkingServer
-from unisono.sync.server.client import BoundServer
+from unisono.sync.server.asynchronous import AsynchronousClient, StalenessBound
+from unisono.sync.server.client import ServerClient
 from unisono.sync.server.delay_compensation import Compensation
-from unisono.sync.server.shard_client import Conversation
+from unisono.sync.server.shard_client import ShardClient
 from unisono.sync.server.slice_optimizer import kind_of, numbers_of
 from unisono.sync.server.slices import Slice, cut
-from unisono.sync.server.synchronous import LockstepServer
+from unisono.sync.server.synchronous import SynchronousClient
 from unisono.sync.server.value_codec import write
 from unisono.sync.synchronizer import Loop
-from unisono.sync.work_leasing import Dealing, lease
+from unisono.sync.work_leasing import LeaseClient, lease
 
 SERVICE = "unisono.sync.server.actor:serve"
 _SMALL_PART = 1 / 16  # of an update: weights that lack so much are as good
@@ -115,7 +115,7 @@ class ParameterServer:
 
     def bind(
         self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
-    ) -> BoundServer:
+    ) -> ServerClient:
         """See `Synchronizer.bind`.
 
         Raises:
@@ -131,20 +131,20 @@ class ParameterServer:
         terms = {"workers": comm.size, "control": loop.control, "needed": first if self.backup_workers else needed}
         lines = comm.serve(self.servers, SERVICE, self._config(slices, optimizer, groups, terms))
         conversations = [
-            Conversation(s, [lines[(s + i) % self.servers] for i in range(self.shard_copies)])
+            ShardClient(s, [lines[(s + i) % self.servers] for i in range(self.shard_copies)])
             for s in range(self.servers)
         ]
         world = trained, comm.lane("workers"), slices, conversations, optimizer, loop.overlap
         if self.lockstep:
-            return LockstepServer(*world)
+            return SynchronousClient(*world)
         own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)
-        pace = Pace(micro_batches, needed, self.staleness, self.start)
+        pace = StalenessBound(micro_batches, needed, self.staleness, self.start)
         size = self.lease or lease(needed, comm.size)
-        dealing = None if self.backup_workers else Dealing(comm, micro_batches, size)
+        dealing = None if self.backup_workers else LeaseClient(comm, micro_batches, size)
         # A correction compares with the weights that a worker was given last: those that its push was computed on.
         looks_back = self.compensate is not None and self.compensate.looks_back
         asks_first = size <= _SMALL_PART * needed and not looks_back
-        return WalkingServer(*world, pace=pace, dealing=dealing, own=own, asks_first=asks_first)
+        return AsynchronousClient(*world, pace=pace, dealing=dealing, own=own, asks_first=asks_first)
 
     def _check(self, workers: int, micro_batches: int) -> None:
         if self.backup_workers >= workers:

@@ -24,7 +24,7 @@ from unisono.sync.buckets import Cut
 _ALIGN = 16  # bytes: where a message of any dtype may begin
 
 
-class Likeness:
+class PeerEstimate:
     """One end of a directed edge: a sender calls `send`, its receiver `take`, in the same order.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor
 from unisono.compress import Mean
 
 
-class Flow:
+class PendingMean:
     """A mean under way: started at once, goes on whenever it is polled."""
 
     def __init__(self, steps: Mean) -> None:

@@ -10,7 +10,7 @@ of the data. Here replica i counts by its samples n_i, of n in all (McMahan et a
 Learning of Deep Networks from Decentralized Data", algorithm 1), so that each sample counts alike whoever computes it.
 
 In the streaming form the parameters are synchronized in fragments, in turn, and a mean walk is taken in some steps
-after the walks were sent (see `Rhythm`).
+after the walks were sent (see `SyncSchedule`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from unisono.sync.bucket_reduction import under
 from unisono.sync.flat_weights import Weights, mean
 from unisono.sync.fragment import Fragment
 from unisono.sync.local_gradients import LocalGradients
-from unisono.sync.sync_schedule import Rhythm, divide
-from unisono.sync.synchronizer import AllHere, Change, Loop, Share
+from unisono.sync.sync_schedule import SyncSchedule, divide
+from unisono.sync.synchronizer import AllHere, Loop, PendingUpdate, Share
 
 
 class Periodic:
     """What the values of all forms share: a form says its `rhythm`."""
 
-    def rhythm(self, workers: int) -> Rhythm:
+    def rhythm(self, workers: int) -> SyncSchedule:
         """This form among `workers` replicas."""
         raise NotImplementedError
 
@@ -52,7 +52,7 @@ class Periodic:
         return BoundPeriodic(rhythm, parameters, comm, compress, loop, together)
 
 
-class Standing(Enum):
+class AnchorState(Enum):
     """Where the replicas stand, between two steps."""
 
     ON_ANCHOR = "all have the same parameters, which are the anchor"
@@ -75,7 +75,7 @@ class BoundPeriodic(AllHere):
 
     def __init__(
         self,
-        rhythm: Rhythm,
+        rhythm: SyncSchedule,
         parameters: Mapping[str, nn.Parameter],
         comm: Communicator,
         compress: Compressor,
@@ -94,7 +94,7 @@ class BoundPeriodic(AllHere):
         self.local = together is None
         self._gradients: BoundAllReduce | LocalGradients = together or LocalGradients(parameters)
         self._taken = 0
-        self._standing = Standing.ON_ANCHOR
+        self._standing = AnchorState.ON_ANCHOR
         self._weight = 0.0  # of the step under way
         self._apart = 0.0  # of the local steps since all had the same parameters
         self.local_weight: float = 0.0
@@ -111,9 +111,9 @@ class BoundPeriodic(AllHere):
         self._gradients.offer(name, gradient, weight)
         self._go_on()
 
-    def settle(self) -> Stride:
+    def settle(self) -> PeriodicStep:
         self._go_on()
-        return Stride(self, self._gradients.settle(), self._rhythm.lockstep(self._taken))
+        return PeriodicStep(self, self._gradients.settle(), self._rhythm.lockstep(self._taken))
 
     def taken(self, control: list[float]) -> list[float] | None:
         """One more step was taken, locally or together: exchange what is due, and take in what is due. Returns the
@@ -133,7 +133,7 @@ class BoundPeriodic(AllHere):
             return None
         heard = self._fragments[coming].take_in()
         if rhythm.whole:
-            self._standing, self._apart = Standing.ON_ANCHOR, 0.0
+            self._standing, self._apart = AnchorState.ON_ANCHOR, 0.0
         return heard if coming == last else None
 
     def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
@@ -145,10 +145,10 @@ class BoundPeriodic(AllHere):
         for fragment in self._fragments:
             if fragment.sent:
                 fragment.take_in()
-        if self._standing is Standing.APART:
+        if self._standing is AnchorState.APART:
             weights = Weights(self._parameters, Cast())
             weights.write(mean(weights.read(), self._meeting, self._apart))
-            self._standing = Standing.TOGETHER
+            self._standing = AnchorState.TOGETHER
         # As in a run that is resumed here, which does not know what was counted.
         self._apart = self.local_weight = 0.0
         for fragment in self._fragments:
@@ -158,7 +158,7 @@ class BoundPeriodic(AllHere):
     def shared(self) -> Iterator[None]:
         """The parameters where all replicas have the same, else the anchor: what the papers evaluate, here without a
         word between the replicas. In the streaming form its fragments are of different ages."""
-        if self._standing is not Standing.APART:
+        if self._standing is not AnchorState.APART:
             yield
             return
         own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
@@ -171,21 +171,21 @@ class BoundPeriodic(AllHere):
     def state_dict(self) -> dict[str, Tensor]:
         """The number of steps taken, the anchor where the parameters are off it, and what the outer optimizer
         remembers."""
-        anchors = {} if self._standing is Standing.ON_ANCHOR else self._anchors()
+        anchors = {} if self._standing is AnchorState.ON_ANCHOR else self._anchors()
         state = {f"anchor/{name}": tensor for name, tensor in anchors.items()}
         state |= {f"velocity/{name}": tensor for part in self._fragments for name, tensor in part.velocity.items()}
         return {name: tensor.contiguous() for name, tensor in state.items()} | {"taken": torch.tensor(self._taken)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._taken = int(state["taken"])
-        self._standing = Standing.ON_ANCHOR
+        self._standing = AnchorState.ON_ANCHOR
         for fragment in self._fragments:
             fragment.anchor_here()
             for kind, tensors in (("anchor", fragment.anchor), ("velocity", fragment.velocity)):
                 for name, tensor in tensors.items():
                     if f"{kind}/{name}" in state:
                         tensor.copy_(state[f"{kind}/{name}"])
-                        self._standing = Standing.TOGETHER if kind == "anchor" else self._standing
+                        self._standing = AnchorState.TOGETHER if kind == "anchor" else self._standing
         self._leave_lockstep_if_due()
 
     def owed(self) -> dict[str, Tensor]:
@@ -201,7 +201,7 @@ class BoundPeriodic(AllHere):
 
     def _count(self) -> None:
         """A local step was taken."""
-        self._standing = Standing.APART
+        self._standing = AnchorState.APART
         self._apart, self.local_weight = self._apart + self._weight, self.local_weight + self._weight
         for fragment in self._fragments:
             fragment.count(self._weight)
@@ -227,16 +227,16 @@ class BoundPeriodic(AllHere):
             parameter.copy_(tensors[name])
 
 
-class Stride:
+class PeriodicStep:
     """What one step is about to do: the local one, or the synchronous one of the start, and the exchange that may be
-    due after it. See `Change`."""
+    due after it. See `PendingUpdate`."""
 
-    def __init__(self, periodic: BoundPeriodic, change: Change, synchronous: bool) -> None:
+    def __init__(self, periodic: BoundPeriodic, change: PendingUpdate, synchronous: bool) -> None:
         self._periodic, self._change = periodic, change
         self.agreed, self.control = synchronous, change.control
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """See `Change.norm`."""
+        """See `PendingUpdate.norm`."""
         return self._change.norm(without)
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:

@@ -19,7 +19,7 @@ from unisono.sync.outer_optimizer import Average, Outer
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class SyncSchedule:
     """The one periodic algorithm, with all that its special forms differ in.
 
     Args:

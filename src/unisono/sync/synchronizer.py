@@ -24,7 +24,7 @@ Share = tuple[int, range]
 """What one worker computes between two `settle`s: a step, and some of its micro-batches."""
 
 
-class Change(Protocol):
+class PendingUpdate(Protocol):
     """What one step is about to do. Nothing that is shared or lasts has changed before `apply`."""
 
     @property
@@ -48,7 +48,7 @@ class BoundSynchronizer(Protocol):
     """One step is: `begin`, then per micro-batch `offer` for each gradient, then `settle`, then ``change.apply``.
 
     Attributes:
-        lockstep: whether replicas are equal after every `apply` and every `Change` is agreed from the start.
+        lockstep: whether replicas are equal after every `apply` and every `PendingUpdate` is agreed from the start.
         local: whether the mean gradient is this worker's own. It may then stay where autograd adds it up: whoever
             weights the losses need not `offer`.
         keeps_optimizer: whether the optimizer's state lives elsewhere, and comes here in `meet`.
@@ -82,7 +82,7 @@ class BoundSynchronizer(Protocol):
         """Every gradient of a micro-batch has been offered. Raises `ValueError`, which names the parameter, where one
         cannot be represented; `offer` may find that too."""
 
-    def settle(self) -> Change:
+    def settle(self) -> PendingUpdate:
         """Wait for the mean. Raises `PeerLost`, `MessageMismatch`."""
 
     def need(self, names: Collection[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from unisono.comm import Communicator, Work
-from unisono.comm.actor import Actor, Answer, Line, Message
+from unisono.comm.actor import Actor, ActorConnection, ActorMessage, Answer
 from unisono.sync.synchronizer import Share
 
 
@@ -40,7 +40,7 @@ class Stretch:
         return bool(asked["stretch"] < self.number)
 
 
-class Dealer:
+class LeaseServer:
     """The actor that deals out micro-batches, counted from the start of the run.
 
     Args:
@@ -54,22 +54,22 @@ class Dealer:
         self._step, self._lease = micro_batches, lease
         self._stretch, self._next = Stretch(), 0
 
-    def receive(self, sender: int, message: Message, answer: Answer) -> None:
+    def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """``take``: the next share of stretch number `stretch`, which is all steps from `first` to before `until`."""
         stretch = self._stretch
         if stretch.opened(message.fields):
             self._next = stretch.first * self._step
         if stretch.left(message.fields):
-            answer(Message("over", {"until": stretch.first}))
+            answer(ActorMessage("over", {"until": stretch.first}))
             return
         if message.fields["stop"]:  # what is begun of a step is dealt out to its end
             stretch.until = min(stretch.until, -(-self._next // self._step))
         step, start = divmod(self._next, self._step)
         if step >= stretch.until:
-            answer(Message("over", {"until": stretch.until}))
+            answer(ActorMessage("over", {"until": stretch.until}))
             return
         self._next += self._lease
-        answer(Message("share", {"step": step, "start": start, "stop": start + self._lease}))
+        answer(ActorMessage("share", {"step": step, "start": start, "stop": start + self._lease}))
 
     def lost(self, sender: int) -> None:
         pass
@@ -86,22 +86,22 @@ class Turnstile:
     def __init__(self) -> None:
         self._stretch, self._begun = Stretch(), 0
 
-    def receive(self, sender: int, message: Message, answer: Answer) -> None:
+    def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """``take``: the sender's next step of the stretch is `next` or, where it has just begun, `first`."""
         stretch = self._stretch
         if stretch.opened(message.fields):
             self._begun = stretch.first
         if stretch.left(message.fields):
-            answer(Message("over", {"until": stretch.first}))
+            answer(ActorMessage("over", {"until": stretch.first}))
             return
         if message.fields["stop"]:  # who has begun a step sees it through, and so do the others
             stretch.until = min(stretch.until, self._begun)
         step = max(stretch.first, message.fields["next"])
         if step >= stretch.until:
-            answer(Message("over", {"until": stretch.until}))
+            answer(ActorMessage("over", {"until": stretch.until}))
             return
         self._begun = max(self._begun, step + 1)
-        answer(Message("share", {"step": step}))
+        answer(ActorMessage("share", {"step": step}))
 
     def lost(self, sender: int) -> None:
         pass
@@ -110,7 +110,7 @@ class Turnstile:
         pass
 
 
-class Dealing:
+class LeaseClient:
     """One worker's end: leases of a dealer.
 
     Args:
@@ -122,12 +122,12 @@ class Dealing:
     """
 
     def __init__(self, comm: Communicator, micro_batches: int, size: int | None = None) -> None:
-        self._host(comm, Dealer(micro_batches, size or lease(micro_batches, comm.size)))
+        self._host(comm, LeaseServer(micro_batches, size or lease(micro_batches, comm.size)))
 
     def _host(self, comm: Communicator, actor: Actor) -> None:
-        self._line: Line = comm.host(actor)[0]
+        self._line: ActorConnection = comm.host(actor)[0]
         self._question: Callable[[], dict[str, Any]] | None = None
-        self._coming: Work[Message] | None = None
+        self._coming: Work[ActorMessage] | None = None
         self._ahead: deque[Share] = deque()
         self._open: deque[Share] = deque()
         self._stretch = self.dealt = 0
@@ -144,7 +144,7 @@ class Dealing:
     def prepare(self) -> None:
         """Ask for the next share, so that it is there when it is due; who asks early keeps it from the others."""
         if self._question is not None and self._coming is None and not self._ahead:
-            self._coming = self._line.call(Message("take", self._question()))
+            self._coming = self._line.call(ActorMessage("take", self._question()))
 
     def upcoming(self) -> Share | None:
         """The share that is computed next; None: everything is dealt out."""
@@ -172,7 +172,7 @@ class Dealing:
         return fields["step"], range(fields["start"], fields["stop"])
 
 
-class TakingTurns(Dealing):
+class TakingTurns(LeaseClient):
     """One worker's end: its own part of each step, but for those that it comes too late for.
 
     Args:
@@ -189,7 +189,7 @@ class TakingTurns(Dealing):
         """Which step is next is known only when the weights for it are here, so nothing is asked for early."""
         if self._coming is None and self._question is not None and not self._open:
             asked = self._question() | {"next": max(self._next, self._earliest())}
-            self._coming = self._line.call(Message("take", asked))
+            self._coming = self._line.call(ActorMessage("take", asked))
 
     def _share(self, fields: Mapping[str, Any]) -> Share:
         self._next = fields["step"] + 1

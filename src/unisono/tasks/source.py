@@ -1,6 +1,6 @@
 """Where a task comes from: a built-in name, ``path/to/file.py:function`` or ``package.module:function``.
 
-A `Source` is a plain value that travels to every worker as JSON or pickle; each worker loads the task
+A `NamedTask` is a plain value that travels to every worker as JSON or pickle; each worker loads the task
 from it. Its arguments may still be text as on a command line: they are read by the function's annotations.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Source:
+class NamedTask:
     """Where a task comes from, and the arguments to call it with.
 
     Args:
@@ -95,7 +95,7 @@ class Source:
         return f"{self._path(place)}{colon}{attribute}" if place.endswith(".py") else self.name
 
     def mapping(self) -> dict[str, Any]:
-        """Plain values, for JSON; ``Source(**mapping)`` is the way back."""
+        """Plain values, for JSON; ``NamedTask(**mapping)`` is the way back."""
         return asdict(self)
 
     def _call(self, target: Any, others: Collection[str]) -> Any:

@@ -31,7 +31,7 @@ from unisono.errors import UnisonoError
 from unisono.trainer.model_hooks import before_forward
 
 
-class Statistics:
+class BufferSync:
     """The buffers of one replica over steps of `micro_batches`; `comm` is a lane of their own, or None where a replica
     folds what it wrote itself.
 
@@ -55,12 +55,12 @@ class Statistics:
         theirs |= {id(p) for p in model.parameters() if p.requires_grad or hasattr(p, "to_local")}
         self._layers = [_Layer(n, layer) for n, layer in named.items() if not getattr(layer, "buffers_agree", False)]
         self._quiet = [
-            _Place(f"{path}.{key}".lstrip("."), module, key)
+            _BufferSlot(f"{path}.{key}".lstrip("."), module, key)
             for path, module in model.named_modules()
             for key, held in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))
             if id(held) not in theirs
         ]
-        self._written: list[_Place] = []
+        self._written: list[_BufferSlot] = []
         self._probing = True
         self._probe: list[Tensor] = []
         self.active = (micro_batches > 1 or drops) and bool(self._layers or self._quiet)
@@ -192,7 +192,7 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _BufferSlot:
     """Where a buffer lives; its module may put another tensor there."""
 
     name: str
@@ -223,7 +223,7 @@ class _Layer:
         keys = [
             key for key in ("running_mean", "running_var", "num_batches_tracked") if getattr(module, key) is not None
         ]
-        self._places = [_Place(f"{name}.{key}".lstrip("."), module, key) for key in keys]
+        self._places = [_BufferSlot(f"{name}.{key}".lstrip("."), module, key) for key in keys]
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -231,7 +231,7 @@ class _Layer:
         return [place.tensor for place in self._places]
 
     @property
-    def changed(self) -> list[_Place]:
+    def changed(self) -> list[_BufferSlot]:
         """Those that were written since `remember`; what the layer's own forward pass writes does not count in all."""
         return [place for place, mark in zip(self._places, self._marks) if place.differs(mark)]
 
@@ -274,7 +274,7 @@ class _Layer:
         return stepped
 
 
-def _digest(places: Iterable[_Place], start: int) -> int:
+def _digest(places: Iterable[_BufferSlot], start: int) -> int:
     """Of names and values; `start` where there is none. It fits into a float64."""
     for place in places:
         values = place.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

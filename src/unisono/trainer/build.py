@@ -17,44 +17,44 @@ from torch.utils.data import default_collate
 
 from unisono.bad_steps import RollBack, Stop
 from unisono.comm import Communicator
-from unisono.comm.process_groups import Wires
+from unisono.comm.process_groups import ProcessGroups
 from unisono.comm.text import gather_text
 from unisono.compress import Exact
 from unisono.config import Config, recovers
 from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
 from unisono.elastic.control_word import NUMBERS
 from unisono.elastic.presence import Presence, Unchanging
-from unisono.elastic.snapshot import Milestone
+from unisono.elastic.snapshot import Snapshot
 from unisono.errors import InvalidInput
-from unisono.layout import AXES, CUTTING, Compute, Held, Places, Sample, as_it_is, blocks, compiled
+from unisono.layout import AXES, CUTTING, Compute, LocalModel, RankMesh, Sample, as_it_is, blocks, compiled
 from unisono.notation import show
-from unisono.observe import Recorder, Unwatched, Watch
+from unisono.observe import ActivityTracker, NullTracker, Recorder
 from unisono.sync import AllReduce
 from unisono.tasks.lr_schedules import Constant, factor_of
 from unisono.tasks.task import Task, batch_loss, build_dataset
 from unisono.tensors.batch import Batch, samples_in, to_device
-from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.evaluation import Evaluator, forward, within
-from unisono.trainer.load_balance import Balance, Follow
+from unisono.trainer.load_balance import LoadBalancer, RebalanceMode
 from unisono.trainer.loop import Trainer
 from unisono.trainer.optimizer import LearningRate, optimizer_of, prefer_fused
 from unisono.trainer.optimizer_coupling import needs_wholes
 from unisono.trainer.replica import Replica, check_fit, check_trainable
-from unisono.trainer.step_validation import Guard
+from unisono.trainer.step_validation import StepValidator
 from unisono.trainer.sync_batchnorm import synchronize_batchnorm
 from unisono.trainer.whole_tensor_optimizers import Wholes
 
 LOG = logging.getLogger("unisono")
 
 
-class Feed:
+class DataFeed:
     """The plan of micro-batches, and the loader of worker `rank` of `size`; loaders are closed with `stack`.
 
     Args:
         notice: see `Loader`.
 
     Raises:
-        InvalidInput: as `MicroBatchPlan`, `assign` and `Places`.
+        InvalidInput: as `MicroBatchPlan`, `assign` and `RankMesh`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Feed:
         self.dataset = build_dataset(task.data)
         assert config.global_batch is not None
         self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
-        self.places = Places(config.layout, size)
+        self.places = RankMesh(config.layout, size)
         self.places.check_micro_batches(self.plan.micro_batches)
         ranges = assign(self.plan.micro_batches, [1.0] * self.places.lanes)
         self.mine = ranges[self.places.lane(rank)]  # of the first steps
@@ -110,7 +110,7 @@ class Feed:
 def build(
     task: Task, config: Config, device: torch.device, comm: Communicator, mesh: Any = None,
     sample: Sample | None = None, inside: Communicator | None = None,
-) -> tuple[Held, Optimizer]:  # fmt: skip
+) -> tuple[LocalModel, Optimizer]:  # fmt: skip
     """What this worker holds of the model, with its first weights, and the optimizer of that.
 
     Args:
@@ -135,7 +135,7 @@ def build(
         compute.check(model)
         for block in blocks(model):
             compute.prepare(block)
-        held = Held.whole(model.to(device))
+        held = LocalModel.whole(model.to(device))
     wholes = _wholes(task, config, held, device, mesh, inside) if mesh is not None and inside is not None else None
     if wholes is None:
         optimizer = optimizer_of(task.optimizer, [p for p in held.local.parameters() if p.requires_grad])
@@ -147,21 +147,21 @@ def build(
 
 
 def _wholes(
-    task: Task, config: Config, held: Held, device: torch.device, mesh: Any, inside: Communicator
+    task: Task, config: Config, held: LocalModel, device: torch.device, mesh: Any, inside: Communicator
 ) -> Wholes | None:
     """Where the optimizer needs tensors whole, and workers have parts; all workers of a replica call it alike."""
     mine = json.dumps([p.dim() for p in held.local.parameters() if p.requires_grad])
     dims = {dim for text in gather_text(inside, mine) for dim in json.loads(text)}
     if not needs_wholes(task.optimizer, dims, config.layout, device):
         return None
-    places, rank = Places(config.layout, mesh.size()), mesh.get_rank()
+    places, rank = RankMesh(config.layout, mesh.size()), mesh.get_rank()
     replica = places.along(rank, *AXES)
     group = [replica.index(other) for other in places.along(rank, *CUTTING)]
     lane = inside.lane("whole tensors")
     return Wholes(task.optimizer, held.local, held.parts, lane, group, undo=recovers(config))
 
 
-def _check_offloaded(config: Config, places: Places, device: torch.device) -> None:
+def _check_offloaded(config: Config, places: RankMesh, device: torch.device) -> None:
     if config.layout.offload and device.type != "cpu" and places.replicas > 1:
         raise InvalidInput(
             "layout", show(config.layout), f"gradients lie in host memory, and {places.replicas} replicas exchange "
@@ -188,19 +188,19 @@ def model_of(task: Task) -> nn.Module:
 def bind(
     task: Task,
     config: Config,
-    feed: Feed,
-    held: Held,
+    feed: DataFeed,
+    held: LocalModel,
     optimizer: Optimizer,
-    wires: Wires,
+    wires: ProcessGroups,
     *,
-    persistence: Persistence,
+    persistence: Checkpointer,
     record: Recorder,
     device: torch.device,
     first_step: int = 0,
     presence: Presence = Unchanging(),
     trainer: Callable[..., Trainer] = Trainer,
-    watch: Watch = Unwatched(),
-    milestone: Milestone | None = None,
+    watch: ActivityTracker = NullTracker(),
+    milestone: Snapshot | None = None,
 ) -> Trainer:
     """Give what is held and its optimizer their replica, and all of it a `trainer`.
 
@@ -243,7 +243,7 @@ def bind(
                 task, comm.lane("evaluation"), runs, move, here.replica, feed.places.replicas,
                 not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
         loader = feed.loader(first_step)
-        guard = Guard(
+        guard = StepValidator(
             replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
             worker_of=feed.shares.worker_of, name_of=presence.name_of, clips=config.clip is not None,
             compare_every=config.compare_every, places=feed.places.alike)  # fmt: skip
@@ -300,23 +300,23 @@ def _check_dropping(config: Config, replica: Replica) -> None:
 
 def _balance(
     config: Config,
-    feed: Feed,
+    feed: DataFeed,
     replica: Replica,
     loader: Loader,
     comm: Communicator,
     record: Recorder,
     device: torch.device,
     presence: Presence,
-) -> Balance:
+) -> LoadBalancer:
     """Shares follow speeds where that can be, and the user says so or would not see it in the result."""
     if config.balance == "on" and (reason := _alike(config, replica)):
         raise InvalidInput("balance", config.balance, reason, "leave it out")
-    follow = Follow.YES if config.balance == "on" else Follow.NO
+    follow = RebalanceMode.YES if config.balance == "on" else RebalanceMode.NO
     if config.balance == "auto" and not _alike(config, replica):  # in exact mode no bit depends on who computes what
-        follow = Follow.YES if isinstance(config.compress, Exact) else Follow.IF_ASKED
-    queues = device.type == "cuda" and follow is Follow.YES
+        follow = RebalanceMode.YES if isinstance(config.compress, Exact) else RebalanceMode.IF_ASKED
+    queues = device.type == "cuda" and follow is RebalanceMode.YES
     finish = torch.cuda.current_stream(device).synchronize if queues else lambda: None
-    return Balance(
+    return LoadBalancer(
         feed.shares, follow, comm.rank, record, comm.now, lambda: replica.waited_seconds, lambda: loader.ahead_seconds,
         finish, presence.name_of, config.remove_slower_than)  # fmt: skip
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.bad_steps import Judge, Stop
+from unisono.bad_steps import AnomalyDetector, Stop
 from unisono.checkpoint import (
     Opened,
-    Piece,
     Spec,
+    TensorShard,
     Writer,
     compare,
     decode_holding,
@@ -31,7 +31,7 @@ from unisono.comm import Communicator
 from unisono.comm.text import broadcast_text, gather_text
 from unisono.elastic.agreement import start_alike
 from unisono.elastic.model_state import load_state, names_of, state_of, weights_of
-from unisono.elastic.state_transfer import Parts, Reached
+from unisono.elastic.state_transfer import Parts, Progress
 from unisono.errors import CheckpointMismatch
 from unisono.tensors.box import Box
 from unisono.trainer.replica import Replica
@@ -41,7 +41,7 @@ KEPT = "kept/"  # before the names of what a loop of the user's own keeps
 Receive = Callable[[str, Tensor], Tensor]  # of a checkpoint's tensor by name, and what it is like here
 
 
-class Persistence:
+class Checkpointer:
     """One worker's part in the run's checkpoints.
 
     Args:
@@ -67,15 +67,15 @@ class Persistence:
         parts: Parts | None = None,
         replicas: Communicator | None = None,
         *,
-        judge: Judge | None = None,
+        judge: AnomalyDetector | None = None,
         beside: Mapping[str, Tensor] | None = None,
         newest: Callable[[], Opened | None] = lambda: None,
     ) -> None:
         self._writer, self._model, self._optimizer, self._comm = writer, model, optimizer, comm
         self.every, self._meta = every, meta
-        self.judge, self._newest = judge or Judge(Stop()), newest
+        self.judge, self._newest = judge or AnomalyDetector(Stop()), newest
         self._parts, self._replicas, self._beside = parts, replicas or comm, beside or {}
-        self._holders: list[dict[str, Piece]] | None = None  # what each worker has of a checkpoint's tensors
+        self._holders: list[dict[str, TensorShard]] | None = None  # what each worker has of a checkpoint's tensors
         self._shared: dict[str, Tensor] = {}
         self._owed: dict[str, Tensor] = {}  # what this worker owed, as a checkpoint had it
         self._keeps_debts = False
@@ -230,7 +230,7 @@ class Persistence:
         self.judge.load(plan["judged"])
         return self._last
 
-    def go_on(self, reached: Reached) -> None:
+    def go_on(self, reached: Progress) -> None:
         """The state of all workers is what they have `reached`, in another view of the same run."""
         self._shared, self._last, self.committed = dict(reached.shared), reached.committed, reached.committed
 
@@ -309,7 +309,7 @@ class Persistence:
         fits = part is not None and opened.specs[name].shape == part.shape
         return opened.read(name, part if fits else None)
 
-    def _agreed_holders(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Piece]] | None:
+    def _agreed_holders(self, tensors: Mapping[str, Tensor]) -> list[dict[str, TensorShard]] | None:
         """What each worker has; all call it alike."""
         if self._parts is None and not self._keeps_debts:
             return None

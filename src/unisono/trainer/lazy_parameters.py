@@ -30,7 +30,7 @@ from unisono.trainer.model_hooks import Attached, before_forward
 Need = Callable[[Collection[str] | None], None]
 
 
-class Asking:
+class LazyParameters:
     """Of one model, from its second step on; `close` leaves the model as it was.
 
     Args:
@@ -43,7 +43,7 @@ class Asking:
         self._asked: set[str] = set()
         self._ahead: set[str] = set()  # asked for before any module begins
         self._latest = self._ahead
-        self._watching: list[_Watch] = []
+        self._watching: list[_ParameterUseMode] = []
         self._watched = self._knows = False
         self._hooks: list[RemovableHandle] = []
         for module in model.modules():
@@ -102,7 +102,7 @@ class Asking:
     # In the first step.
 
     def _watch(self) -> None:
-        self._watching.append(_Watch(self._used))
+        self._watching.append(_ParameterUseMode(self._used))
         self._watching[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def _watch_no_more(self) -> None:
@@ -117,7 +117,7 @@ class Asking:
             self._asked.add(name)
 
 
-class _Watch(TorchFunctionMode):
+class _ParameterUseMode(TorchFunctionMode):
     """Calls ``see(tensor)`` with every tensor that a torch function is given, but to say what it is like."""
 
     def __init__(self, see: Callable[[Tensor], None]) -> None:

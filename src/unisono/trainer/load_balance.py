@@ -18,7 +18,7 @@ SLOW = 3.0  # times as long as the others, and a worker is named
 UNEQUAL = 0.2  # of a step's time that other shares would save, and it is said that they could be had
 
 
-class Follow(Enum):
+class RebalanceMode(Enum):
     """Whether shares follow speeds."""
 
     YES = "yes"
@@ -27,7 +27,7 @@ class Follow(Enum):
 
 
 @dataclass
-class Balance:
+class LoadBalancer:
     """One worker's end.
 
     Args:
@@ -46,7 +46,7 @@ class Balance:
     """
 
     shares: Shares
-    follow: Follow
+    follow: RebalanceMode
     rank: int
     record: Recorder
     now: Callable[[], float]
@@ -84,11 +84,11 @@ class Balance:
             self._take_stock(done, seconds)
 
     def _take_stock(self, done: int, seconds: Sequence[float]) -> None:
-        if self.follow is Follow.YES and self.shares.follow(done, seconds):
+        if self.follow is RebalanceMode.YES and self.shares.follow(done, seconds):
             self.record.event("shares", step=done, micro_batches=self.shares.counts, seconds=list(seconds))
         now = slowness(seconds)
         lasting = [min(before, after) for before, after in zip(self._lagged or [1.0] * len(now), now)]
-        if self.follow is Follow.IF_ASKED and self._lagged and not self._hinted:
+        if self.follow is RebalanceMode.IF_ASKED and self._lagged and not self._hinted:
             self._hint(done, seconds)
         self._lagged = now
         for worker, times in enumerate(lasting):
@@ -110,7 +110,7 @@ class Balance:
         if leaves:
             return f"it is asked to leave, by remove_slower_than = {self.remove_slower_than:g}"
         cure = "look at what else runs on its machine, and at its disk; with remove_slower_than it would leave"
-        if self.follow is not Follow.YES:
+        if self.follow is not RebalanceMode.YES:
             return cure
         return f"it gets {self.shares.counts[worker]} of {self.shares.micro_batches} micro-batches; {cure}"
 

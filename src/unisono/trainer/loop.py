@@ -21,21 +21,21 @@ from torch import nn
 
 from unisono.comm import Communicator
 from unisono.data import Loader, Turn, seed_compute, stream
-from unisono.elastic.control_word import Said, heard, numbers
+from unisono.elastic.control_word import ControlWord, heard, numbers
 from unisono.elastic.presence import Presence
-from unisono.elastic.snapshot import Milestone
-from unisono.elastic.state_transfer import Reached
+from unisono.elastic.snapshot import Snapshot
+from unisono.elastic.state_transfer import Progress
 from unisono.errors import InvalidInput
-from unisono.layout import Passage
-from unisono.observe import Recorder, Unwatched, Watch
+from unisono.layout import MicroBatchPart
+from unisono.observe import ActivityTracker, NullTracker, Recorder
 from unisono.observe.activity import Phase
 from unisono.tensors.batch import Batch
-from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.evaluation import Evaluator
-from unisono.trainer.load_balance import Balance
+from unisono.trainer.load_balance import LoadBalancer
 from unisono.trainer.optimizer import LearningRate
 from unisono.trainer.replica import Replica
-from unisono.trainer.step_validation import Guard
+from unisono.trainer.step_validation import StepValidator
 
 
 @dataclass
@@ -63,25 +63,25 @@ class Trainer:
     loader: Loader
     comm: Communicator
     record: Recorder
-    persistence: Persistence
+    persistence: Checkpointer
     learning_rate: LearningRate
     evaluator: Evaluator | None
     forward: Callable[[nn.Module, Batch], Any]
     loss: Callable[[Any, Batch], torch.Tensor]
-    passage: Passage
+    passage: MicroBatchPart
     weight: Callable[[Batch], float]
     move: Callable[[Batch], Batch]
     seed: int
-    guard: Guard
-    balance: Balance
+    guard: StepValidator
+    balance: LoadBalancer
     factor: Callable[[int], float]
     steps: int
     global_batch: int
     evaluate_every: int
     presence: Presence
-    watch: Watch = field(default_factory=Unwatched)
+    watch: ActivityTracker = field(default_factory=NullTracker)
     keep: Callable[[bool], None] = lambda parting: None
-    milestone: Milestone | None = None
+    milestone: Snapshot | None = None
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
     last_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class Trainer:
     def says(self) -> list[float]:
         """This worker's numbers for the control word."""
         now = self.presence
-        said = Said(
+        said = ControlWord(
             stop=now.stop, written=self.persistence.outcome, parting=now.parting, leaving=now.leaving,
             pace=self.balance.pace, digest=self.guard.digest)  # fmt: skip
         return numbers(said, self.comm.rank, self.comm.size)
@@ -218,7 +218,7 @@ class Trainer:
         if self.milestone is not None:
             replica = self.replica
             replica.rest()
-            reached = Reached(self.done, self.persistence.committed, replica.state_dict(), self.last_loss)
+            reached = Progress(self.done, self.persistence.committed, replica.state_dict(), self.last_loss)
             self.milestone.keep(replica.model, replica.optimizer, reached)
             self.presence.done(self.done - self.held)
             self.watch.keep(self.done)

@@ -21,10 +21,10 @@ from unisono.comm.text import broadcast_text, gather_text
 from unisono.compress import Exact
 from unisono.config import IDENTITY, Config, first_difference
 from unisono.elastic.agreement import broadcast_tensors
-from unisono.elastic.loop_group import State
-from unisono.elastic.state_transfer import Reached
+from unisono.elastic.loop_group import TrainingState
+from unisono.elastic.state_transfer import Progress
 from unisono.errors import CheckpointError, CheckpointMismatch, InvalidInput
-from unisono.trainer.checkpointing import KEPT, Persistence, history
+from unisono.trainer.checkpointing import KEPT, Checkpointer, history
 from unisono.trainer.replica import Replica
 
 LOG = logging.getLogger("unisono")
@@ -69,7 +69,7 @@ class Recalled:
 
 
 def save(
-    comm: Communicator, directory: Path, keep: int, state: State, plan: Plan, replica: Replica | None
+    comm: Communicator, directory: Path, keep: int, state: TrainingState, plan: Plan, replica: Replica | None
 ) -> Path | None:
     """Collective, between two steps: write `state` down. Returns the checkpoint's directory when it lies on disk; None,
     and a warning is logged, if it could not be written.
@@ -87,14 +87,14 @@ def save(
     }
     kept = broadcast_tensors(comm, state.kept.take())
     with _writing(comm, path, writers, keep, life) as writer:
-        persistence = Persistence(writer, state.model, state.optimizer, comm, 0, meta, beside=kept)
+        persistence = Checkpointer(writer, state.model, state.optimizer, comm, 0, meta, beside=kept)
         if replica is not None:
             persistence.attach(replica)
         persistence.finish(done)
     return path / step_name(done) if persistence.committed == done else None
 
 
-def load(comm: Communicator, directory: Path, state: State, plan: Plan) -> Recalled:
+def load(comm: Communicator, directory: Path, state: TrainingState, plan: Plan) -> Recalled:
     """Collective, before the first step: `state` is that of the newest sound checkpoint in `directory`, where there is
     one, on all workers.
 
@@ -105,7 +105,7 @@ def load(comm: Communicator, directory: Path, state: State, plan: Plan) -> Recal
     found = newest(home(directory.absolute()), LOG.warning, verified) if comm.rank == 0 else None
     if comm.rank == 0 and found is None:
         LOG.info("there is no checkpoint in %s yet: starting from the beginning", directory)
-    persistence = Persistence(None, state.model, state.optimizer, comm, 0, {"config": plan.config.mapping()})
+    persistence = Checkpointer(None, state.model, state.optimizer, comm, 0, {"config": plan.config.mapping()})
     meta = json.loads(broadcast_text(comm, json.dumps(_told_by(found))))
     _check(meta, state, plan)
     try:
@@ -116,7 +116,7 @@ def load(comm: Communicator, directory: Path, state: State, plan: Plan) -> Recal
     kept = broadcast_tensors(comm, _kept(found))
     if kept:
         state.kept.give(kept, "the checkpoint holds", "keep the same by world.keep, before world.load")
-    state.reached = replace(Reached(steps), shared=persistence.shared)
+    state.reached = replace(Progress(steps), shared=persistence.shared)
     return Recalled(meta, persistence.owed)
 
 
@@ -175,7 +175,7 @@ def _kept(found: Opened | None) -> dict[str, Tensor]:
     return {name.removeprefix(KEPT): found.read(name) for name in found.specs if name.startswith(KEPT)}
 
 
-def _check(meta: Mapping[str, Any], state: State, plan: Plan) -> None:
+def _check(meta: Mapping[str, Any], state: TrainingState, plan: Plan) -> None:
     """Raise `InvalidInput` where the state could not go on from a checkpoint that says `meta` of itself."""
     if not meta:
         return

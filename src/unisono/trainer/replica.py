@@ -18,16 +18,16 @@ from torch.utils.hooks import RemovableHandle
 from unisono.bad_steps import UNFIT
 from unisono.checkpoint import digest
 from unisono.comm import Communicator, Work
-from unisono.comm.process_groups import Wires
+from unisono.comm.process_groups import ProcessGroups
 from unisono.compress import Compressor
 from unisono.elastic.model_state import state_of, weights_of
 from unisono.errors import CommunicationError, InvalidInput
-from unisono.layout import Held
-from unisono.sync import BoundSynchronizer, Change, LocalGradients, Loop, Share, Synchronizer
+from unisono.layout import LocalModel
+from unisono.sync import BoundSynchronizer, LocalGradients, Loop, PendingUpdate, Share, Synchronizer
 from unisono.sync.flat_weights import relative
 from unisono.tasks.checks import check_optimizer
-from unisono.trainer.buffer_sync import Statistics
-from unisono.trainer.lazy_parameters import Asking
+from unisono.trainer.buffer_sync import BufferSync
+from unisono.trainer.lazy_parameters import LazyParameters
 
 LOG = logging.getLogger("unisono")
 
@@ -76,8 +76,8 @@ class Replica:
         overlap: bool = True,
         extra: int = 0,
         listener: Callable[[str], None] | None = None,
-        held: Held | None = None,
-        wires: Wires | None = None,
+        held: LocalModel | None = None,
+        wires: ProcessGroups | None = None,
         lazy: bool = True,
         drops: bool = False,
         repeats: bool = False,
@@ -85,7 +85,7 @@ class Replica:
     ) -> None:
         check_fit(model, optimizer)
         self.model, self.optimizer = model, optimizer
-        self.held, self._wires = held or Held.whole(model), wires or Wires.whole(comm)
+        self.held, self._wires = held or LocalModel.whole(model), wires or ProcessGroups.whole(comm)
         self._count, self._reference, self._clip, self._drops = micro_batches, reference, clip, drops
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         compress = compress.for_sums_of(micro_batches)
@@ -105,14 +105,14 @@ class Replica:
         self.finite = all(each.finite for each in chosen) and not self._local
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
-        self._asking: Asking | None = None
+        self._asking: LazyParameters | None = None
         self.waited_seconds = 0.0
         side_by_side = self._wires.lanes if self.lockstep else self._wires.shards
         together = self.lockstep or self._wires.spread
         lane = side_by_side.lane("statistics") if together else None
         pieces = {0: self.held.model} if self.held.pipeline is None else self.held.pipeline.stages
         statistics = {
-            place: Statistics(piece, micro_batches, lane, drops=drops or repeats, adopts=listener is not None)
+            place: BufferSync(piece, micro_batches, lane, drops=drops or repeats, adopts=listener is not None)
             for place, piece in sorted(pieces.items())
         }
         self._statistics = {place: found for place, found in statistics.items() if found.active}
@@ -120,8 +120,14 @@ class Replica:
         with ExitStack() as undo:  # a worker may be lost while this one communicates, and the model is bound again then
             undo.callback(self.unhook)
             self.begin()
-            if self._sync.defers and lazy and listener is None and not self._wires.spread and Asking.fits(model):
-                self._asking = Asking(model, self._names, self._awaited)
+            if (
+                self._sync.defers
+                and lazy
+                and listener is None
+                and not self._wires.spread
+                and LazyParameters.fits(model)
+            ):
+                self._asking = LazyParameters(model, self._names, self._awaited)
             as_they_come = not self._local and self.held.pipeline is None
             come = parameters.keys() - self.held.gathering.late if as_they_come else ()
             self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if name in come]
@@ -285,7 +291,7 @@ class Replica:
             self._close_spread()
         return Step(self, self._sync.settle())
 
-    def norm(self, change: Change) -> float:
+    def norm(self, change: PendingUpdate) -> float:
         """The 2-norm of `change` over all of the replica's parameters."""
         if not self._wires.spread:
             return change.norm()
@@ -392,7 +398,7 @@ class Step:
         losses, weights: of the step's micro-batches; 0 for those that this worker does not know of.
     """
 
-    def __init__(self, replica: Replica, change: Change) -> None:
+    def __init__(self, replica: Replica, change: PendingUpdate) -> None:
         self._replica, self._change = replica, change
         self._norm: float | None = None
         n = replica._count

@@ -13,22 +13,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unisono.bad_steps import Bad, Judge, RollBack, Skip, Split, Stop, compare
+from unisono.bad_steps import AnomalyDetector, Bad, ReplicaMismatch, RollBack, Skip, Stop, compare
 from unisono.comm import Communicator
 from unisono.elastic.control_word import heard
 from unisono.errors import Diverged
 from unisono.notation import show
 from unisono.observe import Recorder
-from unisono.trainer.checkpointing import Persistence
+from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.replica import Replica, Step
 
 LOG = logging.getLogger("unisono")
 SHOWN = 16  # numbers of samples in a sentence; the record has all
-Different = Sequence[tuple[Sequence[int], Split]]  # the workers at a place of all replicas, and who of them is odd
+Different = Sequence[
+    tuple[Sequence[int], ReplicaMismatch]
+]  # the workers at a place of all replicas, and who of them is odd
 
 
 @dataclass
-class Guard:
+class StepValidator:
     """One worker's part in it; all workers call it alike, and decide alike.
 
     Args:
@@ -46,7 +48,7 @@ class Guard:
     """
 
     replica: Replica
-    persistence: Persistence
+    persistence: Checkpointer
     record: Recorder
     comm: Communicator
     samples: Callable[[int, int], Iterable[int]]
@@ -59,7 +61,7 @@ class Guard:
     digest: float = 0.0
 
     @property
-    def judge(self) -> Judge:
+    def judge(self) -> AnomalyDetector:
         """Who remembers what was bad."""
         return self.persistence.judge
 

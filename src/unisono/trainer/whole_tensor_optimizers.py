@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint import Piece, Spec, decode_holding, encode_holding, share_out
+from unisono.checkpoint import Spec, TensorShard, decode_holding, encode_holding, share_out
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic.transfer import Route
@@ -46,12 +46,12 @@ class Wholes:
     ) -> None:  # fmt: skip
         self._parameters = {name: p for name, p in local.named_parameters() if p.requires_grad}
         self._undo = undo
-        mine = {name: Piece(p.dtype, parts[name]) for name, p in self._parameters.items()}
+        mine = {name: TensorShard(p.dtype, parts[name]) for name, p in self._parameters.items()}
         told = [decode_holding(text) for text in gather_text(comm, encode_holding(mine))]
         held = [told[rank] if rank in group else {} for rank in range(comm.size)]
         cut = {name: each.whole for here in held for name, each in here.items() if not each.box.is_whole}
         owned = owners(cut, group)
-        owns = [{name: Piece(cut[name].dtype, Box.whole(cut[name].shape)) for name in owned.get(rank, ())}
+        owns = [{name: TensorShard(cut[name].dtype, Box.whole(cut[name].shape)) for name in owned.get(rank, ())}
                 for rank in range(comm.size)]  # fmt: skip
         held = [{name: each for name, each in here.items() if name in cut} for here in held]
         device = next((p.device for p in self._parameters.values()), torch.device("cpu"))

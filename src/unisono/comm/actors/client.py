@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from unisono.comm.abort import Abort
-from unisono.comm.actor import Message
+from unisono.comm.actor import ActorMessage
 from unisono.comm.actors import handshake as trust
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.handshake import Trusted, Untrusted
@@ -47,7 +47,7 @@ def directly(then: Callable[[], None]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorAddress:
     """Where an actor is to be found: `rank` is the worker that keeps it, `pid` its process on `host`, `nearby` the name
     under which those on the same host reach it without the network, if there is one."""
 
@@ -62,14 +62,16 @@ class Place:
 
 
 class Call:
-    """The `Work` of a `SocketLine`."""
+    """The `Work` of a `SocketConnection`."""
 
     __slots__ = ("_buffer", "_error", "_line", "_message", "kind", "number", "over", "then")
 
-    def __init__(self, line: SocketLine, number: int, kind: str, then: Callable[[Message | None], None] | None) -> None:
+    def __init__(
+        self, line: SocketConnection, number: int, kind: str, then: Callable[[ActorMessage | None], None] | None
+    ) -> None:
         self._line, self.number, self.kind, self.then = line, number, kind, then
         self.over = False
-        self._message: Message | None = None
+        self._message: ActorMessage | None = None
         self._buffer: Buffer | None = None
         self._error: PeerLost | None = None
 
@@ -79,7 +81,7 @@ class Call:
             os.sched_yield()  # who polls again and again must not keep the reading thread from running
         return self.over
 
-    def wait(self) -> Message:
+    def wait(self) -> ActorMessage:
         if not self.over:
             self._line.wait_for(self)
         if self._error is not None:
@@ -99,7 +101,7 @@ class Call:
         self.over = True
 
 
-class SocketLine:
+class SocketConnection:
     """The `Line` over a connected, trusted socket.
 
     Args:
@@ -109,7 +111,7 @@ class SocketLine:
         run: how a callback of `tell` is to be called, for instance with the actor's attention.
     """
 
-    def __init__(self, trusted: Trusted, place: Place, count: Count, run: Run) -> None:
+    def __init__(self, trusted: Trusted, place: ActorAddress, count: Count, run: Run) -> None:
         self.pid = place.pid
         self._wire, self._place, self._count, self._run = trusted.wire, place, count, run
         self._inbox = Inbox(trusted.wire, trusted.terms.largest_bytes, trusted.incoming)
@@ -123,11 +125,11 @@ class SocketLine:
         self._kept: Buffer | None = None
         self._thread: threading.Thread | None = None
 
-    def call(self, message: Message) -> Call:
+    def call(self, message: ActorMessage) -> Call:
         return self._start(message, None)
 
-    def tell(self, message: Message, then: Callable[[Message | None], None]) -> None:
-        copied = Message(message.kind, message.fields, [x.detach().clone() for x in message.tensors])
+    def tell(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
+        copied = ActorMessage(message.kind, message.fields, [x.detach().clone() for x in message.tensors])
         self._start(copied, then)
 
     def close(self) -> None:
@@ -148,7 +150,7 @@ class SocketLine:
                 self._failure, self._missing = why, []
         self._outbox.shut()
 
-    def _start(self, message: Message, then: Callable[[Message | None], None] | None) -> Call:
+    def _start(self, message: ActorMessage, then: Callable[[ActorMessage | None], None] | None) -> Call:
         with self._lock:
             call = Call(self, self._started, message.kind, then)
             pieces = frames.encode(message, call.number)
@@ -241,10 +243,10 @@ class SocketLine:
         for each in over:
             self._say(each, None)
 
-    def _say(self, then: Callable[[Message | None], None], message: Message | None) -> None:
+    def _say(self, then: Callable[[ActorMessage | None], None], message: ActorMessage | None) -> None:
         self._run(lambda: then(message))
 
-    def _fail(self, detail: str) -> list[Callable[[Message | None], None]]:
+    def _fail(self, detail: str) -> list[Callable[[ActorMessage | None], None]]:
         """All that is under way has failed, and all that comes; returns who has to be told so."""
         where = f"the connection to {self._place.name} was lost"
         self._failure = self._failure or f"{where}: {detail}"
@@ -256,14 +258,14 @@ class SocketLine:
 
 
 def connect_line(
-    place: Place,
+    place: ActorAddress,
     token: bytes,
     sender: int,
     deadline_seconds: float,
     count: Count = not_counted,
     run: Run = directly,
     abort: Abort | None = None,
-) -> SocketLine:
+) -> SocketConnection:
     """A line to the actor at `place`, which answers when it is ready.
 
     Raises:
@@ -276,7 +278,7 @@ def connect_line(
         try:
             trusted = abort.run("connect", partial(_introduced, place, token, sender, max(left, 0.01), abort))
             _set_options(trusted.wire, deadline_seconds)
-            return SocketLine(trusted, place, count, run)
+            return SocketConnection(trusted, place, count, run)
         except OSError as error:
             # Nobody listens any more: a place is told only after somebody does.
             if isinstance(error, ConnectionRefusedError | Untrusted) or left <= 0:
@@ -284,7 +286,7 @@ def connect_line(
             time.sleep(_RETRY_SECONDS)
 
 
-def _introduced(place: Place, token: bytes, sender: int, timeout_seconds: float, abort: Abort) -> Trusted:
+def _introduced(place: ActorAddress, token: bytes, sender: int, timeout_seconds: float, abort: Abort) -> Trusted:
     """A connection to `place` that is trusted at both ends."""
     wire = _reach(place, timeout_seconds)
     forget = abort.then(partial(_shut, wire))
@@ -303,7 +305,7 @@ def _shut(wire: socket.socket) -> None:
         wire.shutdown(socket.SHUT_RDWR)
 
 
-def _reach(place: Place, timeout_seconds: float) -> socket.socket:
+def _reach(place: ActorAddress, timeout_seconds: float) -> socket.socket:
     """A connection to `place`: by its local socket name on the actor's own host, else over TCP. Any process may bind a
     local name, so the name counts only where a process of this user listens."""
     if place.nearby and place.host == host_name():

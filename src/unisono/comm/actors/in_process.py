@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from unisono.comm.actor import Actor, Line, Message
+from unisono.comm.actor import Actor, ActorConnection, ActorMessage
 from unisono.errors import PeerLost
 
 LOG = logging.getLogger("unisono")
@@ -37,13 +37,13 @@ class DirectCall:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self.answer: Message | None = None
+        self.answer: ActorMessage | None = None
         self.failure = ""
 
     def poll(self) -> bool:
         return self.answer is not None or bool(self.failure)
 
-    def wait(self) -> Message:
+    def wait(self) -> ActorMessage:
         """As the contract. An actor that has not answered by now never will: nobody is left to make it."""
         if self.answer is None:
             raise PeerLost([0], self._kind, self.failure or "it has not answered, and nothing more will happen to it")
@@ -51,7 +51,7 @@ class DirectCall:
 
 
 class DirectLine:
-    """The `Line` of `sender` to an actor in the same thread. Tensors are copied both ways: neither end can
+    """The `ActorConnection` of `sender` to an actor in the same thread. Tensors are copied both ways: neither end can
     spoil the other's."""
 
     pid = None
@@ -60,22 +60,22 @@ class DirectLine:
         self._actor, self._sender, self._backlog = actor, sender, backlog
         self._ended = ""
 
-    def call(self, message: Message) -> DirectCall:
+    def call(self, message: ActorMessage) -> DirectCall:
         call = DirectCall(message.kind)
         self._hand_in(message, call, lambda: None)
         return call
 
-    def tell(self, message: Message, then: Callable[[Message | None], None]) -> None:
+    def tell(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
         call = DirectCall(message.kind)
         self._hand_in(message, call, lambda: self._backlog.add(lambda: then(call.answer)))
 
     def close(self) -> None:
         self._end("this end was closed")
 
-    def _hand_in(self, message: Message, call: DirectCall, over: Callable[[], None]) -> None:
+    def _hand_in(self, message: ActorMessage, call: DirectCall, over: Callable[[], None]) -> None:
         copied = _copy(message)
 
-        def answer(said: Message) -> None:
+        def answer(said: ActorMessage) -> None:
             if call.answer is not None:
                 raise RuntimeError(f"a {message.kind!r} was answered twice")
             call.answer = _copy(said)
@@ -100,7 +100,7 @@ class DirectLine:
             self._backlog.add(lambda: self._actor.lost(self._sender))
 
 
-def introduce(actors: Sequence[Actor]) -> list[Line]:
+def introduce(actors: Sequence[Actor]) -> list[ActorConnection]:
     """Make `actors` known to each other; lines of worker 0 to all of them."""
     backlog = Backlog()
     for number, actor in enumerate(actors):
@@ -108,5 +108,5 @@ def introduce(actors: Sequence[Actor]) -> list[Line]:
     return [DirectLine(actor, 0, backlog) for actor in actors]
 
 
-def _copy(message: Message) -> Message:
-    return Message(message.kind, dict(message.fields), [x.detach().reshape(-1).clone() for x in message.tensors])
+def _copy(message: ActorMessage) -> ActorMessage:
+    return ActorMessage(message.kind, dict(message.fields), [x.detach().reshape(-1).clone() for x in message.tensors])

@@ -47,7 +47,7 @@ def abstract(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Doors:
+class ListeningSockets:
     """Where an actor listens: on one address for all hosts, and under a name for processes of this host (and
     network namespace). A connection by name carries half as much again as the loopback device, at half the latency.
 
@@ -59,15 +59,15 @@ class Doors:
     nearby: str
 
     @staticmethod
-    def open(address: str) -> Doors:
+    def open(address: str) -> ListeningSockets:
         network = listen(address)
         if sys.platform != "linux":
-            return Doors([network], "")
+            return ListeningSockets([network], "")
         name = f"unisono-{secrets.token_hex(16)}"
         local = socket.socket(socket.AF_UNIX)
         local.bind(abstract(name))
         local.listen(_BACKLOG)
-        return Doors([network, local], name)
+        return ListeningSockets([network, local], name)
 
     @property
     def endpoint(self) -> tuple[str, int]:
@@ -89,7 +89,7 @@ class _Visitor:
     said: bytes = b""
 
 
-class Reception:
+class ActorListener:
     """Accepts connections in a thread of its own.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from unisono.comm.actor import Message
+from unisono.comm.actor import ActorMessage
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.protection import Direction
 from unisono.comm.actors.wire_format import BrokenMessage, Buffer, Head
@@ -73,7 +73,7 @@ class Arrival(NamedTuple):
     """A message, the number of its call, and the buffer in which its tensors lie."""
 
     call: int
-    message: Message
+    message: ActorMessage
     buffer: Buffer
 
 
@@ -115,7 +115,7 @@ class Inbox:
             end = min(start + self._incoming.segment_bytes, head.payload_bytes) + self._incoming.tag_bytes
             self._into(buffer.bytes[start:end])
             self._incoming.open(buffer.bytes[start:end])
-        return Arrival(head.call, Message(kind, fields, buffer.cut(table)), buffer)
+        return Arrival(head.call, ActorMessage(kind, fields, buffer.cut(table)), buffer)
 
     def _exactly(self, nbytes: int) -> memoryview:
         """The next `nbytes`, valid until the next read."""

@@ -22,7 +22,7 @@ from typing import Any, cast
 from setproctitle import getproctitle
 
 from unisono.comm.actor import Actor
-from unisono.comm.actors.client import Place
+from unisono.comm.actors.client import ActorAddress
 
 _PATIENCE_SECONDS = 5.0
 _MAIN = "unisono.comm.actors.process_main"
@@ -55,7 +55,7 @@ class ServerProcess:
         self.pid = self._process.pid
         self._say(whole)
 
-    def tell_places(self, places: Sequence[Place]) -> None:
+    def tell_places(self, places: Sequence[ActorAddress]) -> None:
         """Where it finds its colleagues; from then on it answers."""
         self._say([vars(place) for place in places])
 

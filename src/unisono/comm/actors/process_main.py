@@ -18,10 +18,10 @@ from typing import IO
 import torch
 from setproctitle import setproctitle
 
-from unisono.comm.actors.client import Place, connect_line
-from unisono.comm.actors.listener import Reception
+from unisono.comm.actors.client import ActorAddress, connect_line
+from unisono.comm.actors.listener import ActorListener
 from unisono.comm.actors.process import load
-from unisono.comm.actors.server import Desk
+from unisono.comm.actors.server import ActorServer
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,12 +38,12 @@ def main(orders: IO[bytes]) -> None:
     told = orders.readline().strip()
     if not told:  # the worker has given up
         return
-    places = [Place(**place) for place in json.loads(told)]
+    places = [ActorAddress(**place) for place in json.loads(told)]
     watch = threading.Thread(target=_end_with, args=(orders,), name="watches its worker", daemon=True)
     watch.start()
-    desk = Desk(load(order["service"], number, order["config"]), number, _not_counted)
+    desk = ActorServer(load(order["service"], number, order["config"]), number, _not_counted)
     doors = [socket.socket(fileno=fd) for fd in order["fds"]]
-    Reception(doors, token, number, desk.largest_bytes, desk.welcome, order["encrypted"])
+    ActorListener(doors, token, number, desk.largest_bytes, desk.welcome, order["encrypted"])
     patience = order["deadline_seconds"]
     desk.meet([connect_line(place, token, -1 - number, patience, run=desk.call_back) for place in places])
     watch.join()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from unisono.comm.actor import Actor, Line, Message
+from unisono.comm.actor import Actor, ActorConnection, ActorMessage
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.handshake import Trusted
 from unisono.comm.actors.message_stream import READY, Arrival, Inbox, Outbox
@@ -17,7 +17,7 @@ from unisono.comm.actors.wire_format import BrokenMessage
 LOG = logging.getLogger("unisono")
 
 
-class Desk:
+class ActorServer:
     """An actor behind sockets: a thread per connection, of which one at a time has the actor's attention.
 
     ``count(sender, nbytes)`` is called with each answer.
@@ -33,7 +33,7 @@ class Desk:
         self._broken = 0
         self._lock = threading.Lock()
 
-    def meet(self, lines: Sequence[Line]) -> None:
+    def meet(self, lines: Sequence[ActorConnection]) -> None:
         """Introduce the actor to its colleagues; from now on it receives."""
         with self._attention:
             self._actor.meet(lines)
@@ -102,7 +102,7 @@ def name_of(sender: int) -> str:
 class _Connection:
     """What one sender says and is answered; its thread ends with it."""
 
-    def __init__(self, desk: Desk, trusted: Trusted, sender: int) -> None:
+    def __init__(self, desk: ActorServer, trusted: Trusted, sender: int) -> None:
         self._desk, self._wire, self._sender = desk, trusted.wire, sender
         _set_options(self._wire)
         name = f"actor {desk.number} for {name_of(sender)}"
@@ -124,7 +124,7 @@ class _Connection:
             while True:
                 arrival = self._inbox.read()
                 if arrival.message.kind == READY:
-                    self._outbox.send(frames.encode(Message(READY), arrival.call))
+                    self._outbox.send(frames.encode(ActorMessage(READY), arrival.call))
                     continue
                 # An earlier answer may be memory of the actor, which it may write into from here on.
                 self._outbox.drained()
@@ -143,7 +143,7 @@ class _Connection:
     def _hand_in(self, arrival: Arrival, actor: Actor) -> None:
         answered = False
 
-        def answer(message: Message) -> None:
+        def answer(message: ActorMessage) -> None:
             nonlocal answered
             if answered:
                 raise RuntimeError(f"actor {self._desk.number} answered a {arrival.message.kind!r} twice")

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from unisono.comm.abort import Abort
-from unisono.comm.actor import Actor, Line, Message
-from unisono.comm.actors.client import Place, Run, SocketLine, connect_line, directly
+from unisono.comm.actor import Actor, ActorConnection, ActorMessage
+from unisono.comm.actors.client import ActorAddress, Run, SocketConnection, connect_line, directly
 from unisono.comm.actors.handshake import TOKEN_BYTES
-from unisono.comm.actors.listener import Doors, Reception
+from unisono.comm.actors.listener import ActorListener, ListeningSockets
 from unisono.comm.actors.message_stream import READY
 from unisono.comm.actors.process import ServerProcess
-from unisono.comm.actors.server import Desk
+from unisono.comm.actors.server import ActorServer
 from unisono.comm.host import host_name
 from unisono.comm.work import Work
 
@@ -79,13 +79,15 @@ class Hosting:
         """What has left this worker: its calls, and what the actor that it hosts says."""
         return self._bytes_sent
 
-    def host(self, comm: Verbs, actor: Actor) -> list[Line]:
+    def host(self, comm: Verbs, actor: Actor) -> list[ActorConnection]:
         """As `Services.host`."""
         token, rank = self._shared_token(comm), comm.rank
-        desk = Desk(actor, rank, lambda sender, nbytes: self._count(sender not in (rank, -1 - rank), nbytes))
-        doors = Doors.open(self._address)
-        mine = Place(rank, f"actor of worker {rank}", rank, *doors.endpoint, os.getpid(), doors.nearby, host_name())
-        reception = Reception(doors.sockets, token, rank, desk.largest_bytes, desk.welcome, self._encrypted)
+        desk = ActorServer(actor, rank, lambda sender, nbytes: self._count(sender not in (rank, -1 - rank), nbytes))
+        doors = ListeningSockets.open(self._address)
+        mine = ActorAddress(
+            rank, f"actor of worker {rank}", rank, *doors.endpoint, os.getpid(), doors.nearby, host_name()
+        )
+        reception = ActorListener(doors.sockets, token, rank, desk.largest_bytes, desk.welcome, self._encrypted)
         self._open.callback(desk.close)
         self._open.callback(reception.close)
         places = _told(comm, [mine])
@@ -95,15 +97,15 @@ class Hosting:
         comm.gather(torch.zeros(1)).wait()  # everybody has come in: what a lane opens now is its own
         return ready
 
-    def serve(self, comm: Verbs, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+    def serve(self, comm: Verbs, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
         """As `Services.serve`."""
         if count < 1:
             raise ValueError(f"count={count}: one server or more")
         token = self._shared_token(comm)
         processes: list[ServerProcess] = []
-        mine: list[Place] = []
+        mine: list[ActorAddress] = []
         for number in range(comm.rank, count, comm.size):
-            with closing(Doors.open(self._address)) as doors:
+            with closing(ListeningSockets.open(self._address)) as doors:
                 order = {
                     **{"number": number, "service": service, "config": dict(config), "token": token.hex()},
                     **{"deadline_seconds": self._deadline_seconds, "encrypted": self._encrypted},
@@ -111,7 +113,7 @@ class Hosting:
                 process = ServerProcess(order, doors.sockets)
                 self._open.callback(process.close)
                 address, port = doors.endpoint
-                place = Place(
+                place = ActorAddress(
                     number, f"server {number}", comm.rank, address, port, process.pid, doors.nearby, host_name()
                 )
             processes.append(process)
@@ -126,7 +128,7 @@ class Hosting:
         """End the lines, the actors and the processes. May be called twice."""
         self._open.close()
 
-    def _connect(self, place: Place, sender: int, run: Run, leaves: bool) -> SocketLine:
+    def _connect(self, place: ActorAddress, sender: int, run: Run, leaves: bool) -> SocketConnection:
         count = partial(self._count, leaves)
         line = connect_line(place, self._token, sender, self._deadline_seconds, count, run, self._abort)
         self._open.callback(self._abort.then(lambda: line.break_off(self._abort.why)))
@@ -146,14 +148,14 @@ class Hosting:
         return self._token
 
 
-def _ready(lines: Sequence[SocketLine]) -> list[Line]:
+def _ready(lines: Sequence[SocketConnection]) -> list[ActorConnection]:
     """`lines`, when all actors have met: from here on, who is lost is lost to one that goes on."""
-    for call in [line.call(Message(READY)) for line in lines]:
+    for call in [line.call(ActorMessage(READY)) for line in lines]:
         call.wait()
     return list(lines)
 
 
-def _told(comm: Verbs, mine: Sequence[Place], rows: int = 1) -> list[Place]:
+def _told(comm: Verbs, mine: Sequence[ActorAddress], rows: int = 1) -> list[ActorAddress]:
     """Everybody's places, at most `rows` of each worker."""
     notes = torch.zeros(rows, _NOTE_BYTES, dtype=torch.uint8)
     for row, place in zip(notes, mine, strict=False):
@@ -161,4 +163,4 @@ def _told(comm: Verbs, mine: Sequence[Place], rows: int = 1) -> list[Place]:
         row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     everybody = comm.gather(notes).wait().view(-1, _NOTE_BYTES)
     texts = [bytes(row.tolist()).rstrip(b"\0") for row in everybody]
-    return [Place(**json.loads(text)) for text in texts if text]
+    return [ActorAddress(**json.loads(text)) for text in texts if text]

@@ -18,7 +18,7 @@ import torch
 from pydantic_core import PydanticSerializationError, from_json, to_json
 from torch import Tensor
 
-from unisono.comm.actor import Message
+from unisono.comm.actor import ActorMessage
 
 _MAGIC = b"uni1"
 _HEAD = struct.Struct("<4sIIxxxxQQ")
@@ -88,7 +88,7 @@ def parse_table(head: Head, data: memoryview) -> Table:
     return tuple(table)
 
 
-def text_of(message: Message) -> bytes:
+def text_of(message: ActorMessage) -> bytes:
     """Kind and fields as JSON.
 
     Raises:
@@ -141,7 +141,7 @@ class Buffer:
         return tensors
 
 
-def encode(message: Message, call: int = 0) -> list[memoryview]:
+def encode(message: ActorMessage, call: int = 0) -> list[memoryview]:
     """The bytes of `message`, in pieces, of which those of the tensors are not copied.
 
     Raises:

@@ -61,7 +61,7 @@ def await_keys(store: c10d.Store, keys: Sequence[tuple[int, str]], deadline_seco
         attempt += 1
 
 
-class Notices:
+class StoreExchange:
     """A store in which everybody writes what is theirs and reads what is the others'.
 
     Args:

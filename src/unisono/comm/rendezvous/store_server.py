@@ -9,7 +9,7 @@ from unisono.comm.rendezvous.token_store import StoreServer
 from unisono.errors import InvalidInput
 
 
-class Door:
+class MeetingStore:
     """A meeting place, as long as it is open.
 
     Attributes:
@@ -25,7 +25,7 @@ class Door:
             self._server.close()
 
 
-def open_door(meets_at: str, towards: str, token: str) -> Door:
+def open_door(meets_at: str, towards: str, token: str) -> MeetingStore:
     """The place `meets_at`, or, where that is empty, one that this worker serves to whoever knows `token`, on a free
     port of the address by which `towards` is reached, and on no other.
 
@@ -34,11 +34,11 @@ def open_door(meets_at: str, towards: str, token: str) -> Door:
     """
     if meets_at:
         parse_rendezvous(meets_at)
-        return Door(meets_at)
+        return MeetingStore(meets_at)
     parts = urlsplit(towards)
     if not parts.hostname:
         raise InvalidInput("towards", towards, "has no host", "write http://host:port")
     address = own_address(Rendezvous(host=parts.hostname, port=parts.port or 80))
     server = StoreServer(address, token)
     shown = f"[{address}]" if ":" in address else address
-    return Door(f"tcp://{shown}:{server.port}?served=1", server)
+    return MeetingStore(f"tcp://{shown}:{server.port}?served=1", server)

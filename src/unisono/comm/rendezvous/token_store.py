@@ -15,10 +15,10 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
-from unisono.comm.actor import Answer, Line, Message
-from unisono.comm.actors.client import Place, SocketLine, connect_line
-from unisono.comm.actors.listener import Reception, listen
-from unisono.comm.actors.server import Desk
+from unisono.comm.actor import ActorConnection, ActorMessage, Answer
+from unisono.comm.actors.client import ActorAddress, SocketConnection, connect_line
+from unisono.comm.actors.listener import ActorListener, listen
+from unisono.comm.actors.server import ActorServer
 from unisono.comm.rendezvous.store_exchange import await_keys
 
 _LARGEST_BYTES = 1 << 20
@@ -33,11 +33,11 @@ class StoreServer:
     """
 
     def __init__(self, address: str, token: str) -> None:
-        self._desk = Desk(_Keys(), 0, lambda sender, nbytes: None)
+        self._desk = ActorServer(_Keys(), 0, lambda sender, nbytes: None)
         self._desk.meet([])
         door = listen(address)
         self.port: int = door.getsockname()[1]
-        self._reception = Reception([door], _key(token), 0, _LARGEST_BYTES, self._desk.welcome, encrypted=True)
+        self._reception = ActorListener([door], _key(token), 0, _LARGEST_BYTES, self._desk.welcome, encrypted=True)
 
     def close(self) -> None:
         """Nobody is served any more. May be called twice."""
@@ -59,7 +59,7 @@ class TokenStore(c10d.Store):
     def __init__(self, address: str, port: int, token: str, deadline_seconds: float, abort: Abort) -> None:
         super().__init__()
         self._deadline_seconds, self._abort = deadline_seconds, abort
-        place = Place(0, f"the store at {address}:{port}", 0, address, port, 0)
+        place = ActorAddress(0, f"the store at {address}:{port}", 0, address, port, 0)
         number = secrets.randbits(_NUMBER_BITS)
         self._line = connect_line(place, _key(token), number, deadline_seconds, abort=abort)
         forget = abort.then(_breaking(self._line, abort))
@@ -68,22 +68,22 @@ class TokenStore(c10d.Store):
     def set(self, key: str, value: Any) -> None:
         """As torch's. Raises `PeerLost` where the server is gone."""
         said = value.encode() if isinstance(value, str) else bytes(value)
-        self._asked(Message("set", {"key": key, "value": said.hex()}))
+        self._asked(ActorMessage("set", {"key": key, "value": said.hex()}))
 
     def get(self, key: str) -> bytes:
         """As torch's. Raises `PeerLost` where no value comes before the deadline, or the server is gone."""
         self.wait([key])
-        return bytes.fromhex(self._asked(Message("get", {"key": key}))["value"])
+        return bytes.fromhex(self._asked(ActorMessage("get", {"key": key}))["value"])
 
     def check(self, keys: list[str]) -> bool:
         """As torch's. Raises `PeerLost` where the server is gone."""
-        return bool(self._asked(Message("check", {"keys": keys}))["found"])
+        return bool(self._asked(ActorMessage("check", {"keys": keys}))["found"])
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         """As torch's, but that the deadline is this store's own."""
         await_keys(self, [(-1, key) for key in keys], self._deadline_seconds, self._abort)
 
-    def _asked(self, message: Message) -> dict[str, Any]:
+    def _asked(self, message: ActorMessage) -> dict[str, Any]:
         return dict(self._line.call(message).wait().fields)
 
 
@@ -95,22 +95,22 @@ class _Keys:
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
 
-    def meet(self, lines: Sequence[Line]) -> None:
+    def meet(self, lines: Sequence[ActorConnection]) -> None:
         """There is one."""
 
     def lost(self, sender: int) -> None:
         """What it has written stays."""
 
-    def receive(self, sender: int, message: Message, answer: Answer) -> None:
+    def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         fields = message.fields
         match message.kind:
             case "set":
                 self._values[fields["key"]] = fields["value"]
-                answer(Message("done"))
+                answer(ActorMessage("done"))
             case "check":
-                answer(Message("checked", {"found": all(key in self._values for key in fields["keys"])}))
+                answer(ActorMessage("checked", {"found": all(key in self._values for key in fields["keys"])}))
             case "get":
-                answer(Message("value", {"value": self._values[fields["key"]]}))
+                answer(ActorMessage("value", {"value": self._values[fields["key"]]}))
             case _:
                 raise ValueError(f"a store does not know {message.kind!r}")
 
@@ -120,10 +120,10 @@ def _key(token: str) -> bytes:
     return hmac.digest(token.encode(), b"unisono rendezvous", "sha256")
 
 
-def _breaking(line: SocketLine, abort: Abort) -> Any:
+def _breaking(line: SocketConnection, abort: Abort) -> Any:
     return lambda: line.break_off(abort.why)
 
 
-def _end(forget: Any, line: SocketLine) -> None:
+def _end(forget: Any, line: SocketConnection) -> None:
     forget()
     line.close()

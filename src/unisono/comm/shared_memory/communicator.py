@@ -35,10 +35,10 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.comm import header_record as record
 from unisono.comm.actors.services import Hosting
-from unisono.comm.operation_queue import Blocked, Conversation, Family, Operation, Steps
+from unisono.comm.operation_queue import Blocked, Family, Operation, OperationQueue, Steps
 from unisono.comm.shared_memory.memfd import MemoryUnavailable, create, open_of, pages
-from unisono.comm.shared_memory.memory_map import HALF_BYTES, RING, Board, Slice
-from unisono.comm.shared_memory.peer_processes import Peers
+from unisono.comm.shared_memory.memory_map import HALF_BYTES, RING, SharedMemoryMap, Slice
+from unisono.comm.shared_memory.peer_processes import PeerProcesses
 from unisono.errors import CommunicationError, PeerLost
 from unisono.system.backoff import Backoff
 
@@ -59,16 +59,16 @@ class Host:
     """
 
     store: c10d.Store | None
-    peers: Peers
+    peers: PeerProcesses
     first_pid: int
     words: memoryview
     checked_at: float = 0.0
 
 
-class SharedMemory(Conversation):
+class SharedMemory(OperationQueue):
     """Peers of one host. `share_memory` builds it, which first makes sure that all peers can.
 
-    `memory` holds what `Board` says, zeroed at first, and is mapped by all peers.
+    `memory` holds what `SharedMemoryMap` says, zeroed at first, and is mapped by all peers.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SharedMemory(Conversation):
     ) -> None:
         super().__init__(family or Family(hosting=Hosting(deadline_seconds=deadline_seconds)), deadline_seconds)
         self.rank, self.size = rank, size
-        self._board, self._host, self._memory = Board(size), host, memory
+        self._board, self._host, self._memory = SharedMemoryMap(size), host, memory
         self._words = self._board.words(memory)
         self._bytes = self._words.cast("B")
         self._posted, self._done = self._board.posted, self._board.done
@@ -461,7 +461,7 @@ class SharedMemory(Conversation):
 
     def _broken(self, verb: str) -> PeerLost | None:
         """What another worker has found."""
-        broken = self._host.words[Board.broken]
+        broken = self._host.words[SharedMemoryMap.broken]
         ranks = [rank for rank in range(self.size) if broken >> rank & 1]
         return PeerLost(ranks, verb, "another worker found it lost") if broken else None
 
@@ -482,7 +482,9 @@ class SharedMemory(Conversation):
 
     def _abandon(self, error: CommunicationError) -> None:
         if isinstance(error, PeerLost):
-            self._host.words[Board.broken] |= sum(1 << rank for rank in error.ranks if rank < 62) | _UNKNOWN_RANKS
+            self._host.words[SharedMemoryMap.broken] |= (
+                sum(1 << rank for rank in error.ranks if rank < 62) | _UNKNOWN_RANKS
+            )
 
     def _let_go(self) -> None:
         """The memory itself goes when the last tensor that lies in it does."""

@@ -19,7 +19,7 @@ _LINE_WORDS = 8
 _LINE_BYTES = 64
 
 
-class Board:
+class SharedMemoryMap:
     """The map of a lane's memory, in this order::
 
         broken, token                               one line of words of 8 bytes

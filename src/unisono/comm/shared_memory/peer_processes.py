@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 
 
-class Peers:
+class PeerProcesses:
     """Watches processes of this host by rank; a zombie counts as dead.
 
     Where the kernel has them, process descriptors are used: they cannot be confused by a number that was

@@ -13,22 +13,22 @@ from typing import Protocol
 
 import torch
 
-from unisono.comm.actor import Actor, Line, Message
+from unisono.comm.actor import Actor, ActorConnection, ActorMessage
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.server import largest_bytes_of
-from unisono.comm.simulated.host import Station, carry
-from unisono.comm.simulated.virtual_clock import Turns
+from unisono.comm.simulated.host import SimulatedHost, carry
+from unisono.comm.simulated.virtual_clock import VirtualScheduler
 from unisono.comm.simulated.virtual_work import Clock, VirtualWork
 from unisono.errors import PeerLost
 
 LOG = logging.getLogger("unisono")
 
 
-class World(Clock, Protocol):
+class SimulatedContext(Clock, Protocol):
     """What services need of the simulated world."""
 
-    turns: Turns
-    stations: list[Station]
+    turns: VirtualScheduler
+    stations: list[SimulatedHost]
     bytes_sent: list[int]
 
     def enter(self, work: VirtualWork) -> None:
@@ -41,11 +41,11 @@ class World(Clock, Protocol):
 class Service:
     """The actors that one `host` or `serve` has made; actor *i* stands and falls with worker ``i % size``."""
 
-    def __init__(self, world: World, count: int, size: int, name: str, served: bool) -> None:
+    def __init__(self, world: SimulatedContext, count: int, size: int, name: str, served: bool) -> None:
         self.world, self.size, self.name, self.served = world, size, name, served
         self.actors: list[VirtualActor | None] = [None] * count
 
-    def add(self, number: int, make: Callable[[], Actor], station: Station) -> None:
+    def add(self, number: int, make: Callable[[], Actor], station: SimulatedHost) -> None:
         """Actor `number` is there; the last one makes all of them meet."""
         self.actors[number] = VirtualActor(self, number, make, station)
         if all(self.actors):
@@ -56,7 +56,7 @@ class Service:
         """All actors so far."""
         return [actor for actor in self.actors if actor]
 
-    def lines(self, sender: int, station: Station) -> list[Line]:
+    def lines(self, sender: int, station: SimulatedHost) -> list[ActorConnection]:
         """Lines of `sender`, who is at `station`, to all actors."""
         return [VirtualLine(actor, sender, station) for actor in self.present()]
 
@@ -72,7 +72,7 @@ class Service:
 class VirtualActor:
     """An actor at its virtual host."""
 
-    def __init__(self, service: Service, number: int, make: Callable[[], Actor], station: Station) -> None:
+    def __init__(self, service: Service, number: int, make: Callable[[], Actor], station: SimulatedHost) -> None:
         self.service, self.number, self.station, self.world = service, number, station, service.world
         self.name = f"{service.name} {number}"
         self.rank = number % service.size
@@ -84,9 +84,9 @@ class VirtualActor:
         self._broken: dict[int, str] = {}
         self._calls: list[VirtualCall] = []
         self._heard: dict[int, VirtualCall] = {}
-        self.read: dict[int, Message] = {}  # by sender: the answer that it has waited for last
+        self.read: dict[int, ActorMessage] = {}  # by sender: the answer that it has waited for last
 
-    def meet(self, lines: Sequence[Line]) -> None:
+    def meet(self, lines: Sequence[ActorConnection]) -> None:
         """As `Actor.meet`."""
         self.run(lambda actor: actor.meet(lines))
 
@@ -117,7 +117,7 @@ class VirtualActor:
             if other is not self:
                 other.sender_gone(-1 - self.number, self.station)
 
-    def sender_gone(self, sender: int, station: Station) -> None:
+    def sender_gone(self, sender: int, station: SimulatedHost) -> None:
         """After what is on its way has arrived, the actor loses `sender`."""
         arrives = carry(station, self.station, 0, self.world.turns.now)
         self.world.turns.at(arrives, lambda: self._break(sender, "the sender is gone"))
@@ -159,9 +159,9 @@ class VirtualCall(VirtualWork):
         self,
         to: VirtualActor,
         sender: int,
-        station: Station,
-        message: Message,
-        then: Callable[[Message | None], None] | None,
+        station: SimulatedHost,
+        message: ActorMessage,
+        then: Callable[[ActorMessage | None], None] | None,
     ) -> None:
         super().__init__(to.world, sender)
         self.to, self.sender, self.station, self.then = to, sender, station, then
@@ -170,7 +170,7 @@ class VirtualCall(VirtualWork):
         self.payload_bytes = sum(x.nbytes for x in self.message.tensors)
         self.verb = message.kind
         self._world = to.world
-        self._answer: Message | None = None
+        self._answer: ActorMessage | None = None
         self._waited_for = False
 
     @property
@@ -190,7 +190,7 @@ class VirtualCall(VirtualWork):
     def overdue(self, deadline_seconds: float) -> PeerLost:
         return PeerLost([self.to.rank], self.verb, f"{self.to.name} was silent for {deadline_seconds:g} s")
 
-    def wait(self) -> Message:
+    def wait(self) -> ActorMessage:
         """As the contract; moves the clock to when the answer is there."""
         self.until_over()
         assert self._answer is not None
@@ -201,7 +201,7 @@ class VirtualCall(VirtualWork):
             self.to.read[self.sender] = self._answer
         return self._answer
 
-    def answer(self, message: Message) -> None:
+    def answer(self, message: ActorMessage) -> None:
         """What the actor is given to answer with."""
         if self._answer is not None:
             raise RuntimeError(f"{self.to.name} answered a {self.verb!r} twice")
@@ -240,21 +240,21 @@ class VirtualCall(VirtualWork):
 
 
 class VirtualLine:
-    """The `Line` of `sender`, who is at `station`."""
+    """The `ActorConnection` of `sender`, who is at `station`."""
 
     pid = None
 
-    def __init__(self, to: VirtualActor, sender: int, station: Station) -> None:
+    def __init__(self, to: VirtualActor, sender: int, station: SimulatedHost) -> None:
         self._to, self._sender, self._station = to, sender, station
         self._closed = False
 
-    def call(self, message: Message) -> VirtualCall:
+    def call(self, message: ActorMessage) -> VirtualCall:
         call = VirtualCall(self._to, self._sender, self._station, message, None)
         self._to.world.enter(call)
         self._send(call)
         return call
 
-    def tell(self, message: Message, then: Callable[[Message | None], None]) -> None:
+    def tell(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
         self._send(VirtualCall(self._to, self._sender, self._station, message, then))
 
     def close(self) -> None:
@@ -271,19 +271,19 @@ class VirtualLine:
         self._to.send(call)
 
 
-def count(world: World, sender: Station, receiver: Station, nbytes: int) -> None:
+def count(world: SimulatedContext, sender: SimulatedHost, receiver: SimulatedHost, nbytes: int) -> None:
     """What has left a worker, be it said by itself or by the actor that it hosts."""
     if sender is not receiver and sender.rank >= 0:
         world.bytes_sent[sender.rank] += nbytes
 
 
-def _copy(message: Message) -> Message:
+def _copy(message: ActorMessage) -> ActorMessage:
     """As after a journey: flat, in other memory, and fields as JSON has them."""
     tensors = [x.detach().reshape(-1).clone() for x in message.tensors]
-    return Message(*frames.parse_text(frames.text_of(message)), tensors)
+    return ActorMessage(*frames.parse_text(frames.text_of(message)), tensors)
 
 
-def _spoil(message: Message) -> None:
+def _spoil(message: ActorMessage) -> None:
     """Noise where a transport would use its memory again, so that nobody relies on what is not promised."""
     for x in message.tensors:
         x.fill_(math.nan if x.is_floating_point() else x.dtype == torch.bool or torch.iinfo(x.dtype).max)

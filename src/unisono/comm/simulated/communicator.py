@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from unisono.comm import link_model as costs
-from unisono.comm.actor import Actor, Line
+from unisono.comm.actor import Actor, ActorConnection
 from unisono.comm.actors.process import load
 from unisono.comm.communicator import Header
 from unisono.comm.link_model import Link
 from unisono.comm.simulated.actors import Service
-from unisono.comm.simulated.host import Station
-from unisono.comm.simulated.virtual_clock import Turns
+from unisono.comm.simulated.host import SimulatedHost
+from unisono.comm.simulated.virtual_clock import VirtualScheduler
 from unisono.comm.simulated.virtual_work import VirtualWork
 from unisono.errors import CommunicationError, MessageMismatch, PeerLost
 
@@ -83,17 +83,17 @@ class SimulatedWorld:
             raise ValueError(f"size={size} with {len(self.links)} links: one worker or more, one link each")
         self.failures: list[BaseException] = []
         self.bytes_sent = [0] * size
-        self.stations = [Station(each, rank) for rank, each in enumerate(self.links)]
+        self.stations = [SimulatedHost(each, rank) for rank, each in enumerate(self.links)]
         self._services: dict[tuple[_Lane, int], Service] = {}
         self._gone: dict[int, str] = {}  # starts nothing more, and why
         self._lost: set[int] = set()  # those of them whose messages under way are lost too
-        self._messages: dict[tuple[_Lane, int], _Message] = {}
+        self._messages: dict[tuple[_Lane, int], _Collective] = {}
         self._under_way: list[list[VirtualWork]] = [[] for _ in range(size)]
         self._waits: dict[int, Sequence[VirtualWork]] = {}
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any], seed: int) -> list[Any]:
         """What `outcomes` promises; `failures` are the exceptions in the order of virtual time."""
-        self.turns = Turns(self.size, seed, self._break_deadlock)
+        self.turns = VirtualScheduler(self.size, seed, self._break_deadlock)
         results: list[Any] = [None] * self.size
 
         def live(rank: int) -> None:
@@ -157,11 +157,11 @@ class SimulatedWorld:
         if rank in self._lost:
             raise Lost(f"worker {rank}: {self._gone[rank]}")
 
-    def start(self, part: _Part[T]) -> _Part[T]:
+    def start(self, part: _PendingVerb[T]) -> _PendingVerb[T]:
         """Worker ``part.rank`` has come to its message; what is complete with it is delivered."""
         self.enter(part)
         self.bytes_sent[part.rank] += part.bytes_out
-        message = self._messages.setdefault(part.key, _Message())
+        message = self._messages.setdefault(part.key, _Collective())
         message[part.rank] = part
         gone = self._missing(part, message)
         message.mismatch = message.mismatch or _difference(part, next(iter(message.values())))
@@ -197,7 +197,7 @@ class SimulatedWorld:
             if not work.settled and self.turns.now >= work.start + self.deadline_seconds:
                 self._fail([work], work.overdue(self.deadline_seconds))
 
-    def silent(self, part: _Part[Any]) -> list[int]:
+    def silent(self, part: _PendingVerb[Any]) -> list[int]:
         """Peers that have not come to the message of `part`."""
         return [rank for rank in part.peers if rank not in self._messages[part.key]]
 
@@ -205,11 +205,11 @@ class SimulatedWorld:
         """What `rank` has started and what lies in its future, or in nobody knows when."""
         return [work for work in self._under_way[rank] if work.finish > self.turns.now]
 
-    def _missing(self, part: _Part[Any], message: _Message) -> list[int]:
+    def _missing(self, part: _PendingVerb[Any], message: _Collective) -> list[int]:
         """Peers that `part` will wait for in vain, who was gone first comes first."""
         return [r for r in self._gone if r in part.peers and (r in self._lost or r not in message)]
 
-    def _deliver(self, part: _Part[Any], message: _Message) -> None:
+    def _deliver(self, part: _PendingVerb[Any], message: _Collective) -> None:
         """Settle what had to wait for `part`: everybody's message as one, or the swaps of its neighbours."""
         together = part.header.verb != "swap"
         for member in [part] if together else [message[r] for r in part.peers if r in message]:
@@ -225,7 +225,7 @@ class SimulatedWorld:
                 each.result = _RESULT[member.header.verb](each, peers)
             self._settle(settled, peers, self._seconds(member, peers))
 
-    def _settle(self, parts: list[_Part[Any]], peers: list[_Part[Any]], seconds: float) -> None:
+    def _settle(self, parts: list[_PendingVerb[Any]], peers: list[_PendingVerb[Any]], seconds: float) -> None:
         for peer in peers:
             if not peer.ready_at:  # else an earlier swap of the same message has asked
                 peer.ready_at = max(peer.start, self.stations[peer.rank].free_at)
@@ -234,7 +234,7 @@ class SimulatedWorld:
             self.stations[part.rank].hold_until(part.finish)
             self.turns.wake(part.rank, part.finish)
 
-    def _seconds(self, part: _Part[Any], peers: list[_Part[Any]]) -> float:
+    def _seconds(self, part: _PendingVerb[Any], peers: list[_PendingVerb[Any]]) -> float:
         if part.header.verb in _SECONDS:
             return _SECONDS[part.header.verb](self.links, _bytes([part.x]))
         links = {peer.rank: self.links[peer.rank] for peer in peers}
@@ -247,12 +247,12 @@ class SimulatedWorld:
                 part.error, part.finish = part.error or error, self.turns.now
                 self.turns.wake(part.rank, part.finish)
 
-    def _fail_peers(self, gone: int, concerns: Callable[[_Part[Any]], bool]) -> None:
+    def _fail_peers(self, gone: int, concerns: Callable[[_PendingVerb[Any]], bool]) -> None:
         detail = self._gone[gone]
         for rank in range(self.size):
             for part in self.unfinished(rank) if rank != gone else ():
                 if (
-                    isinstance(part, _Part)
+                    isinstance(part, _PendingVerb)
                     and gone in part.peers
                     and (concerns(part) if not part.settled else gone in self._lost)
                 ):
@@ -279,7 +279,7 @@ class SimulatedWorld:
 _Lane = tuple[tuple[int, str], ...]
 
 
-class _Part(VirtualWork, Generic[T]):
+class _PendingVerb(VirtualWork, Generic[T]):
     """One worker's part in a message: what it sent, and the `Work` that it was given."""
 
     result: Callable[[], T]
@@ -331,7 +331,7 @@ class _Part(VirtualWork, Generic[T]):
         return self._value[0]
 
 
-class _Message(dict[int, _Part[Any]]):
+class _Collective(dict[int, _PendingVerb[Any]]):
     """All parts of one message that have been started so far, by rank."""
 
     mismatch: MessageMismatch | None = None
@@ -358,25 +358,25 @@ class Simulated:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> _Part[Tensor]:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> _PendingVerb[Tensor]:
         """As the contract. Afterwards `x` holds noise (not a number, or the largest integer), so that nobody
         relies on what a backend happens to leave there."""
         return self._start("sum", x, to=dtype)
 
-    def gather(self, x: Tensor) -> _Part[Tensor]:
+    def gather(self, x: Tensor) -> _PendingVerb[Tensor]:
         return self._start("gather", x)
 
-    def broadcast(self, x: Tensor, root: int = 0) -> _Part[Tensor]:
+    def broadcast(self, x: Tensor, root: int = 0) -> _PendingVerb[Tensor]:
         if not 0 <= root < self.size:
             raise ValueError(f"root={root}: ranks are 0 to {self.size - 1}")
         return self._start("broadcast", x, root=root)
 
-    def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> _Part[list[Tensor]]:
+    def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> _PendingVerb[list[Tensor]]:
         if len(xs) != self.size or len(like) != self.size:
             raise ValueError(f"exchange of {len(xs)} for {len(like)} tensors: one for each of {self.size} workers")
         return self._start("exchange", xs=dict(enumerate(xs)), like=dict(enumerate(like)))
 
-    def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> _Part[dict[int, Tensor]]:
+    def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> _PendingVerb[dict[int, Tensor]]:
         strangers = [rank for rank in xs if rank == self.rank or not 0 <= rank < self.size]
         if strangers or set(xs) != set(like):
             raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself")
@@ -389,21 +389,21 @@ class Simulated:
     def tiers(self, name: str) -> None:
         """None: virtual workers have a host each."""
 
-    def host(self, actor: Actor) -> list[Line]:
+    def host(self, actor: Actor) -> list[ActorConnection]:
         """As the contract; `actor` shares the link of its worker."""
         own = self.world.stations[self.rank]
         service = self._service(self.size, served=False)
         service.add(self.rank, lambda: actor, own)
         return self._lines(service)
 
-    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
         """As the contract; every actor has a link of its own, as good as that of worker 0."""
         if count < 1:
             raise ValueError(f"count={count}: one server or more")
         made = self._service(count, served=True)
         for number in range(self.rank, count, self.size):
             told = json.loads(json.dumps(dict(config)))
-            made.add(number, functools.partial(load, service, number, told), Station(self.world.links[0]))
+            made.add(number, functools.partial(load, service, number, told), SimulatedHost(self.world.links[0]))
         return self._lines(made)
 
     def now(self) -> float:
@@ -425,7 +425,7 @@ class Simulated:
         self._services += 1
         return self.world.service(self.path, self._services, count, served)
 
-    def _lines(self, service: Service) -> list[Line]:
+    def _lines(self, service: Service) -> list[ActorConnection]:
         """When everybody's actors are there, after which nobody meets one that has not met its colleagues."""
         self.gather(torch.zeros(1)).wait()
         return service.lines(self.rank, self.world.stations[self.rank])
@@ -438,13 +438,15 @@ class Simulated:
         like: Mapping[int, Tensor] | None = None,
         root: int = -1,
         to: torch.dtype | None = None,
-    ) -> _Part[Any]:
-        part: _Part[Any] = _Part(self, verb, torch.empty(0) if x is None else x, xs or {}, like or {}, root, to)
+    ) -> _PendingVerb[Any]:
+        part: _PendingVerb[Any] = _PendingVerb(
+            self, verb, torch.empty(0) if x is None else x, xs or {}, like or {}, root, to
+        )
         self.sequence += 1
         return self.world.start(part)
 
 
-def _difference(part: _Part[Any], other: _Part[Any]) -> MessageMismatch | None:
+def _difference(part: _PendingVerb[Any], other: _PendingVerb[Any]) -> MessageMismatch | None:
     """What is wrong when these two meet in one message, if anything."""
     if other.header == part.header:
         return None
@@ -452,7 +454,7 @@ def _difference(part: _Part[Any], other: _Part[Any]) -> MessageMismatch | None:
     return MessageMismatch(f"worker {first.rank}: {first.named}; worker {second.rank}: {second.named}")
 
 
-def _wrong_size(peers: Sequence[_Part[Any]]) -> MessageMismatch | None:
+def _wrong_size(peers: Sequence[_PendingVerb[Any]]) -> MessageMismatch | None:
     """The first pair of an exchange or swap of which one side sends what the other does not expect."""
     there = {part.rank: part for part in peers}
     for receiver in peers:
@@ -468,7 +470,7 @@ def _wrong_size(peers: Sequence[_Part[Any]]) -> MessageMismatch | None:
     return None
 
 
-def _sum(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[[], Tensor]:
+def _sum(part: _PendingVerb[Tensor], peers: Sequence[_PendingVerb[Tensor]]) -> Callable[[], Tensor]:
     if part is peers[0]:  # one sum, shared by all, as in shared memory
         total = part.x.reshape(-1).clone()
         for peer in peers[1:]:
@@ -480,7 +482,7 @@ def _sum(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[[], Te
     return lambda: total.view(part.x.shape)
 
 
-def _gather(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[[], Tensor]:
+def _gather(part: _PendingVerb[Tensor], peers: Sequence[_PendingVerb[Tensor]]) -> Callable[[], Tensor]:
     if part is peers[0]:
         rows = torch.stack([peer.x.reshape(-1) for peer in peers])
         for peer in peers:
@@ -489,7 +491,7 @@ def _gather(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[[],
     return lambda: rows.clone().view(len(peers), *part.x.shape)
 
 
-def _broadcast(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[[], Tensor]:
+def _broadcast(part: _PendingVerb[Tensor], peers: Sequence[_PendingVerb[Tensor]]) -> Callable[[], Tensor]:
     if part is peers[0]:
         source = peers[part.header.root].x.reshape(-1).clone()
         for peer in peers:
@@ -498,22 +500,22 @@ def _broadcast(part: _Part[Tensor], peers: Sequence[_Part[Tensor]]) -> Callable[
     return lambda: part.x.copy_(source.view(part.x.shape))
 
 
-def _received(part: _Part[Any], peers: Sequence[_Part[Any]]) -> dict[int, Tensor]:
+def _received(part: _PendingVerb[Any], peers: Sequence[_PendingVerb[Any]]) -> dict[int, Tensor]:
     there = {peer.rank: peer for peer in peers}
     return {r: there[r].xs[part.rank].detach().clone().view(like.shape) for r, like in part.like.items()}
 
 
-def _exchange(part: _Part[list[Tensor]], peers: Sequence[_Part[Any]]) -> Callable[[], list[Tensor]]:
+def _exchange(part: _PendingVerb[list[Tensor]], peers: Sequence[_PendingVerb[Any]]) -> Callable[[], list[Tensor]]:
     received = _received(part, peers)
     return lambda: [received[rank] for rank in range(len(received))]
 
 
-def _swap(part: _Part[dict[int, Tensor]], peers: Sequence[_Part[Any]]) -> Callable[[], dict[int, Tensor]]:
+def _swap(part: _PendingVerb[dict[int, Tensor]], peers: Sequence[_PendingVerb[Any]]) -> Callable[[], dict[int, Tensor]]:
     received = _received(part, peers)
     return lambda: received
 
 
-_RESULT: dict[str, Callable[[_Part[Any], Sequence[_Part[Any]]], Callable[[], Any]]] = {
+_RESULT: dict[str, Callable[[_PendingVerb[Any], Sequence[_PendingVerb[Any]]], Callable[[], Any]]] = {
     "sum": _sum,
     "gather": _gather,
     "broadcast": _broadcast,

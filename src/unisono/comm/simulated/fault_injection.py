@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.comm.actor import Actor, Line
+from unisono.comm.actor import Actor, ActorConnection
 from unisono.comm.communicator import Communicator, Work
-from unisono.comm.hierarchy import Tiers
+from unisono.comm.hierarchy import Hierarchy
 from unisono.comm.simulated.communicator import Lost, Simulated
 
 
 @dataclass(frozen=True)
-class Appointment:
+class InjectedFailure:
     """At its `count`-th start of `verb` (from 1, on all lanes together), worker `rank` is lost.
 
     Args:
@@ -59,7 +59,7 @@ class Delay:
 class Faulty:
     """`comm`, except for what `appointments` say of its rank. Lanes count together with it."""
 
-    def __init__(self, comm: Communicator, appointments: Sequence[Appointment | Delay]) -> None:
+    def __init__(self, comm: Communicator, appointments: Sequence[InjectedFailure | Delay]) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self._appointments = [each for each in appointments if each.rank == comm.rank]
         self._starts: Counter[str] = Counter()
@@ -100,13 +100,13 @@ class Faulty:
         lane._starts = self._starts
         return lane
 
-    def tiers(self, name: str) -> Tiers | None:
+    def tiers(self, name: str) -> Hierarchy | None:
         return self.comm.tiers(name)
 
-    def host(self, actor: Actor) -> list[Line]:
+    def host(self, actor: Actor) -> list[ActorConnection]:
         return self.comm.host(actor)
 
-    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[Line]:
+    def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
         return self.comm.serve(count, service, config)
 
     def now(self) -> float:
@@ -131,10 +131,10 @@ class Faulty:
             if isinstance(each, Delay):
                 self.compute(each.seconds)
         for each in due:
-            if isinstance(each, Appointment):
+            if isinstance(each, InjectedFailure):
                 self._end(each)
 
-    def _end(self, appointment: Appointment) -> None:
+    def _end(self, appointment: InjectedFailure) -> None:
         if appointment.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if isinstance(self.comm, Simulated):

@@ -8,7 +8,7 @@ from unisono.comm.link_model import Link
 
 
 @dataclass
-class Station:
+class SimulatedHost:
     """A virtual host: its link carries one message at a time in each direction.
 
     `rank` is that of the worker that lives there, -1 where a server does.
@@ -30,7 +30,7 @@ class Station:
         self.receives_free_at = max(self.receives_free_at, time)
 
 
-def carry(sender: Station, receiver: Station, size_bytes: float, now: float) -> float:
+def carry(sender: SimulatedHost, receiver: SimulatedHost, size_bytes: float, now: float) -> float:
     """When a message that is ready `now` has arrived. What a host sends to itself is free.
 
     Bytes leave as the sender's link has room and come in as the receiver's has, at the same time as far as may

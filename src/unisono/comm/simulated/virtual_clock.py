@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 
-class Turns:
+class VirtualScheduler:
     """The clocks of all workers, and whose turn it is.
 
     Torch's and Python's process-wide random generators belong to the worker whose turn it is: each finds them

@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d as c10d
 from unisono.comm.abort import Abort
 from unisono.comm.process_sockets import connected, deafen, is_open, shut
 from unisono.comm.rendezvous.prefix_store import Prefixed
-from unisono.comm.rendezvous.store_exchange import Breakable, Notices
+from unisono.comm.rendezvous.store_exchange import Breakable, StoreExchange
 from unisono.comm.torch_groups.process_group import gloo, open_devices
 from unisono.errors import CommunicationError, PeerLost
 
@@ -153,7 +153,7 @@ class TorchWorld:
 
     def _group(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
         """As torch asks a backend for each group; gloo connects all pairs at once."""
-        notices = Notices(store, self._deadline_seconds, self._abort)
+        notices = StoreExchange(store, self._deadline_seconds, self._abort)
         (device,), ends = open_devices(notices, rank, size, self._address, 1)
         waiting = Breakable(Prefixed("gloo", store), self._deadline_seconds, self._abort)
         forget = self._abort.then(lambda: shut(connected(ends)))

@@ -29,9 +29,9 @@ from torch._C import _distributed_c10d as c10d
 from unisono.comm import header_record as record
 from unisono.comm.abort import Abort
 from unisono.comm.actors.services import Hosting
-from unisono.comm.hierarchy import Tiers
+from unisono.comm.hierarchy import Hierarchy
 from unisono.comm.host import sources
-from unisono.comm.operation_queue import Blocked, Conversation, Family, Operation, Steps
+from unisono.comm.operation_queue import Blocked, Family, Operation, OperationQueue, Steps
 from unisono.comm.process_sockets import (
     End,
     admit_only,
@@ -43,7 +43,7 @@ from unisono.comm.process_sockets import (
     shut,
 )
 from unisono.comm.rendezvous.prefix_store import Prefixed
-from unisono.comm.rendezvous.store_exchange import Breakable, Notices
+from unisono.comm.rendezvous.store_exchange import Breakable, StoreExchange
 from unisono.errors import CommunicationError, InvalidInput, PeerLost
 from unisono.system.backoff import Backoff
 
@@ -62,7 +62,7 @@ _UNWIND_SECONDS = 1.0
 _BACKOFF = Backoff(first_seconds=20e-6, factor=1.1, longest_seconds=500e-6)
 
 
-class TorchGroup(Conversation):
+class TorchGroup(OperationQueue):
     """Peers that talk through gloo or NCCL.
 
     Args:
@@ -116,7 +116,7 @@ class TorchGroup(Conversation):
         self._waiting: Breakable | None = None  # gloo has only what C++ knows of it
         self._unabort: Callable[[], None] = lambda: None
         _check_backend(backend)
-        notices = Notices(store, deadline_seconds, family.abort)
+        notices = StoreExchange(store, deadline_seconds, family.abort)
         devices, ends = open_devices(notices, rank, size, address, 3 if backend == "nccl" else 2)
         forget = family.abort.then(lambda: shut(connected(ends)))
         try:
@@ -213,7 +213,7 @@ class TorchGroup(Conversation):
         sends, expects = dict(xs), dict(like)
         return self._start(lambda: self._all_to_all("swap", sends, expects), "swap", sends=sends, expects=expects)
 
-    def divide(self, tiers: Tiers) -> None:
+    def divide(self, tiers: Hierarchy) -> None:
         """From now on, `tiers` are what these workers have beside this conversation."""
         self._family.tiers = tiers
 
@@ -425,13 +425,13 @@ class Device:
 
 
 def open_devices(
-    notices: Notices, rank: int, size: int, address: str, count: int
+    notices: StoreExchange, rank: int, size: int, address: str, count: int
 ) -> tuple[list[Device], frozenset[End]]:
     """`count` devices of this worker, and where those of all workers listen: so what hangs while they connect can be
     woken. Nothing listens before all workers have come, which then connect within moments, and only to their addresses.
 
     Raises:
-        PeerLost: as `Notices.hear`.
+        PeerLost: as `StoreExchange.hear`.
     """
     here = notices.exchange("here", rank, size, sources(address), _read_addresses)
     admitted = frozenset(each for addresses in here for each in addresses)

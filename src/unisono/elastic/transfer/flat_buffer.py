@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.checkpoint.ownership import Holding
-from unisono.elastic.transfer.local_tensors import Held
+from unisono.elastic.transfer.local_tensors import LocalTensors
 
 _ALIGNMENT_BYTES = 16  # any dtype may begin there
 
@@ -18,15 +18,15 @@ def image_bytes(held: Holding) -> int:
     return sum(_room(piece.spec.nbytes) for piece in held.values())
 
 
-def write_image(held: Held, image: Tensor) -> None:
+def write_image(held: LocalTensors, image: Tensor) -> None:
     """Copy the tensors into `image`, of as many bytes as `image_bytes` says."""
     for name, part in _parts(held.holding, image):
         part.copy_(held.tensors[name].detach())
 
 
-def read_image(held: Holding, image: Tensor) -> Held:
+def read_image(held: Holding, image: Tensor) -> LocalTensors:
     """The tensors that lie in `image`, and share its memory."""
-    return Held(dict(_parts(held, image)), {name: piece.box for name, piece in held.items()})
+    return LocalTensors(dict(_parts(held, image)), {name: piece.box for name, piece in held.items()})
 
 
 def _parts(held: Holding, image: Tensor) -> Iterator[tuple[str, Tensor]]:

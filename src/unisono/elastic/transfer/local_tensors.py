@@ -10,12 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.ownership import Holding, Piece, decode_holding, encode_holding, holding
+from unisono.checkpoint.ownership import Holding, TensorShard, decode_holding, encode_holding, holding
 from unisono.tensors.box import Box
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensors:
     """Tensors that lie here, by global name.
 
     Args:
@@ -27,7 +27,7 @@ class Held:
     boxes: Mapping[str, Box] = field(default_factory=dict)
 
     @cached_property
-    def holding(self) -> dict[str, Piece]:
+    def holding(self) -> dict[str, TensorShard]:
         """The same without the numbers. Raises `ValueError` where a tensor has not the size of its box."""
         return holding(self.tensors, self.boxes)
 
@@ -40,7 +40,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Said:
+class Inventory:
     """What one worker says to all: what it has, and what it wants."""
 
     here: Sequence[Holding]
@@ -51,9 +51,9 @@ class Said:
         return json.dumps([[encode_holding(each) for each in self.here], encode_holding(self.wants)])
 
     @staticmethod
-    def decode(text: str) -> Said:
+    def decode(text: str) -> Inventory:
         """What `encode` wrote. Raises `ValueError` where it is anything else."""
         match json.loads(text):
             case [list(here), str(wants)] if all(isinstance(each, str) for each in here):
-                return Said([decode_holding(each) for each in here], decode_holding(wants))
+                return Inventory([decode_holding(each) for each in here], decode_holding(wants))
         raise ValueError("not what a worker says of its state")

@@ -24,7 +24,7 @@ from unisono.comm import Communicator, Work
 from unisono.comm.text import gather_text, gathering_text
 from unisono.elastic.transfer.buddies import keepers
 from unisono.elastic.transfer.flat_buffer import bytes_like, image_bytes, read_image, write_image
-from unisono.elastic.transfer.local_tensors import Held
+from unisono.elastic.transfer.local_tensors import LocalTensors
 
 ROUND_BYTES = 4 << 20
 LOG = logging.getLogger("unisono")
@@ -32,7 +32,7 @@ _Passing = Generator[Work[Any], Any, None]
 
 
 @dataclass(frozen=True)
-class Kept:
+class MemoryCheckpoint:
     """One worker's state of one step.
 
     Args:
@@ -42,19 +42,19 @@ class Kept:
     """
 
     owner: int
-    held: Held
+    held: LocalTensors
     meta: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class _State:
+class _CopySlots:
     """Both states of one step, and the memory in which they lie."""
 
-    kept: tuple[Kept, Kept]
+    kept: tuple[MemoryCheckpoint, MemoryCheckpoint]
     images: tuple[Tensor, Tensor]
 
 
-class Copies:
+class MemoryCheckpoints:
     """One worker's hand in them.
 
     All workers make it alike, and offer their states after the same steps. What is under way is moved by a thread, or
@@ -74,7 +74,7 @@ class Copies:
         chosen = keepers(hosts)
         self.keeper, self.ward = chosen[lane.rank], chosen.index(lane.rank)
         self._lock = threading.Lock()
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, _CopySlots] = {}
         self._spare: list[tuple[Tensor, Tensor]] = []
         self._passing: _Passing | None = None
         self._work: Work[Any] | None = None
@@ -86,7 +86,7 @@ class Copies:
         """Whether the state that was offered last has arrived everywhere: the next one need not wait for it."""
         return self._passing is None
 
-    def offer(self, step: int, held: Held, meta: Mapping[str, Any] | None = None) -> None:
+    def offer(self, step: int, held: LocalTensors, meta: Mapping[str, Any] | None = None) -> None:
         """Keep the state after `step`, here and at the keeper; all workers do so after the same step.
 
         It is copied before this returns. Where the former one is still under way, that is waited for first; if all
@@ -102,7 +102,7 @@ class Copies:
         image, other = self._spare.pop() if self._spare else (None, None)
         mine = bytes_like(image_bytes(held.holding), image)
         write_image(held, mine)
-        own = Kept(self._lane.rank, read_image(held.holding, mine), dict(meta or {}))
+        own = MemoryCheckpoint(self._lane.rank, read_image(held.holding, mine), dict(meta or {}))
         self._passing, self._work = self._pass(step, own, mine, other), None
         if self._background:
             self._thread = threading.Thread(target=self._drain, name="copies", daemon=True)
@@ -127,7 +127,7 @@ class Copies:
         with self._lock:
             return sorted(self._states)
 
-    def at(self, step: int) -> tuple[Kept, Kept]:
+    def at(self, step: int) -> tuple[MemoryCheckpoint, MemoryCheckpoint]:
         """What is here of that step: this worker's own state, and its ward's."""
         with self._lock:
             return self._states[step].kept
@@ -163,7 +163,7 @@ class Copies:
         except StopIteration:
             self._passing = self._work = None
 
-    def _pass(self, step: int, own: Kept, mine: Tensor, other: Tensor | None) -> _Passing:
+    def _pass(self, step: int, own: MemoryCheckpoint, mine: Tensor, other: Tensor | None) -> _Passing:
         """Everybody's state to their keeper."""
         lane, ward = self._lane, self.ward
         said = yield from gathering_text(lane, json.dumps([encode_holding(own.held.holding), own.meta]))
@@ -173,9 +173,9 @@ class Copies:
         digests = yield lane.gather(_digest(mine))
         sound = torch.equal(digests[ward], _digest(theirs))
         if sound:
-            kept = Kept(ward, read_image(holdings[ward], theirs), metas[ward])
+            kept = MemoryCheckpoint(ward, read_image(holdings[ward], theirs), metas[ward])
             with self._lock:
-                self._states[step] = _State((own, kept), (mine, theirs))
+                self._states[step] = _CopySlots((own, kept), (mine, theirs))
         everywhere = bool((yield lane.gather(torch.tensor([sound]))).all())
         if not everywhere:
             LOG.warning("a copy of the state after step %d came as other bytes: the former ones are kept", step)
@@ -198,7 +198,7 @@ class Copies:
                 self._spare = [self._states.pop(each).images]
 
 
-def newest(comm: Communicator, copies: Copies | None) -> int | None:
+def newest(comm: Communicator, copies: MemoryCheckpoints | None) -> int | None:
     """The latest step of which everybody who has kept copies has all that they should; None where there is none. All
     call it alike, those who are new with None."""
     told = [json.loads(text) for text in gather_text(comm, json.dumps(copies.steps() if copies else None))]

@@ -12,7 +12,7 @@ from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.checkpoint.ownership import Holding
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
-from unisono.elastic.transfer.local_tensors import Held, Said
+from unisono.elastic.transfer.local_tensors import Inventory, LocalTensors
 from unisono.elastic.transfer.transfer_plan import Move, plan, rounds
 from unisono.errors import StateDamaged
 
@@ -24,7 +24,7 @@ _DIGEST_BYTES = 16
 
 def hand_over(
     comm: Communicator,
-    here: Sequence[Held],
+    here: Sequence[LocalTensors],
     wanted: Holding,
     hosts: Sequence[str] = (),
     round_bytes: int = ROUND_BYTES,
@@ -46,8 +46,8 @@ def hand_over(
         StateDamaged: on all workers; names a tensor and its holder.
         PeerLost: a worker was lost meanwhile.
     """
-    texts = gather_text(comm, Said([each.holding for each in here], wanted).encode())
-    read = {text: Said.decode(text) for text in set(texts)}  # equals say the same
+    texts = gather_text(comm, Inventory([each.holding for each in here], wanted).encode())
+    read = {text: Inventory.decode(text) for text in set(texts)}  # equals say the same
     everybody = [read[text] for text in texts]
     moves = plan([said.here for said in everybody], [said.wants for said in everybody], hosts)
     found = {name: torch.empty(piece.box.size, dtype=piece.dtype) for name, piece in wanted.items()}
@@ -65,7 +65,11 @@ def hand_over(
 
 
 def _exchange(
-    comm: Communicator, moves: Sequence[Move], here: Sequence[Held], wanted: Holding, found: Mapping[str, Tensor]
+    comm: Communicator,
+    moves: Sequence[Move],
+    here: Sequence[LocalTensors],
+    wanted: Holding,
+    found: Mapping[str, Tensor],
 ) -> str:
     """One round; returns what is damaged of what came, if anything is."""
     ranks = range(comm.size)
@@ -86,7 +90,7 @@ def _exchange(
     return damaged
 
 
-def _packed(moves: Sequence[Move], here: Sequence[Held]) -> Tensor:
+def _packed(moves: Sequence[Move], here: Sequence[LocalTensors]) -> Tensor:
     """What goes to one worker in one round: for each box its digest and its numbers, and what is needed to begin the
     next where any dtype may begin."""
     packed, begin = _bytes(sum(map(_room, moves))), 0
@@ -99,7 +103,7 @@ def _packed(moves: Sequence[Move], here: Sequence[Held]) -> Tensor:
     return packed
 
 
-def _part(here: Sequence[Held], move: Move) -> Tensor:
+def _part(here: Sequence[LocalTensors], move: Move) -> Tensor:
     return next(part for held in here if (part := held.part(move.name, move.dtype, move.box)) is not None)
 
 

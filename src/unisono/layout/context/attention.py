@@ -10,13 +10,13 @@ from unisono.errors import InvalidInput
 from unisono.layout.context.group import Peers
 from unisono.layout.context.masks import causal, widened
 from unisono.layout.context.ring_attention import ring
-from unisono.layout.context.sequence_split import Split
+from unisono.layout.context.sequence_split import SequenceSplit
 
 FORMS = ("gather", "ring")
 
 
 def attend(
-    split: Split,
+    split: SequenceSplit,
     peers: Peers,
     form: str,
     keys: Tensor | None,
@@ -66,7 +66,7 @@ def gather(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
-    split: Split,
+    split: SequenceSplit,
     peers: Peers,
 ) -> Tensor:
     """All keys and values in one all-gather; in backward, one reduce-scatter (Dubey et al. 2024, 3.3.2)."""
@@ -87,7 +87,9 @@ def gather(
     return torch.cat(rows, -2)
 
 
-def _check(split: Split, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool) -> None:
+def _check(
+    split: SequenceSplit, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
+) -> None:
     what = f"queries {tuple(query.shape)}, keys {tuple(key.shape)}"
     if dropout_p:
         raise InvalidInput("dropout", dropout_p, f"attention over {split.size} workers has no dropout",

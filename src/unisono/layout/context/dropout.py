@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.layout.context.sequence_split import Split
+from unisono.layout.context.sequence_split import SequenceSplit
 
 
 def dropout(
-    split: Split,
+    split: SequenceSplit,
     rank: int,
     original: Callable[..., Tensor],
     input: Tensor,

@@ -19,7 +19,7 @@ from unisono.layout.context import positions
 from unisono.layout.context.attention import FORMS, attend
 from unisono.layout.context.dropout import dropout
 from unisono.layout.context.group import Peers, peers_of
-from unisono.layout.context.sequence_split import Split
+from unisono.layout.context.sequence_split import SequenceSplit
 
 
 class attending(TorchFunctionMode):
@@ -44,7 +44,7 @@ class attending(TorchFunctionMode):
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | Peers,
-        split: Split,
+        split: SequenceSplit,
         form: str = "gather",
         keys: Tensor | None = None,
     ) -> None:

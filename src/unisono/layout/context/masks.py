@@ -7,11 +7,11 @@ from torch import Tensor
 
 from unisono.errors import InvalidInput
 from unisono.layout.context.group import Peers
-from unisono.layout.context.sequence_split import Split
+from unisono.layout.context.sequence_split import SequenceSplit
 
 
 def widened(
-    mask: Tensor | None, is_causal: bool, keys: Tensor | None, split: Split, peers: Peers
+    mask: Tensor | None, is_causal: bool, keys: Tensor | None, split: SequenceSplit, peers: Peers
 ) -> tuple[Tensor | None, bool]:
     """A mask with columns of all keys, in the sequence's order, and rows of the local queries or one for all.
 
@@ -39,17 +39,17 @@ def widened(
     raise _unknown(mask, split)
 
 
-def causal(split: Split, rank: int, device: torch.device) -> Tensor:
+def causal(split: SequenceSplit, rank: int, device: torch.device) -> Tensor:
     """True where a local query (row) may look at a key (column) under a causal mask, bool ``[local, length]``."""
     return split.positions(rank, device)[:, None] >= torch.arange(split.length, device=device)
 
 
-def _padded(keys: Tensor, past: bool, split: Split, rank: int) -> Tensor:
+def _padded(keys: Tensor, past: bool, split: SequenceSplit, rank: int) -> Tensor:
     real = keys.bool()[:, None, None, :]
     return real & causal(split, rank, keys.device) if past else real
 
 
-def _is_causal(mask: Tensor, split: Split) -> bool:
+def _is_causal(mask: Tensor, split: SequenceSplit) -> bool:
     """Whether it is the causal mask of the local tokens; of a single token nobody can tell."""
     if mask.shape[-2:] != (split.local, split.local) or split.local == 1:
         return False
@@ -66,7 +66,7 @@ def _gathered(mask: Tensor, peers: Peers) -> Tensor:
     return peers.gather(mask)
 
 
-def _unknown(mask: Tensor, split: Split) -> InvalidInput:
+def _unknown(mask: Tensor, split: SequenceSplit) -> InvalidInput:
     return InvalidInput(
         "attn_mask",
         f"a mask {tuple(mask.shape)}",

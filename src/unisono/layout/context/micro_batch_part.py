@@ -14,7 +14,7 @@ from unisono.errors import InvalidInput
 from unisono.layout.context.function_mode import attending
 from unisono.layout.context.padding import NAME, padded, unmasked
 from unisono.layout.context.sequence_batch import length, part_loss, share, take
-from unisono.layout.context.sequence_split import Split
+from unisono.layout.context.sequence_split import SequenceSplit
 from unisono.layout.context.verify import verify
 from unisono.layout.sample_batch import Sample
 
@@ -39,7 +39,7 @@ def tried(model: nn.Module, sample: Sample, size: int) -> str:
         return error.problem
 
 
-class Passage:
+class MicroBatchPart:
     """``with passage(batch, loss) as (part, part_of_loss):`` forward and backward of this worker's part of `batch`.
 
     Args:
@@ -56,7 +56,7 @@ class Passage:
     def __call__(self, batch: Any, loss: Loss) -> Iterator[tuple[Any, Loss]]:
         """Raises `InvalidInput` where the batch's sequences cannot be cut, or have padding that the model cannot do
         with."""
-        split = Split(length(batch), self._size)
+        split = SequenceSplit(length(batch), self._size)
         batch, keys = unmasked(batch, self._sample.inputs, split.length)
         if keys is not None and self._without_padding:
             problem = f"a batch has padding, and with context = {self._size} {self._without_padding}"

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from unisono.errors import InvalidInput
-from unisono.layout.context.sequence_split import Split
+from unisono.layout.context.sequence_split import SequenceSplit
 
 
-def arange(split: Split, rank: int, *args: Any, **kwargs: Any) -> Tensor:
+def arange(split: SequenceSplit, rank: int, *args: Any, **kwargs: Any) -> Tensor:
     """``torch.arange``; where it counts local tokens from 0, their positions in the sequence."""
     rest = {key: value for key, value in kwargs.items() if key not in ("start", "end", "step")}
     if _bounds(args, kwargs) != (0, split.local, 1) or "out" in rest:
@@ -28,7 +28,7 @@ def arange(split: Split, rank: int, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def diff(
-    split: Split, rank: int, input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
+    split: SequenceSplit, rank: int, input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
 ) -> Tensor:
     """``torch.diff``; of the local tokens' positions, their distance from the token before in the sequence, which is 1
     where a worker's second chunk begins too. Models tell by it whether several sequences follow each other."""
@@ -41,7 +41,7 @@ def diff(
     return found
 
 
-def index(split: Split, rank: int, table: Tensor, key: Any) -> Tensor:
+def index(split: SequenceSplit, rank: int, table: Tensor, key: Any) -> Tensor:
     """``table[key]``; where it takes the first rows, as many as local tokens, those of the local tokens.
 
     Only of tensors that are no function of the tokens (weights, buffers, constants) and at least as long as the
@@ -59,7 +59,7 @@ def index(split: Split, rank: int, table: Tensor, key: Any) -> Tensor:
     return _pieces(split, rank, _kept(entries, table.dim(), hits[0]), lambda span: _at(table, entries, hits[0], span))
 
 
-def narrow(split: Split, rank: int, table: Tensor, dim: int, start: int, length: int) -> Tensor:
+def narrow(split: SequenceSplit, rank: int, table: Tensor, dim: int, start: int, length: int) -> Tensor:
     """``table.narrow(dim, start, length)``, as `index`."""
     if (start, length) != (0, split.local) or not _is_constant(table) or not _has_all(table, dim, split):
         return table.narrow(dim, start, length)
@@ -72,7 +72,7 @@ def _is_constant(table: Tensor) -> bool:
     return source.grad_fn is None
 
 
-def _pieces(split: Split, rank: int, dim: int, piece: Callable[[slice], Tensor]) -> Tensor:
+def _pieces(split: SequenceSplit, rank: int, dim: int, piece: Callable[[slice], Tensor]) -> Tensor:
     pieces = [piece(slice(*span)) for span in split.spans(rank)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
@@ -88,7 +88,7 @@ def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, An
     return bounds if all(isinstance(x, int | float) and not isinstance(x, bool) for x in bounds) else None
 
 
-def _hits(split: Split, table: Tensor, entries: list[Any]) -> list[int]:
+def _hits(split: SequenceSplit, table: Tensor, entries: list[Any]) -> list[int]:
     """Which entries of an index are slices of the first local-length rows of a dimension that has the sequence's."""
     if not all(x is None or x is Ellipsis or isinstance(x, slice) or type(x) is int for x in entries):
         return []
@@ -101,7 +101,7 @@ def _hits(split: Split, table: Tensor, entries: list[Any]) -> list[int]:
     return hits
 
 
-def _has_all(table: Tensor, dim: int, split: Split) -> bool:
+def _has_all(table: Tensor, dim: int, split: SequenceSplit) -> bool:
     """Whether `table` has a row for every token. A table with fewer than there are tokens, but more than a worker has,
     would be one that the whole sequence does not fit into."""
     rows = table.shape[dim]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unisono.layout.context.group import Coming, Peers
-from unisono.layout.context.sequence_split import Split
+from unisono.layout.context.sequence_split import SequenceSplit
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def ring(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
-    split: Split,
+    split: SequenceSplit,
     peers: Peers,
 ) -> Tensor:
     """Attention ``[..., local, value width]``; `mask` is ``[..., local or 1, length]`` and gets no gradient."""
@@ -52,7 +52,7 @@ class _Plan:
     mask: Tensor | None
     is_causal: bool
     scale: float
-    split: Split
+    split: SequenceSplit
     peers: Peers
 
     def blocks(self, peer: int, device: torch.device) -> Iterator[Block]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import InvalidInput
-from unisono.layout.context.sequence_split import Split
+from unisono.layout.context.sequence_split import SequenceSplit
 from unisono.tensors.batch import Batch, mapped, tensors
 
 
@@ -39,7 +39,7 @@ def length(batch: Batch, dim: int = 1) -> int:
                        "use context=1 for data without sequences")  # fmt: skip
 
 
-def take(batch: Batch, split: Split, rank: int, dim: int = 1) -> Batch:
+def take(batch: Batch, split: SequenceSplit, rank: int, dim: int = 1) -> Batch:
     """The part of `batch` that belongs to worker `rank`, in the same nesting of tuples, lists and mappings.
 
     Of a tensor whose size along `dim` is the sequence's length, the worker's tokens along `dim`; of a mask
@@ -56,7 +56,9 @@ def take(batch: Batch, split: Split, rank: int, dim: int = 1) -> Batch:
     return mapped(cut, batch)
 
 
-def share(weight: Callable[[Batch], float] | None, batch: Batch, split: Split, rank: int, dim: int = 1) -> float:
+def share(
+    weight: Callable[[Batch], float] | None, batch: Batch, split: SequenceSplit, rank: int, dim: int = 1
+) -> float:
     """What worker `rank`'s loss counts for in the micro-batch's, from 0 to 1; over the group it adds up to 1.
 
     Args:
@@ -82,7 +84,7 @@ def part_loss(loss: Callable[[Any, Batch], Tensor], output: Any, batch: Batch, s
     return torch.stack([(x * 0.0).sum() for x in reached]).sum()
 
 
-def with_positions(inputs: Batch, split: Split, rank: int, name: str = "position_ids") -> Batch:
+def with_positions(inputs: Batch, split: SequenceSplit, rank: int, name: str = "position_ids") -> Batch:
     """Keyword inputs of a worker's part with its tokens' positions ``[1, local]`` added, unless given."""
     if not isinstance(inputs, Mapping) or inputs.get(name) is not None:
         return inputs

@@ -14,7 +14,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Split:
+class SequenceSplit:
     """A sequence of `length` tokens over `size` workers.
 
     Balanced: 2 * size chunks, of which worker r has chunks r and 2 * size - 1 - r, so that under a causal mask, where a

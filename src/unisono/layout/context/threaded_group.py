@@ -20,7 +20,7 @@ class Apart(ValueError):
     """Members did not exchange equally often; the message says which of them left the others waiting."""
 
 
-class Together:
+class ThreadedGroup:
     """One of several `Peers` in one process. What is gathered stays in one graph, so that backward runs through all."""
 
     def __init__(self, rank: int, board: Board) -> None:
@@ -91,7 +91,7 @@ class _There:
 
 
 def together(
-    size: int, member: Callable[[Together], Any], generators: Generators, drawn: Sequence[Tensor]
+    size: int, member: Callable[[ThreadedGroup], Any], generators: Generators, drawn: Sequence[Tensor]
 ) -> list[Any]:
     """What each of `size` members returns, by rank; the first error of any of them is raised.
 
@@ -105,7 +105,7 @@ def together(
         with board.turn:
             generators.restore(drawn)
             try:
-                results[rank] = member(Together(rank, board))
+                results[rank] = member(ThreadedGroup(rank, board))
             except Exception as error:
                 board.end(rank, error)
             else:

@@ -20,8 +20,8 @@ from unisono.layout.context.data_dependence import Asked
 from unisono.layout.context.function_mode import attending
 from unisono.layout.context.padding import Inputs, unmasked
 from unisono.layout.context.sequence_batch import length, part_loss, share, take
-from unisono.layout.context.sequence_split import Split
-from unisono.layout.context.threaded_group import Together, together
+from unisono.layout.context.sequence_split import SequenceSplit
+from unisono.layout.context.threaded_group import ThreadedGroup, together
 from unisono.layout.pipeline.rng_states import Generators
 from unisono.tensors.batch import tensors
 
@@ -66,7 +66,7 @@ def verify(
     Raises:
         InvalidInput: it differs; names the first module that does, and what to do.
     """
-    split = Split(length(sample, dim), size, balanced)
+    split = SequenceSplit(length(sample, dim), size, balanced)
     run = forward or (lambda batch: _call(model, batch))
     trial = _Trial(model, sample, split, run, loss, weight, dim, inputs)
     for seed in range(_TRIALS):
@@ -102,7 +102,7 @@ class _Trial:
 
     model: nn.Module
     sample: Any
-    split: Split
+    split: SequenceSplit
     run: Forward
     loss: Any
     weight: Any
@@ -118,7 +118,7 @@ class _Trial:
         parts = [take(sample, split, r, self.dim) for r in range(split.size)]
         idents, asked = [0] * split.size, [Asked(model.parameters()) for _ in range(split.size + 1)]
 
-        def member(peers: Together) -> Any:
+        def member(peers: ThreadedGroup) -> Any:
             idents[peers.rank] = threading.get_ident()
             with _Quiet(), attending(peers, split, "gather", keys), asked[peers.rank]:
                 return self.run(parts[peers.rank])
@@ -162,7 +162,7 @@ def _gradients(model: nn.Module, goal: Tensor, goals: Tensor, differs: str) -> s
     return None
 
 
-def _first_module(whole: Mapping[str, Tensor], parts: list[dict[str, Tensor]], split: Split) -> str:
+def _first_module(whole: Mapping[str, Tensor], parts: list[dict[str, Tensor]], split: SequenceSplit) -> str:
     for name, want in whole.items():
         pieces = [part[name] for part in parts if name in part]
         joined = [_joined(pieces, want, split, d) for d in range(want.dim()) if len(pieces) == split.size]
@@ -171,7 +171,7 @@ def _first_module(whole: Mapping[str, Tensor], parts: list[dict[str, Tensor]], s
     return ""
 
 
-def _joined(pieces: list[Tensor], want: Tensor, split: Split, dim: int) -> Tensor | None:
+def _joined(pieces: list[Tensor], want: Tensor, split: SequenceSplit, dim: int) -> Tensor | None:
     """The parts as a whole of the shape wanted; None where they are no parts along `dim`."""
     cut = (*want.shape[:dim], split.local, *want.shape[dim + 1 :])
     if want.dim() <= dim or want.shape[dim] != split.length or any(piece.shape != cut for piece in pieces):

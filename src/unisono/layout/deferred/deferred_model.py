@@ -15,9 +15,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from unisono.errors import InvalidInput
 from unisono.layout.deferred.dispatch_modes import listening
-from unisono.layout.deferred.recorder import Recorder
+from unisono.layout.deferred.recorder import TapeRecorder
 from unisono.layout.deferred.replay import replay
-from unisono.layout.deferred.tape import Place
+from unisono.layout.deferred.tape import TensorView
 from unisono.layout.deferred.tensor_slots import Slots, emptied, like, loose, named_tensors
 
 Keep = Callable[[str, Tensor], Tensor | None]
@@ -66,7 +66,7 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
         InvalidInput: what `build` returns is not a module, or has parameters without values.
         Exception: whatever `build` raises.
     """
-    recorder = Recorder()
+    recorder = TapeRecorder()
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with listening(recorder):
@@ -86,13 +86,13 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
     model = _checked(build())
     end = torch.get_rng_state()
     torch.set_rng_state(before)
-    return _Whole(model, why, end)
+    return _MaterializedModel(model, why, end)
 
 
 class _Recorded(Deferred):
     """Nothing but a tape."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, model: nn.Module, recorder: TapeRecorder) -> None:
         super().__init__(model)
         self._tape, self._ends = recorder.tape, recorder.ends
         slots = Slots(model)
@@ -101,7 +101,7 @@ class _Recorded(Deferred):
                 slots.replace(tensor, recorder.stand_in(tensor, outside=True))
         self._places = {name: _placed(recorder, tensor) for name, tensor in named_tensors(model)}
         taken = {_placed(recorder, parameter).storage for parameter in model.parameters()}
-        self._loose: list[tuple[Any, Any, Tensor, Place]] = []
+        self._loose: list[tuple[Any, Any, Tensor, TensorView]] = []
         for holder, key, tensor in loose(model):
             place = recorder.place(tensor)
             if place is not None and place.storage in taken:
@@ -127,7 +127,7 @@ class _Recorded(Deferred):
         return {name: kept[name] for name in self._places if name in kept}
 
 
-class _Whole(Deferred):
+class _MaterializedModel(Deferred):
     """A model in memory."""
 
     def __init__(self, model: nn.Module, why: str, end: Tensor) -> None:
@@ -168,7 +168,7 @@ def _checked(built: object) -> nn.Module:
     return model
 
 
-def _placed(recorder: Recorder, tensor: Tensor) -> Place:
+def _placed(recorder: TapeRecorder, tensor: Tensor) -> TensorView:
     place = recorder.place(tensor)
     assert place is not None
     return place

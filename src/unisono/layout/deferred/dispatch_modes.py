@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from unisono.layout.deferred.recorder import Recorder
+from unisono.layout.deferred.recorder import TapeRecorder
 
 
 @contextmanager
-def listening(recorder: Recorder) -> Iterator[None]:
+def listening(recorder: TapeRecorder) -> Iterator[None]:
     """Everything that this thread does with tensors goes to the recorder."""
     try:
         with _Questions(recorder), _Operations(recorder):
@@ -27,7 +27,7 @@ def listening(recorder: Recorder) -> Iterator[None]:
 class _Operations(TorchDispatchMode):
     """Hears of every operator, below autograd."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
@@ -39,7 +39,7 @@ class _Operations(TorchDispatchMode):
 class _Questions(TorchFunctionMode):
     """Answers for stand-ins what no operator is asked about."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -64,20 +64,20 @@ class _Questions(TorchFunctionMode):
             recorder.sharing = False
 
 
-def _to(recorder: Recorder, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+def _to(recorder: TapeRecorder, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     recorder.check_device(device)
     return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format or torch.preserve_format)
 
 
-def _array(recorder: Recorder, tensor: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+def _array(recorder: TapeRecorder, tensor: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
     with _disable_current_modes():
         array = recorder.read(tensor)[0].numpy()
     array.setflags(write=False)  # what is written into it would not reach the tensor
     return array if dtype is None else array.astype(dtype)
 
 
-def _list(recorder: Recorder, tensor: Tensor) -> Any:
+def _list(recorder: TapeRecorder, tensor: Tensor) -> Any:
     with _disable_current_modes():
         return recorder.read(tensor)[0].tolist()
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from unisono.layout.deferred.operator_traits import Traits, traits
 from unisono.layout.deferred.replay import last_draws, replay
 from unisono.layout.deferred.rng_draws import Draws
-from unisono.layout.deferred.tape import Draw, Operation, Outline, Place, Tape, leaves, replaced
+from unisono.layout.deferred.tape import Draw, Operation, Outline, Tape, TensorView, leaves, replaced
 from unisono.layout.deferred.tensor_slots import emptied
 
 _SMALL_BYTES = 1 << 16  # what was read and is not larger is kept, so that it need not be computed again
@@ -22,7 +22,7 @@ class Refused(Exception):
     """This build cannot be put off; the message says why."""
 
 
-class Recorder:
+class TapeRecorder:
     """Gives out tensors on the meta device that pass for tensors on the CPU, and writes a tape."""
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class Recorder:
         self.refusal = self.refusal or why
         raise Refused(why)
 
-    def place(self, tensor: Tensor) -> Place | None:
+    def place(self, tensor: Tensor) -> TensorView | None:
         """Where a tensor lies, or None for one that is not of this recording."""
         if tensor.layout is not torch.strided or tensor.device.type != "meta":
             return None
         number = self._numbers.get(tensor.untyped_storage()._cdata)
-        return None if number is None else Place.of(tensor, number)
+        return None if number is None else TensorView.of(tensor, number)
 
     def read(self, *tensors: Tensor) -> list[Tensor]:
         """The present content of stand-ins, computed now; no mode hears of it."""
@@ -136,11 +136,11 @@ class Recorder:
     def _places(self, trait: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         place = lambda value: self.place(value) if isinstance(value, Tensor) else value
         args, kwargs = replaced(args, place), replaced(kwargs, place)
-        if trait.outline and isinstance(args[0], Place):
+        if trait.outline and isinstance(args[0], TensorView):
             args = (Outline(args[0]), *args[1:])
         return args, kwargs
 
-    def _covers(self, place: Place) -> bool:
+    def _covers(self, place: TensorView) -> bool:
         return place.covers(self.tape.storages[place.storage].nbytes())
 
     def _draw(self, generator: torch.Generator | None) -> Draw:
@@ -149,13 +149,13 @@ class Recorder:
             self.refuse(f"it draws from a generator on {generator.device}")
         return Draw(generator, self._draws.draw(generator, len(self.tape.operations)))
 
-    def _fresh(self, tensor: Tensor) -> Place | None:
+    def _fresh(self, tensor: Tensor) -> TensorView | None:
         """The place of a tensor in new memory."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._numbers:
             return None
         self._numbers[storage._cdata] = self.tape.add_storage(storage)
-        return Place.of(tensor, self._numbers[storage._cdata])
+        return TensorView.of(tensor, self._numbers[storage._cdata])
 
     def _ghost(self, value: Any) -> Any:
         """What stands in for an argument on the meta device."""
@@ -183,7 +183,7 @@ class Recorder:
             self.tape.add_content(number, storage)
             if outside:
                 self._outside.add(number)
-        return Place.of(real, number).on(self.tape.storages[number])
+        return TensorView.of(real, number).on(self.tape.storages[number])
 
     def check_device(self, device: Any) -> None:
         """Refuse any device but the CPU."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from unisono.layout.deferred.replay_order import needed, schedule
-from unisono.layout.deferred.tape import Draw, Operation, Outline, Place, Tape, leaves, replaced
+from unisono.layout.deferred.tape import Draw, Operation, Outline, Tape, TensorView, leaves, replaced
 
 Ends = Mapping[torch.Generator, Tensor | int]
 
@@ -86,7 +86,7 @@ class _Player:
             generator.set_state(self._states[state])
 
     def _real(self, value: Any) -> Any:
-        if isinstance(value, Place):
+        if isinstance(value, TensorView):
             return value.on(self._storage(value.storage))
         return _blank(value)
 
@@ -95,7 +95,7 @@ class _Player:
             self.storages[number] = UntypedStorage(self._tape.storages[number].nbytes())
         return self.storages[number]
 
-    def _store(self, place: Place, tensor: Tensor, inputs: set[int]) -> None:
+    def _store(self, place: TensorView, tensor: Tensor, inputs: set[int]) -> None:
         """Take a returned tensor's memory over where it lies as the meta device foretold; else copy."""
         storage = tensor.untyped_storage()
         assert (tensor.device.type, tensor.dtype, tensor.size()) == ("cpu", place.dtype, place.size)
@@ -111,7 +111,7 @@ class _Player:
 def _blank(value: Any) -> Any:
     if isinstance(value, Outline):
         return value.place.blank("meta")
-    return value.blank("cpu") if isinstance(value, Place) else value
+    return value.blank("cpu") if isinstance(value, TensorView) else value
 
 
 def _touched(operation: Operation) -> frozenset[int]:

@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorView:
     """Where a tensor lies: in which storage (its number on the tape), with strides and offset in elements."""
 
     storage: int
@@ -22,7 +22,7 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor, storage: int) -> Place:
+    def of(cls, tensor: Tensor, storage: int) -> TensorView:
         """The place of `tensor`, whose storage has this number."""
         return cls(storage, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
@@ -49,7 +49,7 @@ class Place:
 class Outline:
     """An argument of which only shape, strides and dtype count, as in ``zeros_like``."""
 
-    place: Place
+    place: TensorView
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Operation:
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    fresh: tuple[Place | None, ...]
+    fresh: tuple[TensorView | None, ...]
     reads: frozenset[int]
     writes: frozenset[int]
     draw: Draw | None
@@ -120,7 +120,7 @@ class Tape:
 
     def add_content(self, storage: int, content: UntypedStorage) -> None:
         """From here on the storage holds `content`, of the same size, which must not change any more."""
-        place = Place(storage, torch.uint8, (content.nbytes(),), (1,), 0)
+        place = TensorView(storage, torch.uint8, (content.nbytes(),), (1,), 0)
         value = torch.empty(0, dtype=torch.uint8).set_(content)
         copy, writes = torch.ops.aten.copy_.default, frozenset({storage})
         self.add(Operation(copy, (place, value), {}, (None,), frozenset(), writes, None, torch.float32))

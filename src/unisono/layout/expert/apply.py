@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from unisono.layout.expert.all_to_all import exchanged
-from unisono.layout.expert.expert_plan import ExpertPlan, Split
+from unisono.layout.expert.expert_plan import ExpertPlan, MixtureSplit
 
 LOG = logging.getLogger("unisono")
 
@@ -36,7 +36,7 @@ def split(model: nn.Module, mesh: DeviceMesh, plan: ExpertPlan) -> list[nn.Modul
     return [each.module for each in mine]
 
 
-def _split(each: Split, mesh: DeviceMesh) -> None:
+def _split(each: MixtureSplit, mesh: DeviceMesh) -> None:
     each.module.forward = MethodType(_forward(each, mesh), each.module)
     for module in each.module.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -44,7 +44,7 @@ def _split(each: Split, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
 
 
-def _forward(each: Split, mesh: DeviceMesh) -> Any:
+def _forward(each: MixtureSplit, mesh: DeviceMesh) -> Any:
     calling, part, group, signature = each.calling, each.part, mesh.get_group(), inspect.signature(each.module.forward)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

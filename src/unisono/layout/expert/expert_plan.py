@@ -10,8 +10,8 @@ from torch import nn
 
 from unisono.errors import InvalidInput
 from unisono.layout.expert.find_experts import experts, lists, mixtures, shared
-from unisono.layout.expert.partial_mixture import Part
-from unisono.layout.expert.routing import Calling
+from unisono.layout.expert.partial_mixture import PartialMixture
+from unisono.layout.expert.routing import MixtureArguments
 from unisono.layout.expert.verify import likeness, tried
 from unisono.layout.rank_mesh import nearest_divisor
 
@@ -21,12 +21,12 @@ TIED = "another module holds some of its parameters too"
 
 
 @dataclass(frozen=True)
-class Split:
+class MixtureSplit:
     """One mixture that is split."""
 
     module: nn.Module
-    calling: Calling
-    part: Part
+    calling: MixtureArguments
+    part: PartialMixture
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ExpertPlan:
         whole: name of a mixture to the sentence that says why every worker holds all of it.
     """
 
-    split: Mapping[str, Split] = field(default_factory=dict)
+    split: Mapping[str, MixtureSplit] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -52,8 +52,8 @@ def derive(model: nn.Module, degree: int) -> ExpertPlan:
     """
     found = dict(mixtures(model))
     check_divides(model, degree)
-    verdicts: dict[object, str | tuple[Calling, Part]] = {}
-    split: dict[str, Split] = {}
+    verdicts: dict[object, str | tuple[MixtureArguments, PartialMixture]] = {}
+    split: dict[str, MixtureSplit] = {}
     whole, held_twice = dict(lists(model)), shared(model)
     for name, module in found.items():
         like = likeness(module)
@@ -63,7 +63,7 @@ def derive(model: nn.Module, degree: int) -> ExpertPlan:
         if isinstance(verdict, str):
             whole[name] = verdict
         else:
-            split[name] = Split(module, *verdict)
+            split[name] = MixtureSplit(module, *verdict)
     if not split:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(whole.items())[:3])
         problem = "the model has no mixture of experts that can be split" + (f" ({reasons})" if reasons else "")

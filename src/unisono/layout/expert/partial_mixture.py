@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Part:
+class PartialMixture:
     """How a part of a mixture is made of the whole.
 
     Args:

@@ -28,7 +28,7 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class Calling:
+class MixtureArguments:
     """What a mixture's `forward` calls its arguments."""
 
     tokens: str

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from unisono.layout.expert.find_experts import arguments, experts, widths
-from unisono.layout.expert.partial_mixture import Part, counted
-from unisono.layout.expert.routing import Calling, Pairs, Routed, numbered
+from unisono.layout.expert.partial_mixture import PartialMixture, counted
+from unisono.layout.expert.routing import MixtureArguments, Pairs, Routed, numbered
 from unisono.layout.tensor.forward_trace import Call, evaluating
 from unisono.layout.tensor.materialize import substantial
-from unisono.layout.tensor.numeric_compare import Outcome, difference, measured
+from unisono.layout.tensor.numeric_compare import PassResult, difference, measured
 
 TOKENS = 32
 
 
-def tried(module: nn.Module, degree: int) -> tuple[Calling, Part] | str:
+def tried(module: nn.Module, degree: int) -> tuple[MixtureArguments, PartialMixture] | str:
     """How `module` is called and split; a sentence where it cannot be.
 
     Outputs and gradients are compared within 1e-5 of their largest number, as those of the tensor axis are. Where it
@@ -41,7 +41,7 @@ def tried(module: nn.Module, degree: int) -> tuple[Calling, Part] | str:
             if [x.shape for x in expected.outputs] != [call[0][0].shape]:
                 continue
             for counts in (True, False) if _counts(module, number) else (False,):
-                part = Part(type(module), number, number // degree, counts)
+                part = PartialMixture(type(module), number, number // degree, counts)
                 found = _differs(module, calling, part, call, expected)
                 if not found:
                     return calling, part
@@ -56,7 +56,7 @@ def likeness(module: nn.Module) -> object:
     return type(module), shapes, numbers, "forward" in vars(module)
 
 
-def _callings(module: nn.Module, number: int) -> Iterator[tuple[Calling, Call]]:
+def _callings(module: nn.Module, number: int) -> Iterator[tuple[MixtureArguments, Call]]:
     """Ways to call `module`, the usual one first, and made-up arguments (tokens, chosen, weights)."""
     generator, dtype = torch.Generator().manual_seed(2), next(module.parameters()).dtype
     device = torch.device("cpu") if next(module.parameters()).is_meta else next(module.parameters()).device
@@ -64,23 +64,28 @@ def _callings(module: nn.Module, number: int) -> Iterator[tuple[Calling, Call]]:
     for names in permutations(arguments(module)[:3]):
         for width in widths(module):
             tokens = torch.randn(TOKENS, width, generator=generator)
-            yield Calling(*names), ((tokens.to(device, dtype), chosen.to(device), weights.to(device, dtype)), {})
+            yield (
+                MixtureArguments(*names),
+                ((tokens.to(device, dtype), chosen.to(device), weights.to(device, dtype)), {}),
+            )
 
 
 def _counts(module: nn.Module, number: int) -> bool:
     return any(counted(inner, number) for inner in module.modules())
 
 
-def _whole(module: nn.Module, calling: Calling, call: Call) -> Tensor:
+def _whole(module: nn.Module, calling: MixtureArguments, call: Call) -> Tensor:
     return calling.compute(module, _given(module, calling, call), Routed(*call[0]))
 
 
-def _given(module: nn.Module, calling: Calling, call: Call) -> inspect.BoundArguments:
+def _given(module: nn.Module, calling: MixtureArguments, call: Call) -> inspect.BoundArguments:
     named = OrderedDict(zip(vars(calling).values(), call[0]))
     return inspect.BoundArguments(inspect.signature(module.forward), named)
 
 
-def _differs(module: nn.Module, calling: Calling, part: Part, call: Call, expected: Outcome) -> str:
+def _differs(
+    module: nn.Module, calling: MixtureArguments, part: PartialMixture, call: Call, expected: PassResult
+) -> str:
     try:
         outcome = measured(partial(_together, module, calling, part), module, call)
     except Exception as error:  # the user's code may raise anything when it is handed a part
@@ -92,7 +97,7 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _together(module: nn.Module, calling: Calling, part: Part, call: Call) -> Any:
+def _together(module: nn.Module, calling: MixtureArguments, part: PartialMixture, call: Call) -> Any:
     asked, given = Routed(*call[0]), _given(module, calling, call)
     pairs = Pairs.of(asked.chosen, part.experts)
     tokens, weights = pairs.tokens(asked.tokens), pairs.weights(asked.weights).unsqueeze(1)

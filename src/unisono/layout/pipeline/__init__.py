@@ -5,7 +5,7 @@ from unisono.layout.pipeline.schedules import stages_for as stages_for
 from unisono.layout.pipeline.schedules import stages_of as stages_of
 from unisono.layout.pipeline.schedules import worker_of as worker_of
 from unisono.layout.pipeline.segment_timing import measure as measure
-from unisono.layout.pipeline.split import Joints as Joints
+from unisono.layout.pipeline.split import CutPoints as CutPoints
 from unisono.layout.pipeline.split import Stages as Stages
 from unisono.layout.pipeline.split import joints as joints
 from unisono.layout.pipeline.split import split as split

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from unisono.layout.pipeline.preserved_state import undisturbed
 from unisono.layout.pipeline.rng_states import Generators
-from unisono.layout.pipeline.split import Joints
+from unisono.layout.pipeline.split import CutPoints
 from unisono.layout.pipeline.stage import Stage
 from unisono.layout.shape_propagation import Known
 
@@ -28,7 +28,7 @@ _ROUND_SECONDS = 0.05
 
 
 def measure(
-    found: Joints,
+    found: CutPoints,
     inputs: Mapping[str, Any],
     device: torch.device,
     loss: Callable[[Any], Tensor] | None = None,
@@ -55,7 +55,7 @@ def measure(
             for kind in seconds:
                 place = kinds.index(kind)
                 of_last = loss if stages[place].is_last else None
-                spent = _Trial(stages[place], arriving[place], inputs, device, of_last).seconds()
+                spent = _TimedStage(stages[place], arriving[place], inputs, device, of_last).seconds()
                 seconds[kind] = min(seconds[kind], spent)
     generators.restore(states)
     return [seconds[kind] for kind in kinds]
@@ -94,7 +94,7 @@ def _outline(value: Any) -> str:
     return "" if isinstance(value, torch.device | torch.Generator) else repr(value)
 
 
-class _Trial:
+class _TimedStage:
     """One stage with numbers."""
 
     def __init__(

@@ -55,7 +55,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Joints:
+class CutPoints:
     """A model's chain: where it can be cut, and how."""
 
     model: nn.Module
@@ -115,7 +115,7 @@ class Joints:
         return parts
 
 
-def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = (), segments: int = 2) -> Joints:
+def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = (), segments: int = 2) -> CutPoints:
     """Where the model can be cut, found by structure and by running the sample through it once.
 
     Best is a graph of its code, cut where one tensor passes; then stand-ins, with which the code runs as it is; then a
@@ -155,7 +155,7 @@ def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = (), segments:
     names = tuple(unit for unit, width in widths.items() if width == 1)
     if len(names) < segments - 1:
         names = tuple(unit for unit, width in widths.items() if width)
-    return Joints(model, inputs, names, tuple(chain.units), chain)
+    return CutPoints(model, inputs, names, tuple(chain.units), chain)
 
 
 def split(
@@ -196,7 +196,7 @@ def split(
     return found.cut(cuts)
 
 
-def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str]) -> Joints:
+def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str]) -> CutPoints:
     try:
         seen, in_training = (
             standins.visits(model, units(model, inner), inputs, training=training) for training in (False, True)
@@ -209,7 +209,7 @@ def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str]) -> 
     names = tuple(name for name in standins.joints(seen) if name in also)
     if not names:
         raise Untraceable("its blocks do not pass just one tensor from each to the next")
-    return Joints(model, inputs, names, tuple(dict.fromkeys(visit.unit for visit in seen)), None, tuple(seen))
+    return CutPoints(model, inputs, names, tuple(dict.fromkeys(visit.unit for visit in seen)), None, tuple(seen))
 
 
 def _adopt(model: nn.Module, bodies: Sequence[nn.Module]) -> None:

@@ -98,7 +98,7 @@ class Stage(nn.Module):
         return {self.alias_names.get(name, name): buffer for name, buffer in self.named_buffers()}
 
 
-class _Whole(torch.autograd.Function):
+class _ContiguousGrad(torch.autograd.Function):
     """The same value; its gradient comes out contiguous, as gloo and NCCL want what they send."""
 
     @staticmethod
@@ -111,7 +111,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _whole(value: Tensor) -> Tensor:
-    out = _Whole.apply(value)  # type: ignore[no-untyped-call]
+    out = _ContiguousGrad.apply(value)  # type: ignore[no-untyped-call]
     assert isinstance(out, Tensor)
     return out
 

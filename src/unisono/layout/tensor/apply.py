@@ -43,10 +43,10 @@ def apply(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
 
 
 def _style(module: nn.Module, word: str) -> ParallelStyle:
-    return _Vocabulary() if word == VOCABULARY else _Split(word)
+    return _Vocabulary() if word == VOCABULARY else _MatrixStyle(word)
 
 
-class _Split(ParallelStyle):
+class _MatrixStyle(ParallelStyle):
     """A matrix over its outputs or its inputs.
 
     Torch's own `ColwiseParallel` and `RowwiseParallel` hand on views, in which no model may work in place; they

@@ -12,7 +12,7 @@ from torch import nn
 from unisono.layout.split_styles import COLUMN, GATHERED, HALVES, ROW, THIRDS, VOCABULARY
 from unisono.layout.tensor.forward_trace import observed
 from unisono.layout.tensor.linear_modules import Matrix, is_vocabulary, matrix
-from unisono.layout.tensor.split_trial import Trial, Unit
+from unisono.layout.tensor.split_trial import SplitTrial, Unit
 from unisono.layout.tensor.tensor_plan import TensorPlan
 from unisono.layout.tensor.verify import units
 
@@ -31,7 +31,7 @@ def derive(model: nn.Module, degree: int, sample: tuple[Any, ...] | Mapping[str,
     if degree == 1 or sample is None:
         reason = _UNVERIFIED if degree > 1 else "there is one worker"
         return TensorPlan(whole=dict.fromkeys(unnamed(model, ()), reason))
-    search = _Search(model, Trial(model, degree, observed(model, sample)))
+    search = _Search(model, SplitTrial(model, degree, observed(model, sample)))
     own = TensorPlan.from_model(model)
     if own is not None:
         search.follow(own)
@@ -48,7 +48,7 @@ def unnamed(model: nn.Module, named: Collection[str]) -> list[str]:
 @dataclass
 class _Search:
     model: nn.Module
-    trial: Trial
+    trial: SplitTrial
     split: dict[str, str] = field(default_factory=dict)
     local: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)

@@ -17,14 +17,14 @@ TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PassResult:
     """What came out, and the gradients of what went in and of the parameters."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]
 
 
-def measured(compute: Callable[[Call], Any], module: nn.Module, call: Call) -> Outcome:
+def measured(compute: Callable[[Call], Any], module: nn.Module, call: Call) -> PassResult:
     """The outputs of `compute` and the gradients of a random weighting of them."""
     call = differentiable(call)
     outputs = [x for x in tree_leaves(compute(call)) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -34,10 +34,10 @@ def measured(compute: Callable[[Call], Any], module: nn.Module, call: Call) -> O
     weights = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
     loss = sum(((x * w).sum().float() for x, w in zip(outputs, weights)), torch.zeros(()))
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
-    return Outcome([x.detach() for x in outputs], list(gradients))
+    return PassResult([x.detach() for x in outputs], list(gradients))
 
 
-def difference(expected: Outcome, outcome: Outcome) -> str:
+def difference(expected: PassResult, outcome: PassResult) -> str:
     """The sentence that says what differs; empty where nothing does."""
     if not expected.outputs:
         return "it has no output to compare"

@@ -40,7 +40,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Trial:
+class SplitTrial:
     """Tries units of `model` on the inputs that were seen; of blocks that are alike, the first."""
 
     model: nn.Module

@@ -9,7 +9,7 @@ from torch import nn
 
 from unisono.layout.split_styles import COLUMNS, GATHERED, ROW, VOCABULARY
 from unisono.layout.tensor.forward_trace import Observed, observed
-from unisono.layout.tensor.split_trial import Trial, Unit
+from unisono.layout.tensor.split_trial import SplitTrial, Unit
 from unisono.layout.tensor.tensor_plan import TensorPlan
 
 
@@ -24,7 +24,7 @@ def verify(model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, .
         InvalidInput: a name in the plan that fits no module.
     """
     plan = plan.resolved(model)
-    trial = Trial(model, degree, observed(model, sample))
+    trial = SplitTrial(model, degree, observed(model, sample))
     split: dict[str, str] = {}
     whole: dict[str, str] = dict(plan.whole)
     local: dict[str, str] = {}

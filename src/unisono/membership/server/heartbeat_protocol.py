@@ -7,17 +7,17 @@ import logging
 from typing import Any
 
 from unisono.membership.proof import PATH, SignedRequest
-from unisono.membership.server.request_timeout import Hurried
+from unisono.membership.server.request_timeout import TimeoutProtocol
 from unisono.membership.server.response_cache import Reply, answer
-from unisono.membership.server.service import BEAT, Ear, Waiting
-from unisono.membership.server.token_auth import Guard, unpacks
+from unisono.membership.server.service import BEAT, HeartbeatRoute, Waiting
+from unisono.membership.server.token_auth import TokenAuth, unpacks
 
 LOG = logging.getLogger("unisono")
 _BEAT = b"POST", BEAT.encode()
 _CHALLENGE = b"GET", PATH.encode()
 
 
-class Quick(Hurried):
+class FastHeartbeatProtocol(TimeoutProtocol):
     """uvicorn's protocol, which does everything but beats; and those too that come in a way which workers do not have.
 
     Args:
@@ -25,7 +25,7 @@ class Quick(Hurried):
         ear: hears beats.
     """
 
-    def __init__(self, *, guard: Guard, ear: Ear, **given: Any) -> None:
+    def __init__(self, *, guard: TokenAuth, ear: HeartbeatRoute, **given: Any) -> None:
         super().__init__(**given)
         self._guard, self._ear = guard, ear
         self._said: bytearray | None = None  # of a beat that is on its way

@@ -20,11 +20,11 @@ from typing import Any, cast
 import uvicorn
 
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.endpoint import Place as Place
+from unisono.membership.endpoint import Endpoint as Endpoint
 from unisono.membership.protocol import Policy
-from unisono.membership.server.heartbeat_protocol import Quick
+from unisono.membership.server.heartbeat_protocol import FastHeartbeatProtocol
 from unisono.membership.server.request_timeout import SELDOM, HurriedLoop, allow_connections
-from unisono.membership.server.service import Ear, Service, application
+from unisono.membership.server.service import HeartbeatRoute, Service, application
 from unisono.membership.server.store import Store
 
 BACKLOG = 4096  # connections that may come at once
@@ -32,7 +32,7 @@ _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 128 << 10  # of glibc's malloc.h
 KEPT_SECONDS = 600  # a connection on which nothing is said: a worker's second is used when the view changes
 
 
-class Serving:
+class CoordinatorServer:
     """A coordinator that listens from now on, and answers while `run` does.
 
     Args:
@@ -46,20 +46,36 @@ class Serving:
     """
 
     def __init__(
-        self, place: Place, policy: Policy, state: Path, token: str, told: Callable[[str], None] = lambda words: None,
+        self,
+        place: Endpoint,
+        policy: Policy,
+        state: Path,
+        token: str,
+        told: Callable[[str], None] = lambda words: None,
         door: socket.socket | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._door = door or place.open()
         self.url = place.url(self._door.getsockname()[1])
         store = Store(state)
         service = Service(Coordinator(policy, store.load(), began=time.monotonic()), store, told=told)
         guard = application(service, token)
         config = uvicorn.Config(
-            guard, http=cast(Any, partial(Quick, guard=guard, ear=Ear(service))), loop=cast(Any, HurriedLoop),
-            log_level="warning", access_log=False, lifespan="on", ws="none",
-            server_header=False, proxy_headers=False, date_header=False, backlog=BACKLOG,
-            timeout_keep_alive=KEPT_SECONDS, timeout_graceful_shutdown=1,
-            ssl_certfile=place.certificate, ssl_keyfile=place.key)  # fmt: skip
+            guard,
+            http=cast(Any, partial(FastHeartbeatProtocol, guard=guard, ear=HeartbeatRoute(service))),
+            loop=cast(Any, HurriedLoop),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            ws="none",
+            server_header=False,
+            proxy_headers=False,
+            date_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEPT_SECONDS,
+            timeout_graceful_shutdown=1,
+            ssl_certfile=place.certificate,
+            ssl_keyfile=place.key,
+        )
         logging.getLogger("uvicorn.error").addFilter(SELDOM)  # the same one is added once
         self._server, self._store = _Server(config, service.release), store
 

@@ -16,7 +16,7 @@ REQUEST_SECONDS = 10.0  # from the connection, or a request's first byte, to its
 LONGEST_HEAD_BYTES = 512 << 10  # of what is read at once; one read may hold a body too
 
 
-class Hurried(HttpToolsProtocol):
+class TimeoutProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which by itself waits for ever for the rest of a request, and takes a head of any length."""
 
     _late: asyncio.TimerHandle

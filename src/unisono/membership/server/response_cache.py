@@ -41,7 +41,7 @@ class Reply:
         return b"".join([STATUS_LINE[self.status], *lines, b"\r\n", self.body])
 
 
-class Answers:
+class ResponseCache:
     """Those to the latest word; names of thousands of workers are packed to a tenth."""
 
     def __init__(self) -> None:

@@ -33,12 +33,12 @@ from unisono.membership.messages import (
     WordMessage,
     WorkerMessage,
 )
-from unisono.membership.protocol import Over, View
-from unisono.membership.server.response_cache import Answers, Reply, answer
+from unisono.membership.protocol import View, ViewStatus
+from unisono.membership.server.response_cache import Reply, ResponseCache, answer
 from unisono.membership.server.run_spec_routes import offer
 from unisono.membership.server.stall_reports import Reports
 from unisono.membership.server.store import Store, words
-from unisono.membership.server.token_auth import App, Guard, Receive, Scope, Send, body, unpacks
+from unisono.membership.server.token_auth import App, Receive, Scope, Send, TokenAuth, body, unpacks
 from unisono.membership.view_delta import change
 from unisono.observe.activity import Phase
 
@@ -86,7 +86,7 @@ class Service:
         self._waiting: set[Waiting] = set()
         self._late = asyncio.Event()  # set for a moment
         self._listening: Counter[str] = Counter()  # requests of a worker that wait
-        self._answers = Answers()
+        self._answers = ResponseCache()
 
     def now(self) -> float:
         """Seconds of a clock that stands still while this process does: nobody else is late then."""
@@ -99,7 +99,7 @@ class Service:
         if any(isinstance(each, Formed) for each in happened):
             self.reports.formed(self.word.view, self.coordinator, self.now())
         self._unwritten += happened
-        binding = any(isinstance(each, Formed) or each.over is Over.FOR_EVER for each in self._unwritten)
+        binding = any(isinstance(each, Formed) or each.over is ViewStatus.FOR_EVER for each in self._unwritten)
         if self._unwritten and (binding or not happened) and not self._write():
             return
         if self.word != self.coordinator.word:
@@ -238,7 +238,7 @@ class Service:
         return {"view": None, "change": ChangeMessage.of(found)} if found else {}
 
 
-class Ear:
+class HeartbeatRoute:
     """Hears beats, which thousands of workers send all the time: past all that FastAPI does with a request."""
 
     def __init__(self, service: Service) -> None:
@@ -281,7 +281,7 @@ class Ear:
             await send(each)
 
 
-def application(service: Service, token: str) -> Guard:
+def application(service: Service, token: str) -> TokenAuth:
     """The service for whoever has `token`, which every call has to bear."""
 
     @asynccontextmanager
@@ -320,7 +320,7 @@ def application(service: Service, token: str) -> Guard:
         return Response(_status(service).model_dump_json(), media_type="application/json")
 
     offer(app, service.store)
-    return Guard(_shortcut(Ear(service), app), token)
+    return TokenAuth(_shortcut(HeartbeatRoute(service), app), token)
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

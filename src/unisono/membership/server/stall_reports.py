@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.protocol import Over, View
-from unisono.observe.activity import Doing, Phase
-from unisono.observe.stall_diagnosis import Presence, Seen, Stuck, diagnose
+from unisono.membership.protocol import View, ViewStatus
+from unisono.observe.activity import Activity, Phase
+from unisono.observe.stall_diagnosis import Liveness, MemberStatus, Stall, diagnose
 
 HELD_UP_SECONDS = 1.0  # beyond a step's deadline, from when it is said that workers wait for others
 TOGETHER_SECONDS = 1.5  # the same, where all take longer alike
@@ -30,14 +30,14 @@ class Reports:
     """
 
     began_number: int = 1
-    doings: dict[str, tuple[Doing, float]] = field(default_factory=dict)  # and when they came
+    doings: dict[str, tuple[Activity, float]] = field(default_factory=dict)  # and when they came
     spent: dict[str, Mapping[str, float]] = field(default_factory=dict)
     _longest: dict[Phase, float] = field(default_factory=dict)
     _said: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _number: int = field(init=False)
     _lost: set[tuple[int, str]] = field(default_factory=set)
     _held: set[str] = field(default_factory=set)  # workers that were silent in the phase that they are in
-    _left_behind: dict[tuple[int, str], tuple[Seen, float]] = field(default_factory=dict)  # and when
+    _left_behind: dict[tuple[int, str], tuple[MemberStatus, float]] = field(default_factory=dict)  # and when
     _about: tuple[int, int] = (0, 0)  # the view and the step that was last spoken about
     _again_at: float = 0.0
     _back_at: float = float("-inf")  # when somebody last came back from what is no part of a step
@@ -59,7 +59,7 @@ class Reports:
         """The sentences after the one of that `number`, for whoever has heard any before."""
         return [words for each, words in self._said if each > number] if number else []
 
-    def hear(self, worker: str, doing: Doing | None, spent: Mapping[str, float] | None, now: float) -> None:
+    def hear(self, worker: str, doing: Activity | None, spent: Mapping[str, float] | None, now: float) -> None:
         """A worker said what it does, and where its time went."""
         if doing is not None:
             before, _ = self.doings.get(worker, (doing, now))
@@ -78,14 +78,14 @@ class Reports:
         on, before anybody has said here that its process has ended."""
         for worker in set(before.members).difference(coordinator.view.members):
             seen = self._seen(worker, coordinator, now)
-            if seen.presence is not Presence.HEARD and not coordinator.leaves(worker):
+            if seen.presence is not Liveness.HEARD and not coordinator.leaves(worker):
                 self._held.add(worker)
                 self._left_behind[before.number, worker] = seen, now
 
     def look(self, coordinator: Coordinator, now: float) -> list[str]:
         """What is to be said now. Takes time with the number of workers, if something is wrong."""
         found = self._past_losses(coordinator, now) + self._losses(coordinator, now)
-        if coordinator.saved.over in (Over.NO, Over.AT_A_BOUNDARY):
+        if coordinator.saved.over in (ViewStatus.NO, ViewStatus.AT_A_BOUNDARY):
             found += self._delays(coordinator, now)
         for words in found:
             self._number += 1
@@ -97,21 +97,23 @@ class Reports:
         told = []
         for (view, worker), (seen, since) in list(self._left_behind.items()):
             presence = coordinator.presence(worker, now)
-            if presence is not Presence.GONE and now - since < HELD_UP_SECONDS:
+            if presence is not Liveness.GONE and now - since < HELD_UP_SECONDS:
                 continue
             del self._left_behind[view, worker]
             if (view, worker) not in self._lost:
                 self._lost.add((view, worker))
-                back = presence is Presence.HEARD
+                back = presence is Liveness.HEARD
                 told.append(seen if back else self._seen(worker, coordinator, now))
         return [finding.words for finding in diagnose(self._stuck(coordinator, now), told)] if told else []
 
     def _losses(self, coordinator: Coordinator, now: float) -> list[str]:
         """Members that are not there any more, each once."""
         view = coordinator.view
-        if coordinator.saved.over is Over.FOR_EVER or not (coordinator.lost or coordinator.saved.over is Over.NOW):
+        if coordinator.saved.over is ViewStatus.FOR_EVER or not (
+            coordinator.lost or coordinator.saved.over is ViewStatus.NOW
+        ):
             return []
-        away = [seen for seen in self.members(coordinator, now) if seen.presence is not Presence.HEARD]
+        away = [seen for seen in self.members(coordinator, now) if seen.presence is not Liveness.HEARD]
         new = [seen for seen in away if (view.number, seen.worker) not in self._lost]
         self._lost |= {(view.number, seen.worker) for seen in new}
         return [finding.words for finding in diagnose(self._stuck(coordinator, now), new)] if new else []
@@ -133,23 +135,23 @@ class Reports:
         self._again_at = now + stuck.seconds
         return [finding.words for finding in diagnose(stuck, members)]
 
-    def _may_be_away(self, seen: Seen, coordinator: Coordinator) -> bool:
+    def _may_be_away(self, seen: MemberStatus, coordinator: Coordinator) -> bool:
         """It does what is no part of a step, for no longer than that takes."""
         phase = seen.doing.phase
         if coordinator.furthest == coordinator.view.start.step and phase in (Phase.COMPUTE, Phase.DATA):
             phase = Phase.START  # what is done once is done in the first step
         usual = max(2 * self._longest.get(phase, 0.0), _BY_CHANCE.get(phase, 0.0)) if phase in _BY_CHANCE else 0.0
-        return seen.presence is Presence.HEARD and seen.doing.since_seconds + seen.silent_seconds < usual
+        return seen.presence is Liveness.HEARD and seen.doing.since_seconds + seen.silent_seconds < usual
 
-    def members(self, coordinator: Coordinator, now: float) -> list[Seen]:
+    def members(self, coordinator: Coordinator, now: float) -> list[MemberStatus]:
         """All of the latest view, as last heard."""
         return [self._seen(worker, coordinator, now) for worker in coordinator.view.members]
 
-    def _seen(self, worker: str, coordinator: Coordinator, now: float) -> Seen:
-        doing, at = self.doings.get(worker, (Doing(), coordinator.began))
-        return Seen(worker, coordinator.presence(worker, now), max(0.0, now - at), doing)
+    def _seen(self, worker: str, coordinator: Coordinator, now: float) -> MemberStatus:
+        doing, at = self.doings.get(worker, (Activity(), coordinator.began))
+        return MemberStatus(worker, coordinator.presence(worker, now), max(0.0, now - at), doing)
 
-    def _stuck(self, coordinator: Coordinator, now: float) -> Stuck:
+    def _stuck(self, coordinator: Coordinator, now: float) -> Stall:
         steps = coordinator.steps
         began = now if steps.last is None else max(steps.last, self._back_at)
-        return Stuck(coordinator.furthest, now - began, steps.usual_seconds)
+        return Stall(coordinator.furthest, now - began, steps.usual_seconds)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.membership.coordinator import Ended, Formed, Happened, Saved, named
-from unisono.membership.protocol import Over, Place, Standing, View
+from unisono.membership.protocol import StateVersion, View, ViewStatus, WorkerAddress
 
 _SCHEMA = """
 create table if not exists decided (one integer primary key check (one = 1), over text not null);
@@ -40,7 +40,7 @@ class Store:
         """What was decided last; at first, that there is no view."""
         row = self._file.execute("select over from decided").fetchone()
         views = self._file.execute("select said from views order by number").fetchall()
-        return Saved(tuple(_view(json.loads(said)) for (said,) in views), Over(row[0])) if row else Saved()
+        return Saved(tuple(_view(json.loads(said)) for (said,) in views), ViewStatus(row[0])) if row else Saved()
 
     def save(self, saved: Saved, happened: Sequence[Happened], at_seconds: float) -> None:
         """Once it returns, both outlive this machine's power.
@@ -114,5 +114,5 @@ def words(happened: Happened) -> str:
 
 
 def _view(told: dict[str, Any]) -> View:
-    places = tuple(Place(**place) for place in told["places"])
-    return View(told["number"], tuple(told["members"]), Standing(**told["start"]), tuple(told["sources"]), places)
+    places = tuple(WorkerAddress(**place) for place in told["places"])
+    return View(told["number"], tuple(told["members"]), StateVersion(**told["start"]), tuple(told["sources"]), places)

@@ -19,7 +19,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Guard:
+class TokenAuth:
     """ASGI middleware: passes on to `app` requests that are signed with `token`, or bear it, and whose length is
     bounded. The answer to a signed request is signed."""
 

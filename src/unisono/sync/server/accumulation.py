@@ -10,7 +10,7 @@ from torch import Tensor
 Done = Callable[[], None]
 
 
-class Together:
+class RoundAccumulator:
     """The sum of all workers' totals of one round, added in the order of ranks, so that its bits depend on nothing
     else. A new round drops an earlier one that was not used."""
 
@@ -62,7 +62,7 @@ class Together:
         done()
 
 
-class Pool:
+class PushAccumulator:
     """The mean of pushed gradients, as many as make a step.
 
     Args:

@@ -18,20 +18,20 @@ from typing import Any
 
 import torch
 
-from unisono.comm.actor import Answer, Line, Message
+from unisono.comm.actor import ActorConnection, ActorMessage, Answer
 from unisono.compress import Span
 from unisono.sync.server.shard import Shard, whole
-from unisono.sync.server.slice_state import Keeper, Lot, Refused, Terms
+from unisono.sync.server.slice_state import Refused, ServerSlice, SliceSpec, Terms
 from unisono.sync.server.value_codec import read
 
-MOVED = Message("moved")
+MOVED = ActorMessage("moved")
 """The answer of a server whose shard another one answers for."""
 
 
 class Copying:
     """What was passed on to the copy, and the answers that wait until it is there."""
 
-    def __init__(self, line: Line | None) -> None:
+    def __init__(self, line: ActorConnection | None) -> None:
         self._line = line
         self._sent = self._kept = 0
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
@@ -45,7 +45,7 @@ class Copying:
         self._asked[self._tickets] = answer
         return self._tickets
 
-    def give(self, ticket: int, message: Message) -> None:
+    def give(self, ticket: int, message: ActorMessage) -> None:
         """Answer it, if it still waits."""
         answer = self._asked.pop(ticket, None)
         if answer is not None:
@@ -59,7 +59,7 @@ class Copying:
         """It was refused."""
         self._sent -= 1
 
-    def pass_on(self, message: Message) -> None:
+    def pass_on(self, message: ActorMessage) -> None:
         """It was taken."""
         if self._line is not None:
             self._line.tell(message, self._heard)
@@ -71,7 +71,7 @@ class Copying:
         else:
             self._held.append((self._sent, act))
 
-    def _heard(self, answer: Message | None) -> None:
+    def _heard(self, answer: ActorMessage | None) -> None:
         self._kept += 1
         if answer is None:
             self._line = None  # there is no copy any more
@@ -83,7 +83,7 @@ class Copying:
             self._held.popleft()[1]()
 
 
-class Server:
+class ParameterServerActor:
     """The actor.
 
     Args:
@@ -102,15 +102,15 @@ class Server:
         # The largest is all pushes of a worker, of 8 bytes a number, or a slice with the state of its optimizer.
         self.largest_bytes = (1 << 20) + 40 * numel + 64 * terms.control
         self._copying: dict[int, Copying] = {}
-        self._lent: dict[int, list[tuple[Keeper, object]]] = {}
+        self._lent: dict[int, list[tuple[ServerSlice, object]]] = {}
 
-    def meet(self, lines: Sequence[Line]) -> None:
+    def meet(self, lines: Sequence[ActorConnection]) -> None:
         """See `Actor`."""
         copy = lines[(self._number + 1) % self._servers] if self._copies == 2 else None
         self._copying[self._own] = Copying(copy)
 
     @torch.no_grad()
-    def receive(self, sender: int, message: Message, answer: Answer) -> None:
+    def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """See `Actor`. Raises `ValueError` for what nobody of this run can have sent."""
         for keeper, token in self._lent.pop(sender, ()):
             keeper.returned(token)
@@ -129,7 +129,7 @@ class Server:
         for shard in self._shards.values() if sender >= 0 else ():
             shard.lost(sender)
 
-    def _serve(self, shard: int, worker: int, message: Message, answer: Answer) -> None:
+    def _serve(self, shard: int, worker: int, message: ActorMessage, answer: Answer) -> None:
         """A worker speaks; by that, a copy becomes who answers."""
         copying = self._copying.setdefault(shard, Copying(None))
         if copying.deposed:
@@ -145,9 +145,11 @@ class Server:
         except Exception:
             copying.drop()
             raise
-        copying.pass_on(Message(message.kind, {**message.fields, "worker": worker}, message.tensors))
+        copying.pass_on(ActorMessage(message.kind, {**message.fields, "worker": worker}, message.tensors))
 
-    def _reply(self, copying: Copying, ticket: int, worker: int, message: Message, keeper: Keeper | None) -> None:
+    def _reply(
+        self, copying: Copying, ticket: int, worker: int, message: ActorMessage, keeper: ServerSlice | None
+    ) -> None:
         token = object()
         if keeper is not None:
             keeper.lend(token)  # from now on until the worker's next message
@@ -159,7 +161,7 @@ class Server:
 
         copying.after(act)
 
-    def _follow(self, shard: int, sender: int, message: Message, answer: Answer) -> None:
+    def _follow(self, shard: int, sender: int, message: ActorMessage, answer: Answer) -> None:
         """The server before this one passes on what it has taken."""
         if -1 - sender != self._before or shard != self._before or shard == self._own:
             raise Refused(f"actor {-1 - sender} does not keep shard {shard}")
@@ -168,14 +170,14 @@ class Server:
             return
         # It is answered at once, so what has to wait for others' pushes has to have memory of its own.
         tensors = [x.clone() for x in message.tensors] if self._lockstep else message.tensors
-        passed_on = Message(message.kind, message.fields, tensors)
+        passed_on = ActorMessage(message.kind, message.fields, tensors)
         self._shards[shard].receive(whole(message.fields, "worker"), passed_on, lambda *_: None)
-        answer(Message("kept"))
+        answer(ActorMessage("kept"))
 
 
-def serve(number: int, config: Mapping[str, Any]) -> Server:
+def serve(number: int, config: Mapping[str, Any]) -> ParameterServerActor:
     """The service that `Services.serve` starts."""
-    return Server(number, config)
+    return ParameterServerActor(number, config)
 
 
 def terms_of(written: Mapping[str, Any]) -> Terms:
@@ -183,13 +185,13 @@ def terms_of(written: Mapping[str, Any]) -> Terms:
     return Terms(**{**written, "compensate": read(written["compensate"])})
 
 
-def lots_of(config: Mapping[str, Any]) -> dict[int, tuple[int, Lot]]:
+def lots_of(config: Mapping[str, Any]) -> dict[int, tuple[int, SliceSpec]]:
     """All slices of a config by number: shard and lot."""
     compressors = [read(each) for each in config["compressors"]]
     lots = {}
     for number, each in enumerate(config["slices"]):
         spans = tuple(Span(name, torch.Size(shape), tuple(stride), start, stop)
                       for name, shape, stride, start, stop in each["spans"])  # fmt: skip
-        lot = Lot(spans, tuple(each["members"]), getattr(torch, each["dtype"]), compressors[each["compress"]])
+        lot = SliceSpec(spans, tuple(each["members"]), getattr(torch, each["dtype"]), compressors[each["compress"]])
         lots[number] = each["shard"], lot
     return lots

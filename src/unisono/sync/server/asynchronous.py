@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.comm import Communicator
-from unisono.sync.server.client import BoundServer
-from unisono.sync.server.client_slice import Outgoing
-from unisono.sync.server.shard_client import Conversation
+from unisono.sync.server.client import ServerClient
+from unisono.sync.server.client_slice import ClientSlice
+from unisono.sync.server.shard_client import ShardClient
 from unisono.sync.server.slice_optimizer import numbers_of
 from unisono.sync.server.slices import Slice
 from unisono.sync.synchronizer import Share
-from unisono.sync.work_leasing import Dealing, TakingTurns
+from unisono.sync.work_leasing import LeaseClient, TakingTurns
 
 
-class Pace:
+class StalenessBound:
     """Which weights a share may be computed on.
 
     Args:
@@ -54,7 +54,7 @@ class Pace:
         return 0 if math.isinf(self._staleness) else max(0, self.tick(share) - int(self._staleness))
 
 
-class WalkingServer(BoundServer):
+class AsynchronousClient(ServerClient):
     """`ParameterServer` with staleness, or with backup workers, in its world.
 
     Args:
@@ -74,12 +74,12 @@ class WalkingServer(BoundServer):
         parameters: Mapping[str, nn.Parameter],
         comm: Communicator,
         slices: Sequence[Slice],
-        conversations: Sequence[Conversation],
+        conversations: Sequence[ShardClient],
         optimizer: Optimizer,
         overlap: bool,
         *,
-        pace: Pace,
-        dealing: Dealing | None,
+        pace: StalenessBound,
+        dealing: LeaseClient | None,
         own: range,
         asks_first: bool,
     ) -> None:
@@ -117,7 +117,7 @@ class WalkingServer(BoundServer):
             self._collect(out)
         super().offer(name, gradient, weight)
 
-    def _collect(self, out: Outgoing) -> None:
+    def _collect(self, out: ClientSlice) -> None:
         """The sum of a slice may be written into again."""
         if out.leaving is not None:
             self.dropped += out.leaving.wait().kind == "dropped"
@@ -169,7 +169,7 @@ class OwnGradient:
 
     agreed = False
 
-    def __init__(self, server: WalkingServer) -> None:
+    def __init__(self, server: AsynchronousClient) -> None:
         self._server, self.control = server, server.control
 
     def norm(self, without: Collection[str] = ()) -> float:

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.sync.bucket_reduction import under
-from unisono.sync.server.client_slice import Outgoing
-from unisono.sync.server.shard_client import Asked, Conversation
+from unisono.sync.server.client_slice import ClientSlice
+from unisono.sync.server.shard_client import Asked, ShardClient
 from unisono.sync.server.slice_optimizer import flat_as
 from unisono.sync.server.slices import Slice
 from unisono.sync.synchronizer import Share
 
 
-class BoundServer:
+class ServerClient:
     """See `BoundSynchronizer`. The weights and the optimizer's state are where the servers are; `meet` fetches them.
 
     A step ends with asking for the new weights, and `need` puts them into the parameters as the next forward pass comes
@@ -40,17 +40,17 @@ class BoundServer:
         parameters: Mapping[str, nn.Parameter],
         comm: Communicator,
         slices: Sequence[Slice],
-        conversations: Sequence[Conversation],
+        conversations: Sequence[ShardClient],
         optimizer: Optimizer,
         overlap: bool,
     ) -> None:
         self.parameters, self.comm, self.optimizer = parameters, comm, optimizer
         self.conversations = conversations
-        self.outgoing = [Outgoing(i, s, parameters, conversations[s.shard]) for i, s in enumerate(slices)]
+        self.outgoing = [ClientSlice(i, s, parameters, conversations[s.shard]) for i, s in enumerate(slices)]
         self._overlap = self.defers = overlap
-        self._coming: list[Outgoing] = []
+        self._coming: list[ClientSlice] = []
         self._listening = False
-        self._places: dict[str, list[tuple[Outgoing, int]]] = {name: [] for name in parameters}
+        self._places: dict[str, list[tuple[ClientSlice, int]]] = {name: [] for name in parameters}
         for out in self.outgoing:
             for i, piece in enumerate(out.plan.pieces):
                 self._places[piece.span.name].append((out, i))
@@ -97,7 +97,7 @@ class BoundServer:
     def fold(self) -> None:
         """`offer` has added them."""
 
-    def filled(self, out: Outgoing) -> None:
+    def filled(self, out: ClientSlice) -> None:
         """All gradients of a slice are there, while backward still runs."""
 
     def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
@@ -132,7 +132,7 @@ class BoundServer:
             for each in self.conversations:
                 each.listen()
 
-    def arrived(self, out: Outgoing) -> None:
+    def arrived(self, out: ClientSlice) -> None:
         """The new weights of a slice are here."""
 
     def all_arrived(self) -> None:
@@ -194,7 +194,7 @@ class BoundServer:
             out.memory.load_state_dict(under(f"{out.number} of {len(self.outgoing)}", owed), out.plan.device)
 
     @torch.no_grad()
-    def _take_state(self, out: Outgoing, looked: Asked) -> None:
+    def _take_state(self, out: ClientSlice, looked: Asked) -> None:
         """What a server's optimizer remembers of a slice goes into the local one, as if it had stepped."""
         answer = looked.wait()
         for (i, key, like), flat in zip(answer.fields["places"], answer.tensors[1:]):

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from unisono.comm.actor import Message
+from unisono.comm.actor import ActorMessage
 from unisono.compress import Memory, views
 from unisono.sync.buckets import refused
-from unisono.sync.server.shard_client import Asked, Conversation
+from unisono.sync.server.shard_client import Asked, ShardClient
 from unisono.sync.server.slice_optimizer import Numbers
 from unisono.sync.server.slices import Slice
 from unisono.sync.server.weight_deltas import decoded
 
 
-class Outgoing:
+class ClientSlice:
     """The slice's gradient under way.
 
     Attributes:
@@ -28,7 +28,7 @@ class Outgoing:
         leaving: the push of a step before this one, which its sum belongs to.
     """
 
-    def __init__(self, number: int, plan: Slice, parameters: Mapping[str, nn.Parameter], to: Conversation) -> None:
+    def __init__(self, number: int, plan: Slice, parameters: Mapping[str, nn.Parameter], to: ShardClient) -> None:
         self.number, self.plan, self._to = number, plan, to
         self.memory = Memory()
         self._pieces = [piece.of(parameters[piece.span.name].detach()) for piece in plan.pieces]
@@ -100,7 +100,7 @@ class Outgoing:
             self._put(self.coming.wait())
             self.coming = None
 
-    def _put(self, answer: Message) -> None:
+    def _put(self, answer: ActorMessage) -> None:
         """New weights go into the parameters."""
         plan = self.plan
         for tensor in answer.tensors:

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.comm.actor import Message
-from unisono.sync.server.slice_state import Keeper, Lot, Push, Refused, Terms
+from unisono.comm.actor import ActorMessage
+from unisono.sync.server.slice_state import Push, Refused, ServerSlice, SliceSpec, Terms
 from unisono.sync.server.weight_deltas import pays
 
-Reply = Callable[[Message, Keeper | None], None]
+Reply = Callable[[ActorMessage, ServerSlice | None], None]
 """Answers a message; the keeper, if any, is that whose weights are the answer's memory."""
 
 GONE = "gone"
@@ -41,9 +41,9 @@ class Shard:
         lots: the slices of this shard, by their numbers.
     """
 
-    def __init__(self, terms: Terms, lots: Mapping[int, Lot]) -> None:
+    def __init__(self, terms: Terms, lots: Mapping[int, SliceSpec]) -> None:
         self._terms, self._lots = terms, lots
-        self._keepers: dict[int, Keeper] = {}
+        self._keepers: dict[int, ServerSlice] = {}
         self._words: dict[int, dict[int, Tensor]] = {}
         self._listeners: dict[int, list[Reply]] = {}
         self._asking: list[tuple[int, Reply]] = []
@@ -59,13 +59,13 @@ class Shard:
         remembers = remembers or (terms.compensate is not None and terms.compensate.looks_back)
         self._reads = {"look"} if remembers else {"look", "pull"}
 
-    def changes(self, message: Message) -> bool:
+    def changes(self, message: ActorMessage) -> bool:
         """Whether `message` may change anything. Norms are remembered."""
         if message.kind == "norm":
             return message.fields.get("round") not in self._squares
         return message.kind not in self._reads
 
-    def receive(self, worker: int, message: Message, reply: Reply) -> None:
+    def receive(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         """Take `message`, and call `reply` once, now or later. Raises `ValueError` for what no worker can have sent,
         and has then changed nothing."""
         handler = self._handlers.get(message.kind)
@@ -87,7 +87,7 @@ class Shard:
         self._gone.add(worker)
         self._give_up()
 
-    def _answer(self, number: int, message: Message, keeper: Keeper | None) -> None:
+    def _answer(self, number: int, message: ActorMessage, keeper: ServerSlice | None) -> None:
         reply = self._waiting.pop(number, None)
         if reply is not None:
             reply(message, keeper)
@@ -95,9 +95,9 @@ class Shard:
     def _give_up(self) -> None:
         if self._gone and self._terms.lockstep:
             for number in list(self._waiting):
-                self._answer(number, Message(GONE, {"workers": sorted(self._gone)}), None)
+                self._answer(number, ActorMessage(GONE, {"workers": sorted(self._gone)}), None)
 
-    def _init(self, worker: int, message: Message, reply: Reply) -> None:
+    def _init(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         number, lot = self._lot(message.fields)
         if number in self._keepers and self._keepers[number].begun:
             raise Refused(f"slice {number} is in training already")
@@ -106,21 +106,21 @@ class Shard:
             raise Refused("weights, and a tensor for each place, are due")
         _check(message.tensors[0], lot.numel, lot.dtype)
         weights, *state = message.tensors
-        self._keepers[number] = Keeper(lot, self._terms, weights, places, state)
-        reply(Message("kept"), None)
+        self._keepers[number] = ServerSlice(lot, self._terms, weights, places, state)
+        reply(ActorMessage("kept"), None)
 
-    def _join(self, worker: int, message: Message, reply: Reply) -> None:
+    def _join(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         keeper = self._keeper(message.fields)
-        keeper.join(self._pushed(worker, keeper.lot, message), lambda: reply(Message("taken"), None))
+        keeper.join(self._pushed(worker, keeper.lot, message), lambda: reply(ActorMessage("taken"), None))
         self._answer_norms()
 
-    def _add(self, worker: int, message: Message, reply: Reply) -> None:
+    def _add(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         keeper = self._keeper(message.fields)
         groups = keeper.stepper.check(message.fields.get("groups"), len(self._terms.groups))
         kept = keeper.add(self._pushed(worker, keeper.lot, message), groups)
-        reply(Message("taken" if kept else "dropped"), None)
+        reply(ActorMessage("taken" if kept else "dropped"), None)
 
-    def _pushed(self, worker: int, lot: Lot, message: Message) -> Push:
+    def _pushed(self, worker: int, lot: SliceSpec, message: ActorMessage) -> Push:
         fields = message.fields
         used = fields.get("used")
         if not isinstance(used, list) or len(used) != len(lot.spans) or not all(isinstance(u, bool) for u in used):
@@ -136,7 +136,7 @@ class Shard:
         return Push(worker, whole(fields, "number", 1), total, used, whole(fields, "version"), whole(fields, "tick"),
                     whole(fields, "count", 1), finite(fields, "scale"))  # fmt: skip
 
-    def _hear(self, worker: int, message: Message, reply: Reply) -> None:
+    def _hear(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         """What was heard of a round is remembered until no worker can ask for it again."""
         round_ = whole(message.fields, "round", 1)
         if len(message.tensors) != 1:
@@ -150,10 +150,10 @@ class Shard:
         if len(words) == self._terms.workers:
             heard = torch.stack([words[w] for w in sorted(words)]).sum(0)
             for each in self._listeners.pop(round_):
-                each(Message("heard", {}, [heard]), None)
+                each(ActorMessage("heard", {}, [heard]), None)
         self._listeners = {r: waiting for r, waiting in self._listeners.items() if r in self._words}
 
-    def _norm(self, worker: int, message: Message, reply: Reply) -> None:
+    def _norm(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         """Who asks first may be at the next round before others have asked, so norms are remembered as words are."""
         self._asking.append((whole(message.fields, "round", 1), reply))
         self._answer_norms()
@@ -167,45 +167,45 @@ class Shard:
         ready = [(r, reply) for r, reply in self._asking if r in self._squares]
         self._asking = [each for each in self._asking if each[0] not in self._squares]
         for r, reply in ready:
-            reply(Message("norm", self._squares[r]), None)
+            reply(ActorMessage("norm", self._squares[r]), None)
 
-    def _take(self, worker: int, message: Message, reply: Reply) -> None:
+    def _take(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         round_, scale = whole(message.fields, "round", 1), finite(message.fields, "scale")
         keepers = self._all_keepers()
         groups = keepers[0].stepper.check(message.fields.get("groups"), len(self._terms.groups)) if keepers else []
         for keeper in keepers:
             keeper.take(round_, scale, groups)
-        reply(Message("taken"), None)
+        reply(ActorMessage("taken"), None)
 
-    def _pull(self, worker: int, message: Message, reply: Reply) -> None:
+    def _pull(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         keeper, edition = self._keeper(message.fields), whole(message.fields, "edition")
         keeper.when(whole(message.fields, "need"), partial(self._send_news, worker, keeper, edition, reply))
 
-    def _send_news(self, worker: int, keeper: Keeper, edition: int, reply: Reply) -> None:
+    def _send_news(self, worker: int, keeper: ServerSlice, edition: int, reply: Reply) -> None:
         news, lent = keeper.news(worker, edition)
         reply(news, keeper if lent else None)
 
-    def _level(self, worker: int, message: Message, reply: Reply) -> None:
+    def _level(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         self._keeper(message.fields).level()
-        reply(Message("level"), None)
+        reply(ActorMessage("level"), None)
 
-    def _look(self, worker: int, message: Message, reply: Reply) -> None:
+    def _look(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         keeper = self._keeper(message.fields)
         reply(keeper.look(whole(message.fields, "state") > 0), keeper)
 
-    def _lot(self, fields: Mapping[str, Any]) -> tuple[int, Lot]:
+    def _lot(self, fields: Mapping[str, Any]) -> tuple[int, SliceSpec]:
         number = whole(fields, "slice")
         if number not in self._lots:
             raise Refused(f"slice {number} is not of this shard")
         return number, self._lots[number]
 
-    def _keeper(self, fields: Mapping[str, Any]) -> Keeper:
+    def _keeper(self, fields: Mapping[str, Any]) -> ServerSlice:
         number, _ = self._lot(fields)
         if number not in self._keepers:
             raise Refused(f"slice {number} has no weights yet")
         return self._keepers[number]
 
-    def _all_keepers(self) -> list[Keeper]:
+    def _all_keepers(self) -> list[ServerSlice]:
         if len(self._keepers) < len(self._lots):
             raise Refused("some slices have no weights yet")
         return list(self._keepers.values())

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono.comm import Work
-from unisono.comm.actor import Line, Message
+from unisono.comm.actor import ActorConnection, ActorMessage
 from unisono.errors import PeerLost
 from unisono.sync.server.actor import MOVED
 from unisono.sync.server.shard import GONE
@@ -17,7 +17,7 @@ from unisono.sync.server.shard import GONE
 class Asked:
     """The `Work` of a call to whoever answers for a shard."""
 
-    def __init__(self, to: Conversation, message: Message) -> None:
+    def __init__(self, to: ShardClient, message: ActorMessage) -> None:
         self._to, self.message = to, message
         self.send()
 
@@ -29,13 +29,13 @@ class Asked:
     def send(self) -> None:
         """Say it, perhaps once more, to whoever answers now."""
         self._sent_to = self._to.at
-        self._work: Work[Message] | None = self._to.line.call(self.message)
+        self._work: Work[ActorMessage] | None = self._to.line.call(self.message)
 
     def forget(self) -> None:
         """Its answer does not matter any more."""
         self._to.over(self)
 
-    def wait(self) -> Message:
+    def wait(self) -> ActorMessage:
         """The answer; its tensors are valid until the next call that is waited for. Raises `PeerLost` if nobody is
         left who could give it, or a worker is gone that it depends on."""
         while True:
@@ -59,27 +59,27 @@ class Asked:
             self._work.poll()
 
 
-class Conversation:
+class ShardClient:
     """With the server of one shard, and with that of its copy when the first is gone.
 
     Args:
         lines: to all servers that have the shard, the first one first.
     """
 
-    def __init__(self, shard: int, lines: Sequence[Line]) -> None:
+    def __init__(self, shard: int, lines: Sequence[ActorConnection]) -> None:
         self._shard, self._lines = shard, lines
         self._open: list[Asked] = []
         self.at = 0
 
     @property
-    def line(self) -> Line:
+    def line(self) -> ActorConnection:
         """The line to whoever answers now."""
         return self._lines[self.at]
 
     def call(self, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Asked:
         """Ask; the tensors, wherever they lie, belong to the call until it is answered."""
         flat = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
-        self._open.append(Asked(self, Message(kind, {"shard": self._shard, **fields}, flat)))
+        self._open.append(Asked(self, ActorMessage(kind, {"shard": self._shard, **fields}, flat)))
         return self._open[-1]
 
     def listen(self) -> None:

@@ -52,7 +52,7 @@ def _plain(name: str, value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-class Stepper:
+class SliceOptimizer:
     """The optimizer of one slice.
 
     Args:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.comm.actor import Message
+from unisono.comm.actor import ActorMessage
 from unisono.compress import Compressor, Span, views
-from unisono.sync.server.accumulation import Done, Pool, Together
+from unisono.sync.server.accumulation import Done, PushAccumulator, RoundAccumulator
 from unisono.sync.server.delay_compensation import Compensation
-from unisono.sync.server.slice_optimizer import Numbers, Place, Stepper
-from unisono.sync.server.weight_deltas import Editions, pays
+from unisono.sync.server.slice_optimizer import Numbers, Place, SliceOptimizer
+from unisono.sync.server.weight_deltas import WeightDeltas, pays
 
 
 class Refused(ValueError):
@@ -46,7 +46,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Lot:
+class SliceSpec:
     """What a keeper knows of its slice: `members` are the parameter groups of its pieces."""
 
     spans: tuple[Span, ...]
@@ -82,7 +82,7 @@ class Push:
     scale: float = 1.0
 
 
-class Keeper:
+class ServerSlice:
     """The slice's state. The methods come in the order of a step; messages are checked by whoever calls them.
 
     Attributes:
@@ -91,18 +91,18 @@ class Keeper:
     """
 
     def __init__(
-        self, lot: Lot, terms: Terms, weights: Tensor, places: Sequence[Place] = (), state: Sequence[Tensor] = ()
+        self, lot: SliceSpec, terms: Terms, weights: Tensor, places: Sequence[Place] = (), state: Sequence[Tensor] = ()
     ) -> None:
         self.lot, self._terms = lot, terms
         self.weights = weights.clone()
         self.version = self.dropped = 0
-        self.stepper = Stepper(terms.optimizer, terms.groups, lot.members, views(self.weights, lot.spans))
+        self.stepper = SliceOptimizer(terms.optimizer, terms.groups, lot.members, views(self.weights, lot.spans))
         self.stepper.load(places, state)
-        self.together = Together(terms.workers, len(lot.spans))
-        self._pool = Pool(terms.needed, terms.first, len(lot.spans))
-        self._editions: Editions | None = None
+        self.together = RoundAccumulator(terms.workers, len(lot.spans))
+        self._pool = PushAccumulator(terms.needed, terms.first, len(lot.spans))
+        self._editions: WeightDeltas | None = None
         if pays(lot.compress, lot.spans, lot.numel, lot.dtype):
-            self._editions = Editions(lot.compress, lot.spans, self.weights)
+            self._editions = WeightDeltas(lot.compress, lot.spans, self.weights)
         self._published = 0  # the version that the newest edition comes near to
         self._said = [0] * terms.workers
         self._added: dict[int, int] = {}  # micro-batches, of each tick that is not complete
@@ -235,7 +235,7 @@ class Keeper:
         else:
             self._waiting.append((need, done))
 
-    def news(self, worker: int, edition: int) -> tuple[Message, bool]:
+    def news(self, worker: int, edition: int) -> tuple[ActorMessage, bool]:
         """What `worker`, who holds `edition`, needs in order to hold what is newest; and whether it is memory of the
         weights, which has to be lent."""
         self._catch_up()
@@ -254,7 +254,7 @@ class Keeper:
         if edition == newest:
             tensors, whole = [], False
         fields = {"version": self.version, "edition": newest, "whole": whole}
-        return Message("weights", fields, tensors), whole and self._editions is None
+        return ActorMessage("weights", fields, tensors), whole and self._editions is None
 
     def level(self) -> None:
         """The next edition is the weights as they are."""
@@ -263,11 +263,11 @@ class Keeper:
             self._editions.level(self.weights)
             self._published = self.version
 
-    def look(self, state_too: bool) -> Message:
+    def look(self, state_too: bool) -> ActorMessage:
         """The weights as they are, and perhaps the optimizer's state."""
         self._catch_up()
         places, state = self.stepper.state() if state_too else ([], [])
-        return Message("state", {"places": places}, [self.weights, *state])
+        return ActorMessage("state", {"places": places}, [self.weights, *state])
 
     def lend(self, token: object) -> None:
         """The weights must not change in place until `token` is returned."""

@@ -23,7 +23,7 @@ SMALLEST_BYTES = 1 << 16  # of a slice that is smaller than it was asked for: a 
 
 
 @dataclass(frozen=True)
-class Piece:
+class SliceRows:
     """Rows of one parameter; `span` is their place in the slice."""
 
     rows: range | None
@@ -38,7 +38,7 @@ class Piece:
 class Slice:
     """Pieces of one dtype and device, which one compressor sends, and the shard that keeps them."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SliceRows, ...]
     dtype: torch.dtype
     device: torch.device
     compress: Compressor
@@ -79,10 +79,10 @@ _Kind = tuple[Compressor, torch.dtype, torch.device]
 
 def _packed(
     parameters: Mapping[str, nn.Parameter], compress: Compressor, largest: int
-) -> list[tuple[_Kind, tuple[Piece, ...]]]:
+) -> list[tuple[_Kind, tuple[SliceRows, ...]]]:
     """Pieces of one kind share a slice while they fit; slices are in the order of their first pieces."""
-    packed: list[tuple[_Kind, list[Piece]]] = []
-    unfinished: dict[_Kind, list[Piece]] = {}
+    packed: list[tuple[_Kind, list[SliceRows]]] = []
+    unfinished: dict[_Kind, list[SliceRows]] = {}
     for name, parameter in parameters.items():
         for rows in _rows(parameter, largest):
             like = torch.empty_like(parameter, device="meta")  # strides as autograd lays out a gradient
@@ -94,7 +94,7 @@ def _packed(
                 pieces, start = [], 0
                 unfinished[kind] = pieces
                 packed.append((kind, pieces))
-            pieces.append(Piece(rows, Span(name, part.shape, part.stride(), start, start + part.numel())))
+            pieces.append(SliceRows(rows, Span(name, part.shape, part.stride(), start, start + part.numel())))
     return [(kind, tuple(pieces)) for kind, pieces in packed]
 
 

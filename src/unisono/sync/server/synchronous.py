@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from unisono.sync.server.client import BoundServer
-from unisono.sync.server.client_slice import Outgoing
+from unisono.sync.server.client import ServerClient
+from unisono.sync.server.client_slice import ClientSlice
 from unisono.sync.server.shard_client import Asked
 from unisono.sync.server.slice_optimizer import numbers_of
 
 
-class LockstepServer(BoundServer):
+class SynchronousClient(ServerClient):
     """`ParameterServer` without staleness in its world."""
 
     lockstep = True
@@ -35,7 +35,7 @@ class LockstepServer(BoundServer):
             self._round += 1
         super().begin()
 
-    def filled(self, out: Outgoing) -> None:
+    def filled(self, out: ClientSlice) -> None:
         out.pushed = out.push(self._round)
 
     def settle(self) -> MeanAtServers:
@@ -75,7 +75,7 @@ class LockstepServer(BoundServer):
         if not self.defers:
             self.need()
 
-    def arrived(self, out: Outgoing) -> None:
+    def arrived(self, out: ClientSlice) -> None:
         """These weights are only there if the step was taken."""
         out.commit()
 
@@ -94,7 +94,7 @@ class MeanAtServers:
 
     agreed = True
 
-    def __init__(self, server: LockstepServer, control: list[float]) -> None:
+    def __init__(self, server: SynchronousClient, control: list[float]) -> None:
         self._server, self.control = server, control
         self._squares: list[tuple[str, float]] | None = None
 

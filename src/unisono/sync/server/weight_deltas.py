@@ -29,7 +29,7 @@ def decoded(compress: Compressor, message: Tensor, spans: Sequence[Span], numel:
     return compress.value(compress.decode(message, spans, numel, dtype), dtype)
 
 
-class Editions:
+class WeightDeltas:
     """The shadow of one slice's weights, and the messages that led to it."""
 
     def __init__(self, compress: Compressor, spans: Sequence[Span], weights: Tensor) -> None:
