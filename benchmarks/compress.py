@@ -24,8 +24,8 @@ from unisono.compress import (
     BySize,
     Cast,
     Compressor,
+    CompressorMemory,
     Exact,
-    Memory,
     OneBit,
     PowerSGD,
     Quantize,
@@ -107,15 +107,15 @@ def _verbs(compress: Compressor, x: torch.Tensor, spans: tuple[Span, ...]) -> di
     dtype = compress.total_dtype(x.dtype)
     total = torch.empty(x.shape, dtype=dtype)
     compress.add(total, x, 1e-3, True)
-    owing, memory = total.clone(), Memory()
-    message = compress.encode(total, spans, Memory()).clone()
+    owing, memory = total.clone(), CompressorMemory()
+    message = compress.encode(total, spans, CompressorMemory()).clone()
 
     def owe() -> None:
         compress.owe(owing, spans, memory)
         memory.commit()
 
     return {
-        "encode": lambda: compress.encode(total, spans, Memory()),
+        "encode": lambda: compress.encode(total, spans, CompressorMemory()),
         "owe": owe,
         "decode": lambda: compress.decode(message, spans, x.numel(), dtype),
     }

@@ -13,7 +13,7 @@ from tests.membership.test_attendance import TOKEN, serving
 from unisono.comm import outcomes, simulate
 from unisono.elastic.admission import admit, compare
 from unisono.errors import Unlike
-from unisono.launch import Identity, StopRequest, Worker
+from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.membership import CoordinatorAddress
 from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import TraitsMessage
@@ -22,8 +22,8 @@ TRAITS = {"samples": "96", "optimizer.lr": "0.1"}
 OTHER = {**TRAITS, "optimizer.lr": "0.2"}
 
 
-def worker(name: str) -> Worker:
-    return Worker(Identity(0, 1, 0, 1, "", "x"), lambda message: None, StopRequest(), name)
+def worker(name: str) -> WorkerContext:
+    return WorkerContext(WorkerIdentity(0, 1, 0, 1, "", "x"), lambda message: None, StopRequest(), name)
 
 
 def never() -> bool:

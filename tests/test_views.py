@@ -12,7 +12,7 @@ from tests.processes import run
 from unisono.config import Config
 from unisono.elastic.session import ElasticSession
 from unisono.errors import PeerLost
-from unisono.launch import Identity, StopRequest, Worker
+from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.membership import CoordinatorAddress, Policy
 from unisono.observe import ThreadTracker
 
@@ -26,7 +26,9 @@ def members_of_the_next(rank: int, size: int, contact: CoordinatorAddress, path:
         (path / f"{name}-{rank}").touch()
         assert within(LONGEST_SECONDS, lambda: len(list(path.glob(f"{name}-*"))) == size)
 
-    worker = Worker(Identity(rank, size, rank, size, "", "x"), lambda message: None, StopRequest(), str(rank))
+    worker = WorkerContext(
+        WorkerIdentity(rank, size, rank, size, "", "x"), lambda message: None, StopRequest(), str(rank)
+    )
     with ElasticSession(worker, Config(), contact, ThreadTracker()) as views:
         assert views.next()
         views.meeting(torch.device("cpu")).among([0, 1]).close()

@@ -18,14 +18,14 @@ from torch.utils.data import TensorDataset
 
 from tests.launch.observation import session, within
 from tests.test_reliability import TASK, events, last_step, said, under_way
-from unisono.chaos.virtual_cluster import Network, VirtualRun
+from unisono.chaos.virtual_cluster import VirtualNetwork, VirtualRun
 from unisono.checkpoint import checkpoints
 from unisono.comm import Link, Lost, outcomes
 from unisono.config import recovers
 from unisono.elastic.snapshot import Snapshot
 from unisono.elastic.state_transfer import Progress, describe
 from unisono.elastic.transfer import LocalTensors, differing, digest, mean_of
-from unisono.launch import Identity, Worker
+from unisono.launch import WorkerContext, WorkerIdentity
 from unisono.membership import Policy, View
 from unisono.observe import ThreadTracker
 from unisono.run.resolve import settle
@@ -112,11 +112,13 @@ def story(
     config = settle(whole, settings)
     path.mkdir(exist_ok=True)
     order = RunSpec(PickledTask("test", b""), settings, path, time.time())
-    run = VirtualRun(Policy(minimum=minimum, expected=3, maximum=3), 6, Link(), Network(), seed=5)
+    run = VirtualRun(Policy(minimum=minimum, expected=3, maximum=3), 6, Link(), VirtualNetwork(), seed=5)
 
     def live(process: Any) -> Result | None:
         stop: Any = NobodyStops()
-        worker = Worker(Identity(process.number, 3, process.number, 3, "", "x"), lambda said: None, stop, process.name)
+        worker = WorkerContext(
+            WorkerIdentity(process.number, 3, process.number, 3, "", "x"), lambda said: None, stop, process.name
+        )
         life = found.lives[process.number] = WorkerRun(
             worker, order, whole, config, torch.device("cpu"), ThreadTracker()
         )

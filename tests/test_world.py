@@ -27,7 +27,7 @@ from unisono.comm import outcomes, simulate
 from unisono.elastic.loop_group import StaticGroup
 from unisono.elastic.model_state import weights_of
 from unisono.errors import InvalidInput, UnisonoError, Unlike
-from unisono.launch import Identity
+from unisono.launch import WorkerIdentity
 from unisono.observe import ThreadTracker
 
 SHARE, STEPS = 6, 4
@@ -54,7 +54,7 @@ def samples(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def world_of(comm) -> World:
-    who, watch = Identity(comm.rank, comm.size, comm.rank, comm.size), ThreadTracker()
+    who, watch = WorkerIdentity(comm.rank, comm.size, comm.rank, comm.size), ThreadTracker()
     return World(StaticGroup(who, comm, watch), torch.device("cpu"), watch)
 
 
@@ -778,12 +778,12 @@ def join_and_train(rank: int, size: int, meeting: str) -> list[tuple[torch.Tenso
     """Two worlds, one after the other, in one process."""
     found = []
     for life in range(2):
-        os.environ.update(Identity(rank, size, rank, size, f"file://{meeting}/{life}", "unisono").environ())
+        os.environ.update(WorkerIdentity(rank, size, rank, size, f"file://{meeting}/{life}", "unisono").environ())
         with unisono.join(threads=1) as world:
             assert (world.rank, world.size) == (rank, size)
             found.append(loop(world, "adamw", seed=rank, clip=0.5))
         world.close()  # may be called twice
-    os.environ.update(Identity(rank, size, rank, size, f"file://{meeting}/last", "unisono").environ())
+    os.environ.update(WorkerIdentity(rank, size, rank, size, f"file://{meeting}/last", "unisono").environ())
     with unisono.join(threads=1) as world:
         digest, _ = dealt(world, compress=Exact())
     return [(f, digest) for f in found]

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from tests import processes
 from unisono import Evaluation, Task
-from unisono.launch import Identity, StopRequest, Worker
+from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.run.spec import RunSpec
 from unisono.run.worker import work
 from unisono.tasks.source import NamedTask
@@ -62,8 +62,8 @@ def start(size: int, task: NamedTask, path: Path, settings: Mapping[str, Any]) -
 def _worker(
     rank: int, size: int, task: NamedTask, settings: dict[str, Any], path: Path, meeting: str
 ) -> dict[str, Any]:
-    who = Identity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
-    worker = Worker(who, lambda message: None, StopRequest())
+    who = WorkerIdentity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
+    worker = WorkerContext(who, lambda message: None, StopRequest())
     return work(worker, RunSpec(task, settings, path, time.time()))
 
 

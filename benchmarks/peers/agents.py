@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from unisono.membership import (
-    Abort,
+    AbortView,
     Agent,
     CoordinatorAddress,
     Exit,
@@ -195,7 +195,7 @@ class Worker:
             more = []
             for action in actions:
                 match action:
-                    case Abort(view):
+                    case AbortView(view):
                         more += self.agent.broken(view, digest="")
                         if not listening:
                             self.say()

@@ -21,7 +21,7 @@ import torch
 from unisono.comm import ActorConnection, ActorMessage, Answer
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.client import ActorAddress, SocketConnection, directly, not_counted
-from unisono.comm.actors.handshake import Terms, Trusted
+from unisono.comm.actors.handshake import ConnectionTerms, Trusted
 from unisono.comm.actors.protection import Direction, Protected, Protection
 from unisono.comm.actors.server import ActorServer
 
@@ -54,7 +54,7 @@ def connection(wire: socket.socket, way: str) -> Trusted:
     """Both ends have one key: it is the cost that counts here."""
     mode = Protection[way.upper()]
     made: Callable[[], Direction] = partial(Protected, KEY, mode is Protection.ENCRYPTED) if mode else Direction
-    return Trusted(wire, Terms(frames.LARGEST_BYTES, mode), made(), made())
+    return Trusted(wire, ConnectionTerms(frames.LARGEST_BYTES, mode), made(), made())
 
 
 def serve(core: int, way: str, port: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.chaos.fault_schedule import Kind, Moment
+from unisono.chaos.fault_schedule import FaultKind, Moment
 from unisono.chaos.outcome import RunOutcome
 from unisono.chaos.trial import QUIET, Trial, settings_of, trials
 from unisono.chaos.virtual_ground import VirtualGround
@@ -21,7 +21,14 @@ from unisono.tasks.builtin.digits import digits
 from unisono.tasks.builtin.gpt import GPT
 from unisono.tasks.builtin.text import text
 
-ALL = {Kind.KILL: 3, Kind.FREEZE: 1, Kind.PARTITION: 1, Kind.JOIN: 2, Kind.DRAIN: 1, Kind.COORDINATOR: 1}
+ALL = {
+    FaultKind.KILL: 3,
+    FaultKind.FREEZE: 1,
+    FaultKind.PARTITION: 1,
+    FaultKind.JOIN: 2,
+    FaultKind.DRAIN: 1,
+    FaultKind.COORDINATOR: 1,
+}
 SOURCES = str(Path(state.__file__).parent)
 TASKS = {
     "digits": lambda: digits(hidden=2),
@@ -37,7 +44,7 @@ def undisturbed(name: str) -> tuple[VirtualGround, RunOutcome]:
     return ground, ground.run("undisturbed", QUIET, None, [])
 
 
-def tried(name: str, seed: int, wanted: Mapping[Kind, int] = ALL) -> Trial:
+def tried(name: str, seed: int, wanted: Mapping[FaultKind, int] = ALL) -> Trial:
     ground, whole = undisturbed(name)
     (trial,) = trials(ground, whole, [seed], wanted)
     return trial
@@ -51,7 +58,7 @@ def test_faults_change_nothing(name: str, seed: int) -> None:
     assert not trial.differences, trial
     assert len(trial.happened) == sum(ALL.values())
     assert len(trial.rows) == 5
-    aimed = {each.moment for each in trial.happened if each.kind is Kind.KILL}
+    aimed = {each.moment for each in trial.happened if each.kind is FaultKind.KILL}
     assert aimed - {Moment.ANY}, "no kill hit a checkpoint or a handing over"
 
 
@@ -87,4 +94,4 @@ def test_a_step_that_is_taken_again_is_found_out(monkeypatch: pytest.MonkeyPatch
 
     adopt = state.adopt
     monkeypatch.setattr(state, "adopt", backward)
-    assert tried("digits", 1, {Kind.KILL: 1}).differences
+    assert tried("digits", 1, {FaultKind.KILL: 1}).differences

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.chaos.fault_schedule import Fault, Kind, Moment, Pending, RunStatus, Schedule, aim, draw
+from unisono.chaos.fault_schedule import Fault, FaultKind, FaultSchedule, Moment, Pending, RunStatus, aim, draw
 
 SEEDS = st.integers(0, 2**32)
-WANTED = st.fixed_dictionaries({kind: st.integers(0, 4) for kind in Kind})
+WANTED = st.fixed_dictionaries({kind: st.integers(0, 4) for kind in FaultKind})
 WORKERS = tuple("abcde")
 
 
@@ -23,7 +23,7 @@ def seen(draw: st.DrawFn) -> RunStatus:
 
 
 FAULTS = st.builds(
-    Fault, st.sampled_from(Kind), st.floats(0, 1), st.sampled_from(Moment), st.floats(0, 1, exclude_max=True)
+    Fault, st.sampled_from(FaultKind), st.floats(0, 1), st.sampled_from(Moment), st.floats(0, 1, exclude_max=True)
 )
 
 
@@ -31,7 +31,7 @@ FAULTS = st.builds(
 def test_a_seed_has_one_schedule_with_as_many_faults_as_are_wanted_in_their_order(seed, wanted) -> None:
     schedule = draw(seed, wanted)
     assert schedule == draw(seed, wanted)
-    assert {kind: schedule.count(kind) for kind in Kind} == wanted
+    assert {kind: schedule.count(kind) for kind in FaultKind} == wanted
     moments = [fault.after for fault in schedule.faults]
     assert moments == sorted(moments)
     assert all(0 < moment < 1 for moment in moments)
@@ -39,13 +39,13 @@ def test_a_seed_has_one_schedule_with_as_many_faults_as_are_wanted_in_their_orde
 
 
 def test_other_seeds_have_other_schedules() -> None:
-    wanted = {Kind.KILL: 1}
+    wanted = {FaultKind.KILL: 1}
     assert len({draw(seed, wanted).faults for seed in range(50)}) == 50
 
 
 @given(SEEDS)
 def test_of_three_kills_one_is_aimed_at_a_checkpoint_and_two_at_a_handing_over(seed) -> None:
-    moments = {fault.moment for fault in draw(seed, {Kind.KILL: 3}).faults}
+    moments = {fault.moment for fault in draw(seed, {FaultKind.KILL: 3}).faults}
     assert moments == {Moment.SAVING, Moment.TAKING, Moment.GIVING}
 
 
@@ -55,13 +55,13 @@ def test_a_fault_hits_only_whom_it_may_and_never_the_last_who_is_able(fault, now
     if strike is None:
         return
     if not strike.victim:
-        assert fault.kind in (Kind.JOIN, Kind.COORDINATOR)
+        assert fault.kind in (FaultKind.JOIN, FaultKind.COORDINATOR)
         return
     assert set(now.able) - {strike.victim}
     assert strike.moment in (fault.moment, Moment.ANY)
     allowed = {Moment.TAKING: now.takers, Moment.GIVING: now.givers}.get(strike.moment, now.able)
-    assert strike.victim in (now.apart if fault.kind is Kind.PARTITION else allowed)
-    assert now.saving or strike.moment is not Moment.SAVING or fault.kind is Kind.PARTITION
+    assert strike.victim in (now.apart if fault.kind is FaultKind.PARTITION else allowed)
+    assert now.saving or strike.moment is not Moment.SAVING or fault.kind is FaultKind.PARTITION
 
 
 def _order(fault: Fault) -> tuple[str, float]:
@@ -79,8 +79,8 @@ def test_each_fault_comes_once_at_most_and_not_before_its_time(seed, wanted, mom
     assert sorted([*struck, *pending.faults], key=_order) == sorted(draw(seed, wanted).faults, key=_order)
 
 
-@given(FAULTS.filter(lambda fault: fault.kind is not Kind.PARTITION and fault.after < 0.7))
+@given(FAULTS.filter(lambda fault: fault.kind is not FaultKind.PARTITION and fault.after < 0.7))
 def test_a_moment_that_never_comes_is_not_waited_for_for_ever(fault) -> None:
-    pending = Pending(Schedule(0, (fault,)))
+    pending = Pending(FaultSchedule(0, (fault,)))
     calm = [RunStatus(share / 10, able=("a", "b")) for share in range(11)]
     assert len([strike for now in calm for strike in pending.due(now)]) == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unisono.chaos.fault_schedule import Kind
+from unisono.chaos.fault_schedule import FaultKind
 from unisono.chaos.trial import depends
 from unisono.cli.chaos import read
 from unisono.elastic import state_transfer as state
@@ -45,8 +45,8 @@ def own(tmp_path: Path) -> str:
 def test_all_that_is_said_is_understood(own: str) -> None:
     line = "--kill 5 --freeze=0 --coordinator 2 --seed 7 --seeds 3 --workers 6 --width 9 --virtual"
     asked = read([own, *line.split()])
-    assert {kind: asked.wanted[kind] for kind in (Kind.KILL, Kind.FREEZE, Kind.COORDINATOR)} == {
-        Kind.KILL: 5, Kind.FREEZE: 0, Kind.COORDINATOR: 2}  # fmt: skip
+    assert {kind: asked.wanted[kind] for kind in (FaultKind.KILL, FaultKind.FREEZE, FaultKind.COORDINATOR)} == {
+        FaultKind.KILL: 5, FaultKind.FREEZE: 0, FaultKind.COORDINATOR: 2}  # fmt: skip
     assert (asked.seeds, asked.virtual) == (range(7, 10), True)
     assert dict(asked.request.settings) == {"workers": "6"}
     assert asked.request.source.arguments == {"width": "9"}

@@ -11,7 +11,7 @@ import pytest
 from tests.comm.actors import Echo
 from unisono.comm import ActorMessage
 from unisono.comm.actors import wire_format as frames
-from unisono.comm.actors.handshake import Terms, Trusted
+from unisono.comm.actors.handshake import ConnectionTerms, Trusted
 from unisono.comm.actors.protection import Direction, Protection
 from unisono.comm.actors.server import ActorServer
 
@@ -31,7 +31,7 @@ class SlowToGrasp(Echo):
 
 def bare(wire: socket.socket) -> Trusted:
     """A connection as it is between processes of one host."""
-    return Trusted(wire, Terms(1 << 20, Protection.NONE), Direction(), Direction())
+    return Trusted(wire, ConnectionTerms(1 << 20, Protection.NONE), Direction(), Direction())
 
 
 def test_who_sees_its_connection_end_may_come_back_at_once() -> None:

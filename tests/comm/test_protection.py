@@ -15,7 +15,7 @@ from tests.comm.hostile import Target, target
 from unisono.comm import ActorMessage
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.client import ActorAddress, SocketConnection, connect_line
-from unisono.comm.actors.handshake import Terms, Untrusted, challenge, introduce, judge
+from unisono.comm.actors.handshake import ConnectionTerms, Untrusted, challenge, introduce, judge
 from unisono.comm.actors.message_stream import Inbox, Outbox
 from unisono.comm.actors.protection import SEGMENT_BYTES, SINGLE_BYTES, TAG_BYTES, Direction, Protected, Protection
 from unisono.comm.actors.wire_format import HEAD_BYTES, BrokenMessage
@@ -250,7 +250,7 @@ def test_a_relay_that_repeats_what_was_pushed_is_not_believed(server: Target) ->
 def test_what_was_reached_by_its_local_name_from_elsewhere_is_not_trusted() -> None:
     """A relay that has come in by the server's local name, where frames are bare, for a client on another host."""
     with socket.create_server(("127.0.0.1", 0)) as door:
-        token, terms = b"token", Terms(1 << 20, Protection.NONE)
+        token, terms = b"token", ConnectionTerms(1 << 20, Protection.NONE)
 
         def serve() -> None:
             wire, _ = door.accept()

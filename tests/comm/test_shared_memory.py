@@ -25,7 +25,7 @@ from unisono.comm.abort import Abort
 from unisono.comm.connect import Meeting
 from unisono.comm.shared_memory import communicator as shared_memory
 from unisono.comm.shared_memory.memfd import open_of
-from unisono.comm.shared_memory.memory_map import SharedMemoryMap, Slice
+from unisono.comm.shared_memory.memory_map import BufferSlice, SharedMemoryMap
 from unisono.comm.shared_memory.peer_processes import PeerProcesses
 from unisono.errors import PeerLost
 
@@ -284,7 +284,7 @@ def test_memory_that_worker_0_has_closed_is_not_missing_it_is_worker_0_that_is_l
 def test_slices_cover_everything_once_and_share_no_cache_line(size: int, numel: int) -> None:
     buffers = [torch.full((numel,), 2.0**rank) for rank in range(size)]
     result = torch.zeros(numel)
-    parts = [Slice(buffers, result, rank, 0) for rank in range(size)]
+    parts = [BufferSlice(buffers, result, rank, 0) for rank in range(size)]
     for part in parts:
         before = result.clone()
         part.add_up()

@@ -8,8 +8,19 @@ import torch
 from unisono.comm import simulate
 from unisono.comm.link_model import CROWDED
 from unisono.comm.link_model import Link as Wires
-from unisono.compress import Auto, Cast, Compressor, Memory, OneBit, Quantize, TopK
-from unisono.compress.cost_model import HIDES, Candidate, Forecast, Link, OverlapModel, fit, forecast, heats, pace, pick
+from unisono.compress import Auto, Cast, Compressor, CompressorMemory, OneBit, Quantize, TopK
+from unisono.compress.cost_model import (
+    HIDES,
+    Candidate,
+    CandidateCost,
+    LinkCost,
+    OverlapModel,
+    fit,
+    forecast,
+    heats,
+    pace,
+    pick,
+)
 from unisono.sync.pending_mean import PendingMean
 
 AUTO = Auto(steps=4)
@@ -25,14 +36,14 @@ def test_a_line_goes_through_the_smallest_and_the_largest_message() -> None:
 
 @pytest.mark.parametrize("points", [[(8, 0.5)], [(8, 0.5), (800, 0.1)]])
 def test_a_link_without_a_measurable_rate_is_all_latency(points) -> None:
-    assert fit(points) == Link(0.5, 0.0)
+    assert fit(points) == LinkCost(0.5, 0.0)
 
 
 @pytest.mark.parametrize("exchange", [0.0, 0.04, 5.0])
 @pytest.mark.parametrize("share", [1.0, 0.25])
 @pytest.mark.parametrize("hidden", [0.0, 0.02])
 def test_the_pace_is_found_again_in_the_step_that_it_forecasts(exchange, share, hidden) -> None:
-    candidate, links = Candidate("c", 0.01, (("sum", 1000),)), {"sum": Link(0.0, exchange / 1000)}
+    candidate, links = Candidate("c", 0.01, (("sum", 1000),)), {"sum": LinkCost(0.0, exchange / 1000)}
     step = forecast(candidate, links, OverlapModel(0.3, hidden, share)).step_seconds
     blocked = max(0.0, exchange - hidden)
     found = pace(candidate, links, step, blocked, share)
@@ -42,7 +53,7 @@ def test_the_pace_is_found_again_in_the_step_that_it_forecasts(exchange, share, 
 
 
 def test_where_all_was_hidden_half_of_the_computing_may_hide() -> None:
-    small, links = Candidate("c", 0.0, (("sum", 1000),)), {"sum": Link(0.0, 1e-6)}
+    small, links = Candidate("c", 0.0, (("sum", 1000),)), {"sum": LinkCost(0.0, 1e-6)}
     assert pace(small, links, 0.1, 0.0, 0.5) == OverlapModel(0.1, HIDES * 0.1 * 0.5, 0.5)
 
 
@@ -64,7 +75,7 @@ CANDIDATES = [
     ],
 )
 def test_it_declines_where_compression_does_not_pay(seconds_per_byte, compute, chosen) -> None:
-    links = dict.fromkeys(("sum", "exchange", "gather"), Link(1e-4, seconds_per_byte))
+    links = dict.fromkeys(("sum", "exchange", "gather"), LinkCost(1e-4, seconds_per_byte))
     steps = [forecast(c, links, OverlapModel(compute, HIDES * compute)).step_seconds for c in CANDIDATES]
     assert pick(steps, 0.1) == chosen
 
@@ -82,12 +93,12 @@ def test_a_less_faithful_candidate_has_to_save_the_gain() -> None:
     ],
 )
 def test_what_is_out_of_the_question_is_not_tried(seconds, tried) -> None:
-    assert heats([Forecast(0.0, 0.0, each) for each in seconds], 0.1) == tried
+    assert heats([CandidateCost(0.0, 0.0, each) for each in seconds], 0.1) == tried
 
 
 def train(comm, compress: Compressor, compute: float, numel: int, steps: int, drop: int = -1) -> list[float]:
     """Laps of a loop that computes and takes a mean of two buckets, one after the other."""
-    memories, laps = [Memory(), Memory()], []
+    memories, laps = [CompressorMemory(), CompressorMemory()], []
     for step in range(steps):
         start = comm.now()
         for attempt in range(1 + (step == drop)):
@@ -126,7 +137,7 @@ def test_it_is_as_fast_as_the_best_fixed_choice(link) -> None:
 
 def test_it_measures_again_and_follows_a_link_that_changed() -> None:
     def changed(comm) -> tuple[int, int]:
-        compress, memory, seen = Auto(steps=4, again=STEPS), Memory(), []
+        compress, memory, seen = Auto(steps=4, again=STEPS), CompressorMemory(), []
         for step in range(3 * STEPS):
             if step == STEPS:
                 comm.world.links[:] = [FAST] * comm.size
@@ -155,7 +166,7 @@ def test_each_decision_is_one_sentence_with_its_figures(caplog) -> None:
 
 def test_what_the_others_owed_is_forgotten_when_one_is_chosen() -> None:
     def parts(comm) -> set[str]:
-        memory = Memory()
+        memory = CompressorMemory()
         for step in range(STEPS):
             total = torch.randn(1000, generator=torch.Generator().manual_seed(step))
             PendingMean(AUTO.mean(total, (), comm, memory, torch.float32)).wait()

@@ -11,7 +11,7 @@ from unisono.compress import (
     ByName,
     BySize,
     Cast,
-    Memory,
+    CompressorMemory,
     OneBit,
     Quantize,
     TopK,
@@ -57,7 +57,7 @@ def test_what_messages_that_add_up_owe_is_paid() -> None:
     x = 1 + 2.0**-10 * torch.arange(1, 65)  # no number of which bf16 has
 
     def run(comm, compress) -> torch.Tensor:
-        memory, got = Memory(), torch.zeros(64, dtype=torch.float64)
+        memory, got = CompressorMemory(), torch.zeros(64, dtype=torch.float64)
         for _ in range(256):
             got += PendingMean(compress.mean(x / comm.size, (), comm, memory, torch.float32)).wait()
             memory.commit()

@@ -16,8 +16,8 @@ from unisono.compress import (
     BySize,
     Cast,
     Compressor,
+    CompressorMemory,
     Exact,
-    Memory,
     Span,
     WithErrorFeedback,
     bits,
@@ -61,13 +61,13 @@ def layouts(numel: int) -> list[tuple[Span, ...]]:
 
 def arrived(compress: Compressor, x: torch.Tensor, spans: tuple[Span, ...] = ()) -> torch.Tensor:
     total = total_of(compress, x)
-    message = compress.encode(total, spans, Memory())
+    message = compress.encode(total, spans, CompressorMemory())
     return compress.value(compress.decode(message, spans, x.numel(), total.dtype), x.dtype)
 
 
 def mean(comm, compress: Compressor, xs: list[torch.Tensor], spans: tuple[Span, ...] = ()) -> torch.Tensor:
     total = total_of(compress, xs[comm.rank], 1 / comm.size)
-    return PendingMean(compress.mean(total, spans, comm, Memory(), torch.float32)).wait().clone()
+    return PendingMean(compress.mean(total, spans, comm, CompressorMemory(), torch.float32)).wait().clone()
 
 
 def norm(x: torch.Tensor) -> float:
@@ -116,7 +116,7 @@ def test_the_error_is_bounded_at_every_magnitude(row, magnitude) -> None:
 def test_encode_leaves_the_total_as_it_is(row, dtype) -> None:
     total = total_of(row.compress, gradient(1000).to(dtype))
     before = total.clone()
-    row.compress.encode(total, (), Memory())
+    row.compress.encode(total, (), CompressorMemory())
     assert torch.equal(total, before)
 
 
@@ -171,7 +171,10 @@ def test_bits_are_what_the_wire_weighs(row, numel, dtype) -> None:
         blank = row.compress.blank(spans, numel, dtype, CPU)
         for x in (gradient(numel), torch.zeros(numel)):
             total = total_of(row.compress, x.to(dtype))
-            for message in (row.compress.encode(total, spans, Memory()), row.compress.owe(total, spans, Memory())):
+            for message in (
+                row.compress.encode(total, spans, CompressorMemory()),
+                row.compress.owe(total, spans, CompressorMemory()),
+            ):
                 assert (message.shape, message.dtype) == (blank.shape, blank.dtype)
                 assert message.is_contiguous()
         assert bits(row.compress, spans, numel, dtype) == blank.numel() * blank.element_size() * 8
@@ -182,7 +185,7 @@ def test_what_arrives_approaches_what_was_sent(row) -> None:
     """The debt does not grow, so the mean of what arrived approaches what was sent (Karimireddy et al. 2019)."""
     x = gradient(1000)
     for spans in layouts(1000):
-        memory, got = Memory(), torch.zeros(1000, dtype=torch.float64)
+        memory, got = CompressorMemory(), torch.zeros(1000, dtype=torch.float64)
         for sends in range(1, 101):
             message = row.compress.owe(total_of(row.compress, x), spans, memory)
             there = row.compress.decode(message, spans, 1000, row.compress.total_dtype(x.dtype))
@@ -194,7 +197,7 @@ def test_what_arrives_approaches_what_was_sent(row) -> None:
 @law
 def test_a_dropped_step_leaves_no_trace(row) -> None:
     def messages(dropped: int) -> list[torch.Tensor]:
-        memory, out = Memory(), []
+        memory, out = CompressorMemory(), []
         for step in range(6):
             for attempt in range(1 + (step == 3) * dropped):
                 if attempt:
@@ -213,7 +216,7 @@ def test_a_dropped_step_leaves_no_trace(row) -> None:
 def test_the_same_run_gives_the_same_bits_whatever_torch_has_drawn(row) -> None:
     def run(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed)
-        memory = Memory()
+        memory = CompressorMemory()
         out = []
         for step in range(3):
             out.append(row.compress.owe(total_of(row.compress, gradient(700, step)), (), memory).clone())
@@ -273,7 +276,7 @@ def test_what_is_not_finite_is_never_hidden(row, bad, place) -> None:
 @law_for(lambda row: not isinstance(row.compress, Exact))  # which refuses it
 def test_what_is_not_finite_is_forgotten_with_its_step(row) -> None:
     """A dropped step's NaN is not owed to the steps that follow."""
-    memory, x = Memory(), gradient(300)
+    memory, x = CompressorMemory(), gradient(300)
     row.compress.owe(total_of(row.compress, x * math.nan), (), memory)
     memory.discard()
     message = row.compress.owe(total_of(row.compress, x), (), memory)
@@ -302,7 +305,7 @@ def test_exact_sums_have_the_same_bits_in_any_order_and_number(size) -> None:
         total = torch.full((numel + 2,), 7.0, dtype=torch.float64)
         for i, part in enumerate(parts[comm.rank :: comm.size]):
             exact.add(total, part, 1 / 28, i == 0)
-        return PendingMean(exact.mean(total, (), comm, Memory(), torch.float32)).wait().clone()
+        return PendingMean(exact.mean(total, (), comm, CompressorMemory(), torch.float32)).wait().clone()
 
     expected = sum((p.double() * (1 / 28) * 2**40).round().long() for p in parts).double() * 2.0**-40
     for got in simulate(size, summed):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unisono.comm import simulate
-from unisono.compress import Cast, Memory, PowerSGD, RandomK, Span, bits
+from unisono.compress import Cast, CompressorMemory, PowerSGD, RandomK, Span, bits
 from unisono.sync.pending_mean import PendingMean
 
 
@@ -34,7 +34,7 @@ def low_rank(rows: int, columns: int, rank: int, seed: int = 0) -> torch.Tensor:
 
 def run(comm, compress, steps: list[list[torch.Tensor]], spans: tuple[Span, ...]) -> list[torch.Tensor]:
     """The mean of each step's totals, ``steps[step][rank]``, with one memory."""
-    memory, means = Memory(), []
+    memory, means = CompressorMemory(), []
     for step in steps:
         total = step[comm.rank] / comm.size
         means.append(PendingMean(compress.mean(total, spans, comm, memory, torch.float32)).wait().clone())
@@ -60,7 +60,7 @@ def test_a_matrix_of_that_rank_arrives_as_it_is(rank, size) -> None:
 def test_a_matrix_of_lower_rank_arrives_as_it_is(rank) -> None:
     for lower in range(rank):
         x = low_rank(40, 30, lower).flatten() if lower else torch.zeros(1200)
-        message = PowerSGD(rank).encode(x, (span((40, 30), 0),), Memory())
+        message = PowerSGD(rank).encode(x, (span((40, 30), 0),), CompressorMemory())
         assert float((PowerSGD(rank).decode(message, (span((40, 30), 0),), 1200, x.dtype) - x).norm()) <= 1e-4
 
 
@@ -68,7 +68,7 @@ def test_warm_starts_find_the_best_factors() -> None:
     """On a fixed matrix, what one message gets comes near the truncated singular value decomposition (theorem I)."""
     u, s, v = torch.linalg.svd(normal(60, 40), full_matrices=False)
     s = 0.8 ** torch.arange(40.0)
-    x, spans, memory = (u * s @ v).flatten(), (span((60, 40), 0),), Memory()
+    x, spans, memory = (u * s @ v).flatten(), (span((60, 40), 0),), CompressorMemory()
     best = float(s[4:].norm())
     errors = []
     for _ in range(30):
@@ -86,7 +86,7 @@ def test_what_arrived_and_what_all_owe_are_what_was_sent(size) -> None:
     steps = [[normal(numel, seed=10 * step + rank) for rank in range(size)] for step in range(5)]
 
     def owed(comm) -> tuple[torch.Tensor, torch.Tensor]:
-        memory, got = Memory(), torch.zeros(numel)
+        memory, got = CompressorMemory(), torch.zeros(numel)
         for step in steps:
             got += PendingMean(PowerSGD().mean(step[comm.rank] / size, spans, comm, memory, torch.float32)).wait()
             memory.commit()
@@ -106,7 +106,7 @@ def test_a_worker_owes_what_is_lost_of_its_own_matrix() -> None:
     own = [low_rank(40, 30, 1, seed=7), low_rank(40, 30, 1, seed=11)]
 
     def debt(comm) -> list[float]:
-        memory, sizes = Memory(), []
+        memory, sizes = CompressorMemory(), []
         for _ in range(60):
             PendingMean(PowerSGD(2).mean(own[comm.rank].flatten().clone(), spans, comm, memory, torch.float32)).wait()
             memory.commit()
@@ -120,7 +120,7 @@ def test_a_worker_owes_what_is_lost_of_its_own_matrix() -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_what_is_owed_stays_bounded(rank) -> None:
-    spans, memory, sizes = (span((50, 40), 0),), Memory(), []
+    spans, memory, sizes = (span((50, 40), 0),), CompressorMemory(), []
     for step in range(400):
         PowerSGD(rank).owe(normal(2000, seed=step), spans, memory)
         memory.commit()
@@ -153,7 +153,7 @@ def test_bytes_on_the_wire_are_two_sums_of_factors(size) -> None:
 
     def sent(comm) -> int:
         before = comm.bytes_sent
-        PendingMean(PowerSGD(4).mean(normal(numel), spans, comm, Memory(), torch.float32)).wait()
+        PendingMean(PowerSGD(4).mean(normal(numel), spans, comm, CompressorMemory(), torch.float32)).wait()
         return comm.bytes_sent - before
 
     ring = 2 * (size - 1) / size * 4
@@ -167,7 +167,7 @@ def test_several_buckets_travel_at_once() -> None:
     numels = [1200, 1287]
 
     def means(comm, together: bool) -> list[torch.Tensor]:
-        memories, got = [Memory(), Memory()], []
+        memories, got = [CompressorMemory(), CompressorMemory()], []
         for step in range(3):
             flows = []
             for i in range(2):
@@ -198,7 +198,7 @@ def test_factors_are_computed_in_fp32_or_more(dtype) -> None:
     compress, spans = PowerSGD(2), (span((40, 30), 0),)
     x = low_rank(40, 30, 2).flatten().to(dtype)
     wide = compress.total_dtype(dtype)
-    message = compress.encode(x, spans, Memory())
+    message = compress.encode(x, spans, CompressorMemory())
     assert message.dtype == wide
     error = (compress.decode(message, spans, 1200, wide) - x).norm() / x.norm()
     # A matrix of rank 2 that has been rounded is of full rank; what has been lost is a few times this rounding.
@@ -207,7 +207,7 @@ def test_factors_are_computed_in_fp32_or_more(dtype) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_seen_and_a_dropped_step_leaves_no_trace(bad) -> None:
-    spans, memory = (span((40, 30), 0),), Memory()
+    spans, memory = (span((40, 30), 0),), CompressorMemory()
     x = normal(1200)
     x[617] = bad
     for _ in range(2):
@@ -220,7 +220,7 @@ def test_what_is_not_finite_is_seen_and_a_dropped_step_leaves_no_trace(bad) -> N
 def test_a_matrix_that_was_zero_or_not_finite_starts_again() -> None:
     spans = (span((40, 30), 0),)
     for before in (torch.zeros(1200), torch.full((1200,), math.nan)):
-        memory = Memory()
+        memory = CompressorMemory()
         PowerSGD().encode(before, spans, memory)
         memory.commit()
         x = low_rank(40, 30, 2).flatten()
@@ -230,8 +230,13 @@ def test_a_matrix_that_was_zero_or_not_finite_starts_again() -> None:
 
 def test_messages_that_encode_cannot_have_made_are_refused() -> None:
     spans = (span((40, 30), 0),)
-    message = PowerSGD().encode(normal(1200), spans, Memory())
-    for wrong in (message[:-1], message.double(), message.view(torch.uint8), RandomK().encode(normal(9), (), Memory())):
+    message = PowerSGD().encode(normal(1200), spans, CompressorMemory())
+    for wrong in (
+        message[:-1],
+        message.double(),
+        message.view(torch.uint8),
+        RandomK().encode(normal(9), (), CompressorMemory()),
+    ):
         with pytest.raises(ValueError, match="message"):
             PowerSGD().decode(wrong, spans, 1200, torch.float32)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from unisono.compress import Memory, OneBit, Quantize, TwoBit, bits
+from unisono.compress import CompressorMemory, OneBit, Quantize, TwoBit, bits
 from unisono.compress.bit_packing import pack, packed, unpack
 from unisono.compress.block_codec import Blocks
 
@@ -17,8 +17,8 @@ def normal(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def arrived(compress: Blocks, x: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
-    return compress.decode(compress.encode(x, (), memory or Memory()), (), x.numel(), x.dtype)
+def arrived(compress: Blocks, x: torch.Tensor, memory: CompressorMemory | None = None) -> torch.Tensor:
+    return compress.decode(compress.encode(x, (), memory or CompressorMemory()), (), x.numel(), x.dtype)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -41,7 +41,7 @@ def test_codes_are_packed_and_unpacked(width, rows) -> None:
 @pytest.mark.parametrize("numel", [10_001, LARGE])
 def test_a_number_takes_no_more_bits_than_promised(compress, most, numel) -> None:
     assert bits(compress, (), numel) <= most * numel
-    assert compress.encode(normal(numel), (), Memory()).numel() * 8 <= most * numel
+    assert compress.encode(normal(numel), (), CompressorMemory()).numel() * 8 <= most * numel
 
 
 @pytest.mark.parametrize("width", [8, 4])
@@ -53,7 +53,7 @@ def test_the_error_is_at_most_half_a_step(width) -> None:
 
 @pytest.mark.parametrize("width", [8, 4])
 def test_stochastic_rounding_is_less_than_a_step_off_and_unbiased(width) -> None:
-    compress, memory, x, sends = Quantize(bits=width, stochastic=True), Memory(), normal(4096), 400
+    compress, memory, x, sends = Quantize(bits=width, stochastic=True), CompressorMemory(), normal(4096), 400
     step = x.view(-1, 128).abs().amax(1, keepdim=True) / (2 ** (width - 1) - 1) * (1 + 2**-7)
     total = torch.zeros(4096, dtype=torch.float64)
     for _ in range(sends):
@@ -68,7 +68,7 @@ def test_stochastic_rounding_is_less_than_a_step_off_and_unbiased(width) -> None
 
 
 def test_stochastic_rounding_differs_between_messages_and_between_workers() -> None:
-    compress, memory, x = Quantize(bits=4, stochastic=True), Memory(), normal(5000)
+    compress, memory, x = Quantize(bits=4, stochastic=True), CompressorMemory(), normal(5000)
     first = arrived(compress, x, memory)
     assert torch.equal(arrived(compress, x, memory), first)  # not committed: the same message again
     memory.commit()
@@ -91,7 +91,7 @@ def test_one_bit_sends_the_mean_magnitude_of_a_block() -> None:
 
 
 def test_two_bit_sends_what_is_above_its_threshold_and_owes_the_rest() -> None:
-    compress, memory, x = TwoBit(1.0), Memory(), torch.tensor([0.4, -0.7, 2.5, -1.5, 0.0])
+    compress, memory, x = TwoBit(1.0), CompressorMemory(), torch.tensor([0.4, -0.7, 2.5, -1.5, 0.0])
     sent = []
     for _ in range(3):
         message = compress.owe(x.clone(), (), memory)
@@ -118,7 +118,7 @@ def test_a_total_of_several_pieces_arrives_block_by_block(compress) -> None:
     if not isinstance(compress, Quantize) or not compress.stochastic:
         middle = slice(512 * 300, 512 * 310)
         assert torch.equal(arrived(compress, x[middle].clone()), whole[middle])
-    owed, memory = x.clone(), Memory()
+    owed, memory = x.clone(), CompressorMemory()
     message = compress.owe(owed, (), memory)
     memory.commit()
     if compress.owes:
@@ -135,7 +135,7 @@ def test_every_second_number_of_a_tensor_is_a_total_too(compress) -> None:
 @pytest.mark.parametrize("compress", BLOCKS, ids=repr)
 def test_a_message_may_lie_anywhere_in_memory(compress) -> None:
     x = normal(1000)
-    message = compress.encode(x, (), Memory())
+    message = compress.encode(x, (), CompressorMemory())
     shifted = torch.empty(message.numel() + 1, dtype=torch.uint8)[1:].copy_(message)
     assert torch.equal(compress.decode(shifted, (), 1000, x.dtype), arrived(compress, x))
 
@@ -144,7 +144,7 @@ def test_a_message_may_lie_anywhere_in_memory(compress) -> None:
 @pytest.mark.parametrize("damage", [lambda m: m[:-1], lambda m: m.to(torch.int32), lambda m: torch.cat([m, m])])
 def test_a_message_of_another_length_or_type_is_refused(compress, damage) -> None:
     with pytest.raises(ValueError, match="1000 numbers"):
-        compress.decode(damage(compress.encode(normal(1000), (), Memory())), (), 1000, torch.float32)
+        compress.decode(damage(compress.encode(normal(1000), (), CompressorMemory())), (), 1000, torch.float32)
 
 
 @pytest.mark.parametrize("compress", BLOCKS, ids=repr)

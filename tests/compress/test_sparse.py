@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.comm import simulate
-from unisono.compress import Cast, Compressor, Memory, RandomK, TopK, bits, top_k
+from unisono.compress import Cast, Compressor, CompressorMemory, RandomK, TopK, bits, top_k
 from unisono.compress import index_coding as indices
 from unisono.compress.top_k import count, largest
 from unisono.sync.pending_mean import PendingMean
@@ -20,7 +20,7 @@ def normal(numel: int, seed: int = 0) -> torch.Tensor:
 
 def steps(comm, compress: Compressor, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     """The mean of each step's gradients, ``gradients[step][rank]``, with one memory."""
-    memory, means = Memory(), []
+    memory, means = CompressorMemory(), []
     for step in gradients:
         total = step[comm.rank] / comm.size
         means.append(PendingMean(compress.mean(total, (), comm, memory, torch.float32)).wait().clone())
@@ -29,7 +29,7 @@ def steps(comm, compress: Compressor, gradients: list[list[torch.Tensor]]) -> li
 
 
 def sent(comm, compress: Compressor, x: torch.Tensor, times: int) -> int:
-    memory = Memory()
+    memory = CompressorMemory()
     before = comm.bytes_sent
     for _ in range(times):
         PendingMean(compress.mean(x.clone(), (), comm, memory, torch.float32)).wait()
@@ -148,7 +148,7 @@ def test_more_that_is_not_finite_than_travels_is_sent_first() -> None:
 def test_large_weights_of_every_dtype_are_encoded(dtype) -> None:
     x = normal(50_000).to(dtype)
     for compress in (TopK(0.01, values="fp32"), RandomK(0.01)):
-        back = compress.decode(compress.encode(x, (), Memory()), (), 50_000, dtype)
+        back = compress.decode(compress.encode(x, (), CompressorMemory()), (), 50_000, dtype)
         assert int((back != 0).sum()) == 500
         torch.testing.assert_close(back[back != 0], x[back != 0], rtol=1e-7, atol=0)
 
@@ -177,7 +177,7 @@ def test_at_full_density_momentum_correction_is_momentum_sgd() -> None:
 
 
 def test_momentum_correction_is_equation_4_and_algorithm_4() -> None:
-    compress, memory = TopK(0.25, momentum=0.5, values="fp32"), Memory()
+    compress, memory = TopK(0.25, momentum=0.5, values="fp32"), CompressorMemory()
     u, v = torch.zeros(8), torch.zeros(8)
     for step in range(10):
         g = normal(8, step)
@@ -193,7 +193,7 @@ def test_momentum_correction_is_equation_4_and_algorithm_4() -> None:
 
 def test_what_is_sent_and_what_is_owed_add_up_to_all_momentum() -> None:
     """With a pause at the end, all that momentum has made arrives, but for what masking forgets."""
-    compress, memory = TopK(0.1, momentum=0.9, masking=False, values="bf16"), Memory()
+    compress, memory = TopK(0.1, momentum=0.9, masking=False, values="bf16"), CompressorMemory()
     got, u, wanted = torch.zeros(200), torch.zeros(200), torch.zeros(200)
     for step in range(400):
         g = normal(200, step) if step < 20 else torch.zeros(200)
@@ -222,7 +222,7 @@ def test_density_falls_exponentially_while_warming_up() -> None:
     gradients = [[normal(100_000, step)] * 2 for step in range(7)]
     counts = [int((mean != 0).sum()) for mean in simulate(2, steps, compress, gradients)[0]]
     assert counts == [25_000, 6287, 1581, 398, 100, 100, 100]
-    memory = Memory()
+    memory = CompressorMemory()
     message = compress.owe(normal(1000), (), memory)
     assert message.shape == compress.blank((), 1000, torch.float32, torch.device("cpu")).shape
 
@@ -247,7 +247,7 @@ def test_bits_of_a_number_that_travels(values, most) -> None:
 def test_values_arrive_at_every_magnitude(values, magnitude) -> None:
     compress = TopK(0.5, values=values)
     x = normal(64) * magnitude
-    back = compress.decode(compress.encode(x, (), Memory()), (), 64, torch.float32)
+    back = compress.decode(compress.encode(x, (), CompressorMemory()), (), 64, torch.float32)
     chosen = largest(x, 32)
     relative = {"fp8": 2**-4, "bf16": 2**-8, "fp32": 0}[values]
     smallest = 2.0**-136 if values == "fp8" else 2.0**-134
@@ -256,7 +256,7 @@ def test_values_arrive_at_every_magnitude(values, magnitude) -> None:
 
 @pytest.mark.parametrize("compress", [TopK(0.05), TopK(0.05, momentum=0.9), RandomK(0.05)], ids=repr)
 def test_what_is_owed_stays_bounded(compress) -> None:
-    memory, sizes = Memory(), []
+    memory, sizes = CompressorMemory(), []
     for step in range(400):
         compress.owe(normal(2000, step), (), memory)
         memory.commit()
@@ -265,7 +265,7 @@ def test_what_is_owed_stays_bounded(compress) -> None:
 
 
 def test_after_what_was_not_finite_has_been_sent_finite_numbers_come() -> None:
-    compress, memory = TopK(0.1), Memory()
+    compress, memory = TopK(0.1), CompressorMemory()
     bad = normal(100)
     bad[3], bad[4] = math.nan, -math.inf
     first = compress.decode(compress.owe(bad, (), memory), (), 100, torch.float32)
@@ -306,7 +306,7 @@ def test_random_k_sends_the_sum_of_all_workers_at_the_places_of_the_draw() -> No
 
 @pytest.mark.parametrize("compress", [TopK(0.1), TopK(0.1, values="bf16"), RandomK(0.1)], ids=repr)
 def test_messages_that_encode_cannot_have_made_are_refused(compress) -> None:
-    message = compress.encode(normal(1000), (), Memory())
+    message = compress.encode(normal(1000), (), CompressorMemory())
     for wrong in (message[:-1], torch.cat([message, message[:1]]), message.view(torch.int8), message.new_empty(0)):
         with pytest.raises(ValueError):
             compress.decode(wrong, (), 1000, torch.float32)

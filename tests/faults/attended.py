@@ -23,7 +23,7 @@ from tests.faults.runs import PLANTED
 from tests.membership.test_attendance import TOKEN, serving
 from tests.test_netlab import socket_of
 from tests.training import HERE
-from unisono.launch import Identity, StopRequest, Worker
+from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership.endpoint import Endpoint
 from unisono.membership.http_client import HttpConnection, NoBody
@@ -159,7 +159,7 @@ def _attend(
     if names:
         with open(f"/run/netns/{names[rank]}") as namespace:
             assert not ctypes.CDLL(None).setns(namespace.fileno(), NEW_NETWORK)
-    who = Identity(rank, size, rank, size, f"file://{path}/unused", "unisono")  # views are met by the contact
+    who = WorkerIdentity(rank, size, rank, size, f"file://{path}/unused", "unisono")  # views are met by the contact
     os.environ.update(who.environ())
     logging.getLogger("unisono").addHandler(logging.FileHandler(path / f"worker-{rank}.log"))
     mouth = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -169,4 +169,4 @@ def _attend(
         mouth.send(json.dumps([rank, message]).encode())
 
     order = RunSpec(NamedTask(f"{PLANTED}:task", {"fault": fault}, HERE), settings, path, time.time(), contact)
-    return work(Worker(who, report, StopRequest(leaves=True), str(rank)), order)
+    return work(WorkerContext(who, report, StopRequest(leaves=True), str(rank)), order)

@@ -18,7 +18,7 @@ from tests import processes
 from tests.faults.planted import loop
 from tests.training import HERE
 from unisono.errors import UnisonoError
-from unisono.launch import Identity, StopRequest, Worker
+from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.launch.failure import Failure, first_cause
 from unisono.launch.process import age_seconds
 from unisono.launch.worker_main import _describe
@@ -81,7 +81,7 @@ def fail_together(fault: str) -> UnisonoError:
 
 
 def _loop(rank: int, size: int, fault: str, meeting: str) -> dict[str, Any]:
-    os.environ.update(Identity(rank, size, rank, size, f"file://{meeting}/store", "unisono").environ())
+    os.environ.update(WorkerIdentity(rank, size, rank, size, f"file://{meeting}/store", "unisono").environ())
     with pytest.raises(UnisonoError) as raised:
         loop(fault)
     return _describe(raised.value)
@@ -90,7 +90,7 @@ def _loop(rank: int, size: int, fault: str, meeting: str) -> dict[str, Any]:
 def _worker(
     rank: int, size: int, fault: str, settings: dict[str, Any], path: Path, meeting: str, file_bytes: dict[int, int]
 ) -> dict[str, Any]:
-    who = Identity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
+    who = WorkerIdentity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
     os.environ.update(who.environ())
     logging.getLogger("unisono").addHandler(logging.FileHandler(path / f"worker-{rank}.log"))
     if rank in file_bytes:
@@ -98,7 +98,7 @@ def _worker(
     told: dict[str, Any] = {"result": None, "failure": None, "messages": [], "age_seconds": 0.0}
     order = RunSpec(NamedTask(f"{PLANTED}:task", {"fault": fault}, HERE), {"threads": 1, **settings}, path, time.time())
     try:
-        told["result"] = work(Worker(who, told["messages"].append, StopRequest()), order)
+        told["result"] = work(WorkerContext(who, told["messages"].append, StopRequest()), order)
         told["age_seconds"] = age_seconds()
     except BaseException as error:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

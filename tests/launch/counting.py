@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from unisono.launch import Interrupted, Worker, launch
+from unisono.launch import Interrupted, WorkerContext, launch
 
 
-def count(worker: Worker, directory: str, steps: int) -> None:
+def count(worker: WorkerContext, directory: str, steps: int) -> None:
     state = Path(directory) / f"count-{worker.identity.rank}"
     step = int(state.read_text()) if state.exists() else 0
     while step < steps and not worker.stop.requested:

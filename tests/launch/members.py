@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import PeerLost
-from unisono.launch import Worker
+from unisono.launch import WorkerContext
 from unisono.membership import Agent, CoordinatorAddress, StateVersion, View
 from unisono.membership.client import CoordinatorClient
 
 STEP_SECONDS = 0.02
 
 
-def train(worker: Worker, contact: CoordinatorAddress, finish: str) -> dict[str, Any] | None:
+def train(worker: WorkerContext, contact: CoordinatorAddress, finish: str) -> dict[str, Any] | None:
     """Takes steps with whoever is there, until there is a file `finish`, or it is asked to stop or to leave."""
     worker.report({"name": worker.name, "pid": os.getpid()})
     ended: set[int] = set()
@@ -32,7 +32,9 @@ def train(worker: Worker, contact: CoordinatorAddress, finish: str) -> dict[str,
     return None
 
 
-def _take_steps(worker: Worker, attendance: CoordinatorClient, view: View, ended: set[int], finish: Path) -> bool:
+def _take_steps(
+    worker: WorkerContext, attendance: CoordinatorClient, view: View, ended: set[int], finish: Path
+) -> bool:
     """Whether all is done; else the view is."""
     while not (attendance.votes or view.number in ended):
         if worker.stop.requested or finish.exists():
@@ -46,7 +48,7 @@ def _take_steps(worker: Worker, attendance: CoordinatorClient, view: View, ended
 
 
 def train_unless(
-    worker: Worker, contact: CoordinatorAddress, finish: str, place: int, how: str
+    worker: WorkerContext, contact: CoordinatorAddress, finish: str, place: int, how: str
 ) -> dict[str, Any] | None:
     """As `train`, but who is at `place` comes to its end `how`, each time."""
     if worker.identity.rank == place:
@@ -68,11 +70,11 @@ def end(how: str) -> None:
             raise PeerLost([1], "sum", "silent")
 
 
-def leave(worker: Worker, contact: CoordinatorAddress, finish: str) -> None:
+def leave(worker: WorkerContext, contact: CoordinatorAddress, finish: str) -> None:
     """Has been asked to go."""
 
 
-def stay(worker: Worker, contact: CoordinatorAddress, finish: str) -> dict[str, Any]:
+def stay(worker: WorkerContext, contact: CoordinatorAddress, finish: str) -> dict[str, Any]:
     """Worker 0 has the result; the others never end by themselves."""
     if worker.identity.rank:
         threading.Event().wait()

@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import InvalidInput, PeerLost
-from unisono.launch import Worker
+from unisono.launch import WorkerContext
 
 
-def answer(worker: Worker, *arguments: Any) -> list[Any]:
+def answer(worker: WorkerContext, *arguments: Any) -> list[Any]:
     print("printed by", worker.identity.rank)
     print("complained by", worker.identity.rank, file=sys.stderr)
     worker.report({"rank": worker.identity.rank})
     return [worker.identity.rank, worker.identity.size, os.environ["UNISONO_RENDEZVOUS"], *arguments]
 
 
-def call(worker: Worker, function: Any) -> Any:
+def call(worker: WorkerContext, function: Any) -> Any:
     return function(worker.identity.rank)
 
 
-def environment(worker: Worker) -> dict[str, Any]:
+def environment(worker: WorkerContext) -> dict[str, Any]:
     names = ("UNISONO_RANK", "UNISONO_SIZE", "UNISONO_LOCAL_RANK", "UNISONO_LOCAL_SIZE", "OMP_NUM_THREADS")
     directory = Path(os.environ["UNISONO_RENDEZVOUS"].removeprefix("file://"))
     return {name: os.environ[name] for name in names} | {
@@ -39,7 +39,7 @@ def environment(worker: Worker) -> dict[str, Any]:
     }
 
 
-def wait_for_stop(worker: Worker) -> str:
+def wait_for_stop(worker: WorkerContext) -> str:
     """Until it is asked to stop, as a training loop: by looking at every step boundary."""
     worker.report({"pid": os.getpid()})
     while not worker.stop.requested:
@@ -47,7 +47,7 @@ def wait_for_stop(worker: Worker) -> str:
     return "stopped"
 
 
-def stop_slowly(worker: Worker) -> str:
+def stop_slowly(worker: WorkerContext) -> str:
     """Says that it was asked, and takes a while."""
     wait_for_stop(worker)
     worker.report({"asked": True})
@@ -55,23 +55,23 @@ def stop_slowly(worker: Worker) -> str:
     return "stopped"
 
 
-def ignore_stop(worker: Worker) -> None:
+def ignore_stop(worker: WorkerContext) -> None:
     worker.report({"pid": os.getpid()})
     threading.Event().wait()
 
 
-def with_children(worker: Worker) -> None:
+def with_children(worker: WorkerContext) -> None:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", worker.identity.rendezvous])
     ignore_stop(worker)
 
 
-def fail_at(worker: Worker, rank: int) -> None:
+def fail_at(worker: WorkerContext, rank: int) -> None:
     if worker.identity.rank == rank:
         raise ValueError("the cause")
     wait_for_stop(worker)
 
 
-def fail_as_consequence(worker: Worker) -> None:
+def fail_as_consequence(worker: WorkerContext) -> None:
     """Worker 1 dies; worker 0 tells of it before the launcher can know."""
     if worker.identity.rank == 0:
         raise PeerLost([1], "sum", "connection closed")
@@ -79,36 +79,36 @@ def fail_as_consequence(worker: Worker) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def only_lose_peers(worker: Worker) -> None:
+def only_lose_peers(worker: WorkerContext) -> None:
     if worker.identity.rank == 0:
         raise PeerLost([1], "sum", "silent")
     ignore_stop(worker)
 
 
-def refuse(worker: Worker) -> None:
+def refuse(worker: WorkerContext) -> None:
     raise InvalidInput("steps", 3, "too few", "use 4 or more")
 
 
-def die(worker: Worker, number: int) -> None:
+def die(worker: WorkerContext, number: int) -> None:
     if worker.identity.rank == 1:
         os.kill(os.getpid(), number)
     ignore_stop(worker)
 
 
-def vanish(worker: Worker) -> None:
+def vanish(worker: WorkerContext) -> None:
     os._exit(0)
 
 
-def leave(worker: Worker, code: Any) -> None:
+def leave(worker: WorkerContext, code: Any) -> None:
     sys.exit(code)
 
 
-def with_semaphore(worker: Worker) -> None:
+def with_semaphore(worker: WorkerContext) -> None:
     """Has what a killed process does not remove: only multiprocessing's resource tracker does."""
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     worker.report({"name": semaphore._semlock.name})
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def unspeakable(worker: Worker) -> Any:
+def unspeakable(worker: WorkerContext) -> Any:
     return object()

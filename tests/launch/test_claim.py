@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch import Identity, identify
+from unisono.launch import WorkerIdentity, identify
 from unisono.launch.claim import mark, unclaimed
 
 ME, CHILD = 100, 200
-OURS = Identity(1, 2, 1, 2, "tcp://a:1?attempt=0", "unisono")
+OURS = WorkerIdentity(1, 2, 1, 2, "tcp://a:1?attempt=0", "unisono")
 TORCHRUN = {
     "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7",
 }  # fmt: skip
-THEIRS = Identity(1, 2, 1, 2, "tcp://a:7?attempt=0", "torchrun")
+THEIRS = WorkerIdentity(1, 2, 1, 2, "tcp://a:7?attempt=0", "torchrun")
 
 
 def claimed(environ: dict[str, str]) -> dict[str, str]:
@@ -28,10 +28,10 @@ def claimed(environ: dict[str, str]) -> dict[str, str]:
     ("environ", "process", "identity"),
     [
         (claimed(OURS.environ()), ME, OURS),
-        (claimed(OURS.environ()), CHILD, Identity()),
+        (claimed(OURS.environ()), CHILD, WorkerIdentity()),
         (OURS.environ(), CHILD, OURS),  # nobody has taken it yet: a script that only starts the one that joins
-        (claimed(TORCHRUN), CHILD, Identity()),
-        (claimed(OURS.environ() | TORCHRUN), CHILD, Identity()),
+        (claimed(TORCHRUN), CHILD, WorkerIdentity()),
+        (claimed(OURS.environ() | TORCHRUN), CHILD, WorkerIdentity()),
         # A launcher inside of a worker has set its own variables since, some of them to the same values.
         (claimed(OURS.environ()) | TORCHRUN, CHILD, THEIRS),
         (claimed(OURS.environ() | TORCHRUN | {"MASTER_PORT": "6"}) | TORCHRUN, CHILD, THEIRS),

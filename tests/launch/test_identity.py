@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from unisono.errors import InvalidInput
-from unisono.launch import Identity, identify
+from unisono.launch import WorkerIdentity, identify
 from unisono.launch.slurm_hostlist import counts, expand
 
-OURS = Identity(2, 4, 0, 2, "tcp://a:1?attempt=0", "unisono").environ()
+OURS = WorkerIdentity(2, 4, 0, 2, "tcp://a:1?attempt=0", "unisono").environ()
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
@@ -31,7 +31,7 @@ ONE_NODE = SLURM | {
     "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "n1",
     "SLURM_PROCID": "1", "SLURM_NODEID": "0",
 }  # fmt: skip
-ALONE = Identity()
+ALONE = WorkerIdentity()
 MPI_URL = identify(OPEN_MPI).rendezvous
 
 
@@ -40,37 +40,38 @@ MPI_URL = identify(OPEN_MPI).rendezvous
     [
         ({}, ALONE),
         ({"MASTER_ADDR": "a", "PATH": "/bin"}, ALONE),
-        (OURS, Identity(2, 4, 0, 2, "tcp://a:1?attempt=0", "unisono")),
-        (Identity(0, 1, 0, 1, "", "unisono").environ(), Identity(launcher="unisono")),
+        (OURS, WorkerIdentity(2, 4, 0, 2, "tcp://a:1?attempt=0", "unisono")),
+        (WorkerIdentity(0, 1, 0, 1, "", "unisono").environ(), WorkerIdentity(launcher="unisono")),
         (OURS | TORCHRUN | OPEN_MPI | SLURM, identify(OURS)),
         (OURS | identify(OURS).torch_environ(29500), identify(OURS)),
-        (identify(OURS).torch_environ(7), Identity(2, 4, 0, 2, "tcp://127.0.0.1:7?attempt=0&served=1", "torchrun")),
-        (TORCHRUN, Identity(3, 4, 1, 2, "tcp://node0:29500?attempt=2&served=1", "torchrun")),
+        (identify(OURS).torch_environ(7),
+         WorkerIdentity(2, 4, 0, 2, "tcp://127.0.0.1:7?attempt=0&served=1", "torchrun")),
+        (TORCHRUN, WorkerIdentity(3, 4, 1, 2, "tcp://node0:29500?attempt=2&served=1", "torchrun")),
         (TORCHRUN | OPEN_MPI | SLURM, identify(TORCHRUN)),
         (
             TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "::1"},
-            Identity(3, 4, 1, 2, "tcp://[::1]:29500?attempt=2", "torchrun"),
+            WorkerIdentity(3, 4, 1, 2, "tcp://[::1]:29500?attempt=2", "torchrun"),
         ),
-        (dict(zip(list(TORCHRUN)[:4], "0101")), Identity(0, 1, 0, 1, "", "torchrun")),
-        (OPEN_MPI, Identity(1, 2, 1, 2, MPI_URL, "openmpi")),
+        (dict(zip(list(TORCHRUN)[:4], "0101")), WorkerIdentity(0, 1, 0, 1, "", "torchrun")),
+        (OPEN_MPI, WorkerIdentity(1, 2, 1, 2, MPI_URL, "openmpi")),
         (OPEN_MPI | SLURM_JOB, identify(OPEN_MPI)),
         (OPEN_MPI | SLURM, identify(OPEN_MPI)),
         (
             OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "5"},
-            Identity(1, 4, 1, 2, "tcp://h:5?attempt=0", "openmpi"),
+            WorkerIdentity(1, 4, 1, 2, "tcp://h:5?attempt=0", "openmpi"),
         ),
-        (SLURM, Identity(5, 7, 1, 2, "tcp://n08:12218?attempt=0", "slurm")),
+        (SLURM, WorkerIdentity(5, 7, 1, 2, "tcp://n08:12218?attempt=0", "slurm")),
         (SLURM | {"WORLD_SIZE": "7"}, identify(SLURM)),
         (
             SLURM | {"SLURM_RESTART_COUNT": "3", "MASTER_ADDR": "h", "MASTER_PORT": "5"},
-            Identity(5, 7, 1, 2, "tcp://h:5?attempt=3", "slurm"),
+            WorkerIdentity(5, 7, 1, 2, "tcp://h:5?attempt=3", "slurm"),
         ),
-        (ONE_NODE, Identity(1, 2, 1, 2, "tcp://127.0.0.1:12218?attempt=0", "slurm")),
+        (ONE_NODE, WorkerIdentity(1, 2, 1, 2, "tcp://127.0.0.1:12218?attempt=0", "slurm")),
         (SLURM_JOB, ALONE),  # a batch script
         (SLURM_JOB | {"SLURM_STEP_ID": str(0xFFFFFFFA)}, ALONE),  # an interactive shell of salloc
     ],
 )  # fmt: skip
-def test_an_environment_says_who_a_worker_is(environ: dict[str, str], identity: Identity) -> None:
+def test_an_environment_says_who_a_worker_is(environ: dict[str, str], identity: WorkerIdentity) -> None:
     assert identify(environ) == identity
 
 
@@ -116,7 +117,7 @@ def test_what_cannot_be_is_named_with_its_cure(environ: dict[str, str], field: s
 
 
 def test_our_own_variables_are_read_back() -> None:
-    identity = Identity(1, 3, 1, 3, "file:///tmp/x", "unisono")
+    identity = WorkerIdentity(1, 3, 1, 3, "file:///tmp/x", "unisono")
     assert identify(identity.environ()) == identity
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.errors import InvalidInput
-from unisono.layout import Compute, blocks
+from unisono.layout import BlockOptions, blocks
 from unisono.tasks.builtin.gpt import GPT
 
 KINDS = ["blocks", "selective"]
@@ -52,7 +52,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 def built(name: str, kind: str) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[name][0]()
-    compute = Compute(recompute=kind)
+    compute = BlockOptions(recompute=kind)
     compute.check(model)
     for block in blocks(model):
         compute.prepare(block)
@@ -153,7 +153,7 @@ def test_a_model_without_blocks_is_refused() -> None:
             self.layer = nn.Linear(2, 2)
 
     with pytest.raises(InvalidInput, match="recompute = blocks: Plain has no list or sequence of blocks"):
-        Compute(recompute="blocks").check(Plain())
+        BlockOptions(recompute="blocks").check(Plain())
     with pytest.raises(InvalidInput, match=r"compile = True: Plain has no list .* one by one"):
-        Compute(compile=True).check(Plain())
-    Compute(compile=True, whole=True).check(Plain())
+        BlockOptions(compile=True).check(Plain())
+    BlockOptions(compile=True, whole=True).check(Plain())

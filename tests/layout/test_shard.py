@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout import Compute, Layout, RankMesh, Sample
+from unisono.layout import BlockOptions, Layout, RankMesh, Sample
 from unisono.layout.fsdp import others
 from unisono.tasks.builtin.gpt import GPT
 
@@ -22,7 +22,7 @@ NETWORK = GPT(layers=3, width=32, heads=4, context=16, dropout=0.0)
 TOKENS = torch.arange(128).view(4, 2, 16)
 GROUPS = 4  # three blocks and the rest
 MICRO_BATCHES = 2  # of each worker
-FP32 = Compute()
+FP32 = BlockOptions()
 
 
 def sample() -> Sample:
@@ -55,7 +55,7 @@ class Messages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _step(rank: int, size: int, path: str, layout: Layout, compute: Compute) -> dict[str, Any]:
+def _step(rank: int, size: int, path: str, layout: Layout, compute: BlockOptions) -> dict[str, Any]:
     """Forward and backward of two micro-batches of each worker."""
     from unisono.layout.parallelize import lay, mesh_of
 
@@ -89,7 +89,7 @@ def _step(rank: int, size: int, path: str, layout: Layout, compute: Compute) -> 
         dist.destroy_process_group()
 
 
-def step(tmp_path: Path, layout: Layout, compute: Compute = FP32) -> list[dict[str, Any]]:
+def step(tmp_path: Path, layout: Layout, compute: BlockOptions = FP32) -> list[dict[str, Any]]:
     path = tmp_path / f"{layout}-{compute.precision}-{compute.recompute}"
     path.mkdir()
     return run(layout.workers, _step, str(path), layout, compute)
@@ -121,7 +121,7 @@ def test_copies_sum_once_per_step_where_they_are_asked_to(tmp_path: Path) -> Non
 
 def test_parameters_travel_in_bf16_and_gradients_in_fp32(tmp_path: Path) -> None:
     whole = step(tmp_path, Layout(shard=2))
-    half = step(tmp_path, Layout(shard=2), Compute(precision="bf16_parameters"))
+    half = step(tmp_path, Layout(shard=2), BlockOptions(precision="bf16_parameters"))
     assert half[0]["computed_in"] == {torch.bfloat16}
     assert half[0]["dtypes"]["scatter"] == {torch.float32}
     assert half[0]["count"] == whole[0]["count"]
@@ -135,7 +135,7 @@ def test_parameters_travel_in_bf16_and_gradients_in_fp32(tmp_path: Path) -> None
 
 
 def test_blocks_that_compute_again_gather_no_more(tmp_path: Path) -> None:
-    plain, again = (step(tmp_path, Layout(shard=2), Compute(recompute=kind)) for kind in ("none", "blocks"))
+    plain, again = (step(tmp_path, Layout(shard=2), BlockOptions(recompute=kind)) for kind in ("none", "blocks"))
     assert again[0]["count"] == plain[0]["count"]
     assert again[0]["losses"] == plain[0]["losses"]
     for name, expected in plain[0]["sums"].items():

@@ -13,7 +13,7 @@ from typing import Any
 from tests import processes
 from tests.layouts import corners, tasks
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.launch import Identity, StopRequest, Worker
+from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.observe import progress_reporter as telling
 from unisono.run.spec import RunSpec
 from unisono.run.worker import work
@@ -74,9 +74,9 @@ def _work(rank: int, size: int, task: NamedTask, settings: dict[str, Any], path:
     said: list[Mapping[str, Any]] = []
     log = _Lines()
     logging.getLogger("unisono").addHandler(log)
-    who = Identity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
+    who = WorkerIdentity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
     try:
-        result = work(Worker(who, said.append, StopRequest()), RunSpec(task, settings, path, time.time()))
+        result = work(WorkerContext(who, said.append, StopRequest()), RunSpec(task, settings, path, time.time()))
     except UnisonoError as error:  # a refusal, or the loss of a worker that was refused
         return error
     losses = {message["step"]: message["loss"] for message in said if message["kind"] == "progress"}

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from unisono.membership import (
-    Abort,
+    AbortView,
     Action,
     Agent,
     Coordinator,
@@ -333,7 +333,7 @@ class World:
     def _do(self, worker: Worker, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Abort(view):
+                case AbortView(view):
                     group = self.groups[view]
                     self._break(group)
                     self._at(worker, self._delay(), self._lose, worker, group)

@@ -19,7 +19,7 @@ from typing import Any
 from tests import processes
 from tests.layouts.runs import ROOT
 from tests.membership.test_attendance import TOKEN, serving
-from unisono.launch import Identity, StopRequest, Worker
+from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.membership import CoordinatorAddress
 from unisono.membership.http_client import HttpConnection, NoBody
 from unisono.membership.messages import StatusMessage
@@ -175,7 +175,7 @@ def _attend(
     mouth = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     mouth.connect(ear)
     place = int(name.partition(".")[0])
-    who = Identity(place, settings["workers"], place, settings["workers"], "", "unisono")
+    who = WorkerIdentity(place, settings["workers"], place, settings["workers"], "", "unisono")
     report = lambda message: mouth.send(json.dumps(message).encode())
     order = RunSpec(task, settings, path, time.time(), contact)
-    return work(Worker(who, report, StopRequest(leaves=True), name), order)
+    return work(WorkerContext(who, report, StopRequest(leaves=True), name), order)

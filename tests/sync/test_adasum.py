@@ -7,7 +7,7 @@ import torch
 
 from tests.sync.nets import plain, sgd, train
 from unisono.comm import simulate
-from unisono.compress import Cast, Memory, Span
+from unisono.compress import Cast, CompressorMemory, Span
 from unisono.sync import AllReduce
 from unisono.sync.adasum import adasum, combined
 from unisono.sync.pending_mean import PendingMean
@@ -37,7 +37,9 @@ def test_every_parameter_is_combined_by_itself() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_it_is_a_tree_over_the_workers(size: int) -> None:
     def run(comm):
-        flow = PendingMean(adasum(Cast(), random(comm.rank) / comm.size, SPANS, comm, Memory(), torch.float32))
+        flow = PendingMean(
+            adasum(Cast(), random(comm.rank) / comm.size, SPANS, comm, CompressorMemory(), torch.float32)
+        )
         return flow.wait().clone()
 
     xs = [random(rank) for rank in range(size)]

@@ -18,7 +18,7 @@ from tests.sync.test_topology import matrix
 from unisono import notation
 from unisono.comm import Communicator, Link, simulate
 from unisono.comm.actor import ActorMessage
-from unisono.compress import Cast, Compressor, Exact, Memory, OneBit, Quantize, RandomK, TopK, TwoBit
+from unisono.compress import Cast, Compressor, CompressorMemory, Exact, OneBit, Quantize, RandomK, TopK, TwoBit
 from unisono.config import Config
 from unisono.sync import AllReduce, Complete, Gossip, Loop, OnePeerExponential, RandomPairs, Ring, Synchronizer, Torus
 from unisono.sync.async_gossip import GossipActor
@@ -120,7 +120,7 @@ def test_choco_sgd_is_its_equations(compress) -> None:
     aim = torch.zeros(4, plan.numel, dtype=torch.float64)
     aim[:, :40] = targets(4)
     held = {edge: torch.zeros(plan.numel, dtype=torch.float64) for edge in edges}
-    memory = {edge: Memory() for edge in edges}
+    memory = {edge: CompressorMemory() for edge in edges}
     for _ in range(6):
         fidelity = {}
         for edge in edges:

@@ -29,7 +29,7 @@ from unisono.errors import InvalidInput, PeerLost
 from unisono.sync import AllReduce, DelayCompensation, Loop, ParameterServer, ScaledByStaleness
 from unisono.sync.server.actor import MOVED, ParameterServerActor
 from unisono.sync.server.slice_optimizer import ELEMENTWISE, SliceOptimizer, numbers_of
-from unisono.sync.server.slice_state import Push, ServerSlice, SliceSpec, Terms
+from unisono.sync.server.slice_state import Push, ServerSlice, ServerTerms, SliceSpec
 from unisono.sync.server.slices import cut
 from unisono.trainer.replica import Replica
 
@@ -521,7 +521,7 @@ def test_backup_workers_are_dropped_and_counted_and_go_on_with_the_others() -> N
 def keeper(compensate, workers=2, numel=4, lr=0.5) -> ServerSlice:
     w = nn.Parameter(torch.zeros(numel))
     lot = SliceSpec((Span("w", torch.Size([numel]), (1,), 0, numel),), (0,), torch.float32, Cast())
-    terms = Terms(workers, False, 1, False, compensate, 0, "SGD", numbers_of(torch.optim.SGD([w], lr)))
+    terms = ServerTerms(workers, False, 1, False, compensate, 0, "SGD", numbers_of(torch.optim.SGD([w], lr)))
     return ServerSlice(lot, terms, torch.linspace(-1, 1, numel))
 
 

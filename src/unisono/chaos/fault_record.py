@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unisono.chaos.fault_schedule import Fault, Kind, Moment, Strike
+from unisono.chaos.fault_schedule import Fault, FaultKind, Moment, Strike
 
 _WHAT = {
-    Kind.KILL: "worker {victim} was killed",
-    Kind.FREEZE: "worker {victim} was frozen for {seconds:.1f} s",
-    Kind.PARTITION: "the link of worker {victim} was cut for {seconds:.1f} s",
-    Kind.JOIN: "another worker was started",
-    Kind.DRAIN: "worker {victim} was asked to leave",
-    Kind.COORDINATOR: "the coordinator was killed",
+    FaultKind.KILL: "worker {victim} was killed",
+    FaultKind.FREEZE: "worker {victim} was frozen for {seconds:.1f} s",
+    FaultKind.PARTITION: "the link of worker {victim} was cut for {seconds:.1f} s",
+    FaultKind.JOIN: "another worker was started",
+    FaultKind.DRAIN: "worker {victim} was asked to leave",
+    FaultKind.COORDINATOR: "the coordinator was killed",
 }
 
 
@@ -28,7 +28,7 @@ class FaultRecord:
 
     at_seconds: float
     step: int
-    kind: Kind
+    kind: FaultKind
     moment: Moment
     victim: str
     words: str

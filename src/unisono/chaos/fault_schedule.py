@@ -12,7 +12,7 @@ _LATEST_JOIN = 0.4  # who comes later meets nobody
 _LEAST_SECONDS, _MOST_SECONDS = 0.5, 3.0  # that something that passes lasts
 
 
-class Kind(Enum):
+class FaultKind(Enum):
     """What befalls a run."""
 
     KILL = "kill"
@@ -42,7 +42,7 @@ class Fault:
         seconds: how long it lasts, where it passes; else until whoever takes the victim's place is started.
     """
 
-    kind: Kind
+    kind: FaultKind
     after: float
     moment: Moment = Moment.ANY
     whom: float = 0.0
@@ -50,7 +50,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class FaultSchedule:
     """What befalls one run, in order.
 
     Args:
@@ -60,7 +60,7 @@ class Schedule:
     seed: int
     faults: tuple[Fault, ...]
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: FaultKind) -> int:
         """How many there are of that kind."""
         return sum(fault.kind is kind for fault in self.faults)
 
@@ -68,16 +68,16 @@ class Schedule:
 _AIMS = (Moment.SAVING, Moment.TAKING, Moment.GIVING, Moment.ANY)  # of the first kills, then again from the first
 
 
-def draw(seed: int, wanted: Mapping[Kind, int]) -> Schedule:
+def draw(seed: int, wanted: Mapping[FaultKind, int]) -> FaultSchedule:
     """A schedule with so many faults of each kind."""
     chance = random.Random(f"chaos {seed}")
-    found = [_drawn(chance, kind, number) for kind in Kind for number in range(wanted.get(kind, 0))]
-    return Schedule(seed, tuple(sorted(found, key=lambda fault: fault.after)))
+    found = [_drawn(chance, kind, number) for kind in FaultKind for number in range(wanted.get(kind, 0))]
+    return FaultSchedule(seed, tuple(sorted(found, key=lambda fault: fault.after)))
 
 
-def _drawn(chance: random.Random, kind: Kind, number: int) -> Fault:
-    after = chance.uniform(_EARLIEST, _LATEST_JOIN if kind is Kind.JOIN else _LATEST)
-    aim = _AIMS[number % len(_AIMS)] if kind is Kind.KILL else Moment.ANY
+def _drawn(chance: random.Random, kind: FaultKind, number: int) -> Fault:
+    after = chance.uniform(_EARLIEST, _LATEST_JOIN if kind is FaultKind.JOIN else _LATEST)
+    aim = _AIMS[number % len(_AIMS)] if kind is FaultKind.KILL else Moment.ANY
     return Fault(kind, after, aim, chance.random(), chance.uniform(_LEAST_SECONDS, _MOST_SECONDS))
 
 
@@ -126,7 +126,7 @@ class Pending:
     of all; a fault that would hit the last one waits.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: FaultSchedule) -> None:
         self.faults: Sequence[Fault] = schedule.faults
 
     def due(self, seen: RunStatus) -> Iterator[Strike]:
@@ -143,7 +143,7 @@ class Pending:
 
 def aim(fault: Fault, seen: RunStatus) -> Strike | None:
     """Whom `fault` hits, if this is its moment."""
-    if fault.kind in (Kind.JOIN, Kind.COORDINATOR):
+    if fault.kind in (FaultKind.JOIN, FaultKind.COORDINATOR):
         return Strike(fault, "", Moment.ANY)
     moment = fault.moment if seen.share < fault.after + _WAITED else Moment.ANY
     targets = _targets(fault.kind, moment, seen)
@@ -151,8 +151,8 @@ def aim(fault: Fault, seen: RunStatus) -> Strike | None:
     return Strike(fault, hit[int(fault.whom * len(hit))], moment) if hit else None
 
 
-def _targets(kind: Kind, moment: Moment, seen: RunStatus) -> Sequence[str]:
-    if kind is Kind.PARTITION:
+def _targets(kind: FaultKind, moment: Moment, seen: RunStatus) -> Sequence[str]:
+    if kind is FaultKind.PARTITION:
         return seen.apart
     if moment is Moment.SAVING:
         return seen.able if seen.saving else ()

@@ -14,7 +14,7 @@ from typing import Any
 
 from unisono.chaos.command_processes import Command
 from unisono.chaos.fault_record import FaultRecord
-from unisono.chaos.fault_schedule import Kind, Moment, Pending, RunStatus, Schedule, Strike
+from unisono.chaos.fault_schedule import FaultKind, FaultSchedule, Moment, Pending, RunStatus, Strike
 from unisono.chaos.network_namespace import NetworkNamespace
 from unisono.chaos.outcome import RunOutcome, losses
 from unisono.errors import InvalidInput, UnisonoError
@@ -46,7 +46,7 @@ class ProcessGround:
     directory: Path
 
     def run(
-        self, name: str, schedule: Schedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
+        self, name: str, schedule: FaultSchedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
     ) -> RunOutcome:
         """See `Ground`. The run lies in the directory `name`.
 
@@ -57,7 +57,7 @@ class ProcessGround:
         given.mkdir(exist_ok=True)
         write_config(given, self.settings, self.source.absolute(), self.source.arguments)
         with ExitStack() as stack:
-            elsewhere = stack.enter_context(NetworkNamespace()) if schedule.count(Kind.PARTITION) else None
+            elsewhere = stack.enter_context(NetworkNamespace()) if schedule.count(FaultKind.PARTITION) else None
             words = ["train", "--config", str(given / "config.toml"), "--run", str(self.directory / name)]
             words += ["--listen", elsewhere.address, "--certificate", "none"] if elsewhere else []
             train = Command(words, self.directory / f"{name}.log")
@@ -84,7 +84,7 @@ class _FaultInjector:
 
     run: Path
     train: Command
-    schedule: Schedule
+    schedule: FaultSchedule
     steps: int
     elsewhere: NetworkNamespace | None
     happened: list[FaultRecord]
@@ -171,23 +171,23 @@ class _FaultInjector:
         fault, victim = strike.fault, strike.victim
         until = time.monotonic() + fault.seconds
         match fault.kind:
-            case Kind.KILL:
+            case FaultKind.KILL:
                 self._send(victim, signal.SIGKILL)
                 self._away.add(victim)
-            case Kind.FREEZE:
+            case FaultKind.FREEZE:
                 self._send(victim, signal.SIGSTOP)
                 self._away.add(victim)
                 self._passing.append((until, victim, signal.SIGCONT))
-            case Kind.PARTITION:
+            case FaultKind.PARTITION:
                 assert self.elsewhere is not None
                 self.elsewhere.cut()
                 self._away.add(victim)
                 self._passing.append((until, victim, None))
-            case Kind.DRAIN:
+            case FaultKind.DRAIN:
                 self._send(victim, signal.SIGTERM)
-            case Kind.JOIN:
+            case FaultKind.JOIN:
                 self._join(None)
-            case Kind.COORDINATOR:
+            case FaultKind.COORDINATOR:
                 pid = self.train.coordinator()
                 if pid is None:  # killed just now, and not there again
                     raise ProcessLookupError

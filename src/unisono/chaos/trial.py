@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from unisono.chaos.fault_record import FaultRecord
-from unisono.chaos.fault_schedule import Kind, Schedule, draw
+from unisono.chaos.fault_schedule import FaultKind, FaultSchedule, draw
 from unisono.chaos.outcome import Row, RunOutcome, compare
 from unisono.compress import Exact
 from unisono.config import RECOVERING, Config, recovers, walks
@@ -15,7 +15,7 @@ from unisono.errors import InvalidInput
 from unisono.run.resolve import settle
 from unisono.tasks.task import Task
 
-QUIET = Schedule(0, ())
+QUIET = FaultSchedule(0, ())
 _DEFAULTS = {"workers": 4, "compress": "Exact()", "checkpoint_every": 10}
 _OF_OURS = ("run", "resume")
 
@@ -24,7 +24,7 @@ class Ground(Protocol):
     """Where runs take place."""
 
     def run(
-        self, name: str, schedule: Schedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
+        self, name: str, schedule: FaultSchedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
     ) -> RunOutcome:
         """What a run comes to that `schedule` befalls.
 
@@ -43,7 +43,7 @@ class Trial:
         failed: why it came to no end, in words.
     """
 
-    schedule: Schedule
+    schedule: FaultSchedule
     happened: list[FaultRecord] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     failed: str = ""
@@ -55,7 +55,7 @@ class Trial:
 
 
 def trials(
-    ground: Ground, undisturbed: RunOutcome, seeds: Iterable[int], wanted: Mapping[Kind, int]
+    ground: Ground, undisturbed: RunOutcome, seeds: Iterable[int], wanted: Mapping[FaultKind, int]
 ) -> Iterator[Trial]:
     """One for each seed."""
     for seed in seeds:
@@ -68,7 +68,7 @@ def trials(
             yield Trial(schedule, happened, compare(undisturbed, disturbed))
 
 
-def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[Kind, int]) -> dict[str, Any]:
+def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[FaultKind, int]) -> dict[str, Any]:
     """What was given, and what faults need: room for whoever joins, checkpoints, every step on record.
 
     Raises:
@@ -101,9 +101,9 @@ def depends(task: Task, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def _most(config: Config, wanted: Mapping[Kind, int]) -> int:
+def _most(config: Config, wanted: Mapping[FaultKind, int]) -> int:
     """Room for all who may come, as far as each has a micro-batch."""
     assert config.global_batch is not None
     assert config.micro_batch is not None
-    all_of_them = config.workers + wanted.get(Kind.JOIN, 0) + bool(wanted.get(Kind.PARTITION, 0))
+    all_of_them = config.workers + wanted.get(FaultKind.JOIN, 0) + bool(wanted.get(FaultKind.PARTITION, 0))
     return max(config.workers, min(all_of_them, config.global_batch // config.micro_batch))

@@ -21,7 +21,7 @@ from unisono.comm.simulated.virtual_clock import VirtualScheduler
 from unisono.comm.simulated.virtual_work import VirtualWork
 from unisono.errors import CommunicationError, PeerLost
 from unisono.membership import (
-    Abort,
+    AbortView,
     Action,
     Agent,
     Coordinator,
@@ -38,7 +38,7 @@ _MOST_SECONDS = 1e5  # of made-up time: a run that takes longer does not get on
 
 
 @dataclass(frozen=True)
-class Network:
+class VirtualNetwork:
     """Between agents and coordinator: seconds that messages take, and the share that is lost."""
 
     least_seconds: float = 0.001
@@ -62,7 +62,7 @@ class VirtualRun:
     """
 
     def __init__(
-        self, policy: Policy, processes: int, link: Link, network: Network, seed: int, step_seconds: float = 0.1,
+        self, policy: Policy, processes: int, link: Link, network: VirtualNetwork, seed: int, step_seconds: float = 0.1,
         most_seconds: float = _MOST_SECONDS,
     ) -> None:  # fmt: skip
         self.look: Callable[[], None] = lambda: None
@@ -234,7 +234,7 @@ class Process:
         """What the agent wants done."""
         for action in actions:
             match action:
-                case Abort(number):
+                case AbortView(number):
                     self._waiting = None
                     if number in self._run.views:
                         self._run.views[number].break_off(self)

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from unisono.chaos.fault_record import FaultRecord
-from unisono.chaos.fault_schedule import Kind, Pending, RunStatus, Schedule, Strike
+from unisono.chaos.fault_schedule import FaultKind, FaultSchedule, Pending, RunStatus, Strike
 from unisono.chaos.outcome import RunOutcome, losses
 from unisono.chaos.sample_audit import SampleCount, Samples
-from unisono.chaos.virtual_cluster import Network, Process, VirtualRun
+from unisono.chaos.virtual_cluster import Process, VirtualNetwork, VirtualRun
 from unisono.checkpoint import Writer
-from unisono.checkpoint.async_writer import Progress
+from unisono.checkpoint.async_writer import WriteProgress
 from unisono.comm import Link
 from unisono.config import Config
 from unisono.errors import UnisonoError
-from unisono.launch import Identity, StopRequest, Worker
+from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.observe import ThreadTracker
 from unisono.run.elastic_run import policy_of
 from unisono.run.resolve import settle
@@ -34,7 +34,7 @@ from unisono.tasks.task import Task, with_data
 
 _OWN = {"load": "Inline()", "threads": 1}  # no threads beside the made-up processes'
 _LINK = Link(bytes_per_second=12.5e6, latency_seconds=1e-3)  # slow enough for something to happen meanwhile
-_NETWORK = Network(lost=0.01)
+_NETWORK = VirtualNetwork(lost=0.01)
 _MOST_SECONDS, _MORE_SECONDS = 120.0, 1.0  # of made-up time that a run may take, and for each step; usual is a tenth
 _UNKNOWN_STEPS = 1_000_000
 _READY_SECONDS = (0.1, 1.0)  # until a process that is started is there
@@ -60,7 +60,7 @@ class VirtualGround:
         return VirtualGround(with_data(task), settings, settle(task, settings))
 
     def run(
-        self, name: str, schedule: Schedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
+        self, name: str, schedule: FaultSchedule, undisturbed: RunOutcome | None, happened: list[FaultRecord]
     ) -> RunOutcome:
         """See `Ground`.
 
@@ -79,7 +79,7 @@ class _Play:
     """One run of it."""
 
     made_up: VirtualGround
-    schedule: Schedule
+    schedule: FaultSchedule
     steps: int
     path: Path
     happened: list[FaultRecord]
@@ -104,7 +104,9 @@ class _Play:
         self._samples.processes[threading.get_ident()] = process
         size = self._config.workers
         stop = _Deaf()
-        worker = Worker(Identity(process.number, size, process.number, size, "", "chaos"), lambda message: None, stop)
+        worker = WorkerContext(
+            WorkerIdentity(process.number, size, process.number, size, "", "chaos"), lambda message: None, stop
+        )
         life = WorkerRun(worker, self._order, self._task, self._config, torch.device("cpu"), ThreadTracker(),
                     make_writer=_Prompt)  # fmt: skip
         return life.go_through(process)
@@ -160,18 +162,18 @@ class _Play:
         run, fault, victim = self.run, strike.fault, int(strike.victim or 0)
         said = ""
         match fault.kind:
-            case Kind.KILL:
+            case FaultKind.KILL:
                 run.kill(victim)
                 said = f"worker {self._another()} takes its place"
-            case Kind.FREEZE:
+            case FaultKind.FREEZE:
                 run.freeze(victim, fault.seconds)
-            case Kind.PARTITION:
+            case FaultKind.PARTITION:
                 run.cut(victim, fault.seconds)
-            case Kind.DRAIN:
+            case FaultKind.DRAIN:
                 run.processes[victim].leave()
-            case Kind.JOIN:
+            case FaultKind.JOIN:
                 said = f"worker {self._another()}"
-            case Kind.COORDINATOR:
+            case FaultKind.COORDINATOR:
                 run.kill_coordinator(fault.seconds)
         self.happened.append(FaultRecord.of(strike, run.turns.now, self._step, said))
 
@@ -194,6 +196,6 @@ class _Prompt(Writer):
     """What is asked how far it is has written all by then, so that nothing depends on how fast a real disk is."""
 
     @property
-    def state(self) -> Progress:
+    def state(self) -> WriteProgress:
         self.finish()
         return super().state

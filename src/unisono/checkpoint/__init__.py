@@ -1,7 +1,7 @@
 """The run written down, independent of how many workers wrote it. Safetensors and JSON; nothing is
 unpickled."""
 
-from unisono.checkpoint.async_writer import Event, Progress, Writer, WriteStatus
+from unisono.checkpoint.async_writer import Event, WriteProgress, Writer, WriteStatus
 from unisono.checkpoint.convert import save_plain, store
 from unisono.checkpoint.directory import checkpoints
 from unisono.checkpoint.fingerprint import digest, fingerprint, fingerprint_of
@@ -21,11 +21,11 @@ __all__ = [
     "Box",
     "Event",
     "Opened",
-    "Phase",
-    "Piece",
     "Plain",
-    "Progress",
     "Spec",
+    "TensorShard",
+    "WriteProgress",
+    "WriteStatus",
     "Writer",
     "checkpoints",
     "compare",

@@ -50,7 +50,7 @@ class WriteStatus(StrEnum):
 
 
 @dataclass(frozen=True)
-class Progress:
+class WriteProgress:
     """Where a writer is. Steps are -1 until there is one.
 
     Args:
@@ -119,13 +119,13 @@ class Writer:
         self._meta: dict[int, str] = {}
         self._abandoned: set[int] = set()
         self._closing = threading.Event()
-        self._state, self._lock = Progress(), threading.Lock()
+        self._state, self._lock = WriteProgress(), threading.Lock()
         self._open()
         self._copier = ThreadPoolExecutor(1, "checkpoint-copier")
         self._scribe = ThreadPoolExecutor(1, "checkpoint-scribe", initializer=_lower_priority)
 
     @property
-    def state(self) -> Progress:
+    def state(self) -> WriteProgress:
         """Where this writer is; never waits."""
         return self._state
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.chaos.fault_schedule import Kind
+from unisono.chaos.fault_schedule import FaultKind
 from unisono.cli.argument_words import whole
 from unisono.cli.request import Request, request
 from unisono.cli.task_help import task_options
@@ -58,12 +58,19 @@ for instance:
   unisono chaos digits --virtual --steps 40 --micro-batch 8 --seeds 20
   unisono chaos digits --steps 1500 --micro-batch 8 --kill 2 --freeze 1 --join 1 --seed 7
 """
-_FAULTS = {Kind.KILL: 3, Kind.FREEZE: 1, Kind.PARTITION: 1, Kind.JOIN: 2, Kind.DRAIN: 1, Kind.COORDINATOR: 1}
+_FAULTS = {
+    FaultKind.KILL: 3,
+    FaultKind.FREEZE: 1,
+    FaultKind.PARTITION: 1,
+    FaultKind.JOIN: 2,
+    FaultKind.DRAIN: 1,
+    FaultKind.COORDINATOR: 1,
+}
 _NUMBERS = {f"--{kind.value}": count for kind, count in _FAULTS.items()} | {"--seed": 0, "--seeds": 1}
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChaosRequest:
     """What is to be tried, as the user wrote it.
 
     Args:
@@ -74,7 +81,7 @@ class Asked:
 
     words: Sequence[str]
     request: Request
-    wanted: Mapping[Kind, int]
+    wanted: Mapping[FaultKind, int]
     seeds: range
     virtual: bool
 
@@ -114,7 +121,7 @@ def chaos(words: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def read(words: Sequence[str]) -> Asked:
+def read(words: Sequence[str]) -> ChaosRequest:
     """Our own options, and the rest as ``unisono train`` reads it.
 
     Raises:
@@ -128,7 +135,7 @@ def read(words: Sequence[str]) -> Asked:
     seeds = range(counts["--seed"], counts["--seed"] + counts["--seeds"])
     if not seeds:
         raise InvalidInput("--seeds", 0, "nothing is tried", "use 1 or more")
-    return Asked(words, made, {kind: counts[f"--{kind.value}"] for kind in Kind}, seeds, virtual)
+    return ChaosRequest(words, made, {kind: counts[f"--{kind.value}"] for kind in FaultKind}, seeds, virtual)
 
 
 def _own(words: Sequence[str], ours: set[str]) -> tuple[list[str], dict[str, str], bool]:
@@ -148,11 +155,11 @@ def _own(words: Sequence[str], ours: set[str]) -> tuple[list[str], dict[str, str
     return rest, numbers, virtual
 
 
-def _tried(asked: Asked, directory: Path, console: Console) -> Iterator[Trial]:
+def _tried(asked: ChaosRequest, directory: Path, console: Console) -> Iterator[Trial]:
     from unisono.chaos.trial import QUIET, depends, settings_of, trials  # imports torch
     from unisono.config import FIELDS
 
-    wanted = {**asked.wanted, Kind.PARTITION: _cuts(asked, console)}
+    wanted = {**asked.wanted, FaultKind.PARTITION: _cuts(asked, console)}
     task = asked.request.source.load(FIELDS)
     settings = {name: value for name, value in asked.request.settings.items() if name != "run"}
     settings = settings_of(task, settings, wanted)
@@ -169,7 +176,7 @@ def _tried(asked: Asked, directory: Path, console: Console) -> Iterator[Trial]:
         yield trial
 
 
-def _ground(asked: Asked, task: Any, settings: Mapping[str, Any], directory: Path) -> Ground:
+def _ground(asked: ChaosRequest, task: Any, settings: Mapping[str, Any], directory: Path) -> Ground:
     from unisono.chaos.process_ground import ProcessGround
     from unisono.chaos.virtual_ground import VirtualGround
 
@@ -178,18 +185,18 @@ def _ground(asked: Asked, task: Any, settings: Mapping[str, Any], directory: Pat
     )
 
 
-def _cuts(asked: Asked, console: Console) -> int:
+def _cuts(asked: ChaosRequest, console: Console) -> int:
     """How many links can be cut of those that were to be."""
     from unisono.chaos.network_namespace import unavailable
 
-    cuts = asked.wanted[Kind.PARTITION]
+    cuts = asked.wanted[FaultKind.PARTITION]
     why = "" if asked.virtual or not cuts else unavailable()
     if why:
         console.print(f"no link is cut: {why}", style="yellow", markup=False)
     return 0 if why else cuts
 
 
-def _heading(asked: Asked, settings: Mapping[str, Any], undisturbed: RunOutcome) -> str:
+def _heading(asked: ChaosRequest, settings: Mapping[str, Any], undisturbed: RunOutcome) -> str:
     where = "made-up processes" if asked.virtual else "processes"
     took = f", {undisturbed.seconds:.1f} s" if undisturbed.seconds else ""
     return (
@@ -197,7 +204,7 @@ def _heading(asked: Asked, settings: Mapping[str, Any], undisturbed: RunOutcome)
     )
 
 
-def _print(asked: Asked, trial: Trial, console: Console) -> None:
+def _print(asked: ChaosRequest, trial: Trial, console: Console) -> None:
     """One seed: all of it, or a line where there are many."""
     from unisono.chaos.report import show
 

@@ -40,7 +40,7 @@ _DEFAULTS = {"--link": "10Gbit", "--latency": "50us", "--compute": "auto"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulateRequest:
     """What is to be forecast, as the user wrote it.
 
     Args:
@@ -83,7 +83,7 @@ def simulate(words: list[str]) -> int:
     return 0
 
 
-def _forecasts(asked: Asked) -> tuple[str, dict[str, Forecast]]:
+def _forecasts(asked: SimulateRequest) -> tuple[str, dict[str, Forecast]]:
     """What all of it is about, in one sentence, and what every way will be like."""
     from unisono.config import FIELDS
     from unisono.observe.display import Display
@@ -157,14 +157,14 @@ def _help(words: Sequence[str]) -> int:
     return 0
 
 
-def read(words: Sequence[str]) -> Asked:
+def read(words: Sequence[str]) -> SimulateRequest:
     """Our own options, and the rest as ``unisono train`` reads it.
 
     Raises:
         InvalidInput: an option of ours without a value; whatever ``unisono train`` refuses.
     """
     options, against, rest = _own(words)
-    return Asked(request(given(rest)), options, against)
+    return SimulateRequest(request(given(rest)), options, against)
 
 
 def _own(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:

@@ -14,7 +14,7 @@ from unisono.system import early_exit as early
 from unisono.system.output_streams import unfailing
 
 
-class Asked(KeyboardInterrupt):
+class SignalReceived(KeyboardInterrupt):
     """This process was asked to end by a signal.
 
     Args:
@@ -28,13 +28,14 @@ class Asked(KeyboardInterrupt):
 
 def ending(error: KeyboardInterrupt) -> tuple[str, int]:
     """What a command says, and its exit code, where `error` ends it: 130 after SIGINT, 143 after SIGTERM."""
-    number = error.number if isinstance(error, Asked) else signal.SIGINT
+    number = error.number if isinstance(error, SignalReceived) else signal.SIGINT
     return f"interrupted by {signal.Signals(number).name}", 128 + number
 
 
 @contextmanager
 def endable() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise `Asked`, as Ctrl-C raises KeyboardInterrupt, unless they are ignored (``nohup``).
+    """Have SIGTERM and SIGHUP raise `SignalReceived`, as Ctrl-C raises KeyboardInterrupt, unless they are ignored
+    (``nohup``).
 
     Each is raised once: a terminal that closes sends SIGHUP several times, ``timeout`` sends SIGTERM twice.
     """
@@ -44,7 +45,7 @@ def endable() -> Iterator[None]:
 
     def ask(number: int, frame: Any) -> None:
         signal.signal(number, lambda *_: None)
-        raise Asked(number)
+        raise SignalReceived(number)
 
     former = {
         n: signal.signal(n, ask)

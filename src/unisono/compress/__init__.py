@@ -2,13 +2,13 @@ from unisono.compress.auto import Auto as Auto
 from unisono.compress.cast import Cast as Cast
 from unisono.compress.compressor import Buffered as Buffered
 from unisono.compress.compressor import Codec as Codec
+from unisono.compress.compressor import CollectiveVerbs as CollectiveVerbs
 from unisono.compress.compressor import Compressor as Compressor
 from unisono.compress.compressor import Mean as Mean
-from unisono.compress.compressor import Wire as Wire
 from unisono.compress.compressor import bits as bits
 from unisono.compress.error_feedback import WithErrorFeedback as WithErrorFeedback
 from unisono.compress.exact import Exact as Exact
-from unisono.compress.memory import Memory as Memory
+from unisono.compress.memory import CompressorMemory as CompressorMemory
 from unisono.compress.one_bit import OneBit as OneBit
 from unisono.compress.power_sgd import PowerSGD as PowerSGD
 from unisono.compress.quantize import Quantize as Quantize

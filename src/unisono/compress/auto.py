@@ -13,12 +13,22 @@ import torch
 from torch import Tensor
 
 from unisono.compress.cast import Cast
-from unisono.compress.compressor import Codec, Compressor, Mean, Wire
-from unisono.compress.cost_model import Candidate, Forecast, Link, OverlapModel, fit, forecast, heats, pace, pick
+from unisono.compress.compressor import Codec, CollectiveVerbs, Compressor, Mean
+from unisono.compress.cost_model import (
+    Candidate,
+    CandidateCost,
+    LinkCost,
+    OverlapModel,
+    fit,
+    forecast,
+    heats,
+    pace,
+    pick,
+)
 from unisono.compress.delegate import Delegate, check_compressor
 from unisono.compress.dry_run import rehearse
 from unisono.compress.link_probe import probe, slowest
-from unisono.compress.memory import Memory
+from unisono.compress.memory import CompressorMemory
 from unisono.compress.power_sgd import PowerSGD
 from unisono.compress.quantize import Quantize
 from unisono.compress.span import Span
@@ -94,7 +104,7 @@ class Auto(Delegate):
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         return self
 
-    def is_one_sum(self, memory: Memory) -> bool:
+    def is_one_sum(self, memory: CompressorMemory) -> bool:
         trial: BucketTrial | None = memory.get("trial")
         if trial is None or self._starts(trial) or trial.is_over(self.steps):  # there is to be measured or decided
             return False
@@ -113,7 +123,9 @@ class Auto(Delegate):
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         return Codec.value(self, total, dtype)
 
-    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def mean(
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
+    ) -> Mean:
         if comm.size == 1:  # nothing travels
             return (yield from self.candidates[0].mean(total, spans, comm, memory.part("0"), dtype))
         trial: BucketTrial | None = memory.get("trial")
@@ -137,7 +149,7 @@ class Auto(Delegate):
         return trial.step == self.again > 0
 
     def _measure(
-        self, total: Tensor, spans: Sequence[Span], comm: Wire, dtype: torch.dtype, chosen: int | None
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, dtype: torch.dtype, chosen: int | None
     ) -> BucketTrial:
         """The figures of arithmetic and link; waits for the peers, so that nothing but the messages is measured."""
         alone = [rehearse(repr(c), c, total, spans, comm, dtype) for c in self.candidates]
@@ -152,7 +164,9 @@ class Auto(Delegate):
             first = pick([forecast(c, links, OverlapModel(0.0, 0.0)).step_seconds for c in candidates], self.gain)
         return BucketTrial(Figures(tuple(candidates), links), (first,))
 
-    def _go_on(self, trial: BucketTrial, now: _Lap, comm: Wire, total: Tensor, spans: Sequence[Span]) -> BucketTrial:
+    def _go_on(
+        self, trial: BucketTrial, now: _Lap, comm: CollectiveVerbs, total: Tensor, spans: Sequence[Span]
+    ) -> BucketTrial:
         """The heats that follow the first, or the decision that follows the last."""
         figures = trial.figures
         if not trial.forecasts:
@@ -193,9 +207,11 @@ class Figures:
     """What all workers know of a bucket before anything is tried: its candidates, and the link."""
 
     candidates: tuple[Candidate, ...]
-    links: dict[str, Link]
+    links: dict[str, LinkCost]
 
-    def forecasts(self, begun: int, step_seconds: float, blocked_seconds: float, share: float) -> tuple[Forecast, ...]:
+    def forecasts(
+        self, begun: int, step_seconds: float, blocked_seconds: float, share: float
+    ) -> tuple[CandidateCost, ...]:
         """A step with each candidate, by steps that took so long with candidate `begun`, see `pace`."""
         measured = pace(self.candidates[begun], self.links, step_seconds, blocked_seconds, share)
         return tuple(forecast(c, self.links, measured) for c in self.candidates)
@@ -217,7 +233,7 @@ class BucketTrial:
     figures: Figures
     heats: tuple[int, ...]
     laps: tuple[_Lap, ...] = ()
-    forecasts: tuple[Forecast, ...] = ()
+    forecasts: tuple[CandidateCost, ...] = ()
     taken: tuple[float, ...] = ()
     chosen: int | None = None
     step: int = 0
@@ -264,7 +280,7 @@ class BucketTrial:
 class _TimedWork:
     """A work that knows how long it was waited for."""
 
-    def __init__(self, work: Any, comm: Wire) -> None:
+    def __init__(self, work: Any, comm: CollectiveVerbs) -> None:
         self._work, self._comm = work, comm
         self.blocked_seconds = 0.0
 
@@ -278,7 +294,7 @@ class _TimedWork:
         return answer
 
 
-def _watched(steps: Mean, comm: Wire) -> Generator[Any, Any, tuple[Tensor, float]]:
+def _watched(steps: Mean, comm: CollectiveVerbs) -> Generator[Any, Any, tuple[Tensor, float]]:
     """The mean that `steps` takes, and how long it was waited for."""
     answer, blocked = None, 0.0
     while True:

@@ -19,7 +19,7 @@ from torch import Tensor
 from unisono.compress.bit_packing import pack, packed, unpack
 from unisono.compress.compressor import Codec
 from unisono.compress.dither import PERIOD, Dither
-from unisono.compress.memory import Memory
+from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
 _PIECE = PERIOD  # numbers: 512 KiB of fp32, for a core's second-level cache; fewer cost more calls than they save
@@ -69,7 +69,7 @@ class Blocks(Codec):
         """Turn `levels` into what arrives, in place."""
         levels.mul_(scales)
 
-    def dither(self, total: Tensor, memory: Memory) -> Dither | None:
+    def dither(self, total: Tensor, memory: CompressorMemory) -> Dither | None:
         """What is added before rounding down, or None where rounding is to nearest."""
         return None
 
@@ -79,10 +79,10 @@ class Blocks(Codec):
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(self._length(numel), dtype=torch.uint8, device=device)
 
-    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return self._send(total, None, None, self.dither(total, memory))
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         left = memory.spare("owed")
         if left is None:
             left = torch.empty(total.numel(), dtype=total.dtype, device=total.device)

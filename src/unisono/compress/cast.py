@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.compress.compressor import Codec, Mean, Wire
-from unisono.compress.memory import Memory
+from unisono.compress.compressor import Codec, CollectiveVerbs, Mean
+from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
 _TYPES = {"own": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,16 +47,18 @@ class Cast(Codec):
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(numel, dtype=self._travels(dtype), device=device)
 
-    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return total.to(self._travels(total.dtype))
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return self.encode(total, spans, memory)
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
         return message.to(dtype)
 
-    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def mean(
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
+    ) -> Mean:
         summed = yield comm.sum(self.encode(total, spans, memory))
         return self.decode(summed, spans, total.numel(), dtype)
 

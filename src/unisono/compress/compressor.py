@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unisono.compress.memory import Memory
+from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
 
-class Wire(Protocol):
+class CollectiveVerbs(Protocol):
     """The communicator's verbs, as far as a compressor uses them; each returns a work with `poll` and `wait`."""
 
     rank: int
@@ -82,7 +82,7 @@ class Compressor(Protocol):
         """The compressor for totals that add up at most `addends` gradients, over all workers; itself, unless the
         range of its numbers depends on that."""
 
-    def is_one_sum(self, memory: Memory) -> bool:
+    def is_one_sum(self, memory: CompressorMemory) -> bool:
         """Whether the next `mean` with `memory` is one `sum`: always where `adds_up` is true, and perhaps for a while
         where a choice is made. All workers know it alike."""
 
@@ -110,10 +110,10 @@ class Compressor(Protocol):
         """Memory for the message of a total of `numel` elements for gradients of `dtype`: its length and dtype depend
         on nothing else."""
 
-    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         """The message for `total`, which is left as it is (the message may be `total` itself)."""
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         """The message for `total` and what earlier messages of `memory` left out; `total` may be written into."""
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
@@ -123,7 +123,9 @@ class Compressor(Protocol):
             ValueError: a message that `encode` cannot have made.
         """
 
-    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def mean(
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
+    ) -> Mean:
         """The sum of all workers' totals, as gradients of `dtype`, the same bits on all. `total` may be written
         into."""
 
@@ -158,7 +160,7 @@ class Codec:
     def for_sums_of(self, addends: int) -> Compressor:
         return self
 
-    def is_one_sum(self, memory: Memory) -> bool:
+    def is_one_sum(self, memory: CompressorMemory) -> bool:
         return self.adds_up
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -183,13 +185,13 @@ class Codec:
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         raise NotImplementedError
 
-    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         raise NotImplementedError
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         """Error feedback (Seide et al. 2014; Karimireddy et al. 2019, algorithm 1): the residual of this message
         is added to the next total."""
         owed = memory.get("owed")
@@ -200,7 +202,9 @@ class Codec:
         memory.put("owed", torch.sub(total, arrives, out=memory.spare("owed")))
         return message
 
-    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def mean(
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
+    ) -> Mean:
         """Two hops: each worker sums one piece of everybody's total, then sends the sum round. Both hops owe what
         they leave out (Tang et al. 2019, "DoubleSqueeze", algorithm 1)."""
         if comm.size == 1:

@@ -25,7 +25,7 @@ _NOTHING = 0.1  # of an exchange; shorter waits are those of a clock and of uneq
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """What messages of one verb cost: seconds of the shortest, and seconds per byte that a worker hands in."""
 
     latency_seconds: float
@@ -50,7 +50,7 @@ class Candidate:
     arithmetic_seconds: float
     messages: tuple[tuple[str, int], ...]
 
-    def exchange_seconds(self, links: Mapping[str, Link]) -> float:
+    def exchange_seconds(self, links: Mapping[str, LinkCost]) -> float:
         """Time on the wire."""
         return sum(links[verb].seconds(size) for verb, size in self.messages)
 
@@ -61,7 +61,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class CandidateCost:
     """One candidate: what this bucket costs, and how long a step takes with it in all buckets."""
 
     arithmetic_seconds: float
@@ -69,11 +69,11 @@ class Forecast:
     step_seconds: float
 
 
-def fit(points: Sequence[tuple[int, float]]) -> Link:
+def fit(points: Sequence[tuple[int, float]]) -> LinkCost:
     """The link through the smallest and the largest of ``(bytes, seconds)``; neither figure is below zero."""
     (small, least), (large, most) = min(points), max(points)
     rate = max(0.0, most - least) / (large - small) if large > small else 0.0
-    return Link(max(0.0, least - rate * small), rate)
+    return LinkCost(max(0.0, least - rate * small), rate)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class OverlapModel:
 
 
 def pace(
-    begun: Candidate, links: Mapping[str, Link], step_seconds: float, blocked_seconds: float, share: float
+    begun: Candidate, links: Mapping[str, LinkCost], step_seconds: float, blocked_seconds: float, share: float
 ) -> OverlapModel:
     """From steps that took `step_seconds` with `begun`, in which this bucket was waited for `blocked_seconds`."""
     computing = max(0.0, step_seconds - (begun.arithmetic_seconds + blocked_seconds) / share)
@@ -102,11 +102,11 @@ def pace(
     return OverlapModel(computing, max(exchange, HIDES * computing * share), share)
 
 
-def forecast(candidate: Candidate, links: Mapping[str, Link], pace: OverlapModel) -> Forecast:
+def forecast(candidate: Candidate, links: Mapping[str, LinkCost], pace: OverlapModel) -> CandidateCost:
     """A step with `candidate` in all buckets."""
     exchange = candidate.exchange_seconds(links)
     shown = candidate.arithmetic_seconds + max(0.0, exchange - pace.hidden_seconds)
-    return Forecast(candidate.arithmetic_seconds, exchange, pace.computing_seconds + shown / pace.share)
+    return CandidateCost(candidate.arithmetic_seconds, exchange, pace.computing_seconds + shown / pace.share)
 
 
 def pick(step_seconds: Sequence[float], gain: float) -> int:
@@ -119,7 +119,7 @@ def pick(step_seconds: Sequence[float], gain: float) -> int:
     return best
 
 
-def heats(forecasts: Sequence[Forecast], gain: float) -> tuple[int, ...]:
+def heats(forecasts: Sequence[CandidateCost], gain: float) -> tuple[int, ...]:
     """Which candidate a bucket goes by in each heat: every candidate in its turn, the favourite in place of those
     that are out of the question, and the favourite at the end. So that all buckets are in the same heat, there are as
     many for each of them."""

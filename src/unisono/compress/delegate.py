@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono.compress.compressor import Buffered, Codec, Compressor, Mean, Wire
-from unisono.compress.memory import Memory
+from unisono.compress.compressor import Buffered, Codec, CollectiveVerbs, Compressor, Mean
+from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
 
@@ -51,16 +51,18 @@ class Delegate(Codec):
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.stands_for.blank(spans, numel, dtype, device)
 
-    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return self.stands_for.encode(total, spans, memory)
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return self.stands_for.owe(total, spans, memory)
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
         return self.stands_for.decode(message, spans, numel, dtype)
 
-    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def mean(
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
+    ) -> Mean:
         return self.stands_for.mean(total, spans, comm, memory, dtype)
 
 

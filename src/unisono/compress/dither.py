@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from unisono.compress.memory import Memory
+from unisono.compress.memory import CompressorMemory
 
 PERIOD = 1 << 17  # drawing costs more than all other arithmetic, so that one draw serves many numbers
 _SHIFTS = 4096
@@ -22,7 +22,7 @@ class Dither:
     in one message may be equal.
     """
 
-    def __init__(self, total: Tensor, memory: Memory) -> None:
+    def __init__(self, total: Tensor, memory: CompressorMemory) -> None:
         sent = int(memory.get("sent", 0))
         memory.put("sent", sent + 1)
         generator = torch.Generator().manual_seed(_seed(total, sent))

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.compress.compressor import Compressor, Wire
+from unisono.compress.compressor import CollectiveVerbs, Compressor
 from unisono.compress.cost_model import Candidate
-from unisono.compress.memory import Memory
+from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
 _TIMES = 3  # the first takes memory and warms caches; then the shortest counts
 
 
 def rehearse(
-    name: str, compress: Compressor, total: Tensor, spans: Sequence[Span], comm: Wire, dtype: torch.dtype
+    name: str, compress: Compressor, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, dtype: torch.dtype
 ) -> Candidate:
     """What a mean of totals like `total` costs with `compress`, by the clock of `comm`; `total` is left as it is."""
-    memory, least, wire = Memory(), float("inf"), _Paper(comm)
+    memory, least, wire = CompressorMemory(), float("inf"), _Paper(comm)
     for _ in range(_TIMES):
         wire = _Paper(comm)
         copy = total.clone()
@@ -36,7 +36,7 @@ def rehearse(
 class _Paper:
     """A wire whose peers say what this worker says; it keeps what was said."""
 
-    def __init__(self, comm: Wire) -> None:
+    def __init__(self, comm: CollectiveVerbs) -> None:
         self.rank, self.size, self._comm = comm.rank, comm.size, comm
         self.said: list[tuple[str, int]] = []
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from unisono.compress.cast import Cast
-from unisono.compress.compressor import Codec, Compressor, Mean, Wire
+from unisono.compress.compressor import Codec, CollectiveVerbs, Compressor, Mean
 from unisono.compress.delegate import Delegate, check_compressor
-from unisono.compress.memory import Memory
+from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
 
@@ -50,12 +50,14 @@ class WithErrorFeedback(Delegate):
     def for_sums_of(self, addends: int) -> Compressor:
         return WithErrorFeedback(self.compress.for_sums_of(addends))
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         if self.compress.owes:
             return self.compress.owe(total, spans, memory)
         return Codec.owe(self, total, spans, memory)
 
-    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def mean(
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
+    ) -> Mean:
         if self.compress.owes:
             return self.compress.mean(total, spans, comm, memory, dtype)
         if not self.adds_up:

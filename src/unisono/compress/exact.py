@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.compress.compressor import Codec, Compressor, Mean, Wire
-from unisono.compress.memory import Memory
+from unisono.compress.compressor import Codec, CollectiveVerbs, Compressor, Mean
+from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
 _CHUNK = 1 << 19  # numbers; more do not stay in the cache that cores share from one pass to the next
@@ -97,16 +97,18 @@ class Exact(Codec):
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(numel, dtype=torch.float64, device=device)
 
-    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return total
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return total
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
         return message
 
-    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def mean(
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
+    ) -> Mean:
         return (yield comm.sum(total, dtype))  # type: ignore[no-any-return]
 
     def _check(self, counted: Tensor, grid: float) -> None:

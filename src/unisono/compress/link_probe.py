@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono.compress.compressor import Wire
+from unisono.compress.compressor import CollectiveVerbs
 
 _SMALL = 4 << 10  # bytes of a message that is all latency
 _LONG_SECONDS = 0.1  # a message that took so long says what the rate is, whatever a link lets through at first
 _GROWTH = 8
 
 
-def slowest(numbers: Sequence[float], comm: Wire, device: torch.device) -> list[float]:
+def slowest(numbers: Sequence[float], comm: CollectiveVerbs, device: torch.device) -> list[float]:
     """The largest of all workers, number by number."""
     rows: Tensor = comm.gather(torch.tensor(numbers, dtype=torch.float64, device=device)).wait()
     largest: list[float] = rows.amax(0).tolist()
     return largest
 
 
-def probe(verb: str, largest: int, comm: Wire, device: torch.device) -> list[tuple[int, float]]:
+def probe(verb: str, largest: int, comm: CollectiveVerbs, device: torch.device) -> list[tuple[int, float]]:
     """``(bytes, seconds)`` of messages of growing size, up to `largest` bytes or until they take long."""
     size = min(_SMALL, largest)
     points = [(size, _seconds(verb, size, 5, comm, device))]
@@ -31,7 +31,7 @@ def probe(verb: str, largest: int, comm: Wire, device: torch.device) -> list[tup
     return points
 
 
-def _seconds(verb: str, size: int, times: int, comm: Wire, device: torch.device) -> float:
+def _seconds(verb: str, size: int, times: int, comm: CollectiveVerbs, device: torch.device) -> float:
     """What a message of `size` bytes takes on the slowest worker: the shortest of some."""
     taken = []
     for _ in range(times):

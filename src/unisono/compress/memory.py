@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Memory:
+class CompressorMemory:
     """What one sender keeps for one flat tensor: residuals, warm starts, counters.
 
     What is put counts from `commit` on, so that a step is a transaction. Kept by whoever drives the compressor; void
@@ -20,7 +20,7 @@ class Memory:
         self._held: dict[str, Any] = {}
         self._coming: dict[str, Any] = {}
         self._spare: dict[str, Any] = {}
-        self._parts: dict[str, Memory] = {}
+        self._parts: dict[str, CompressorMemory] = {}
         self._forgotten: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -36,9 +36,9 @@ class Memory:
         Given once."""
         return self._spare.pop(key, None)
 
-    def part(self, key: str) -> Memory:
+    def part(self, key: str) -> CompressorMemory:
         """A memory of its own, committed and discarded with this one."""
-        return self._parts.setdefault(key, Memory())
+        return self._parts.setdefault(key, CompressorMemory())
 
     def forget(self, key: str) -> None:
         """The part under `key` is void after the next commit."""
@@ -82,7 +82,7 @@ class Memory:
             part._held[key] = int(value) if number else value.to(device, copy=True)
 
 
-def accumulated(x: Tensor, memory: Memory, key: str, factor: float = 1.0) -> Tensor:
+def accumulated(x: Tensor, memory: CompressorMemory, key: str, factor: float = 1.0) -> Tensor:
     """``x + factor * what memory keeps under key``, kept in its place; may be written into until the commit."""
     kept, spare = memory.get(key), memory.spare(key)
     out = torch.empty_like(x) if spare is None else spare

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from unisono.compress.cast import Cast
-from unisono.compress.compressor import Codec, Compressor, Mean, Wire
-from unisono.compress.memory import Memory, accumulated
+from unisono.compress.compressor import Codec, CollectiveVerbs, Compressor, Mean
+from unisono.compress.memory import CompressorMemory, accumulated
 from unisono.compress.span import Span
 
 
@@ -61,11 +61,11 @@ class PowerSGD(Codec):
         plan = _Plan.of(spans, numel, self.rank)
         return torch.empty(plan.left + plan.right, dtype=self.total_dtype(dtype), device=device)
 
-    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         plan = _Plan.of(spans, total.numel(), self.rank)
         return self._factors(plan, total.to(self.total_dtype(total.dtype)), memory)
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         plan = _Plan.of(spans, total.numel(), self.rank)
         owed = accumulated(total, memory, "owed")
         message = self._factors(plan, owed, memory)
@@ -84,7 +84,9 @@ class PowerSGD(Codec):
         plan.multiply(message[: plan.left], message[plan.left :], total)
         return total.to(dtype)
 
-    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def mean(
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
+    ) -> Mean:
         plan = _Plan.of(spans, total.numel(), self.rank)
         owed = accumulated(total, memory, "owed")
         start = self._start(plan, memory, total)
@@ -98,7 +100,7 @@ class PowerSGD(Codec):
         plan.multiply(left, right, total)
         return self.value(total, dtype)
 
-    def _factors(self, plan: _Plan, total: Tensor, memory: Memory) -> Tensor:
+    def _factors(self, plan: _Plan, total: Tensor, memory: CompressorMemory) -> Tensor:
         message = total.new_empty(plan.left + plan.right)
         left, right = message[: plan.left], message[plan.left :]
         start = self._start(plan, memory, total)
@@ -106,7 +108,7 @@ class PowerSGD(Codec):
         _keep(memory, plan.project_back(total, left, right), start)
         return message
 
-    def _start(self, plan: _Plan, memory: Memory, like: Tensor) -> Tensor:
+    def _start(self, plan: _Plan, memory: CompressorMemory, like: Tensor) -> Tensor:
         kept: Tensor | None = memory.get("right")
         if kept is not None:
             return kept
@@ -222,6 +224,6 @@ def _between(taken: Sequence[tuple[int, int]], numel: int) -> Iterator[tuple[int
         at = stop
 
 
-def _keep(memory: Memory, right: Tensor, start: Tensor) -> None:
+def _keep(memory: CompressorMemory, right: Tensor, start: Tensor) -> None:
     """Start the next step from `right`. What is zero or not finite there could not grow again."""
     memory.put("right", torch.where(right.isfinite() & (right != 0), right, start))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.compress.block_codec import SCALE, Blocks, check_block
 from unisono.compress.dither import Dither
-from unisono.compress.memory import Memory
+from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
 _SMALLEST = torch.finfo(SCALE).tiny  # its reciprocal is finite
@@ -55,10 +55,10 @@ class Quantize(Blocks):
     def code_bits(self) -> int:
         return self.bits
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return self.encode(total, spans, memory) if self.stochastic else super().owe(total, spans, memory)
 
-    def dither(self, total: Tensor, memory: Memory) -> Dither | None:
+    def dither(self, total: Tensor, memory: CompressorMemory) -> Dither | None:
         return Dither(total, memory) if self.stochastic else None
 
     def scales(self, x: Tensor, scratch: Tensor) -> Tensor:

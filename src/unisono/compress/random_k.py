@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.compress.compressor import Codec, Mean, Wire
-from unisono.compress.memory import Memory, accumulated
+from unisono.compress.compressor import Codec, CollectiveVerbs, Mean
+from unisono.compress.memory import CompressorMemory, accumulated
 from unisono.compress.span import Span
 from unisono.compress.top_k import count
 
@@ -54,11 +54,11 @@ class RandomK(Codec):
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(_DRAW_BYTES + 4 * count(self.density, numel), dtype=torch.uint8, device=device)
 
-    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         draw = _next_draw(memory)
         return _message(draw, _values(total, self._places(draw, total.numel(), total.device)))
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         draw = _next_draw(memory)
         return _message(draw, self._owe(total, memory, draw))
 
@@ -72,12 +72,14 @@ class RandomK(Codec):
         values = message[_DRAW_BYTES:].clone().view(torch.float32)
         return self._spread(draw, values, torch.zeros(numel, dtype=dtype, device=message.device))
 
-    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def mean(
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
+    ) -> Mean:
         draw = _next_draw(memory)
         values = yield comm.sum(self._owe(total, memory, draw))
         return self.value(self._spread(draw, values, total.zero_()), dtype)
 
-    def _owe(self, total: Tensor, memory: Memory, draw: int) -> Tensor:
+    def _owe(self, total: Tensor, memory: CompressorMemory, draw: int) -> Tensor:
         """The values of this draw, out of `total` and what is owed, which then is less by them."""
         left = accumulated(total, memory, "owed")
         places = self._places(draw, total.numel(), total.device)
@@ -101,7 +103,7 @@ class RandomK(Codec):
         return (starts[:-1] + (first + turn) % starts.diff()).to(device)
 
 
-def _next_draw(memory: Memory) -> int:
+def _next_draw(memory: CompressorMemory) -> int:
     draw: int = memory.get("draw", 0)
     memory.put("draw", draw + 1)
     return draw

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from unisono.compress import index_coding as places
-from unisono.compress.compressor import Codec, Mean, Wire
-from unisono.compress.memory import Memory, accumulated
+from unisono.compress.compressor import Codec, CollectiveVerbs, Mean
+from unisono.compress.memory import CompressorMemory, accumulated
 from unisono.compress.span import Span
 
 _VALUES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -80,18 +80,20 @@ class TopK(Codec):
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(self._bytes(count(self.density, numel), numel), dtype=torch.uint8, device=device)
 
-    def encode(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         total = total.to(self.total_dtype(total.dtype))
         return self._pack(total, largest(total, count(self.density, total.numel())))[0]
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: Memory) -> Tensor:
+    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return self._owe(total, memory, self.density, self.clip)
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
         indices, values = self._unpack(message, count(self.density, numel), numel)
         return torch.zeros(numel, dtype=dtype, device=message.device).index_copy_(0, indices, values.to(dtype))
 
-    def mean(self, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype) -> Mean:
+    def mean(
+        self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
+    ) -> Mean:
         step = memory.get("step", 0)
         memory.put("step", min(step + 1, self.warm_up))
         density = self._density(step)
@@ -109,7 +111,7 @@ class TopK(Codec):
         first = max(0.25, self.density)
         return float(first * (self.density / first) ** (step / self.warm_up))
 
-    def _owe(self, total: Tensor, memory: Memory, density: float, clip: float | None) -> Tensor:
+    def _owe(self, total: Tensor, memory: CompressorMemory, density: float, clip: float | None) -> Tensor:
         if clip is not None:
             total.mul_((clip / total.norm()).clamp_(max=1.0))
         if self.momentum:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic.trait_check import Traits, check
-from unisono.elastic.worker_context import WorkerContext
+from unisono.elastic.worker_context import Worker
 from unisono.membership import CoordinatorAddress
 from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import TraitsMessage
@@ -33,7 +33,7 @@ def compare(comm: Communicator, traits: Callable[[], Traits]) -> None:
         check(each, first, f"worker {rank}'s", "worker 0")
 
 
-def admit(contact: CoordinatorAddress, worker: WorkerContext, traits: Traits, stopped: Callable[[], bool]) -> None:
+def admit(contact: CoordinatorAddress, worker: Worker, traits: Traits, stopped: Callable[[], bool]) -> None:
     """Compare `traits` with those of the run whose coordinator `contact` reaches.
 
     A worker of the run's own launcher tells them if it is the first; others wait until one has. Returns without a

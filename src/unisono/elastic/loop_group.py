@@ -24,7 +24,7 @@ from unisono.elastic.session import ElasticSession
 from unisono.elastic.snapshot import Snapshot
 from unisono.elastic.state_transfer import Progress, describe, digest_of, take_over
 from unisono.elastic.trait_check import Traits
-from unisono.elastic.worker_context import ElasticContext, WorkerIdentity
+from unisono.elastic.worker_context import ElasticWorker, Identity
 from unisono.errors import Left, PeerLost, UnisonoError
 from unisono.observe import ThreadTracker, Watchdog
 from unisono.observe.activity import Phase
@@ -164,7 +164,7 @@ class StaticGroup:
     recovers = ended = lost = late = False
 
     def __init__(
-        self, identity: WorkerIdentity, comm: Communicator, watch: ThreadTracker, watchdog: Watchdog | None = None
+        self, identity: Identity, comm: Communicator, watch: ThreadTracker, watchdog: Watchdog | None = None
     ) -> None:
         self.rank, self.size, self.comm = identity.rank, identity.size, comm
         self.metrics = comm.lane("metrics")
@@ -224,7 +224,7 @@ class ElasticGroup:
 
     def __init__(
         self,
-        given: ElasticContext,
+        given: ElasticWorker,
         device: torch.device,
         watch: ThreadTracker,
         communicator: str,

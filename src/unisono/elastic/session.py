@@ -16,7 +16,7 @@ import torch
 
 from unisono.comm import Abort, Communicator, Meeting, TorchWorld, at_attempt, host_name, in_blocks, open_door
 from unisono.elastic.presence import Presence
-from unisono.elastic.worker_context import WorkerContext
+from unisono.elastic.worker_context import Worker
 from unisono.errors import CommunicationError, PeerLost
 from unisono.membership import Agent, CoordinatorAddress, StateVersion, View, WorkerAddress
 from unisono.membership.client import CoordinatorClient
@@ -77,7 +77,7 @@ class StaticSession:
 
     changing = parting = leaving = False
 
-    def __init__(self, worker: WorkerContext, communicator: str, deadline_seconds: float, watch: ThreadTracker) -> None:
+    def __init__(self, worker: Worker, communicator: str, deadline_seconds: float, watch: ThreadTracker) -> None:
         self._worker, self._left = worker, 1
         self._communicator, self._deadline_seconds = communicator, deadline_seconds
         self._watchdog = Watchdog(watch)  # nobody else sees when this worker is stuck
@@ -143,7 +143,7 @@ class ElasticSession:
 
     def __init__(
         self,
-        worker: WorkerContext,
+        worker: Worker,
         communicator: str,
         deadline_seconds: float,
         contact: CoordinatorAddress,

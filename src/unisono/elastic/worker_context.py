@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from unisono.membership import CoordinatorAddress
 
 
-class WorkerIdentity(Protocol):
+class Identity(Protocol):
     """Which of the processes of a run this is."""
 
     @property
@@ -21,7 +21,7 @@ class WorkerIdentity(Protocol):
     def rendezvous(self) -> str: ...
 
 
-class StopRequest(Protocol):
+class StopFlags(Protocol):
     """What was asked of this worker.
 
     Attributes:
@@ -35,8 +35,8 @@ class StopRequest(Protocol):
     def leaving(self) -> bool: ...
 
 
-class WorkerContext(Protocol):
-    """As `unisono.launch.Worker`.
+class Worker(Protocol):
+    """As `unisono.launch.WorkerContext`.
 
     Attributes:
         report: sends a message to the launcher.
@@ -44,16 +44,16 @@ class WorkerContext(Protocol):
     """
 
     @property
-    def identity(self) -> WorkerIdentity: ...
+    def identity(self) -> Identity: ...
     @property
     def report(self) -> Callable[[Mapping[str, Any]], None]: ...
     @property
-    def stop(self) -> StopRequest: ...
+    def stop(self) -> StopFlags: ...
     @property
     def name(self) -> str: ...
 
 
-class ElasticContext(Protocol):
+class ElasticWorker(Protocol):
     """The same for a script whose workers may come and go.
 
     Attributes:
@@ -62,7 +62,7 @@ class ElasticContext(Protocol):
     """
 
     @property
-    def worker(self) -> WorkerContext: ...
+    def worker(self) -> Worker: ...
     @property
     def contact(self) -> CoordinatorAddress: ...
     @property

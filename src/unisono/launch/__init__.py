@@ -1,26 +1,26 @@
 """Who am I among the workers, and how do I start the others?"""
 
 from unisono.launch.claim import claim, identity_here
-from unisono.launch.cluster_environment import Identity, identify
+from unisono.launch.cluster_environment import WorkerIdentity, identify
 from unisono.launch.coordinator_process import CoordinatorProcess
 from unisono.launch.failure import ScriptExited
 from unisono.launch.forkserver import Forkserver
 from unisono.launch.launcher import PRELOAD, ElasticOptions, ask, launch, prepare
 from unisono.launch.script import launch_script
 from unisono.launch.stop_request import Interrupted, StopRequest
-from unisono.launch.worker_main import ReportChannel, Worker
+from unisono.launch.worker_main import ReportChannel, WorkerContext
 
 __all__ = [
     "PRELOAD",
-    "Coordination",
-    "Elastic",
+    "CoordinatorProcess",
+    "ElasticOptions",
     "Forkserver",
-    "Identity",
     "Interrupted",
-    "Report",
+    "ReportChannel",
     "ScriptExited",
     "StopRequest",
-    "Worker",
+    "WorkerContext",
+    "WorkerIdentity",
     "ask",
     "claim",
     "identify",

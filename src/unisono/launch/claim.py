@@ -13,12 +13,12 @@ import zlib
 from collections.abc import Mapping
 
 from unisono.errors import UnisonoError
-from unisono.launch.cluster_environment import CONVENTIONS, Identity, identify
+from unisono.launch.cluster_environment import CONVENTIONS, WorkerIdentity, identify
 
 _MARK = "UNISONO_CLAIM"
 
 
-def claim() -> Identity:
+def claim() -> WorkerIdentity:
     """The identity of this process, taken: processes that it starts have none of it.
 
     Raises:
@@ -35,7 +35,7 @@ def claim() -> Identity:
     return identity
 
 
-def identity_here() -> Identity:
+def identity_here() -> WorkerIdentity:
     """The identity of this process. Raises as `identify`."""
     return identify(unclaimed(os.environ, os.getpid()))
 

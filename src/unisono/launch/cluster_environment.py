@@ -41,7 +41,7 @@ _FIRST_PORT, _PORTS = 12000, 20000  # below the kernel's range for outgoing conn
 
 
 @dataclass(frozen=True)
-class Identity:
+class WorkerIdentity:
     """One worker's place among all workers, and where they meet.
 
     Args:
@@ -73,7 +73,7 @@ class Identity:
         return dict(zip(TORCHRUN, map(str, numbers))) | where
 
 
-def identify(environ: Mapping[str, str]) -> Identity:
+def identify(environ: Mapping[str, str]) -> WorkerIdentity:
     """The identity that a launcher left in `environ`; rank 0 of 1 where there is none.
 
     Raises:
@@ -89,36 +89,36 @@ def identify(environ: Mapping[str, str]) -> Identity:
         return _agreeing(_slurm(environ), environ)
     if any(name in environ for name in TORCHRUN):
         _numbers(environ, TORCHRUN, "torchrun")  # raises: RANK is missing
-    return Identity()
+    return WorkerIdentity()
 
 
-def _ours(environ: Mapping[str, str]) -> Identity:
+def _ours(environ: Mapping[str, str]) -> WorkerIdentity:
     numbers = _numbers(environ, OURS, "unisono")
     url = environ.get("UNISONO_RENDEZVOUS", "")
     if numbers[1] > 1 and not url.startswith(("file:///", "tcp://")):
         problem = "not file:///directory or tcp://host:port"
         raise InvalidInput("UNISONO_RENDEZVOUS", url, problem, "give all workers the same UNISONO_RENDEZVOUS")
-    return Identity(*numbers, rendezvous=url, launcher="unisono")
+    return WorkerIdentity(*numbers, rendezvous=url, launcher="unisono")
 
 
-def _torchrun(environ: Mapping[str, str]) -> Identity:
+def _torchrun(environ: Mapping[str, str]) -> WorkerIdentity:
     numbers = _numbers(environ, TORCHRUN, "torchrun")
     if numbers[1] == 1:
-        return Identity(*numbers, launcher="torchrun")
+        return WorkerIdentity(*numbers, launcher="torchrun")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(name):
             raise _unset(name, "start the workers by torchrun, or set it to where rank 0 runs")
     attempt = _number(environ, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environ else 0
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
     url = _tcp(environ["MASTER_ADDR"], _port(environ), attempt, served)
-    return Identity(*numbers, rendezvous=url, launcher="torchrun")
+    return WorkerIdentity(*numbers, rendezvous=url, launcher="torchrun")
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Identity:
+def _open_mpi(environ: Mapping[str, str]) -> WorkerIdentity:
     numbers = _numbers(environ, OPEN_MPI, "Open MPI")
     _, size, _, local_size = numbers
     if size == 1:
-        return Identity(*numbers, launcher="openmpi")
+        return WorkerIdentity(*numbers, launcher="openmpi")
     host = environ.get("MASTER_ADDR") or (LOOPBACK if local_size == size else "")
     if not host:
         problem = f"only {local_size} of {size} workers are on this host; the others cannot tell where rank 0 is"
@@ -127,7 +127,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Identity:
     if not job and "MASTER_PORT" not in environ:
         raise _unset("MASTER_PORT", "add `-x MASTER_PORT=29500` to mpirun")
     port = _port(environ, otherwise=zlib.crc32((job or "").encode()))
-    return Identity(*numbers, rendezvous=_tcp(host, port), launcher="openmpi")
+    return WorkerIdentity(*numbers, rendezvous=_tcp(host, port), launcher="openmpi")
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
@@ -136,7 +136,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     return _number(environ, "SLURM_STEP_ID") < _FIRST_RESERVED_STEP
 
 
-def _slurm(environ: Mapping[str, str]) -> Identity:
+def _slurm(environ: Mapping[str, str]) -> WorkerIdentity:
     size_name = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     counts_name = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts = hostlist.counts(counts_name, environ[counts_name])
@@ -148,14 +148,14 @@ def _slurm(environ: Mapping[str, str]) -> Identity:
     numbers = (rank, size, local_rank, counts[node])
     _check_order(numbers, ("SLURM_PROCID", size_name, "SLURM_LOCALID", counts_name))
     if size == 1:
-        return Identity(*numbers, launcher="slurm")
+        return WorkerIdentity(*numbers, launcher="slurm")
     host = environ.get("MASTER_ADDR") or (LOOPBACK if len(counts) == 1 else _first_host(environ))
     # 31 has no factor in common with the number of ports, so that neighbouring jobs get different ones
     job = _number(environ, _first(environ, "SLURM_JOB_ID", "SLURM_JOBID"))
     step = _number(environ, "SLURM_STEP_ID")
     attempt = _number(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
     url = _tcp(host, _port(environ, otherwise=31 * job + step), attempt)
-    return Identity(*numbers, rendezvous=url, launcher="slurm")
+    return WorkerIdentity(*numbers, rendezvous=url, launcher="slurm")
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
@@ -163,7 +163,7 @@ def _first_host(environ: Mapping[str, str]) -> str:
     return hostlist.expand(name, environ[name])[0]
 
 
-def _agreeing(identity: Identity, environ: Mapping[str, str]) -> Identity:
+def _agreeing(identity: WorkerIdentity, environ: Mapping[str, str]) -> WorkerIdentity:
     """`identity`, unless WORLD_SIZE, which job scripts like to export, says something else."""
     if "WORLD_SIZE" in environ and _number(environ, "WORLD_SIZE") != identity.size:
         problem = f"but {identity.launcher} started {identity.size} workers"

@@ -27,7 +27,7 @@ from unisono.launch.forkserver import Forkserver
 from unisono.launch.log_tail import Tail
 from unisono.launch.process_monitor import ProcessMonitor
 from unisono.launch.restart_policy import IndependentExit, JoinedLauncher, Present, RestartFailed, RestartPolicy
-from unisono.launch.signals import Inbox
+from unisono.launch.signals import SignalInbox
 from unisono.launch.supervisor import EventSource, OnMessage, WorkerSupervisor
 from unisono.launch.terminal import descriptors
 from unisono.launch.worker_main import WorkerSpec
@@ -123,7 +123,7 @@ def launch(
         Interrupted: this process was asked to end, or every worker to leave.
     """
     with contextlib.ExitStack() as stack:
-        inbox = stack.enter_context(Inbox())
+        inbox = stack.enter_context(SignalInbox())
         server = stack.enter_context(prepared or prepare(preload, name))
         stack.enter_context(_titled(f"{name} launcher"))
         orders = [
@@ -160,7 +160,7 @@ def ask(target: str, arguments: tuple[Any, ...], server: Forkserver, *, threads:
         Like `launch`.
     """
     order = WorkerSpec(0, 1, target, os.devnull, threads, name, sys.path, os.getcwd())
-    with Inbox() as inbox, _in_memory(cloudpickle.dumps(arguments)) as payload:
+    with SignalInbox() as inbox, _in_memory(cloudpickle.dumps(arguments)) as payload:
         return WorkerSupervisor(server, inbox, (), _ignore, _ANSWER_SECONDS).run([order], payload)[0]
 
 

@@ -22,7 +22,7 @@ _SETTLED_SECONDS = 30.0  # whoever lived as long did not die of its start
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartVerdict:
     """What is done about a worker that has ended.
 
     Args:
@@ -45,7 +45,7 @@ class RestartPolicy(Protocol):
     def name(self, place: int) -> str:
         """Of the process that is about to be started there."""
 
-    def heard(self, message: Mapping[str, Any]) -> Verdict:
+    def heard(self, message: Mapping[str, Any]) -> RestartVerdict:
         """A worker reported it."""
 
     def began(self, place: int, pid: int) -> None:
@@ -54,10 +54,10 @@ class RestartPolicy(Protocol):
     def ended(self, place: int) -> None:
         """The process there is no more, for whatever reason."""
 
-    def returned(self, place: int, result: Any, others: int) -> Verdict:
+    def returned(self, place: int, result: Any, others: int) -> RestartVerdict:
         """It was done, and came to `result`; of `others` there are processes yet."""
 
-    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> RestartVerdict:
         """It died while the run went on."""
 
     def over(self, results: Sequence[Any]) -> bool:
@@ -80,9 +80,9 @@ class NoRestart:
         """See `RestartPolicy`."""
         return ""
 
-    def heard(self, message: Mapping[str, Any]) -> Verdict:
+    def heard(self, message: Mapping[str, Any]) -> RestartVerdict:
         """See `RestartPolicy`."""
-        return Verdict()
+        return RestartVerdict()
 
     def began(self, place: int, pid: int) -> None:
         """See `RestartPolicy`."""
@@ -90,13 +90,13 @@ class NoRestart:
     def ended(self, place: int) -> None:
         """See `RestartPolicy`."""
 
-    def returned(self, place: int, result: Any, others: int) -> Verdict:
+    def returned(self, place: int, result: Any, others: int) -> RestartVerdict:
         """See `RestartPolicy`."""
-        return Verdict()
+        return RestartVerdict()
 
-    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> RestartVerdict:
         """See `RestartPolicy`."""
-        return Verdict(cause=what)
+        return RestartVerdict(cause=what)
 
     def over(self, results: Sequence[Any]) -> bool:
         """See `RestartPolicy`."""
@@ -158,11 +158,11 @@ class RestartFailed:
         self._lives[place] += 1
         return self._name(place)
 
-    def heard(self, message: Mapping[str, Any]) -> Verdict:
+    def heard(self, message: Mapping[str, Any]) -> RestartVerdict:
         """See `RestartPolicy`."""
         if message.get("kind") == "step":
             self._without_step.clear()
-        return Verdict()
+        return RestartVerdict()
 
     def began(self, place: int, pid: int) -> None:
         """See `RestartPolicy`."""
@@ -176,11 +176,11 @@ class RestartFailed:
         """See `Present`."""
         return self._present.goes_on(without)
 
-    def returned(self, place: int, result: Any, others: int) -> Verdict:
+    def returned(self, place: int, result: Any, others: int) -> RestartVerdict:
         """See `RestartPolicy`."""
-        return Verdict(f"worker {self._name(place)} has left: {_on(others)}")
+        return RestartVerdict(f"worker {self._name(place)} has left: {_on(others)}")
 
-    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> RestartVerdict:
         """See `RestartPolicy`."""
         if what.unlike:
             return self._refused(what, others)
@@ -189,10 +189,10 @@ class RestartFailed:
         self._in_vain.append(what)
         self._short[what.rank] = self._short[what.rank] + 1 if lived_seconds < _SETTLED_SECONDS else 0
         if cause := self._given_up(what):
-            return Verdict(cause=cause)
+            return RestartVerdict(cause=cause)
         pause = round(max(0.0, self._apart_seconds(what.rank) - lived_seconds), 1)
         said = f"worker {self._name(what.rank)} {_was(what.reason)}: {_on(others)}, another one is started"
-        return Verdict(said + (f" in {pause:g} s" if pause else ""), another_in_seconds=pause)
+        return RestartVerdict(said + (f" in {pause:g} s" if pause else ""), another_in_seconds=pause)
 
     def over(self, results: Sequence[Any]) -> bool:
         """See `RestartPolicy`."""
@@ -202,11 +202,13 @@ class RestartFailed:
         """See `RestartPolicy`."""
         return "" if self.over(results) else "every worker was asked to leave before the run was over"
 
-    def _refused(self, what: Failure, others: int) -> Verdict:
+    def _refused(self, what: Failure, others: int) -> RestartVerdict:
         """A replacement found other files than its predecessor, on which the others may still depend."""
         if self._lives[what.rank] == 1 or not others:
-            return Verdict(cause=what)
-        return Verdict(f"worker {self._name(what.rank)} cannot take part, {_on(others)} without it: {what.error()}")
+            return RestartVerdict(cause=what)
+        return RestartVerdict(
+            f"worker {self._name(what.rank)} cannot take part, {_on(others)} without it: {what.error()}"
+        )
 
     def _look(self, count: StepCount) -> None:
         if count.taken > self._count.taken:
@@ -285,7 +287,7 @@ class IndependentExit:
         self._ours.add(self._names[place])
         return self._names[place]
 
-    def heard(self, message: Mapping[str, Any]) -> Verdict:
+    def heard(self, message: Mapping[str, Any]) -> RestartVerdict:
         """See `RestartPolicy`."""
         match message.get("kind"):
             case "loop":
@@ -298,7 +300,7 @@ class IndependentExit:
             case "ended" if message["place"] in self._in_loop:
                 self._ended_in_loop[message["place"]] = message["text"]
             case "step" if cause := self._deserted(message["members"]):
-                return Verdict(cause=cause)
+                return RestartVerdict(cause=cause)
         return self._inner.heard(message)
 
     def began(self, place: int, pid: int) -> None:
@@ -309,21 +311,21 @@ class IndependentExit:
         """See `RestartPolicy`."""
         self._inner.ended(place)
 
-    def returned(self, place: int, result: Any, others: int) -> Verdict:
+    def returned(self, place: int, result: Any, others: int) -> RestartVerdict:
         """See `RestartPolicy`."""
         if result is None:
             return self._inner.returned(place, result, others)
         self._ending = True
-        return Verdict()
+        return RestartVerdict()
 
-    def lost(self, what: Failure, others: int, lived_seconds: float) -> Verdict:
+    def lost(self, what: Failure, others: int, lived_seconds: float) -> RestartVerdict:
         """See `RestartPolicy`."""
         if self._ending:
-            return Verdict(cause=replace(what, reason=f"{what.reason}, {AFTER_LOOP}"))
+            return RestartVerdict(cause=replace(what, reason=f"{what.reason}, {AFTER_LOOP}"))
         needed = what.rank in self._before_loop and len(self._before_loop) > 1
         self._before_loop.discard(what.rank)
         if needed:
-            return Verdict(cause=replace(what, reason=f"{what.reason}, {BEFORE_LOOP}"))
+            return RestartVerdict(cause=replace(what, reason=f"{what.reason}, {BEFORE_LOOP}"))
         return self._inner.lost(what, others, lived_seconds)
 
     def over(self, results: Sequence[Any]) -> bool:

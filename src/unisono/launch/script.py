@@ -18,12 +18,12 @@ from unisono.launch.launcher import PRELOAD, ElasticOptions, launch
 from unisono.launch.stop_request import STOP_ALL
 from unisono.launch.supervisor import OnMessage
 from unisono.launch.torch_store import TorchStore
-from unisono.launch.worker_main import Worker
+from unisono.launch.worker_main import WorkerContext
 from unisono.membership.protocol import CoordinatorAddress
 from unisono.observe.user_frames import exit_in_words
 
 DONE = True  # what comes of a script that has come to its end
-_TAKES_PART: ContextVar[TakesPart | None] = ContextVar("takes_part", default=None)
+_TAKES_PART: ContextVar[ElasticContext | None] = ContextVar("takes_part", default=None)
 
 
 def launch_script(
@@ -81,7 +81,7 @@ def launch_script(
 
 
 def run_script(
-    worker: Worker,
+    worker: WorkerContext,
     path: str,
     arguments: Sequence[str],
     shown: str,
@@ -100,7 +100,7 @@ def run_script(
         os.environ.update(worker.identity.torch_environ(port))
     if contact is not None:
         signal.signal(STOP_ALL, _stop)
-        _TAKES_PART.set(TakesPart(worker, contact))
+        _TAKES_PART.set(ElasticContext(worker, contact))
     sys.argv = [shown, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     try:
@@ -116,20 +116,20 @@ def run_script(
     return DONE
 
 
-def _tell_end(worker: Worker, text: str) -> None:
+def _tell_end(worker: WorkerContext, text: str) -> None:
     """Whether that was the end for all shows only in what the others do next."""
     worker.report({"kind": "ended", "place": worker.identity.rank, "text": text})
 
 
 @dataclass(frozen=True)
-class TakesPart:
+class ElasticContext:
     """What a script's process was given if workers may come and go.
 
     Args:
         contact: of the coordinator.
     """
 
-    worker: Worker
+    worker: WorkerContext
     contact: CoordinatorAddress
 
     @property
@@ -152,7 +152,7 @@ class TakesPart:
         self.worker.stop.leaving = True
 
 
-def takes_part() -> TakesPart | None:
+def takes_part() -> ElasticContext | None:
     """What this process was given to do so; said once, as a process takes part in one run only."""
     found = _TAKES_PART.get()
     _TAKES_PART.set(None)
@@ -162,6 +162,6 @@ def takes_part() -> TakesPart | None:
 def _stop(number: int, frame: Any) -> None:
     """All are to stop: what the script wants to happen at SIGTERM, else Ctrl-C."""
     theirs = signal.getsignal(signal.SIGTERM)
-    ours = isinstance(getattr(theirs, "__self__", None), TakesPart)
+    ours = isinstance(getattr(theirs, "__self__", None), ElasticContext)
     handle: Callable[[int, Any], Any] = theirs if callable(theirs) and not ours else signal.default_int_handler
     handle(signal.SIGTERM, frame)

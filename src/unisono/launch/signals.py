@@ -11,7 +11,7 @@ from typing import Any
 _ASKED_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Inbox:
+class SignalInbox:
     """Takes SIGINT, SIGTERM and SIGHUP in place of their handlers, as long as it is entered.
 
     A signal that is ignored stays ignored (``nohup``). Outside the main thread, where Python hands no
@@ -35,7 +35,7 @@ class Inbox:
         except BlockingIOError:
             return []
 
-    def __enter__(self) -> Inbox:
+    def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
             self._former_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             for number in _ASKED_TO_END:

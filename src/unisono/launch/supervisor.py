@@ -27,8 +27,8 @@ from unisono.errors import InvalidInput, RunFailed, WorkerFailed
 from unisono.launch import failure, process
 from unisono.launch.failure import Failure
 from unisono.launch.forkserver import Forkserver
-from unisono.launch.restart_policy import NoRestart, RestartPolicy, Verdict
-from unisono.launch.signals import Inbox
+from unisono.launch.restart_policy import NoRestart, RestartPolicy, RestartVerdict
+from unisono.launch.signals import SignalInbox
 from unisono.launch.stop_request import STOP, Interrupted
 from unisono.launch.worker_handle import WorkerHandle
 from unisono.launch.worker_main import WorkerSpec
@@ -76,7 +76,7 @@ class WorkerSupervisor:
     def __init__(
         self,
         server: Forkserver,
-        inbox: Inbox,
+        inbox: SignalInbox,
         beside: Iterable[EventSource],
         on_message: OnMessage,
         stop_seconds: float,
@@ -228,7 +228,7 @@ class WorkerSupervisor:
         elif not (member.returned and status == 0):
             self._fail(what)
 
-    def _carry_out(self, member: WorkerHandle, verdict: Verdict) -> None:
+    def _carry_out(self, member: WorkerHandle, verdict: RestartVerdict) -> None:
         if verdict.words:
             self._on_message(member.rank, {"kind": "notice", "text": verdict.words})
         if verdict.cause is not None:

@@ -23,7 +23,7 @@ from typing import Any
 from setproctitle import setproctitle
 
 from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFailed, RunFailed, Unlike
-from unisono.launch.cluster_environment import Identity
+from unisono.launch.cluster_environment import WorkerIdentity
 from unisono.launch.stop_request import Interrupted, StopRequest
 from unisono.launch.terminal import attach, refuse
 from unisono.observe.user_frames import raised_at
@@ -80,7 +80,7 @@ class ReportChannel:
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerContext:
     """What a target is called with, before its own arguments.
 
     Args:
@@ -90,7 +90,7 @@ class Worker:
         name: that no other process of the run ever has; empty where nobody replaces workers.
     """
 
-    identity: Identity
+    identity: WorkerIdentity
     report: Callable[[Mapping[str, Any]], None]
     stop: StopRequest
     name: str = ""
@@ -105,7 +105,7 @@ def main(order: WorkerSpec, rendezvous: str, channel: int, payload: int, *termin
         payload: descriptor of the pickled arguments, written by the launcher into anonymous memory.
         terminal: descriptors of the launcher's input and output, for a worker that may read from there.
     """
-    identity = Identity(order.rank, order.size, order.rank, order.size, rendezvous, "unisono")
+    identity = WorkerIdentity(order.rank, order.size, order.rank, order.size, rendezvous, "unisono")
     report = ReportChannel(socket.socket(fileno=channel))
     try:
         _settle_in(order, identity)
@@ -113,7 +113,7 @@ def main(order: WorkerSpec, rendezvous: str, channel: int, payload: int, *termin
             attach(order.terminal, list(terminal), lambda: report.ask({"kind": "breakpoint"}))
         else:
             refuse(order.rank)
-        worker = Worker(identity, report, StopRequest(leaves=bool(order.worker)).listen(), order.worker)
+        worker = WorkerContext(identity, report, StopRequest(leaves=bool(order.worker)).listen(), order.worker)
         report.send("result", _call(_resolve(order.target), worker, _arguments(payload)))
         status = 0
     except BaseException as error:  # whatever it is, the launcher has to know
@@ -124,7 +124,7 @@ def main(order: WorkerSpec, rendezvous: str, channel: int, payload: int, *termin
     return status
 
 
-def _settle_in(order: WorkerSpec, identity: Identity) -> None:
+def _settle_in(order: WorkerSpec, identity: WorkerIdentity) -> None:
     setproctitle(f"{order.name} worker {order.worker or order.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect(order.log)
@@ -162,7 +162,7 @@ def _arguments(payload: int) -> tuple[Any, ...]:
     return arguments
 
 
-def _call(target: Callable[..., Any], worker: Worker, arguments: tuple[Any, ...]) -> Any:
+def _call(target: Callable[..., Any], worker: WorkerContext, arguments: tuple[Any, ...]) -> Any:
     try:
         return target(worker, *arguments)
     except SystemExit as leave:

@@ -10,7 +10,7 @@ from unisono.layout.local_model import Stepping as Stepping
 from unisono.layout.local_model import WholeTensors as WholeTensors
 from unisono.layout.rank_mesh import MeshCoordinate as MeshCoordinate
 from unisono.layout.rank_mesh import RankMesh as RankMesh
-from unisono.layout.repeated_blocks import Compute as Compute
+from unisono.layout.repeated_blocks import BlockOptions as BlockOptions
 from unisono.layout.repeated_blocks import as_it_is as as_it_is
 from unisono.layout.repeated_blocks import blocks as blocks
 from unisono.layout.sample_batch import Sample as Sample

@@ -23,7 +23,7 @@ from unisono.layout.fsdp import Gathered, shard
 from unisono.layout.layout import Layout
 from unisono.layout.local_model import LocalModel, NoUnsharding, Unsharding, dense
 from unisono.layout.pipeline import Pipeline
-from unisono.layout.repeated_blocks import Compute, blocks
+from unisono.layout.repeated_blocks import BlockOptions, blocks
 from unisono.layout.sample_batch import Sample
 from unisono.layout.stage_split import costs_of, staged
 from unisono.layout.tensor import TensorPlan, apply, derive, given, refusal
@@ -61,7 +61,7 @@ class Spread:
 
 
 def spread(
-    model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, compute: Compute, *, measured: bool = True
+    model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, compute: BlockOptions, *, measured: bool = True
 ) -> Spread:
     """Change `model` in place.
 
@@ -113,7 +113,7 @@ def _shard(
     layout: Layout,
     mesh: DeviceMesh,
     row: DeviceMesh,
-    compute: Compute,
+    compute: BlockOptions,
     found: Calls,
     pipeline: Pipeline | None,
 ) -> Gathered:

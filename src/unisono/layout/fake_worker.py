@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from unisono.layout.local_model import LocalModel
 from unisono.layout.parallelize import mesh_of, outline
 from unisono.layout.rank_mesh import RankMesh
-from unisono.layout.repeated_blocks import Compute
+from unisono.layout.repeated_blocks import BlockOptions
 from unisono.layout.sample_batch import Sample
 from unisono.tensors.batch import mapped
 
@@ -49,7 +49,7 @@ def imagined(
     rank: int,
     sample: Sample,
     device: torch.device,
-    compute: Compute,
+    compute: BlockOptions,
     memory: bool,
 ) -> Iterator[Imagined]:
     """Worker `rank` of `places`; there must be no default process group.

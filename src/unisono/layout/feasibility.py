@@ -19,7 +19,7 @@ from unisono.layout.expert.find_experts import experts, mixtures
 from unisono.layout.layout import SCHEDULES, Layout
 from unisono.layout.pipeline import joints, split
 from unisono.layout.rank_mesh import RankMesh
-from unisono.layout.repeated_blocks import Compute
+from unisono.layout.repeated_blocks import BlockOptions
 from unisono.layout.sample_batch import Sample
 from unisono.layout.stage_split import given_to
 from unisono.layout.tensor import given, refusal
@@ -30,7 +30,7 @@ _TRIED_BYTES = 1 << 26  # a model with parameters of no more is tried out with i
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
-def check(build: Callable[[], nn.Module], places: RankMesh, sample: Sample, compute: Compute) -> nn.Module:
+def check(build: Callable[[], nn.Module], places: RankMesh, sample: Sample, compute: BlockOptions) -> nn.Module:
     """Refuse what `lay` would refuse on every worker, as far as shapes tell. Returns the model; where it is not built
     at once, without numbers.
 

@@ -20,7 +20,7 @@ from unisono.layout.deferred.tensor_slots import Slots, tie
 from unisono.layout.layout import AXES, Layout
 from unisono.layout.local_model import LocalModel
 from unisono.layout.rank_mesh import RankMesh
-from unisono.layout.repeated_blocks import Compute
+from unisono.layout.repeated_blocks import BlockOptions
 from unisono.layout.sample_batch import Sample
 from unisono.tensors.box import Box
 
@@ -33,7 +33,11 @@ def mesh_of(places: RankMesh, device_type: str) -> DeviceMesh:
 
 
 def lay(
-    build: Callable[[], nn.Module], layout: Layout, mesh: DeviceMesh, sample: Sample, compute: Compute | None = None
+    build: Callable[[], nn.Module],
+    layout: Layout,
+    mesh: DeviceMesh,
+    sample: Sample,
+    compute: BlockOptions | None = None,
 ) -> LocalModel:
     """This worker's part of the model that `build` builds, with the bits that it has on one device; all workers call it
     alike, with the same random state. The whole model is never in memory, but for a model that has to be.
@@ -45,7 +49,7 @@ def lay(
     Raises:
         InvalidInput: the model cannot be laid out so; names what cannot, and what to do.
     """
-    compute = compute or Compute()
+    compute = compute or BlockOptions()
     if layout.context > 1:  # it is tried out with its numbers
         model = build().to(mesh.device_type)
         without_padding = tried(model, sample, layout.context)
@@ -71,7 +75,7 @@ def outline(
     layout: Layout,
     mesh: DeviceMesh,
     sample: Sample,
-    compute: Compute,
+    compute: BlockOptions,
     shapes: Callable[[], AbstractContextManager[Any]],
 ) -> LocalModel:
     """What `lay` would give, of tensors that are made within ``shapes()``: zeros, where those have memory. Nothing is

@@ -24,7 +24,7 @@ def as_it_is(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Compute:
+class BlockOptions:
     """How a model computes, block by block; see `Config` for the first three.
 
     Args:

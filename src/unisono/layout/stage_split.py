@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.layout.layout import Layout
 from unisono.layout.pipeline import CutPoints, Pipeline, by_name, joints, measure, split, stages_of, worker_of
-from unisono.layout.repeated_blocks import Compute
+from unisono.layout.repeated_blocks import BlockOptions
 from unisono.layout.sample_batch import Sample
 from unisono.tensors.batch import to_device
 
@@ -36,7 +36,7 @@ def costs_of(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample)
 
 
 def staged(
-    model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, costs: list[float] | None, compute: Compute
+    model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, costs: list[float] | None, compute: BlockOptions
 ) -> Pipeline:
     """This worker's stages, where the user says or so that all take as long: by `costs`, or else by bytes.
 

@@ -1,6 +1,6 @@
 """Who is here: the protocol by which replicas agree on views, as two state machines without I/O, clock or chance."""
 
-from unisono.membership.agent import Abort as Abort
+from unisono.membership.agent import AbortView as AbortView
 from unisono.membership.agent import Action as Action
 from unisono.membership.agent import Agent as Agent
 from unisono.membership.agent import Exit as Exit

@@ -8,7 +8,7 @@ from unisono.membership.protocol import Heartbeat, StateVersion, View, ViewStatu
 
 
 @dataclass(frozen=True)
-class Abort:
+class AbortView:
     """Break off whatever is under way in the group of the view of this number."""
 
     view: int
@@ -27,7 +27,7 @@ class Exit:
     """The others go on without this worker, or there is nothing more to do: it may end."""
 
 
-Action = Abort | JoinView | Exit
+Action = AbortView | JoinView | Exit
 
 
 class Agent:
@@ -149,7 +149,7 @@ class Agent:
             if not past or self._aborted:
                 return []
             self._aborted = True
-            return [Abort(self.view.number)]
+            return [AbortView(self.view.number)]
         if over is ViewStatus.FOR_EVER or self._finished:
             return [Exit()]
         if over.at_once or not mine:

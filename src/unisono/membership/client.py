@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from unisono.errors import InvalidInput
-from unisono.membership.agent import Abort, Action, Agent, Exit, JoinView
+from unisono.membership.agent import AbortView, Action, Agent, Exit, JoinView
 from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import WordMessage
 from unisono.membership.protocol import CoordinatorAddress, StateVersion, View, ViewUpdate
@@ -228,7 +228,7 @@ class CoordinatorClient:
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Abort(number):
+                case AbortView(number):
                     self._view = None
                     self._abort(number)
                 case JoinView(view):

@@ -93,8 +93,8 @@ class DoingMessage(_Message):
 
 class BeatMessage(_Message):
     """See `Heartbeat`; `knows` and `knows_over` are the word that the worker heard last, `heard` the number of the
-    latest sentence; `doing` and `spent`, seconds by phase, are told now and then. Who `waits` is answered when there is news,
-    or the next beat is due."""
+    latest sentence; `doing` and `spent`, seconds by phase, are told now and then. Who `waits` is answered when there is
+    news, or the next beat is due."""
 
     worker: Name
     count: Count
@@ -183,8 +183,8 @@ class ChangeMessage(_Message):
 
 class WordMessage(_Message):
     """See `ViewUpdate`; with the seconds after which the coordinator wants to hear again, and what there is to tell
-    people: sentences that the worker has not heard, and the number of the latest. Without `view`: it is the one that the worker
-    said it knows, with the `change` if there is one."""
+    people: sentences that the worker has not heard, and the number of the latest. Without `view`: it is the one that
+    the worker said it knows, with the `change` if there is one."""
 
     view: ViewMessage | None
     change: ChangeMessage | None = None

@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Memory that workers compute in.
 
     Args:
@@ -25,13 +25,13 @@ class Memory:
     shared: bool
 
 
-def memory_of(device: torch.device) -> Memory:
+def memory_of(device: torch.device) -> DeviceMemory:
     """That of this machine, as far as this process may use it, or of its GPU."""
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        return Memory(found.name, found.total_memory, shared=False)
+        return DeviceMemory(found.name, found.total_memory, shared=False)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Memory("this machine", min([machine, *_limits()]), shared=True)
+    return DeviceMemory("this machine", min([machine, *_limits()]), shared=True)
 
 
 def _limits() -> list[int]:

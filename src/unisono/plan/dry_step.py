@@ -22,7 +22,7 @@ Outline = tuple[Tensor, ...]  # on the meta device
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEstimate:
     """What a worker does in a step.
 
     Args:
@@ -41,7 +41,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkerLoad:
     """What a worker has to do.
 
     Args:
@@ -59,7 +59,7 @@ class Work:
     arrives: Mapping[int, Outline]
 
 
-def rehearsed(worker: Imagined, work: Work) -> Step:
+def rehearsed(worker: Imagined, work: WorkerLoad) -> StepEstimate:
     """The step of `worker`.
 
     Raises:
@@ -69,7 +69,7 @@ def rehearsed(worker: Imagined, work: Work) -> Step:
     return _whole(worker, work) if worker.held.pipeline is None else _stages(worker, work)
 
 
-def _whole(worker: Imagined, work: Work) -> Step:
+def _whole(worker: Imagined, work: WorkerLoad) -> StepEstimate:
     """The first micro-batch, one of those like the second, and the last: where gradients are summed once per step, they
     send different things."""
     held, kept, sent = worker.held, SavedTensors(), Counter[CollectiveCall]()
@@ -87,10 +87,10 @@ def _whole(worker: Imagined, work: Work) -> Step:
                 held.gathering.backward(last)
                 found.backward()
         sent.update({message: count * times for message, count in messages.seen.items()})
-    return Step(activations, activations, _gathered(kept), sent, _gradients(worker))
+    return StepEstimate(activations, activations, _gathered(kept), sent, _gradients(worker))
 
 
-def _stages(worker: Imagined, work: Work) -> Step:
+def _stages(worker: Imagined, work: WorkerLoad) -> StepEstimate:
     """Turn by turn, as the schedule has them."""
     pipeline = worker.held.pipeline
     order = turns(pipeline.schedule, pipeline.count, work.micro_batches, pipeline.group)
@@ -113,10 +113,10 @@ def _stages(worker: Imagined, work: Work) -> Step:
                 alive -= sizes[number, m]
             most = max(most, alive)
     activations = sum(max(size for (s, _), size in sizes.items() if s == number) for number in pipeline.stages)
-    return Step(activations, most, _gathered(kept), messages.seen, _gradients(worker))
+    return StepEstimate(activations, most, _gathered(kept), messages.seen, _gradients(worker))
 
 
-def _leaves(worker: Imagined, work: Work, stage: Stage, number: int) -> list[Tensor]:
+def _leaves(worker: Imagined, work: WorkerLoad, stage: Stage, number: int) -> list[Tensor]:
     """What leaves a stage for a micro-batch, or its loss."""
     arrived = [_there(worker, outline) for outline in work.arrives[number]]
     with work.autocast():
@@ -168,6 +168,6 @@ def between(arrives: Mapping[int, Outline], stages: Mapping[int, Any], count: in
     return found
 
 
-def with_messages(step: Step, more: Mapping[CollectiveCall, int]) -> Step:
+def with_messages(step: StepEstimate, more: Mapping[CollectiveCall, int]) -> StepEstimate:
     """`step`, which sends `more` too."""
     return replace(step, messages=Counter(step.messages) + Counter(more))

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from unisono.config import FIELDS, Config
-from unisono.launch import Worker
-from unisono.layout import Compute, RankMesh, Sample
+from unisono.launch import WorkerContext
+from unisono.layout import BlockOptions, RankMesh, Sample
 from unisono.layout.feasibility import check as check_model
 from unisono.run.resolve import settle
 from unisono.run.spec import TaskSource
@@ -19,7 +19,7 @@ from unisono.trainer.device import choose_device
 from unisono.trainer.optimizer_coupling import needs_wholes
 
 
-def check(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> None:
+def check(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` where the task of `source` cannot be trained under the layout of `settings`: what a worker
     is asked, before there are those that train."""
     task = source.load(FIELDS)
@@ -32,7 +32,7 @@ def check(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> No
 def check_task(task: Task, config: Config, places: RankMesh, sample: Sample) -> bool:
     """Raise `InvalidInput` where the model or the optimizer of `task` does not allow the layout of `config`. Returns
     `needs_wholes`."""
-    compute = Compute(config.precision, config.recompute, config.compile)
+    compute = BlockOptions(config.precision, config.recompute, config.compile)
     model = check_model(partial(model_of, task), places, sample, compute)
     dims = {p.dim() for p in model.parameters() if p.requires_grad}
     return needs_wholes(task.optimizer, dims, config.layout, choose_device(config.device, 0))

@@ -16,8 +16,8 @@ from torch import Tensor
 from unisono.config import FIELDS, Config
 from unisono.data import seed_compute, stream
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.launch import Worker
-from unisono.layout import Compute, RankMesh, Sample
+from unisono.launch import WorkerContext
+from unisono.layout import BlockOptions, RankMesh, Sample
 from unisono.layout.accounting import CollectiveCall
 from unisono.layout.deferred import record
 from unisono.layout.expert import standing_in
@@ -30,8 +30,8 @@ from unisono.layout.shape_propagation import Known
 from unisono.layout.shard_sizes import axes, sizes
 from unisono.layout.stage_split import given_to
 from unisono.notation import show
-from unisono.plan.device_memory import Memory, memory_of
-from unisono.plan.dry_step import Outline, Step, Work, between, rehearsed, with_messages
+from unisono.plan.device_memory import DeviceMemory, memory_of
+from unisono.plan.dry_step import Outline, StepEstimate, WorkerLoad, between, rehearsed, with_messages
 from unisono.plan.layout_check import check_task
 from unisono.plan.stepped import Stepped, optimizer_bytes
 from unisono.run.resolve import settle
@@ -114,7 +114,7 @@ class LayoutEstimate:
     micro_batches: int
     holdings: tuple[Holding, ...]
     notes: tuple[str, ...]
-    memory: Memory
+    memory: DeviceMemory
 
     def mapping(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -124,7 +124,7 @@ class LayoutEstimate:
         return found
 
 
-def answer(worker: Worker, source: TaskSource, settings: Mapping[str, Any]) -> dict[str, Any]:
+def answer(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`foretell`, asked of a process of its own; the fields of a `LayoutEstimate`."""
     task = source.load(FIELDS)
     return foretell(task, settle(task, settings)).mapping()
@@ -148,7 +148,7 @@ def foretell(task: Task, config: Config) -> LayoutEstimate:
     if places.layout.pipeline > 1:
         cuts, arrives = _arrivals(task, batch, places, sample)
         places = RankMesh(replace(places.layout, cuts=cuts), places.workers)
-    work = Work(replace(task, loss=within(autocast, task.loss)), batch, len(feed.mine), autocast, arrives)
+    work = WorkerLoad(replace(task, loss=within(autocast, task.loss)), batch, len(feed.mine), autocast, arrives)
     notes: list[str] = []
     holdings: list[Holding] = []
     for at in range(places.layout.pipeline):
@@ -165,7 +165,7 @@ def foretell(task: Task, config: Config) -> LayoutEstimate:
 
 
 def _imagine(
-    task: Task, config: Config, places: RankMesh, rank: int, sample: Sample, device: torch.device, work: Work,
+    task: Task, config: Config, places: RankMesh, rank: int, sample: Sample, device: torch.device, work: WorkerLoad,
     notes: list[str], whole: bool,
 ) -> list[Holding]:  # fmt: skip
     """Without memory if that can be, else with it.
@@ -173,7 +173,7 @@ def _imagine(
     Args:
         whole: whether the optimizer steps tensors whole that are cut.
     """
-    build, compute = partial(model_of, task), Compute(config.precision, config.recompute)
+    build, compute = partial(model_of, task), BlockOptions(config.precision, config.recompute)
     try:
         with imagined(build, places, rank, sample, device, compute, memory=False) as worker:
             return _holdings(task, config, places, rank, worker, work, whole)
@@ -192,7 +192,7 @@ def _imagine(
 
 
 def _holdings(
-    task: Task, config: Config, places: RankMesh, rank: int, worker: Imagined, work: Work, whole: bool
+    task: Task, config: Config, places: RankMesh, rank: int, worker: Imagined, work: WorkerLoad, whole: bool
 ) -> list[Holding]:
     """Of all workers at the same place of the pipeline as `rank`."""
     held, step = worker.held, rehearsed(worker, work)
@@ -212,7 +212,7 @@ def _holdings(
 
 
 def _holding(
-    task: Task, places: RankMesh, rank: int, worker: Imagined, step: Step, parts: Mapping[str, tuple[int, ...]],
+    task: Task, places: RankMesh, rank: int, worker: Imagined, step: StepEstimate, parts: Mapping[str, tuple[int, ...]],
     stepped: Stepped, workers: list[int],
 ) -> Holding:  # fmt: skip
     leaves, step = worker.held.leaves, with_messages(step, Counter(stepped.messages))
@@ -250,7 +250,7 @@ def _arrivals(task: Task, batch: Any, places: RankMesh, sample: Sample) -> tuple
     return tuple(stages.cuts), found
 
 
-def _crossing(places: RankMesh, rank: int, held: Any, work: Work) -> Counter[CollectiveCall]:
+def _crossing(places: RankMesh, rank: int, held: Any, work: WorkerLoad) -> Counter[CollectiveCall]:
     pipeline, row = held.pipeline, places.along(rank, "pipeline")
     on = partial(worker_of, pipeline.schedule, len(row), pipeline.count)
     found = between(work.arrives, pipeline.stages, pipeline.count, work.micro_batches, on, row.__getitem__)

@@ -17,10 +17,10 @@ from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import (
     ElasticOptions,
     Forkserver,
-    Identity,
     Interrupted,
     StopRequest,
-    Worker,
+    WorkerContext,
+    WorkerIdentity,
     ask,
     claim,
     identity_here,
@@ -218,7 +218,7 @@ def _ask(target: str, source: TaskSource, settings: Mapping[str, Any], server: F
 
 
 def _be_worker(
-    identity: Identity,
+    identity: WorkerIdentity,
     source: TaskSource,
     settings: Mapping[str, Any],
     began: float,
@@ -236,7 +236,7 @@ def _be_worker(
         )
     settings = {**with_earlier(settings), "workers": identity.size}
     with contextlib.closing(StopRequest()) as stop:
-        worker = Worker(identity, lambda message: on_message(identity.rank, message), stop)
+        worker = WorkerContext(identity, lambda message: on_message(identity.rank, message), stop)
         result = work(worker, RunSpec(source, settings, None, began))
     if result is None:
         return None

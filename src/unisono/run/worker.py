@@ -42,7 +42,7 @@ from unisono.elastic.snapshot import Snapshot
 from unisono.elastic.state_transfer import Parts, Progress, describe, digest_of, take_over
 from unisono.elastic.trait_check import Traits
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, Diverged, InvalidInput, RunFailed
-from unisono.launch import Worker, claim
+from unisono.launch import WorkerContext, claim
 from unisono.launch.lock import Holder, held
 from unisono.launch.process import age_seconds
 from unisono.layout import AXES, SIDE_BY_SIDE, LocalModel, RankMesh, WholeTensors
@@ -66,7 +66,7 @@ from unisono.trainer.traits import of_config, of_data, of_model, of_optimizer, o
 log = logging.getLogger("unisono")
 
 
-def work(worker: Worker, order: RunSpec) -> dict[str, Any] | None:
+def work(worker: WorkerContext, order: RunSpec) -> dict[str, Any] | None:
     """Train as one of the workers of a run; returns the fields of a `Result`, or None from a worker that left while
     the others went on."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -75,7 +75,7 @@ def work(worker: Worker, order: RunSpec) -> dict[str, Any] | None:
         return _work(worker, order)
 
 
-def _work(worker: Worker, order: RunSpec) -> dict[str, Any] | None:
+def _work(worker: WorkerContext, order: RunSpec) -> dict[str, Any] | None:
     task = with_data(order.source.load())
     config = settle(task, order.settings)
     if config.remove_slower_than and not order.contact and worker.identity.size > 1:
@@ -113,7 +113,7 @@ class WorkerRun:
         trained: steps that were taken here; `step_seconds` each.
     """
 
-    worker: Worker
+    worker: WorkerContext
     order: RunSpec
     task: Task
     config: Config
@@ -484,7 +484,7 @@ def _writer(
     return writer
 
 
-def _recorder(worker: Worker, comm: Communicator, path: Path, step_seconds: float) -> Recorder:
+def _recorder(worker: WorkerContext, comm: Communicator, path: Path, step_seconds: float) -> Recorder:
     """Worker 0 records; the others have nothing to add that it does not know."""
     if comm.rank != 0:
         return NullRecorder()
@@ -510,13 +510,13 @@ def _write_down(
         record.event("start", workers=comm.size, first_step=reached.steps, config=config.mapping())
 
 
-def _notice(worker: Worker, words: str) -> None:
+def _notice(worker: WorkerContext, words: str) -> None:
     """Show a sentence about this worker alone."""
     log.warning(words)
     worker.report({"kind": "notice", "text": f"worker {worker.name or worker.identity.rank}: {words}"})
 
 
-def _teller(worker: Worker, comm: Communicator, record: Recorder) -> Callable[[Event], None]:
+def _teller(worker: WorkerContext, comm: Communicator, record: Recorder) -> Callable[[Event], None]:
     def tell(event: Event) -> None:
         log.info(event.words)
         if event.kind == "failed":

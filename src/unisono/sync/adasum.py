@@ -16,11 +16,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono.compress import Compressor, Mean, Memory, Span, Wire
+from unisono.compress import CollectiveVerbs, Compressor, CompressorMemory, Mean, Span
 
 
 def adasum(
-    compress: Compressor, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype
+    compress: Compressor,
+    total: Tensor,
+    spans: Sequence[Span],
+    comm: CollectiveVerbs,
+    memory: CompressorMemory,
+    dtype: torch.dtype,
 ) -> Mean:
     """In place of `Compressor.mean`: everybody gathers everybody's message and folds the same tree, so it costs
     ``n - 1`` messages per worker.

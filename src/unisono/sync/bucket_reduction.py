@@ -12,15 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator, Hierarchy
-from unisono.compress import Buffered, Cast, Compressor, Mean, Memory, Span, Wire, views
+from unisono.compress import Buffered, Cast, CollectiveVerbs, Compressor, CompressorMemory, Mean, Span, views
 from unisono.sync.buckets import Cut, cut, gaps, pack, refused, unpack
 from unisono.sync.pending_mean import PendingMean
 
-How = Callable[[Compressor, Tensor, Sequence[Span], Wire, Memory, torch.dtype], Mean]
+How = Callable[[Compressor, Tensor, Sequence[Span], CollectiveVerbs, CompressorMemory, torch.dtype], Mean]
 
 
 def mean(
-    compress: Compressor, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype
+    compress: Compressor,
+    total: Tensor,
+    spans: Sequence[Span],
+    comm: CollectiveVerbs,
+    memory: CompressorMemory,
+    dtype: torch.dtype,
 ) -> Mean:
     """The mean as the compressor takes it."""
     return compress.mean(total, spans, comm, memory, dtype)
@@ -31,7 +36,12 @@ def by_tiers(tiers: Hierarchy, how: How) -> How:
     once per host."""
 
     def steps(
-        compress: Compressor, total: Tensor, spans: Sequence[Span], comm: Wire, memory: Memory, dtype: torch.dtype
+        compress: Compressor,
+        total: Tensor,
+        spans: Sequence[Span],
+        comm: CollectiveVerbs,
+        memory: CompressorMemory,
+        dtype: torch.dtype,
     ) -> Mean:
         summed = yield tiers.within.sum(total)
         if tiers.between is None:
@@ -243,7 +253,7 @@ class Bucket:
     ) -> None:
         self.cut, self._tail, self._tiers, self._how = plan, tail, tiers, how
         self._comm, self._lane = comm, lane
-        self.memory = Memory()
+        self.memory = CompressorMemory()
         self.total = (tiers.within if tiers else comm).allocate(
             plan.numel + tail, plan.compress.total_dtype(plan.dtype)
         )

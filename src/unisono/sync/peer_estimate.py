@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono.compress import Memory
+from unisono.compress import CompressorMemory
 from unisono.sync.buckets import Cut
 
 _ALIGN = 16  # bytes: where a message of any dtype may begin
@@ -78,7 +78,7 @@ class _Bucket:
     """One bucket of a likeness."""
 
     def __init__(self, plan: Cut, start: Tensor) -> None:
-        self.plan, self._memory = plan, Memory()
+        self.plan, self._memory = plan, CompressorMemory()
         self._keeps = plan.compress.keeps(plan.dtype)
         self.held = start[:0] if self._keeps else start.clone()
         self.scale = self.fidelity = 1.0

@@ -26,7 +26,7 @@ from unisono.elastic.control_word import NUMBERS
 from unisono.elastic.presence import Presence, Unchanging
 from unisono.elastic.snapshot import Snapshot
 from unisono.errors import InvalidInput
-from unisono.layout import AXES, CUTTING, Compute, LocalModel, RankMesh, Sample, as_it_is, blocks, compiled
+from unisono.layout import AXES, CUTTING, BlockOptions, LocalModel, RankMesh, Sample, as_it_is, blocks, compiled
 from unisono.notation import show
 from unisono.observe import ActivityTracker, NullTracker, Recorder
 from unisono.sync import AllReduce
@@ -124,7 +124,7 @@ def build(
     """
     lane = comm.lane("batchnorm") if config.sync_batchnorm else None
     change = partial(synchronize_batchnorm, comm=lane) if lane else as_it_is
-    compute = Compute(config.precision, config.recompute, config.compile, _compiled_whole(config), change)
+    compute = BlockOptions(config.precision, config.recompute, config.compile, _compiled_whole(config), change)
     seed_compute(stream(config.seed, 0, 0, "init"))
     if mesh is not None and sample is not None:
         from unisono.layout.parallelize import lay  # imports more of torch than others need

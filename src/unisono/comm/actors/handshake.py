@@ -35,7 +35,7 @@ class Untrusted(ConnectionError):
 
 
 @dataclass(frozen=True)
-class Terms:
+class ConnectionTerms:
     """What both ends keep to from now on; the server says it."""
 
     largest_bytes: int
@@ -47,7 +47,7 @@ class Trusted:
     """A connection after the handshake, as one end sees it."""
 
     wire: socket.socket
-    terms: Terms
+    terms: ConnectionTerms
     incoming: Direction
     outgoing: Direction
 
@@ -65,7 +65,7 @@ def claim(token: bytes, challenged: bytes, sender: int, actor: int) -> bytes:
     return said + _proof(token, b"client", challenged + said)
 
 
-def judge(token: bytes, challenged: bytes, claimed: bytes, actor: int, terms: Terms) -> tuple[int, bytes]:
+def judge(token: bytes, challenged: bytes, claimed: bytes, actor: int, terms: ConnectionTerms) -> tuple[int, bytes]:
     """The client's number, and what the server answers. Raises `Untrusted`."""
     said, proof = claimed[:-_PROOF_BYTES], claimed[-_PROOF_BYTES:]
     if not hmac.compare_digest(proof, _proof(token, b"client", challenged + said)):
@@ -77,7 +77,7 @@ def judge(token: bytes, challenged: bytes, claimed: bytes, actor: int, terms: Te
     return sender, said + _proof(token, b"server", challenged + claimed + said)
 
 
-def admitted(wire: socket.socket, token: bytes, said: bytes, terms: Terms) -> Trusted:
+def admitted(wire: socket.socket, token: bytes, said: bytes, terms: ConnectionTerms) -> Trusted:
     """The server's end of `wire`, once challenge and claim, `said`, were found to be right."""
     incoming, outgoing = _directions(token, said, terms.protection)
     return Trusted(wire, terms, incoming, outgoing)
@@ -97,7 +97,7 @@ def introduce(wire: socket.socket, token: bytes, sender: int, actor: int) -> Tru
     if not hmac.compare_digest(proof, _proof(token, b"server", challenged + claimed + said)):
         raise Untrusted("it does not know this run's token")
     largest_bytes, protection = _TERMS.unpack(said)
-    terms = Terms(largest_bytes, Protection(protection))
+    terms = ConnectionTerms(largest_bytes, Protection(protection))
     if terms.protection is Protection.NONE and wire.family != socket.AF_UNIX:
         raise Untrusted("it was reached by its local name from another host or user")
     outgoing, incoming = _directions(token, challenged + claimed, terms.protection)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unisono.comm.actors import handshake as trust
-from unisono.comm.actors.handshake import Terms, Trusted, Untrusted
+from unisono.comm.actors.handshake import ConnectionTerms, Trusted, Untrusted
 from unisono.comm.actors.protection import Protection
 
 LOG = logging.getLogger("unisono")
@@ -113,7 +113,10 @@ class ActorListener:
         self._doors, self._welcome = list(doors), welcome
         self._token, self._actor = token, actor
         over_network = Protection.ENCRYPTED if encrypted else Protection.AUTHENTICATED
-        self._nearby, self._distant = Terms(largest_bytes, Protection.NONE), Terms(largest_bytes, over_network)
+        self._nearby, self._distant = (
+            ConnectionTerms(largest_bytes, Protection.NONE),
+            ConnectionTerms(largest_bytes, over_network),
+        )
         self._visitors: dict[socket.socket, _Visitor] = {}  # in the order in which they came
         self._turned_away = 0
         self._selector = selectors.DefaultSelector()
@@ -199,7 +202,7 @@ class ActorListener:
         except OSError as error:
             self._turn_away(visitor, str(error))
 
-    def _let_in(self, visitor: _Visitor, sender: int, proof: bytes, terms: Terms) -> None:
+    def _let_in(self, visitor: _Visitor, sender: int, proof: bytes, terms: ConnectionTerms) -> None:
         self._forget(visitor)
         visitor.wire.setblocking(True)
         try:

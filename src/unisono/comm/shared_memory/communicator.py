@@ -37,7 +37,7 @@ from unisono.comm import header_record as record
 from unisono.comm.actors.services import Hosting
 from unisono.comm.operation_queue import Blocked, Family, Operation, OperationQueue, Steps
 from unisono.comm.shared_memory.memfd import MemoryUnavailable, create, open_of, pages
-from unisono.comm.shared_memory.memory_map import HALF_BYTES, RING, SharedMemoryMap, Slice
+from unisono.comm.shared_memory.memory_map import HALF_BYTES, RING, BufferSlice, SharedMemoryMap
 from unisono.comm.shared_memory.peer_processes import PeerProcesses
 from unisono.errors import CommunicationError, PeerLost
 from unisono.system.backoff import Backoff
@@ -89,7 +89,7 @@ class SharedMemory(OperationQueue):
         self._turn = 0
         self._sequence = 0
         self._allocations: list[Tensor] = []
-        self._slices: dict[tuple[int, int, torch.dtype, torch.dtype], Slice] = {}
+        self._slices: dict[tuple[int, int, torch.dtype, torch.dtype], BufferSlice] = {}
         self._halves: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
 
     # The verbs.
@@ -228,7 +228,7 @@ class SharedMemory(OperationQueue):
 
     # What each verb does in its rounds.
 
-    def _sum_in_place(self, head: bytes, x: Tensor, part: Slice) -> Steps[Tensor]:
+    def _sum_in_place(self, head: bytes, x: Tensor, part: BufferSlice) -> Steps[Tensor]:
         turn = self._turn + 1
         yield from self._until(self._done, turn - RING, released=False)
         self._post(turn, head)
@@ -409,7 +409,7 @@ class SharedMemory(OperationQueue):
             self._halves[dtype] = even, odd
         return self._halves[dtype]
 
-    def _slice_of(self, x: Tensor, dtype: torch.dtype) -> Slice | None:
+    def _slice_of(self, x: Tensor, dtype: torch.dtype) -> BufferSlice | None:
         """What to add up where `x` lies in allocated memory, and has room for the sum as `dtype`; a part of an
         allocated tensor will do."""
         key = x.data_ptr(), x.numel(), x.dtype, dtype
@@ -422,7 +422,9 @@ class SharedMemory(OperationQueue):
             if 0 <= offset < stride and x.is_contiguous():
                 *buffers, room = (memory[owner * stride + offset :][: x.nbytes] for owner in range(self.size + 1))
                 result = room[: x.numel() * dtype.itemsize].view(dtype)
-                self._slices[key] = Slice([b.view(x.dtype) for b in buffers], result, self.rank, (index << 40) + offset)
+                self._slices[key] = BufferSlice(
+                    [b.view(x.dtype) for b in buffers], result, self.rank, (index << 40) + offset
+                )
                 return self._slices[key]
         return None
 

@@ -57,7 +57,7 @@ class SharedMemoryMap:
         return self._mail + (2 * rank + turn % 2) * HALF_BYTES
 
 
-class Slice:
+class BufferSlice:
     """One worker's part in the sum of an allocated tensor: a slice of everybody's buffer, and of the result.
 
     `place` says where in which allocation the tensor lies, so that peers can be seen to mean the same one.

@@ -38,7 +38,7 @@ class SimulatedContext(Clock, Protocol):
         """Whether even what worker `rank` has sent is lost."""
 
 
-class Service:
+class SimulatedService:
     """The actors that one `host` or `serve` has made; actor *i* stands and falls with worker ``i % size``."""
 
     def __init__(self, world: SimulatedContext, count: int, size: int, name: str, served: bool) -> None:
@@ -72,7 +72,9 @@ class Service:
 class VirtualActor:
     """An actor at its virtual host."""
 
-    def __init__(self, service: Service, number: int, make: Callable[[], Actor], station: SimulatedHost) -> None:
+    def __init__(
+        self, service: SimulatedService, number: int, make: Callable[[], Actor], station: SimulatedHost
+    ) -> None:
         self.service, self.number, self.station, self.world = service, number, station, service.world
         self.name = f"{service.name} {number}"
         self.rank = number % service.size

@@ -20,7 +20,7 @@ from unisono.comm.actor import Actor, ActorConnection
 from unisono.comm.actors.process import load
 from unisono.comm.communicator import Header
 from unisono.comm.link_model import Link
-from unisono.comm.simulated.actors import Service
+from unisono.comm.simulated.actors import SimulatedService
 from unisono.comm.simulated.host import SimulatedHost
 from unisono.comm.simulated.virtual_clock import VirtualScheduler
 from unisono.comm.simulated.virtual_work import VirtualWork
@@ -84,7 +84,7 @@ class SimulatedWorld:
         self.failures: list[BaseException] = []
         self.bytes_sent = [0] * size
         self.stations = [SimulatedHost(each, rank) for rank, each in enumerate(self.links)]
-        self._services: dict[tuple[_Lane, int], Service] = {}
+        self._services: dict[tuple[_Lane, int], SimulatedService] = {}
         self._gone: dict[int, str] = {}  # starts nothing more, and why
         self._lost: set[int] = set()  # those of them whose messages under way are lost too
         self._messages: dict[tuple[_Lane, int], _Collective] = {}
@@ -133,10 +133,10 @@ class SimulatedWorld:
             if actor:
                 actor.end(detail)
 
-    def service(self, path: _Lane, sequence: int, count: int, served: bool) -> Service:
+    def service(self, path: _Lane, sequence: int, count: int, served: bool) -> SimulatedService:
         """The `sequence`-th `host` or `serve` of a lane; all workers meet in it."""
         name = "server" if served else "actor of worker"
-        return self._services.setdefault((path, sequence), Service(self, count, self.size, name, served))
+        return self._services.setdefault((path, sequence), SimulatedService(self, count, self.size, name, served))
 
     def is_lost(self, rank: int) -> bool:
         """Whether even what worker `rank` has sent is lost."""
@@ -421,11 +421,11 @@ class Simulated:
         if not self.path:
             self.world.leave(self.rank, "it has closed its communicator")
 
-    def _service(self, count: int, served: bool) -> Service:
+    def _service(self, count: int, served: bool) -> SimulatedService:
         self._services += 1
         return self.world.service(self.path, self._services, count, served)
 
-    def _lines(self, service: Service) -> list[ActorConnection]:
+    def _lines(self, service: SimulatedService) -> list[ActorConnection]:
         """When everybody's actors are there, after which nobody meets one that has not met its colleagues."""
         self.gather(torch.zeros(1)).wait()
         return service.lines(self.rank, self.world.stations[self.rank])

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Asked(TorchDispatchMode):
+class DataDependence(TorchDispatchMode):
     """While it is on, notes what is asked of tensors that depend on `weights`.
 
     Attributes:

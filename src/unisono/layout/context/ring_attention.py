@@ -23,7 +23,7 @@ from unisono.layout.context.sequence_split import SequenceSplit
 
 
 @dataclass(frozen=True)
-class Block:
+class KeyBlock:
     """Queries that look at some keys of one worker: rows of the local queries, and keys up to `stop`."""
 
     rows: slice
@@ -55,14 +55,14 @@ class _Plan:
     split: SequenceSplit
     peers: Peers
 
-    def blocks(self, peer: int, device: torch.device) -> Iterator[Block]:
+    def blocks(self, peer: int, device: torch.device) -> Iterator[KeyBlock]:
         if not self.is_causal:
-            yield Block(slice(0, self.split.local), self.split.local, self._columns(peer))
+            yield KeyBlock(slice(0, self.split.local), self.split.local, self._columns(peer))
             return
         for (start, end), stop, ends_here in self.split.visible(self.peers.rank, peer):
             size = end - start
             triangle = torch.ones(size, stop, dtype=torch.bool, device=device).tril(stop - size) if ends_here else None
-            yield Block(slice(start, end), stop, triangle)
+            yield KeyBlock(slice(start, end), stop, triangle)
 
     def _columns(self, peer: int) -> Tensor | None:
         return None if self.mask is None else self.split.part(self.mask, -1, peer)
@@ -133,7 +133,7 @@ def _unpack(packet: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     return packet[: key.numel()].view(key.shape), packet[key.numel() :].view(value.shape)
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, block: KeyBlock, scale: float) -> tuple[Tensor, Tensor]:
     """What a block's queries make of its keys alone, and the log of the sum of the exponentials of their scores."""
     scores = _scores(query, key, block, scale)
     lse = scores.logsumexp(-1)
@@ -141,7 +141,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: flo
     return _unfold(_fold(weights, key) @ value[..., : block.stop, :].to(weights.dtype), lse), lse
 
 
-def _merge(out: Tensor, lse: Tensor, block: Block, new: Tensor, new_lse: Tensor) -> None:
+def _merge(out: Tensor, lse: Tensor, block: KeyBlock, new: Tensor, new_lse: Tensor) -> None:
     """Take a block's result into `out`, each weighted by the exponentials behind it."""
     old = lse[..., block.rows]
     both = torch.logaddexp(old, new_lse)
@@ -151,8 +151,8 @@ def _merge(out: Tensor, lse: Tensor, block: Block, new: Tensor, new_lse: Tensor)
 
 
 def _backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float,
-    of_query: Tensor, of_key: Tensor, of_value: Tensor,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, delta: Tensor, block: KeyBlock,
+    scale: float, of_query: Tensor, of_key: Tensor, of_value: Tensor,
 ) -> None:  # fmt: skip
     """Add a block's part of the gradients to the last three (Dao et al. 2022, appendix B.4)."""
     rows, stop, wide = block.rows, block.stop, lse.dtype
@@ -166,7 +166,7 @@ def _backward(
     of_key[..., :stop, :] += of_scores.transpose(-1, -2) @ _fold(query[..., rows, :].to(wide), key)
 
 
-def _scores(query: Tensor, key: Tensor, block: Block, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, block: KeyBlock, scale: float) -> Tensor:
     wide = torch.promote_types(query.dtype, torch.float32)
     mine = query[..., block.rows, :]
     seen = key[..., : block.stop, :].to(wide).transpose(-1, -2)

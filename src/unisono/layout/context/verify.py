@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from unisono.errors import InvalidInput
-from unisono.layout.context.data_dependence import Asked
+from unisono.layout.context.data_dependence import DataDependence
 from unisono.layout.context.function_mode import attending
 from unisono.layout.context.padding import Inputs, unmasked
 from unisono.layout.context.sequence_batch import length, part_loss, share, take
@@ -116,7 +116,7 @@ class _Trial:
         split, model = self.split, self.model
         sample, keys = unmasked(self.sample, self.inputs, split.length)
         parts = [take(sample, split, r, self.dim) for r in range(split.size)]
-        idents, asked = [0] * split.size, [Asked(model.parameters()) for _ in range(split.size + 1)]
+        idents, asked = [0] * split.size, [DataDependence(model.parameters()) for _ in range(split.size + 1)]
 
         def member(peers: ThreadedGroup) -> Any:
             idents[peers.rank] = threading.get_ident()

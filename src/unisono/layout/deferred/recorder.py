@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from unisono.layout.deferred.operator_traits import Traits, traits
 from unisono.layout.deferred.replay import last_draws, replay
 from unisono.layout.deferred.rng_draws import Draws
-from unisono.layout.deferred.tape import Draw, Operation, Outline, Tape, TensorView, leaves, replaced
+from unisono.layout.deferred.tape import Draw, Outline, Tape, TapeOperation, TensorView, leaves, replaced
 from unisono.layout.deferred.tensor_slots import emptied
 
 _SMALL_BYTES = 1 << 16  # what was read and is not larger is kept, so that it need not be computed again
 _CPU = torch.device("cpu")
 
 
-class Refused(Exception):
+class NotDeferrable(Exception):
     """This build cannot be put off; the message says why."""
 
 
@@ -41,7 +41,7 @@ class TapeRecorder:
     def refuse(self, why: str) -> NoReturn:
         """Give up, even where the user's code catches all errors."""
         self.refusal = self.refusal or why
-        raise Refused(why)
+        raise NotDeferrable(why)
 
     def place(self, tensor: Tensor) -> TensorView | None:
         """Where a tensor lies, or None for one that is not of this recording."""
@@ -131,7 +131,7 @@ class TapeRecorder:
         if trait.has_device:
             kwargs["device"] = _CPU
         memory, dtype = (frozenset(reads), frozenset(writes)), torch.get_default_dtype()
-        self.tape.add(Operation(operator, args, kwargs, fresh, *memory, draw, dtype))
+        self.tape.add(TapeOperation(operator, args, kwargs, fresh, *memory, draw, dtype))
 
     def _places(self, trait: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         place = lambda value: self.place(value) if isinstance(value, Tensor) else value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from unisono.layout.deferred.replay_order import needed, schedule
-from unisono.layout.deferred.tape import Draw, Operation, Outline, Tape, TensorView, leaves, replaced
+from unisono.layout.deferred.tape import Draw, Outline, Tape, TapeOperation, TensorView, leaves, replaced
 
 Ends = Mapping[torch.Generator, Tensor | int]
 
@@ -114,7 +114,7 @@ def _blank(value: Any) -> Any:
     return value.blank("cpu") if isinstance(value, TensorView) else value
 
 
-def _touched(operation: Operation) -> frozenset[int]:
+def _touched(operation: TapeOperation) -> frozenset[int]:
     return operation.reads | operation.writes
 
 

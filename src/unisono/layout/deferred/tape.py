@@ -66,7 +66,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Operation:
+class TapeOperation:
     """One call; tensors among the arguments are given by their places.
 
     Args:
@@ -101,7 +101,7 @@ class Tape:
         states: generator states after drawing operations, as far as they became known.
     """
 
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[TapeOperation] = field(default_factory=list)
     storages: list[UntypedStorage] = field(default_factory=list)
     writers: list[list[int]] = field(default_factory=list)
     states: dict[int, Tensor] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Tape:
         self.writers.append([])
         return len(self.storages) - 1
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: TapeOperation) -> None:
         """Write down what was done next."""
         for storage in operation.writes:
             self.writers[storage].append(len(self.operations))
@@ -123,7 +123,7 @@ class Tape:
         place = TensorView(storage, torch.uint8, (content.nbytes(),), (1,), 0)
         value = torch.empty(0, dtype=torch.uint8).set_(content)
         copy, writes = torch.ops.aten.copy_.default, frozenset({storage})
-        self.add(Operation(copy, (place, value), {}, (None,), frozenset(), writes, None, torch.float32))
+        self.add(TapeOperation(copy, (place, value), {}, (None,), frozenset(), writes, None, torch.float32))
 
     def last_writer(self, storage: int, before: int) -> int | None:
         """The last operation before this one that wrote to the storage."""

@@ -18,7 +18,7 @@ def outline(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 
 
-class Wire:
+class StageLink:
     """Sends between the workers of `group`; `rank` counts within it."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

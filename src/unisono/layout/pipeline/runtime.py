@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
-from unisono.layout.pipeline.p2p import Wire, outline
+from unisono.layout.pipeline.p2p import StageLink, outline
 from unisono.layout.pipeline.preserved_state import undisturbed
 from unisono.layout.pipeline.rng_states import Generators
 from unisono.layout.pipeline.schedules import check, kind, possible, worker_of
@@ -137,7 +137,7 @@ class Pipeline:
         assert all(self._worker(s) == self._me for s in self.stages)
         self._generators = Generators(self.device)
         self._feed = _Feed(self.around, self.behind, self._generators)
-        self._wire = Wire(self.group, self.device)
+        self._wire = StageLink(self.group, self.device)
         self._ready: OrderedDict[Any, Any] = OrderedDict()
 
     @property

@@ -10,7 +10,7 @@ from unisono.errors import InvalidInput
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """What a schedule asks for.
 
     Args:
@@ -27,17 +27,17 @@ class Kind:
 
 
 SCHEDULES = {
-    "GPipe": Kind(pipelining.ScheduleGPipe, False, False, "GPipe"),
-    "1F1B": Kind(pipelining.Schedule1F1B, False, False, "GPipe"),
-    "Interleaved1F1B": Kind(pipelining.ScheduleInterleaved1F1B, True, False, "LoopedBFS"),
-    "LoopedBFS": Kind(pipelining.ScheduleLoopedBFS, True, False, "LoopedBFS"),
-    "InterleavedZeroBubble": Kind(pipelining.ScheduleInterleavedZeroBubble, True, False, "LoopedBFS"),
-    "ZBVZeroBubble": Kind(pipelining.ScheduleZBVZeroBubble, True, True, "ZBVZeroBubble"),
-    "DualPipeV": Kind(pipelining.ScheduleDualPipeV, True, True, "ZBVZeroBubble"),
+    "GPipe": ScheduleKind(pipelining.ScheduleGPipe, False, False, "GPipe"),
+    "1F1B": ScheduleKind(pipelining.Schedule1F1B, False, False, "GPipe"),
+    "Interleaved1F1B": ScheduleKind(pipelining.ScheduleInterleaved1F1B, True, False, "LoopedBFS"),
+    "LoopedBFS": ScheduleKind(pipelining.ScheduleLoopedBFS, True, False, "LoopedBFS"),
+    "InterleavedZeroBubble": ScheduleKind(pipelining.ScheduleInterleavedZeroBubble, True, False, "LoopedBFS"),
+    "ZBVZeroBubble": ScheduleKind(pipelining.ScheduleZBVZeroBubble, True, True, "ZBVZeroBubble"),
+    "DualPipeV": ScheduleKind(pipelining.ScheduleDualPipeV, True, True, "ZBVZeroBubble"),
 }
 
 
-def kind(schedule: str) -> Kind:
+def kind(schedule: str) -> ScheduleKind:
     """What the schedule of that name asks for. Raises `InvalidInput` where there is none."""
     if schedule not in SCHEDULES:
         raise InvalidInput("schedule", schedule, "no such schedule", f"choose one of {', '.join(SCHEDULES)}")

@@ -25,7 +25,7 @@ Unit = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SplitVerdict:
     """Whether a unit can be split.
 
     Args:
@@ -48,21 +48,21 @@ class SplitTrial:
     seen: Observed
     tried: dict[Any, str] = field(default_factory=dict)
 
-    def of(self, unit: Unit) -> Verdict:
+    def of(self, unit: Unit) -> SplitVerdict:
         """Whether `unit` can be split, and how."""
         if reason := self._impossible(unit):
-            return Verdict(reason)
+            return SplitVerdict(reason)
         if not set(unit.values()) & {ROW, *COLUMNS}:
             reasons = (self._differs(name, {name: word}, "") for name, word in unit.items())
-            return Verdict(next(filter(None, reasons), ""))
+            return SplitVerdict(next(filter(None, reasons), ""))
         scope = self.scope(unit)
         refused = []
         for treatment in TREATMENTS:
             reason = self._differs(scope, unit, treatment)
             if not reason:
-                return Verdict("", scope, treatment)
+                return SplitVerdict("", scope, treatment)
             refused.append(reason)
-        return Verdict(self._heads(unit, scope) or f"split over {self.degree}, {refused[0]}")
+        return SplitVerdict(self._heads(unit, scope) or f"split over {self.degree}, {refused[0]}")
 
     def scope(self, unit: Unit) -> str:
         """The innermost module that holds all of `unit` and is called as a function."""

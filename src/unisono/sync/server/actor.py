@@ -21,7 +21,7 @@ import torch
 from unisono.comm.actor import ActorConnection, ActorMessage, Answer
 from unisono.compress import Span
 from unisono.sync.server.shard import Shard, whole
-from unisono.sync.server.slice_state import Refused, ServerSlice, SliceSpec, Terms
+from unisono.sync.server.slice_state import MessageRefused, ServerSlice, ServerTerms, SliceSpec
 from unisono.sync.server.value_codec import read
 
 MOVED = ActorMessage("moved")
@@ -116,7 +116,7 @@ class ParameterServerActor:
             keeper.returned(token)
         shard = whole(message.fields, "shard")
         if shard not in self._shards:
-            raise Refused(f"shard {shard} is not here")
+            raise MessageRefused(f"shard {shard} is not here")
         if sender >= 0:
             self._serve(shard, sender, message, answer)
         else:
@@ -164,7 +164,7 @@ class ParameterServerActor:
     def _follow(self, shard: int, sender: int, message: ActorMessage, answer: Answer) -> None:
         """The server before this one passes on what it has taken."""
         if -1 - sender != self._before or shard != self._before or shard == self._own:
-            raise Refused(f"actor {-1 - sender} does not keep shard {shard}")
+            raise MessageRefused(f"actor {-1 - sender} does not keep shard {shard}")
         if shard in self._copying:
             answer(MOVED)
             return
@@ -180,9 +180,9 @@ def serve(number: int, config: Mapping[str, Any]) -> ParameterServerActor:
     return ParameterServerActor(number, config)
 
 
-def terms_of(written: Mapping[str, Any]) -> Terms:
+def terms_of(written: Mapping[str, Any]) -> ServerTerms:
     """The terms in a config."""
-    return Terms(**{**written, "compensate": read(written["compensate"])})
+    return ServerTerms(**{**written, "compensate": read(written["compensate"])})
 
 
 def lots_of(config: Mapping[str, Any]) -> dict[int, tuple[int, SliceSpec]]:

@@ -14,7 +14,7 @@ from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.sync.bucket_reduction import under
 from unisono.sync.server.client_slice import ClientSlice
-from unisono.sync.server.shard_client import Asked, ShardClient
+from unisono.sync.server.shard_client import ShardCall, ShardClient
 from unisono.sync.server.slice_optimizer import flat_as
 from unisono.sync.server.slices import Slice
 from unisono.sync.synchronizer import Share
@@ -194,7 +194,7 @@ class ServerClient:
             out.memory.load_state_dict(under(f"{out.number} of {len(self.outgoing)}", owed), out.plan.device)
 
     @torch.no_grad()
-    def _take_state(self, out: ClientSlice, looked: Asked) -> None:
+    def _take_state(self, out: ClientSlice, looked: ShardCall) -> None:
         """What a server's optimizer remembers of a slice goes into the local one, as if it had stepped."""
         answer = looked.wait()
         for (i, key, like), flat in zip(answer.fields["places"], answer.tensors[1:]):

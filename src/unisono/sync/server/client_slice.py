@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm.actor import ActorMessage
-from unisono.compress import Memory, views
+from unisono.compress import CompressorMemory, views
 from unisono.sync.buckets import refused
-from unisono.sync.server.shard_client import Asked, ShardClient
+from unisono.sync.server.shard_client import ShardCall, ShardClient
 from unisono.sync.server.slice_optimizer import Numbers
 from unisono.sync.server.slices import Slice
 from unisono.sync.server.weight_deltas import decoded
@@ -30,12 +30,12 @@ class ClientSlice:
 
     def __init__(self, number: int, plan: Slice, parameters: Mapping[str, nn.Parameter], to: ShardClient) -> None:
         self.number, self.plan, self._to = number, plan, to
-        self.memory = Memory()
+        self.memory = CompressorMemory()
         self._pieces = [piece.of(parameters[piece.span.name].detach()) for piece in plan.pieces]
         self.version = self.edition = 0
-        self.pushed: Asked | None = None
-        self.coming: Asked | None = None
-        self.leaving: Asked | None = None
+        self.pushed: ShardCall | None = None
+        self.coming: ShardCall | None = None
+        self.leaving: ShardCall | None = None
         self.applied = False
         self._allocate()
         self.begin()
@@ -81,7 +81,7 @@ class ClientSlice:
 
     def push(
         self, number: int, groups: Sequence[Numbers] = (), *, tick: int = 0, count: int = 1, scale: float = 1.0
-    ) -> Asked:
+    ) -> ShardCall:
         """Send what was added, and what earlier messages left out of it."""
         fields = {
             "slice": self.number, "number": number, "version": self.version, "used": self.seen,
@@ -125,7 +125,7 @@ class ClientSlice:
         for piece, part in zip(self._pieces, views(flat, self.plan.spans)):
             piece.copy_(part)
 
-    def init(self, optimizer_state: Mapping[str, Mapping[str, object]]) -> Asked:
+    def init(self, optimizer_state: Mapping[str, Mapping[str, object]]) -> ShardCall:
         """Send the weights and the optimizer's state for these pieces, for the first time."""
         places, state = [], []
         for i, (piece, own) in enumerate(zip(self.plan.pieces, self._pieces)):
@@ -138,11 +138,11 @@ class ClientSlice:
                 state.append(_as_it_lies(piece.of(tensor)) if like else tensor)
         return self._to.call("init", {"slice": self.number, "places": places}, [self.read(), *state])
 
-    def look(self, state: bool) -> Asked:
+    def look(self, state: bool) -> ShardCall:
         """Ask for the weights as they are, and perhaps the optimizer's state."""
         return self._to.call("look", {"slice": self.number, "state": int(state)})
 
-    def level(self) -> Asked:
+    def level(self) -> ShardCall:
         """The next `pull` is to give the weights as they are."""
         return self._to.call("level", {"slice": self.number})
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm.actor import ActorMessage
-from unisono.sync.server.slice_state import Push, Refused, ServerSlice, SliceSpec, Terms
+from unisono.sync.server.slice_state import MessageRefused, Push, ServerSlice, ServerTerms, SliceSpec
 from unisono.sync.server.weight_deltas import pays
 
 Reply = Callable[[ActorMessage, ServerSlice | None], None]
@@ -41,7 +41,7 @@ class Shard:
         lots: the slices of this shard, by their numbers.
     """
 
-    def __init__(self, terms: Terms, lots: Mapping[int, SliceSpec]) -> None:
+    def __init__(self, terms: ServerTerms, lots: Mapping[int, SliceSpec]) -> None:
         self._terms, self._lots = terms, lots
         self._keepers: dict[int, ServerSlice] = {}
         self._words: dict[int, dict[int, Tensor]] = {}
@@ -70,9 +70,9 @@ class Shard:
         and has then changed nothing."""
         handler = self._handlers.get(message.kind)
         if handler is None:
-            raise Refused(f"{message.kind!r} is none of {', '.join(self._handlers)}")
+            raise MessageRefused(f"{message.kind!r} is none of {', '.join(self._handlers)}")
         if not 0 <= worker < self._terms.workers:
-            raise Refused(f"worker {worker} is none of {self._terms.workers}")
+            raise MessageRefused(f"worker {worker} is none of {self._terms.workers}")
         self._received += 1
         self._waiting[self._received] = reply
         try:
@@ -100,10 +100,10 @@ class Shard:
     def _init(self, worker: int, message: ActorMessage, reply: Reply) -> None:
         number, lot = self._lot(message.fields)
         if number in self._keepers and self._keepers[number].begun:
-            raise Refused(f"slice {number} is in training already")
+            raise MessageRefused(f"slice {number} is in training already")
         places = message.fields.get("places")
         if not isinstance(places, list) or len(message.tensors) != 1 + len(places):
-            raise Refused("weights, and a tensor for each place, are due")
+            raise MessageRefused("weights, and a tensor for each place, are due")
         _check(message.tensors[0], lot.numel, lot.dtype)
         weights, *state = message.tensors
         self._keepers[number] = ServerSlice(lot, self._terms, weights, places, state)
@@ -124,9 +124,9 @@ class Shard:
         fields = message.fields
         used = fields.get("used")
         if not isinstance(used, list) or len(used) != len(lot.spans) or not all(isinstance(u, bool) for u in used):
-            raise Refused(f"used={used!r}: a truth value for each of {len(lot.spans)} pieces is due")
+            raise MessageRefused(f"used={used!r}: a truth value for each of {len(lot.spans)} pieces is due")
         if len(message.tensors) != any(used):
-            raise Refused(f"{len(message.tensors)} tensors for used={used!r}")
+            raise MessageRefused(f"{len(message.tensors)} tensors for used={used!r}")
         total = None
         if message.tensors:
             (said,) = message.tensors
@@ -140,7 +140,7 @@ class Shard:
         """What was heard of a round is remembered until no worker can ask for it again."""
         round_ = whole(message.fields, "round", 1)
         if len(message.tensors) != 1:
-            raise Refused(f"{len(message.tensors)} tensors; a control word is due")
+            raise MessageRefused(f"{len(message.tensors)} tensors; a control word is due")
         _check(message.tensors[0], self._terms.control, torch.float64)
         words = self._words.setdefault(round_, {})
         words[worker] = message.tensors[0].clone()
@@ -196,37 +196,37 @@ class Shard:
     def _lot(self, fields: Mapping[str, Any]) -> tuple[int, SliceSpec]:
         number = whole(fields, "slice")
         if number not in self._lots:
-            raise Refused(f"slice {number} is not of this shard")
+            raise MessageRefused(f"slice {number} is not of this shard")
         return number, self._lots[number]
 
     def _keeper(self, fields: Mapping[str, Any]) -> ServerSlice:
         number, _ = self._lot(fields)
         if number not in self._keepers:
-            raise Refused(f"slice {number} has no weights yet")
+            raise MessageRefused(f"slice {number} has no weights yet")
         return self._keepers[number]
 
     def _all_keepers(self) -> list[ServerSlice]:
         if len(self._keepers) < len(self._lots):
-            raise Refused("some slices have no weights yet")
+            raise MessageRefused("some slices have no weights yet")
         return list(self._keepers.values())
 
 
 def whole(fields: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """The whole number `name`, from `least`. Raises `Refused`."""
+    """The whole number `name`, from `least`. Raises `MessageRefused`."""
     value = fields.get(name)
     if type(value) is not int or not least <= value < 1 << 62:
-        raise Refused(f"{name}={value!r} is not a whole number from {least}")
+        raise MessageRefused(f"{name}={value!r} is not a whole number from {least}")
     return value
 
 
 def finite(fields: Mapping[str, Any], name: str) -> float:
-    """The finite number `name`. Raises `Refused`."""
+    """The finite number `name`. Raises `MessageRefused`."""
     value = fields.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise Refused(f"{name}={value!r} is not a finite number")
+        raise MessageRefused(f"{name}={value!r} is not a finite number")
     return float(value)
 
 
 def _check(tensor: Tensor, numel: int, dtype: torch.dtype) -> None:
     if tensor.numel() != numel or tensor.dtype != dtype:
-        raise Refused(f"{tensor.numel()} x {tensor.dtype} where {numel} x {dtype} is due")
+        raise MessageRefused(f"{tensor.numel()} x {tensor.dtype} where {numel} x {dtype} is due")

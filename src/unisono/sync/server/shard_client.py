@@ -14,7 +14,7 @@ from unisono.sync.server.actor import MOVED
 from unisono.sync.server.shard import GONE
 
 
-class Asked:
+class ShardCall:
     """The `Work` of a call to whoever answers for a shard."""
 
     def __init__(self, to: ShardClient, message: ActorMessage) -> None:
@@ -68,7 +68,7 @@ class ShardClient:
 
     def __init__(self, shard: int, lines: Sequence[ActorConnection]) -> None:
         self._shard, self._lines = shard, lines
-        self._open: list[Asked] = []
+        self._open: list[ShardCall] = []
         self.at = 0
 
     @property
@@ -76,10 +76,10 @@ class ShardClient:
         """The line to whoever answers now."""
         return self._lines[self.at]
 
-    def call(self, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Asked:
+    def call(self, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> ShardCall:
         """Ask; the tensors, wherever they lie, belong to the call until it is answered."""
         flat = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
-        self._open.append(Asked(self, ActorMessage(kind, {"shard": self._shard, **fields}, flat)))
+        self._open.append(ShardCall(self, ActorMessage(kind, {"shard": self._shard, **fields}, flat)))
         return self._open[-1]
 
     def listen(self) -> None:
@@ -87,7 +87,7 @@ class ShardClient:
         if self._open:
             self._open[-1].poll()
 
-    def over(self, asked: Asked) -> None:
+    def over(self, asked: ShardCall) -> None:
         """`asked` is answered."""
         self._open.remove(asked)
 

@@ -16,12 +16,12 @@ from unisono.sync.server.slice_optimizer import Numbers, Place, SliceOptimizer
 from unisono.sync.server.weight_deltas import WeightDeltas, pays
 
 
-class Refused(ValueError):
+class MessageRefused(ValueError):
     """A message that no worker of this run can have sent; it has changed nothing."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class ServerTerms:
     """What all slices of a run have in common.
 
     Args:
@@ -91,7 +91,12 @@ class ServerSlice:
     """
 
     def __init__(
-        self, lot: SliceSpec, terms: Terms, weights: Tensor, places: Sequence[Place] = (), state: Sequence[Tensor] = ()
+        self,
+        lot: SliceSpec,
+        terms: ServerTerms,
+        weights: Tensor,
+        places: Sequence[Place] = (),
+        state: Sequence[Tensor] = (),
     ) -> None:
         self.lot, self._terms = lot, terms
         self.weights = weights.clone()
@@ -125,7 +130,7 @@ class ServerSlice:
     def join(self, push: Push, done: Done) -> None:
         """`push` goes into its round; its tensor is free again with ``done()``."""
         if push.version > self.version:
-            raise Refused(f"a gradient at version {push.version}; there are {self.version}")
+            raise MessageRefused(f"a gradient at version {push.version}; there are {self.version}")
         self._catch_up()  # the sum of the last round is used up
         self.together.push(push.worker, push.number, push.total, push.used, done)
         self._step_if_due()
@@ -164,9 +169,9 @@ class ServerSlice:
         if push.number <= self._said[push.worker]:
             return True
         if push.number > self._said[push.worker] + 1:
-            raise Refused(f"push {push.number} of worker {push.worker} after {self._said[push.worker]}")
+            raise MessageRefused(f"push {push.number} of worker {push.worker} after {self._said[push.worker]}")
         if push.version > self.version:
-            raise Refused(f"a gradient at version {push.version}; there are {self.version}")
+            raise MessageRefused(f"a gradient at version {push.version}; there are {self.version}")
         self._said[push.worker] = push.number
         if self._terms.first and push.tick < self.version:
             self.dropped += 1

@@ -18,7 +18,7 @@ import torch
 
 from unisono.sync.server.client import ServerClient
 from unisono.sync.server.client_slice import ClientSlice
-from unisono.sync.server.shard_client import Asked
+from unisono.sync.server.shard_client import ShardCall
 from unisono.sync.server.slice_optimizer import numbers_of
 
 
@@ -28,7 +28,7 @@ class SynchronousClient(ServerClient):
     lockstep = True
     _round = 0
     _version = 0
-    _taking: Sequence[Asked] = ()
+    _taking: Sequence[ShardCall] = ()
 
     def begin(self) -> None:
         if self._round == 0 or any(out.pushed for out in self.outgoing):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono.compress import Compressor, Memory, Span, bits
+from unisono.compress import Compressor, CompressorMemory, Span, bits
 
 
 def pays(compress: Compressor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> bool:
@@ -35,7 +35,7 @@ class WeightDeltas:
     def __init__(self, compress: Compressor, spans: Sequence[Span], weights: Tensor) -> None:
         self._compress, self._spans = compress, spans
         self.number, self.shadow = 0, weights.clone()
-        self._memory = Memory()
+        self._memory = CompressorMemory()
         self._messages: deque[Tensor] = deque()  # the last one led to the shadow
         self._nbytes = 0
         self._level = True
