@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
@@ -111,6 +112,23 @@ def test_modules_are_named_by_what_they_do(path: Path) -> None:
 def test_a_package_only_hands_names_on(path: Path) -> None:
     handed_on = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Expr)
     assert [type(node).__name__ for node in tree(path).body if not isinstance(node, handed_on)] == []
+
+
+def test_the_root_has_few_rooms() -> None:
+    """What a newcomer reads first. The contract in pyproject.toml names each of them."""
+    modules = [path.stem for path in SOURCE.glob("*.py")]
+    folders = [path.parent.name for path in SOURCE.glob("*/__init__.py")]
+    assert len(modules) <= 8, modules
+    assert len(folders) <= 18, folders
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    places = defaultdict(list)
+    for name, path in zip(NAMES, MODULES, strict=True):
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_no_file_tells_of_the_machine_it_was_written_on() -> None:
