@@ -79,9 +79,9 @@ def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tampe
         found = partial(newest, path / "checkpoints", lambda error: None, verified)
         meta = {"config": config.mapping()}
         persistence = Checkpointer(
-            writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
+            writer, held.local, optimizer, comm.channel("checkpoint"), config.checkpoint_every, meta,
             judge=AnomalyDetector(config.bad_step), newest=found)  # fmt: skip
-        persistence.agree()
+        persistence.broadcast_initial_weights()
         first = persistence.resume(found() if resume and comm.rank == 0 else None)
         record = Remembering()
         trainer = bind(

@@ -45,16 +45,16 @@ def learn(comm: Communicator, sync: Synchronizer, compress: Compressor, steps: i
     replica = Replica(model, torch.optim.Adam(model.parameters(), lr), comm, sync=sync, compress=compress,
                       micro_batches=WORKERS, reference=float(GLOBAL_BATCH))  # fmt: skip
     mine = assign(WORKERS, [1.0] * comm.size)[comm.rank]
-    shares = replica.shares(0, steps, lambda: False) or ((t, mine) for t in range(steps))
+    shares = replica.work_items(0, steps, lambda: False) or ((t, mine) for t in range(steps))
     for t, micro_batches in shares:
         for m in micro_batches:
             rows = torch.from_numpy(plan.indices(t, m))
             if hasattr(comm, "compute"):
                 comm.compute(COMPUTE_SECONDS)
-            replica.enter(m, float(len(rows)))
+            replica.begin_micro_batch(m, float(len(rows)))
             loss = cross_entropy(model(x[rows]), y[rows])
-            replica.leave(float(loss.detach()), last=m == micro_batches[-1])
+            replica.end_forward(float(loss.detach()), last=m == micro_batches[-1])
             replica.backward(loss)
         replica.settle().apply()
-    replica.meet()
+    replica.synchronize()
     return loss_of(model)

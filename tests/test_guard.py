@@ -64,7 +64,7 @@ def test_nothing_of_a_dropped_step_is_left_under_any_synchronizer_and_compressor
     bad, seen = places(11)[0][0], {}
 
     def look(rank: int, done: int, trainer: Trainer) -> None:
-        trainer.replica.need()
+        trainer.replica.wait_parameters()
         seen[rank, done] = {name: tensor.clone() for name, tensor in trainer.replica.state.items()}
 
     task = regression(hidden_nan_at=11)

@@ -56,7 +56,7 @@ def test_a_worker_that_is_left_behind_computes_no_more_and_takes_no_step(call: i
         feed = DataFeed(task, config, 0, 1, stack)
         held, optimizer = build(task, config, here, comm)
         persistence = Checkpointer(
-            None, held.local, optimizer, comm.lane("checkpoint"), 0, {}, judge=AnomalyDetector(config.bad_step)
+            None, held.local, optimizer, comm.channel("checkpoint"), 0, {}, judge=AnomalyDetector(config.bad_step)
         )
         trainer = bind(
             task,
@@ -73,7 +73,7 @@ def test_a_worker_that_is_left_behind_computes_no_more_and_takes_no_step(call: i
         before = fingerprint(WholeTensors(held.model))
         with pytest.raises(PeerLost):
             trainer.run(0)
-        trainer.let_go()
+        trainer.unbind()
     assert (len(computed), trainer.done) == (min(call - 1, MICRO_BATCHES), 0)
     assert fingerprint(WholeTensors(held.model)) == before
 
@@ -85,7 +85,7 @@ class LostIn(SingleWorker):
         super().__init__()
         self.left = lane
 
-    def lane(self, name: str) -> SingleWorker:
+    def channel(self, name: str) -> SingleWorker:
         self.left -= 1
         if self.left == 0:
             raise PeerLost([1], "connect", "it was killed")
@@ -139,5 +139,5 @@ def test_a_worker_that_is_lost_while_the_model_is_bound_leaves_no_hooks_on_it(sy
                 break
         assert lost >= 3
         assert hooks(held.model) > before
-        trainer.let_go()
+        trainer.unbind()
         assert hooks(held.model) == before

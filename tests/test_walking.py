@@ -266,22 +266,22 @@ def test_a_milestone_gives_everything_back_and_takes_no_more_memory_the_next_tim
         return digest(*describe(model, optimizer, Progress())), milestone.reached
 
     milestone = Snapshot()
-    assert milestone.go_back(model, optimizer) is None
-    milestone.keep(model, optimizer, Progress(3))
+    assert milestone.restore(model, optimizer) is None
+    milestone.take(model, optimizer, Progress(3))
     first = now()
     train()
     assert now() != first
-    assert milestone.go_back(model, optimizer) == Progress(3)  # where the optimizer had no state yet
+    assert milestone.restore(model, optimizer) == Progress(3)  # where the optimizer had no state yet
     assert now() == first
     train()
-    milestone.keep(model, optimizer, Progress(4))
+    milestone.take(model, optimizer, Progress(4))
     lie, second = {x.data_ptr() for x in milestone._tensors.values()}, now()
     train()
-    milestone.go_back(model, optimizer)
+    milestone.restore(model, optimizer)
     assert now() == second
     assert not lie & {x.data_ptr() for x in describe(model, optimizer, Progress())[0].values()}
     train()
-    milestone.keep(model, optimizer, Progress(5))
+    milestone.take(model, optimizer, Progress(5))
     assert {x.data_ptr() for x in milestone._tensors.values()} == lie
 
 

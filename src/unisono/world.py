@@ -497,14 +497,14 @@ class _CustomLoop:
         if self.state.reached.shared:
             self._replica.load_state_dict(self.state.reached.shared)
         if self._recalled.owed and self._recalled.meta["config"]["workers"] == self._company.size:
-            self._replica.owe(self._recalled.owed)
+            self._replica.load_residuals(self._recalled.owed)
         self._recalled = Recalled()
 
     def let_go(self) -> None:
         """Leave model and optimizer as the last step that was taken left them."""
         assert self._replica is not None
         self.state.reached = replace(self.state.reached, shared=self._replica.state_dict())
-        self._replica.drop()
+        self._replica.discard_step()
         self._replica.unbind()
 
     def turns(self, loader: Loader, mine: range, first: int, count: int) -> Iterator[Turn]:
@@ -513,13 +513,13 @@ class _CustomLoop:
         replica = self._replica
         assert replica is not None
         while first < count and not self._company.ended:
-            shares = replica.shares(first, count, lambda: False)
+            shares = replica.work_items(first, count, lambda: False)
             if shares is None:
                 yield from ((t, mine, loader.batches(t)) for t in range(first, count))
                 return
             self._dealing = True
             yield from loader.turns(shares)
-            self._dealing, first = False, replica.dealt
+            self._dealing, first = False, replica.leased_until
             self.state.reached = replace(self.state.reached, steps=first)
             if self._company.recovers and not self._company.lost:
                 self._meet_after(first)
@@ -535,14 +535,14 @@ class _CustomLoop:
         assert self._replica is not None
         self._company.hear(words)
         if self._company.ended:  # who leaves leaves its share of what all have come to
-            self._replica.meet()
+            self._replica.synchronize()
         self._hold()
 
     def meet(self) -> None:
         """See `World.meet`."""
         if self._replica is None:
             return
-        self._replica.meet()
+        self._replica.synchronize()
         if self._company.recovers and self.state.walks:
             self._hold()
 
@@ -551,7 +551,7 @@ class _CustomLoop:
         self._given = True
         if self._company.recovers:
             self.state.begin()
-            self._watch.be(Phase.COMPUTE, self._company.comm)
+            self._watch.set_phase(Phase.COMPUTE, self._company.comm)
 
     def check_ended(self) -> None:
         """Raise `UnisonoError` if the step that was given out was neither taken nor left out."""
@@ -566,7 +566,7 @@ class _CustomLoop:
         assert self._replica is not None
         if not self._left:  # the one before had no backward pass
             self._leave(self._last)
-        self._replica.enter(m, weight)
+        self._replica.begin_micro_batch(m, weight)
         self._last, self._left, self._entered = last, False, True
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
@@ -609,7 +609,7 @@ class _CustomLoop:
             self._company.lose(error)
         taken = not self._company.lost
         if self._company.recovers:  # what a loop does between steps is no part of one, and may take longer
-            self._watch.be(Phase.EVALUATION, self._company.comm)
+            self._watch.set_phase(Phase.EVALUATION, self._company.comm)
         self._next_step()
         return taken
 
@@ -638,17 +638,17 @@ class _CustomLoop:
         if self._company.recovers:
             self._company.stepped()
         else:
-            self._watch.keep(self._watch.done + 1)
+            self._watch.commit(self._watch.done + 1)
 
     def _hold(self) -> None:
         """All have met: what they have now counts."""
         assert self._replica is not None
-        self._replica.rest()
+        self._replica.quiesce()
         self.state.hold(self._replica.state_dict() if self.state.walks else None)
         if new := self.state.reached.steps - self._held:
             self._held += new
             self._company.done(new)
-            self._watch.keep(self._watch.done + new)
+            self._watch.commit(self._watch.done + new)
 
     def release(self) -> None:
         """Give the optimizer its own step back."""
@@ -735,7 +735,7 @@ class _CustomLoop:
     def _leave(self, last: bool) -> None:
         assert self._replica is not None
         try:
-            self._replica.leave(last=last, extra=self._says() if last else None)
+            self._replica.end_forward(last=last, extra=self._says() if last else None)
         except PeerLost as error:  # perhaps inside of the user's backward pass
             self._replica.fail(error)
         self._left, self._last = True, last

@@ -162,7 +162,7 @@ def polls_move_everything(comm: Communicator) -> None:
 
 def lanes_are_independent(comm: Communicator) -> None:
     """Workers wait for two lanes in different orders, and number the messages of each by itself."""
-    first, second = comm.lane("first"), comm.lane("second")
+    first, second = comm.channel("first"), comm.channel("second")
     for seed in range(5):
         pending = [
             STARTS["allocated_sum"](first, torch.float32, (11,), seed),
@@ -177,7 +177,7 @@ def lanes_are_independent(comm: Communicator) -> None:
 
 def a_result_outlives_the_next_start_of_faster_peers(comm: Communicator) -> None:
     """Worker 0 reads the sum of round *t* after all others have filled in and started round *t+1*."""
-    x, aside = comm.allocate(40_000, torch.float32), comm.lane("aside")
+    x, aside = comm.allocate(40_000, torch.float32), comm.channel("aside")
 
     def fill(t: int) -> None:
         x.fill_(float(comm.rank + t))
@@ -216,7 +216,7 @@ def any_sequence_of_verbs_works(comm: Communicator, rounds: int, longest_pause_s
     """Random verbs, sizes and pauses; all workers draw the same verbs and different pauses."""
     verbs, pauses = random.Random(1), random.Random(2 + comm.rank)
     under_way: list[Any] = []
-    lanes = [comm, comm.lane("other")]
+    lanes = [comm, comm.channel("other")]
     for seed in range(rounds):
         verb = verbs.choice([verb for verb in STARTS if "_sum" not in verb])
         shape = (verbs.choice([0, 1, 3, 100, 5000]),)
@@ -312,7 +312,7 @@ def mismatch(comm: Communicator, case: str) -> str:
 
 def mismatches_name_both_sides(comm: Communicator) -> dict[str, str]:
     """What this worker saw in each case. Each has a lane to itself, and the other lanes go on."""
-    seen = {case: mismatch(comm.lane(case), case) for case in MISMATCHES}
+    seen = {case: mismatch(comm.channel(case), case) for case in MISMATCHES}
     work, good = start_sum(comm, torch.float32, (3,))
     assert good(work.wait())
     return seen

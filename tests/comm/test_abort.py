@@ -81,7 +81,7 @@ def meet(rank: int, size: int, kind: str, place: str, abort: Abort) -> Any:
 def wait(comm: Any, lines: list[Any], verb: str) -> None:
     """For the last worker, who is not there any more."""
     if verb == "lane":
-        comm.lane("another")
+        comm.channel("another")
     elif verb == "host":
         comm.host(Echo(comm.rank))
     elif verb == "call":

@@ -44,7 +44,7 @@ def test_without_an_appointment_everything_is_as_without():
 def test_lanes_count_together_and_the_rest_is_passed_through():
     def worker(comm):
         faulty = Faulty(comm, [Delay(rank=1, verb="sum", count=2, seconds=4.0)])
-        lane = faulty.lane("second")
+        lane = faulty.channel("second")
         lane.sum(torch.zeros(1)).wait()
         before = faulty.now()
         faulty.sum(torch.zeros(1)).wait()

@@ -133,7 +133,7 @@ LAWS: list[Callable[[Communicator, list[ActorConnection]], None]] = [
 def all_laws(comm: Communicator) -> None:
     servers = served(comm)
     what_leaves_is_counted(comm, servers)
-    for lines in (servers, hosted(comm), hosted(comm.lane("beside"))):
+    for lines in (servers, hosted(comm), hosted(comm.channel("beside"))):
         for law in LAWS:
             law(comm, lines)
             together(comm)

@@ -82,7 +82,7 @@ def leave_nothing(rank: int, size: int, directory: str) -> None:
 
 def use_and_close(rank: int, size: int, directory: str) -> None:
     comm = joined(rank, size, directory)
-    lane = comm.lane("a")
+    lane = comm.channel("a")
     for each in (comm, lane):
         for verb in STARTS:
             work, good = STARTS[verb](each, torch.float32, (50,))
@@ -209,7 +209,7 @@ def outlive_the_first(rank: int, size: int, directory: str) -> str:
     about to open it."""
     comm = joined(rank, size, directory)
     if rank == 0:
-        comm.lane("next")  # it is waited for
+        comm.channel("next")  # it is waited for
         threading.Event().wait()
     peers, opened = comm._host.peers, shared_memory.open_of
 
@@ -221,7 +221,7 @@ def outlive_the_first(rank: int, size: int, directory: str) -> str:
 
     shared_memory.open_of = too_late
     with pytest.raises(PeerLost) as lost:
-        comm.lane("next")
+        comm.channel("next")
     comm.close()
     return str(lost.value)
 
@@ -271,7 +271,7 @@ def open_late(rank: int, size: int, directory: str) -> None:
     else:
         shared_memory.open_of = late
     with pytest.raises(PeerLost):
-        comm.lane("late")
+        comm.channel("late")
     closed.touch()
 
 

@@ -93,7 +93,7 @@ def test_what_was_summed_holds_noise_and_what_was_gathered_is_unchanged():
 
 def test_lanes_are_independent_conversations():
     def worker(comm):
-        a, b = comm.lane("a"), comm.lane("b")
+        a, b = comm.channel("a"), comm.channel("b")
         first, second = (a, b) if comm.rank else (b, a)
         works = {lane: lane.sum(torch.tensor([float(lane is a)])) for lane in (first, second)}
         return works[a].wait().item(), works[b].wait().item()
@@ -162,7 +162,7 @@ def test_bytes_sent_follow_the_algorithms():
         counts = []
         for verb in VERBS:
             before = comm.bytes_sent
-            VERBS[verb](comm.lane("other")).wait()
+            VERBS[verb](comm.channel("other")).wait()
             counts.append(comm.bytes_sent - before)
         return counts
 
@@ -224,7 +224,7 @@ def test_a_failure_is_peer_lost_for_the_others_now_and_later(verb, lost):
         with pytest.raises(PeerLost) as now:
             VERBS[verb](comm).wait()
         with pytest.raises(PeerLost) as later:
-            VERBS[verb](comm.lane("other")).wait()
+            VERBS[verb](comm.channel("other")).wait()
         return now.value.ranks, later.value.ranks, now.value.during, comm.now()
 
     results = outcomes(3, worker)
@@ -304,7 +304,7 @@ def test_a_neighbour_that_does_not_know_of_the_swap_is_a_mismatch():
 
 def test_a_deadlock_is_told_to_everybody():
     def worker(comm):
-        a, b = comm.lane("a"), comm.lane("b")
+        a, b = comm.channel("a"), comm.channel("b")
         (b if comm.rank == 1 else a).sum(torch.ones(3)).wait()
 
     for error in outcomes(3, worker):

@@ -102,7 +102,7 @@ def leave_nothing(rank: int, size: int, directory: str) -> None:
 
 def use_and_close(rank: int, size: int, directory: str) -> None:
     comm = joined(rank, size, directory)
-    for each in (comm, comm.lane("a")):
+    for each in (comm, comm.channel("a")):
         work, good = start_sum(each, torch.float32, (50,))
         assert good(work.wait())
     comm.close()
@@ -183,7 +183,7 @@ def met_by_strangers(rank: int, size: int, directory: str) -> int:
     """How many strangers were let in, of four at each place where gloo listens."""
     before = listens()
     comm = joined(rank, size, directory)
-    lane = comm.lane("another")
+    lane = comm.channel("another")
     world = listens() - before
     assert len(world) >= 4
     files, let_in = open_files(), 0

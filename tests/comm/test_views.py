@@ -249,7 +249,7 @@ def many_views(rank: int, size: int, kind: str, url: str, views: int) -> Any:
     for number in range(1, views + 1):
         abort = Abort()
         comm = meet(rank, ["a"] * size, at_attempt(url, number), kind, abort)
-        lane, x = comm.lane("a"), comm.allocate(1000, torch.float32)
+        lane, x = comm.channel("a"), comm.allocate(1000, torch.float32)
         work, good = start_sum(lane, torch.float32, (50,))
         assert good(work.wait())
         comm.gather(torch.zeros(1)).wait()

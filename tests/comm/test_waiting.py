@@ -34,7 +34,7 @@ def test_another_thread_sees_which_message_of_which_lane_is_waited_for_and_of_wh
 
 def _wait(rank: int, size: int, kind: str, path: Path) -> list[tuple[str, tuple[int, ...]]]:
     comm = connect(rank, size, rendezvous=f"file://{path}/store", local_size=size, kind=kind)
-    lane = comm.lane("second")
+    lane = comm.channel("second")
     lane.sum(torch.ones(3)).wait()
     seen = [comm.waits_for]
 
@@ -107,7 +107,7 @@ def wait_in_vain(comm: Communicator, siblings: int, clock: Clock, monkeypatch: p
         while True:
             yield Blocked(False, Never(clock))
 
-    lanes: list[Any] = [comm.lane(str(number)) for number in range(1 + siblings)]
+    lanes: list[Any] = [comm.channel(str(number)) for number in range(1 + siblings)]
     for module in (conversation, torch_group, shared_memory):
         monkeypatch.setattr(module, "time", clock)
     first, *_ = [lane._begin("sum", steps()) for lane in lanes]

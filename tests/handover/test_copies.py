@@ -48,8 +48,8 @@ PLENTY = 40
 
 def keep(comm: Communicator, polls: list[int]) -> MemoryCheckpoints:
     """Offer the states after three steps; the third is moved on as often as `polls` says for each worker."""
-    copies = MemoryCheckpoints(comm.lane("copies"), "h" * comm.size, background=False, round_bytes=400)
-    beat = comm.lane("steps")
+    copies = MemoryCheckpoints(comm.channel("copies"), "h" * comm.size, background=False, round_bytes=400)
+    beat = comm.channel("steps")
     for step, moves in ((1, PLENTY), (2, PLENTY), (3, polls[comm.rank])):
         held = part(step, comm.rank, comm.size)
         copies.offer(step, held, {"step": step, "rank": comm.rank})
@@ -117,7 +117,7 @@ class Lying:
 
 
 def lie_once(comm: Communicator) -> list[list[int]]:
-    lane = Lying(comm.lane("copies"))
+    lane = Lying(comm.channel("copies"))
     copies, found = MemoryCheckpoints(lane, "hhh", background=False), []
     for step in (1, 2, 3):
         lane.lies = step == 2
@@ -153,7 +153,7 @@ def go_on(rank: int, size: int, kind: str, hosts: str, url: str) -> Any:
     """Worker 2 dies as soon as it has offered its state; the others go back to the newest step that is whole."""
     abort, device = Abort(), torch.device("cpu")
     comm = Meeting(rank, hosts, at_attempt(url, 1), kind, device, 60.0, abort=abort).among(range(size))
-    copies = MemoryCheckpoints(comm.lane("copies"), hosts, round_bytes=500)
+    copies = MemoryCheckpoints(comm.channel("copies"), hosts, round_bytes=500)
     for step in range(1, 6):
         copies.offer(step, part(step, rank, size), {"step": step})
         comm.gather(torch.zeros(1)).wait()

@@ -84,7 +84,7 @@ def seen(task: NamedTask, workers: int, layout: str, settings: Mapping[str, Any]
 def _watched(rank: int, size: int, *arguments: Any) -> dict[str, Any]:
     """A worker that looks at itself while it trains."""
     found: dict[str, Any] = {}
-    run, once = Trainer.run, {each: each.compute_all for each in (Trainer, PipelinedTrainer)}
+    run, once = Trainer.run, {each: each.run_micro_batches for each in (Trainer, PipelinedTrainer)}
 
     def watch_run(self: Trainer, first_step: int) -> Any:
         held, optimizer = self.replica.held, self.replica.optimizer
@@ -109,7 +109,7 @@ def _watched(rank: int, size: int, *arguments: Any) -> dict[str, Any]:
 
     Trainer.run = watch_run  # type: ignore[method-assign]
     for each in once:
-        each.compute_all = watch_step  # type: ignore[method-assign]
+        each.run_micro_batches = watch_step  # type: ignore[method-assign]
     _worker(rank, size, *arguments)
     return found
 

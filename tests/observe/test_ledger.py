@@ -43,11 +43,11 @@ def test_phases_add_up_to_the_time_that_has_passed(happenings, age) -> None:
                 ledger.pop()
                 depth -= 1
             case "be":
-                ledger.be(phase)
+                ledger.set_phase(phase)
             case "keep":
-                ledger.keep()
+                ledger.commit()
             case "lose":
-                ledger.lose()
+                ledger.discard()
             case "each":
                 list(ledger.each(phase, range(3)))
         assert sum(ledger.seconds().values()) == age + clock.seconds - 1000
@@ -77,7 +77,7 @@ def test_what_is_not_kept_and_only_that_is_lost(happenings) -> None:
 def test_the_time_until_an_item_is_there_is_the_phases_and_what_is_done_with_it_is_not() -> None:
     clock = Clock()
     ledger = Ledger(clock)
-    ledger.be(Phase.COMPUTE)
+    ledger.set_phase(Phase.COMPUTE)
 
     def items():
         for i in range(3):

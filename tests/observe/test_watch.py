@@ -85,16 +85,16 @@ class Wire:
 def test_what_is_told_is_what_is_seen() -> None:
     seconds = [0.0]
     watch = ThreadTracker(lambda: seconds[0])
-    watch.be(Phase.COMPUTE, Wire())
-    watch.keep(4)
-    watch.at(4, 2)
+    watch.set_phase(Phase.COMPUTE, Wire())
+    watch.commit(4)
+    watch.set_position(4, 2)
     seconds[0] = 3.0
     seen = watch.doing()
     assert (seen.phase, seen.step, seen.micro_batch, seen.since_seconds) == (Phase.COMPUTE, 4, 2, 3.0)
     assert seen.waits
     assert seen.words == "waits for sum (gradients, message 7)"
     assert seen.missing == (1, 2)
-    watch.be(Phase.IDLE)
+    watch.set_phase(Phase.IDLE)
     assert not watch.doing().waits
 
 

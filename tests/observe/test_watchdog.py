@@ -64,7 +64,7 @@ def test_a_thread_looks_until_it_is_told_not_to(monkeypatch) -> None:
         sentences.append(words)
         told.set()
 
-    watch.be(Phase.COMPUTE)
+    watch.set_phase(Phase.COMPUTE)
     dog = Watchdog(watch, tell=tell)
     with watch(Phase.DATA):
         assert told.wait(60)

@@ -44,19 +44,19 @@ class Lesson:
         replica = Replica(model, optimizer, comm, sync=sync, compress=compress, micro_batches=self.COUNT,
                           reference=self.COUNT * self.SAMPLES)  # fmt: skip
         each = range(comm.rank * self.COUNT // comm.size, (comm.rank + 1) * self.COUNT // comm.size)
-        shares = replica.shares(0, self.steps, lambda: False) or ((t, each) for t in range(self.steps))
+        shares = replica.work_items(0, self.steps, lambda: False) or ((t, each) for t in range(self.steps))
         computed, began = [], comm.now()
         for t, mine in shares:
             for m in mine:
                 busy()
-                replica.enter(m, self.SAMPLES)
+                replica.begin_micro_batch(m, self.SAMPLES)
                 loss = mse_loss(model(self.x[t, m]), self.y[t, m])
-                replica.leave(float(loss.detach()), last=m == mine[-1])
+                replica.end_forward(float(loss.detach()), last=m == mine[-1])
                 replica.backward(loss)
                 computed.append((t, m))
             replica.settle().apply()
         seconds = comm.now() - began
-        replica.meet()
+        replica.synchronize()
         with torch.no_grad():
             return float(mse_loss(model(self.x), self.y)), computed, seconds
 

@@ -114,13 +114,13 @@ def advance(
     losses = []
     for xs, ys in list(zip(*batches(until)))[first:]:
         for m in mine:
-            replica.enter(m, SAMPLES)
+            replica.begin_micro_batch(m, SAMPLES)
             loss = cross_entropy(replica.model(xs[m]), ys[m])
-            replica.leave(float(loss.detach()), last=m == mine[-1])
+            replica.end_forward(float(loss.detach()), last=m == mine[-1])
             replica.backward(loss)
         step = replica.settle()
         on_step(replica.model, step)
         losses.append(step.loss)
         step.apply()
-    replica.need()
+    replica.wait_parameters()
     return losses

@@ -111,9 +111,9 @@ def test_a_gradient_that_is_refused_is_named_with_its_micro_batch(bad, reference
         replica = Replica(model, sgd(model.parameters()), comm, sync=AllReduce(), compress=Exact(),
                           micro_batches=4, reference=reference, drops=True)  # fmt: skip
         for m in range(4):
-            replica.enter(m, 1.0)
+            replica.begin_micro_batch(m, 1.0)
             out = model(torch.full((1, 3), 1e9 if m == bad else 1.0) * (-1) ** m)
-            replica.leave(1.0, last=m == 3)
+            replica.end_forward(1.0, last=m == 3)
             replica.backward(out.sum())
         return replica.settle().losses
 
@@ -180,9 +180,9 @@ def test_weights_of_micro_batches_give_the_exact_mean_over_tokens() -> None:
                           micro_batches=4, reference=7.0, clip=clip)  # fmt: skip
         mine = range(comm.rank, 4, comm.size)
         for m in mine:
-            replica.enter(m, weights[m])
+            replica.begin_micro_batch(m, weights[m])
             loss = model(gradients[m]).sum()
-            replica.leave(float(m), last=m == mine[-1])
+            replica.end_forward(float(m), last=m == mine[-1])
             replica.backward(loss)
         step = replica.settle()
         step.apply()

@@ -169,7 +169,7 @@ def test_the_mean_stays_as_it_is_while_workers_agree(sync, compress) -> None:
         walker = Walker(comm, sync, compress, 1.0)
         walker.step()  # everybody is at its own target
         path = torch.stack([_still(walker) for _ in range(60)])
-        walker.bound.meet()
+        walker.bound.synchronize()
         return path, walker.w.detach().clone()
 
     outcome = simulate(6, run)
@@ -232,8 +232,8 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one_whatever_is_left_out(sync,
         for _ in range(5):
             one.step()
         one.bound.begin()  # letters of the next step are on their way
-        one.bound.meet()
-        two = Walker(comm.lane("another life"), sync, compress, 0.1)
+        one.bound.synchronize()
+        two = Walker(comm.channel("another life"), sync, compress, 0.1)
         two.bound.begin()
         with torch.no_grad():
             two.w.copy_(one.w)

@@ -176,7 +176,7 @@ def test_after_a_meeting_all_replicas_are_equal(sync, steps) -> None:
     def run(comm):
         replica = bound(comm, sync, Cast())
         advance(replica, comm, 0, steps)
-        replica.meet()
+        replica.synchronize()
         return fingerprint(all_of(replica))
 
     assert len(set(simulate(3, run))) == 1
@@ -190,7 +190,7 @@ def test_what_is_shared_is_the_same_on_all_and_leaves_the_parameters_as_they_wer
         parameters = dict(replica.model.named_parameters())
         advance(replica, comm, 0, steps)
         before = fingerprint(parameters)
-        with replica.shared():
+        with replica.averaged_weights():
             inside = fingerprint(parameters)
         assert fingerprint(parameters) == before
         return inside
@@ -205,8 +205,8 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(sync, optimizer) -> None:
     def run(comm):
         one = bound(comm, sync, Cast(), optimizer)
         advance(one, comm, 0, 5)
-        one.meet()
-        another = comm.lane("another life")
+        one.synchronize()
+        another = comm.channel("another life")
         two = bound(another, sync, Cast(), optimizer)
         state, numbers = state_of(one.optimizer, one.model)
         load_state(two.optimizer, two.model, {name: x.clone() for name, x in state.items()}, numbers)

@@ -67,9 +67,9 @@ class Trainee:
                                micro_batches=comm.size, reference=float(comm.size), **options)  # fmt: skip
 
     def step(self, loss: Callable[[], torch.Tensor]) -> None:
-        self.replica.enter(self.comm.rank, 1.0)
+        self.replica.begin_micro_batch(self.comm.rank, 1.0)
         value = loss()
-        self.replica.leave(float(value.detach()), last=True)
+        self.replica.end_forward(float(value.detach()), last=True)
         self.replica.backward(value)
         self.replica.settle().apply()
 
@@ -86,7 +86,7 @@ def learn_crooked(comm: Simulated, sync: Synchronizer, steps: int = 6, **options
             return cross_entropy(out + model.hidden @ model.in_loss.weight.T, y[:, 0])
 
         trainee.step(loss)
-    trainee.replica.need()
+    trainee.replica.wait_parameters()
     return fingerprint(weights_of(trainee.model))
 
 
@@ -123,7 +123,7 @@ def layers(
     for layer in model:
         layer.coming = lambda: sum(out.coming is not None for out in trainee.replica._sync.outgoing)
     applied = 0.0
-    shares: Iterator[Any] = iter(trainee.replica.shares(0, steps, lambda: False) or range(steps))
+    shares: Iterator[Any] = iter(trainee.replica.work_items(0, steps, lambda: False) or range(steps))
     for _ in shares:
         trace.clear()
         trainee.step(lambda: model(torch.ones(10_000)).mean())
@@ -162,10 +162,10 @@ def test_pushes_too_are_on_their_way_while_the_next_share_is_begun() -> None:
         sync = ParameterServer(slice_bytes=40_000, staleness=inf)
         trainee = Trainee(comm, model, sync, Cast("bf16"), sgd)
         leaving = []
-        for _ in trainee.replica.shares(0, 3, lambda: False):
+        for _ in trainee.replica.work_items(0, 3, lambda: False):
             trainee.step(lambda: model(torch.ones(10_000)).mean())
             leaving.append(sum(out.leaving is not None for out in trainee.replica._sync.outgoing))
-        trainee.replica.meet()
+        trainee.replica.synchronize()
         return [*leaving, sum(out.leaving is not None for out in trainee.replica._sync.outgoing)]
 
     assert simulate(1, run, link=SLOW) == [[2, 2, 2, 0]]
@@ -244,7 +244,7 @@ def test_a_users_own_loop_finds_the_weights_right_after_the_step() -> None:
     assert simulate(2, run, SMALL, link=SLOW) != expected  # else this would show nothing
 
 
-@pytest.mark.parametrize("between", ["meet", "shared", "state_dict", "unbind", "need"])
+@pytest.mark.parametrize("between", ["synchronize", "averaged_weights", "state_dict", "unbind", "wait_parameters"])
 def test_who_reads_weights_between_steps_finds_the_new_ones(between: str) -> None:
     def run(comm: Simulated, sync: Synchronizer) -> str:
         torch.manual_seed(0)
@@ -252,8 +252,8 @@ def test_who_reads_weights_between_steps_finds_the_new_ones(between: str) -> Non
         trainee = Trainee(comm, model, sync)
         for _ in range(3):
             trainee.step(lambda: model(torch.ones(2, 6)).sum())
-        if between == "shared":
-            with trainee.replica.shared():
+        if between == "averaged_weights":
+            with trainee.replica.averaged_weights():
                 return fingerprint(weights_of(model))
         getattr(trainee.replica, between)()
         return fingerprint(weights_of(model))
@@ -284,7 +284,7 @@ def test_a_step_counts_as_taken_when_its_weights_are_here_and_all_answers_may_co
         advance_without_need(replica, comm, 0, 3)
         server: Any = replica._sync
         before, taking = {out.applied for out in server.outgoing}, len(server._taking)
-        replica.need()
+        replica.wait_parameters()
         after, left = {out.applied for out in server.outgoing}, len(server._taking)
         assert (taking, left) == (2, 0)
         assert all(not each._open for each in server.conversations)
@@ -315,14 +315,14 @@ def learn_with_a_loss(comm: Simulated, sync: Synchronizer, lost: int | None, whe
     if not where:
         lose()
     advance(replica, comm, 3, 6)
-    comm.lane("end").gather(torch.zeros(1)).wait()  # who leaves takes its server along
+    comm.channel("end").gather(torch.zeros(1)).wait()  # who leaves takes its server along
     return fingerprint(weights_of(replica.model))
 
 
 def advance_without_need(replica: Replica, comm: Simulated, first: int, until: int) -> None:
-    need, replica.need = replica.need, lambda: None  # type: ignore[method-assign]
+    need, replica.wait_parameters = replica.wait_parameters, lambda: None  # type: ignore[method-assign]
     advance(replica, comm, first, until)
-    replica.need = need  # type: ignore[method-assign]
+    replica.wait_parameters = need  # type: ignore[method-assign]
 
 
 @pytest.mark.short(3)
@@ -349,7 +349,7 @@ def test_micro_batches_after_the_first_wait_for_nothing() -> None:
     def run(comm: Simulated) -> list[int]:
         replica = bound(comm, SMALL, Cast())
         waits: list[int] = []
-        need = replica._sync.need
+        need = replica._sync.wait_parameters
         assert replica._asking is not None
         replica._asking._need = lambda names: (waits.append(len(replica._sync._coming)), need(names))
         advance(replica, comm, 0, 3)

@@ -143,7 +143,7 @@ def test_every_elementwise_optimizer_steps_as_it_does_here_and_its_state_comes_b
     def run(comm, sync):
         replica = bound(comm, sync, Cast(), optimizer)
         advance(replica, comm, 0, 4)
-        replica.meet()
+        replica.synchronize()
         return replica
 
     (local,), (remote, _) = simulate(1, run, AllReduce()), simulate(2, run, ParameterServer(slice_bytes=300))
@@ -194,7 +194,7 @@ def test_the_norm_leaves_out_what_somebody_else_counts(sync) -> None:
         change = bound.settle()
         found = [change.norm(without) for without in ((), ("p0",), ("p1", "p3"), tuple(parameters))]
         change.apply(optimizer.step)
-        bound.need()
+        bound.wait_parameters()
         return found
 
     expected, found = simulate(2, norms, AllReduce())[0], simulate(2, norms, sync)
@@ -233,11 +233,11 @@ def test_groups_schedules_frozen_groups_and_several_dtypes() -> None:
         for t in range(3):
             optimizer.param_groups[0]["lr"] = 0.5 / (t + 1)
             for m in range(2) if comm.size == 1 else [comm.rank]:
-                replica.enter(m, 1.0)
-                replica.leave(0.0, last=m == 1 or comm.size == 2)
+                replica.begin_micro_batch(m, 1.0)
+                replica.end_forward(0.0, last=m == 1 or comm.size == 2)
                 replica.backward(model["b"](model["c"](model["a"](x[m])).double()).square().sum())
             replica.settle().apply()
-        replica.need()
+        replica.wait_parameters()
         return weights_of(model)
 
     (expected,), got = simulate(1, step, AllReduce()), simulate(2, step, ParameterServer(servers=2, slice_bytes=64))
@@ -252,8 +252,8 @@ def test_a_step_that_was_dropped_is_computed_again() -> None:
         advance(replica, comm, 0, 2)
         for attempt in range(attempts):
             model = replica.model
-            replica.enter(comm.rank, 4.0)
-            replica.leave(0.0, last=attempt != 1)
+            replica.begin_micro_batch(comm.rank, 4.0)
+            replica.end_forward(0.0, last=attempt != 1)
             replica.backward(model(torch.arange(4)).sum() * 100)
             if attempt == 2:
                 replica.settle()  # all is heard, and nothing applied
@@ -269,8 +269,8 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(compress) -> None:
     def run(comm):
         one = bound(comm, ParameterServer(), compress, adamw)
         advance(one, comm, 0, 4)
-        one.meet()
-        two = bound(comm.lane("another life"), ParameterServer(servers=2, slice_bytes=300), compress, adamw)
+        one.synchronize()
+        two = bound(comm.channel("another life"), ParameterServer(servers=2, slice_bytes=300), compress, adamw)
         state, numbers = state_of(one.optimizer, one.model)
         load_state(two.optimizer, two.model, {name: x.clone() for name, x in state.items()}, numbers)
         two.model.load_state_dict(one.model.state_dict())
@@ -278,7 +278,7 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(compress) -> None:
         two.begin()
         for each in (one, two):
             advance(each, comm, 4, 8)
-            each.meet()
+            each.synchronize()
         assert state_of(one.optimizer, one.model)[0].keys() == state_of(two.optimizer, two.model)[0].keys() != set()
         for name, tensor in weights_of(one.model).items():
             torch.testing.assert_close(weights_of(two.model)[name], tensor, rtol=1e-6, atol=1e-7)
@@ -341,9 +341,9 @@ def counted(replica) -> float:
 
 def one_step(replica, micro_batches, before=lambda: None) -> None:
     for m in micro_batches:
-        replica.enter(m, 1.0)
+        replica.begin_micro_batch(m, 1.0)
         before()
-        replica.leave(0.0, last=m == micro_batches[-1])
+        replica.end_forward(0.0, last=m == micro_batches[-1])
         replica.backward(replica.model())
     replica.settle().apply()
 
@@ -351,8 +351,8 @@ def one_step(replica, micro_batches, before=lambda: None) -> None:
 def walk(comm, sync, steps, seconds, micro_batches=4):
     """Count through `steps` steps; every share, and when it was begun and computed."""
     replica, trace = counting(comm, sync, micro_batches=micro_batches), []
-    for t, mine in replica.shares(0, steps, lambda: False):
-        replica.need()  # what takes time here is computing with the weights
+    for t, mine in replica.work_items(0, steps, lambda: False):
+        replica.wait_parameters()  # what takes time here is computing with the weights
         began, ended = comm.now(), []
 
         def compute(ended=ended) -> None:
@@ -362,8 +362,8 @@ def walk(comm, sync, steps, seconds, micro_batches=4):
         one_step(replica, mine, before=compute)
         trace.append((t, mine, began, ended[-1]))
     end = comm.now()
-    replica.meet()
-    assert replica.dealt == steps
+    replica.synchronize()
+    assert replica.leased_until == steps
     return trace, counted(replica), end
 
 
@@ -433,11 +433,11 @@ def test_who_pushes_a_small_part_of_an_update_does_not_wait_until_it_is_added(le
         replica = counting(comm, ParameterServer(staleness=INF, lease=lease, compensate=compensate),
                            micro_batches=32, numel=250)  # fmt: skip
         begun = []
-        for _, mine in replica.shares(0, 1, lambda: False):
-            replica.need()
+        for _, mine in replica.work_items(0, 1, lambda: False):
+            replica.wait_parameters()
             begun.append(comm.now())
             one_step(replica, mine, before=lambda: comm.compute(compute_seconds))
-        replica.meet()
+        replica.synchronize()
         return [after - before - lease * compute_seconds for before, after in pairwise(begun)]
 
     waited = [seconds for each in simulate(2, run, link=link) for seconds in each[:-1]]
@@ -468,15 +468,15 @@ def test_a_stretch_ends_for_all_after_the_step_that_was_begun() -> None:
         def stop() -> bool:
             return comm.rank == 1 and len(done) >= 5
 
-        for t, mine in replica.shares(0, 100, stop):
+        for t, mine in replica.work_items(0, 100, stop):
             one_step(replica, mine, before=lambda: comm.compute(0.1 + comm.rank))
             done += [(t, m) for m in mine]
-        first = replica.dealt
-        for t, mine in replica.shares(first, first + 3, lambda: False):
+        first = replica.leased_until
+        for t, mine in replica.work_items(first, first + 3, lambda: False):
             one_step(replica, mine)
             done += [(t, m) for m in mine]
-        replica.meet()
-        return first, replica.dealt, done, counted(replica)
+        replica.synchronize()
+        return first, replica.leased_until, done, counted(replica)
 
     outcome = simulate(3, run)
     ((first, last, *_),) = {each[:2] for each in outcome}
@@ -496,12 +496,12 @@ def test_backup_workers_are_dropped_and_counted_and_go_on_with_the_others() -> N
     def run(comm):
         replica = counting(comm, ParameterServer(backup_workers=1), micro_batches=3)
         taken = []
-        for t, mine in replica.shares(0, 20, lambda: False):
+        for t, mine in replica.work_items(0, 20, lambda: False):
             seconds = 10.0 if comm.rank == 2 and t == 3 else 1.0
             one_step(replica, mine, before=partial(comm.compute, seconds))
             taken.append(t)
-        replica.meet()
-        return taken, counted(replica), replica._sync.dropped, replica.dealt, comm.now()
+        replica.synchronize()
+        return taken, counted(replica), replica._sync.dropped, replica.leased_until, comm.now()
 
     outcome = simulate(3, run)
     assert [taken for taken, *_ in outcome[:2]] == [list(range(20))] * 2
@@ -564,7 +564,7 @@ def counted_through_a_loss(comm, sync, lost, seconds, together) -> tuple[float, 
     for _ in range(8):
         one_step(replica, mine, before=lambda: comm.compute(0.01))
         times.append(comm.now())
-    replica.meet()
+    replica.synchronize()
     return counted(replica), times
 
 
@@ -593,7 +593,7 @@ def test_a_copy_goes_on_with_the_same_bits(compress, seconds) -> None:
         advance(replica, comm, 0, 3)
         comm.compute(0.1)
         advance(replica, comm, 3, 6)
-        replica.meet()
+        replica.synchronize()
         return fingerprint(dict(replica.model.named_parameters()))
 
     assert simulate(2, run, True) == simulate(2, run, False)
@@ -729,11 +729,11 @@ def on_processes(size, directory, law, *args):
 
 
 def in_lockstep_and_not(comm: Communicator) -> tuple[str, float]:
-    digest = train(comm.lane("one"), ParameterServer(servers=2, slice_bytes=300), Exact(), steps=3)[1]
-    replica = counting(comm.lane("other"), ParameterServer(staleness=1))
-    for _, mine in replica.shares(0, 5, lambda: False):
+    digest = train(comm.channel("one"), ParameterServer(servers=2, slice_bytes=300), Exact(), steps=3)[1]
+    replica = counting(comm.channel("other"), ParameterServer(staleness=1))
+    for _, mine in replica.work_items(0, 5, lambda: False):
         one_step(replica, mine)
-    replica.meet()
+    replica.synchronize()
     return digest, counted(replica)
 
 
@@ -749,7 +749,7 @@ def count_while_a_server_is_killed(comm: Communicator, staleness: float) -> tupl
             os.kill(replica._sync.conversations[0].line.pid, signal.SIGKILL)
         one_step(replica, [comm.rank])
         times.append(time.monotonic())
-    replica.meet()
+    replica.synchronize()
     return counted(replica), max(later - earlier for earlier, later in pairwise(times))
 
 

@@ -285,9 +285,9 @@ def test_after_a_meeting_all_are_equal_and_the_walks_have_the_same_mean(sync, co
         life = Life(comm, sync, compress)
         life.walk(0, steps)
         before = life.now()
-        life.bound.meet()
+        life.bound.synchronize()
         sent = comm.bytes_sent
-        life.bound.meet()
+        life.bound.synchronize()
         assert comm.bytes_sent == sent  # they are known to be equal
         return before, life.now()
 
@@ -304,7 +304,7 @@ def test_inside_shared_all_have_the_same_and_outside_what_they_had(sync) -> None
         life = Life(comm, sync)
         life.walk(0, steps)
         before, sent = life.now(), comm.bytes_sent
-        with life.bound.shared():
+        with life.bound.averaged_weights():
             inside = life.now()
         assert comm.bytes_sent == sent
         assert all(map(torch.equal, life.now(), before))
@@ -321,7 +321,7 @@ def test_right_after_an_average_the_parameters_are_what_is_shared() -> None:
         life.walk(0, 3)
         at_average = life.now()
         life.step(3)
-        with life.bound.shared():
+        with life.bound.averaged_weights():
             return all(map(torch.equal, life.now(), at_average))
 
     assert all(simulate(2, run))
@@ -333,9 +333,9 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(sync, met) -> None:
     def run(comm):
         one = Life(comm, sync)
         one.walk(0, met)
-        one.bound.meet()
+        one.bound.synchronize()
         state = {name: x.clone() for name, x in one.bound.state_dict().items()}
-        two = Life(comm.lane("another life"), sync, tensors=one.now())
+        two = Life(comm.channel("another life"), sync, tensors=one.now())
         for p, q in zip(one.parameters.values(), two.parameters.values()):
             two.optimizer.state[q] = {k: v.clone() for k, v in one.optimizer.state[p].items()}
         two.bound.load_state_dict(state)

@@ -63,9 +63,9 @@ class Run:
     def step(self, t: int) -> Tensor:
         for m in self.mine:
             x, y = micro_batch(t, m)
-            self.replica.enter(m, len(x))
+            self.replica.begin_micro_batch(m, len(x))
             loss = mse_loss(self.model(x), y)
-            self.replica.leave(float(loss.detach()), last=m == self.mine[-1])
+            self.replica.end_forward(float(loss.detach()), last=m == self.mine[-1])
             self.replica.backward(loss)
         self.replica.settle().apply()
         return weights(self.model)
@@ -90,7 +90,7 @@ def run(comm: Communicator, *args, meetings: Sequence[int] = (), **options) -> l
     for t in range(STEPS):
         path.append(mine.step(t))
         if t in meetings:
-            mine.replica.meet()
+            mine.replica.synchronize()
     return path
 
 
@@ -159,8 +159,8 @@ def test_a_meeting_in_the_midst_of_a_round_changes_no_mean(sync, meetings) -> No
         for t in range(STEPS):
             mine.step(t)
             if t in meetings:
-                mine.replica.meet()
-        mine.replica.meet()
+                mine.replica.synchronize()
+        mine.replica.synchronize()
         return weights(mine.model)
 
     for found, expected in zip(simulate(3, last_anchor, meetings), simulate(3, last_anchor, ())):
@@ -184,7 +184,7 @@ def test_walks_in_lossy_messages_add_up_by_samples_in_the_end(compress, fragment
         mine = with_constant_gradients(Run(comm, DiLoCo(3, outer=Average(), fragments=fragments), shares, compress))
         for t in range(steps):
             mine.step(t % STEPS)
-        mine.replica.meet()
+        mine.replica.synchronize()
         return weights(mine.model)
 
     samples = [sum(map(samples_of, share)) for share in shares]

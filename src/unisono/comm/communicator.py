@@ -86,7 +86,7 @@ class Communicator(Services, Protocol):
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Work[dict[int, Tensor]]:
         """Send ``xs[r]`` to neighbour *r*, receive ``like[r]`` from neighbour *r*; only neighbours take part."""
 
-    def lane(self, name: str) -> Communicator:
+    def channel(self, name: str) -> Communicator:
         """A second, independent conversation between the same peers (all open the same lanes in the same order)."""
 
     def tiers(self, name: str) -> Hierarchy | None:

@@ -32,9 +32,9 @@ class Hierarchy:
     within: SubCommunicator
     between: SubCommunicator | None
 
-    def lane(self, name: str) -> Hierarchy:
+    def channel(self, name: str) -> Hierarchy:
         """A second pair of conversations; all workers open the same ones in the same order."""
-        return Hierarchy(self.within.lane(name), self.between.lane(name) if self.between else None)
+        return Hierarchy(self.within.channel(name), self.between.channel(name) if self.between else None)
 
     @property
     def bytes_sent(self) -> int:
@@ -90,9 +90,9 @@ class SubCommunicator:
         """See `Communicator.swap`."""
         return _Named(self._comm.swap(xs, like), self._ranks)
 
-    def lane(self, name: str) -> SubCommunicator:
+    def channel(self, name: str) -> SubCommunicator:
         """See `Communicator.lane`."""
-        return SubCommunicator(self._comm.lane(name), self._ranks)
+        return SubCommunicator(self._comm.channel(name), self._ranks)
 
     def now(self) -> float:
         """See `Communicator.now`."""

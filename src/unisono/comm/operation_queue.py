@@ -128,7 +128,7 @@ class OperationQueue:
 
     def tiers(self, name: str) -> Hierarchy | None:
         """As the contract."""
-        return self._family.tiers.lane(name) if self._family.tiers else None
+        return self._family.tiers.channel(name) if self._family.tiers else None
 
     def host(self, actor: Actor) -> list[ActorConnection]:
         """As the contract; the actor has threads of its own."""

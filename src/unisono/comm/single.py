@@ -64,7 +64,7 @@ class SingleWorker:
         record.check_neighbours(xs, like, 0, 1)
         return Finished({})
 
-    def lane(self, name: str) -> SingleWorker:
+    def channel(self, name: str) -> SingleWorker:
         return self
 
     def host(self, actor: Actor) -> list[ActorConnection]:

@@ -74,12 +74,12 @@ class TrainingState:
         if shared is not None:
             self.reached = replace(self.reached, shared=shared)
         if self._milestone is not None:
-            self._milestone.keep(self.model, self.optimizer, self.reached)
+            self._milestone.take(self.model, self.optimizer, self.reached)
 
-    def go_back(self) -> None:
+    def roll_back(self) -> None:
         """What does not count is not taken."""
         if self._milestone is not None:
-            self.reached = self._milestone.go_back(self.model, self.optimizer) or self.reached
+            self.reached = self._milestone.restore(self.model, self.optimizer) or self.reached
         if self._before is not None:
             self.kept.give(self._before)
             self._before = None
@@ -167,8 +167,8 @@ class StaticGroup:
         self, identity: Identity, comm: Communicator, watch: ThreadTracker, watchdog: Watchdog | None = None
     ) -> None:
         self.rank, self.size, self.comm = identity.rank, identity.size, comm
-        self.metrics = comm.lane("metrics")
-        watch.be(Phase.COMPUTE, comm)
+        self.metrics = comm.channel("metrics")
+        watch.set_phase(Phase.COMPUTE, comm)
         self._watchdog = watchdog
 
     def agree(self, state: TrainingState) -> None:
@@ -321,8 +321,8 @@ class ElasticGroup:
         if self._all_leave:
             raise Left
         if self.lost:
-            self._state.go_back()
-        self._watch.be(Phase.RECOVERY)
+            self._state.roll_back()
+        self._watch.set_phase(Phase.RECOVERY)
         self._end(self._views, self._error)
         if self._meet(self._views):
             return True
@@ -403,8 +403,8 @@ class ElasticGroup:
             self._watchdog = None
 
     def _use(self, comm: Communicator) -> Communicator:
-        self._comm, self._metrics = comm, comm.lane("metrics")
-        self._watch.be(Phase.COMPUTE, comm)
+        self._comm, self._metrics = comm, comm.channel("metrics")
+        self._watch.set_phase(Phase.COMPUTE, comm)
         return comm
 
     def _meet(self, views: ElasticSession) -> bool:
@@ -458,7 +458,7 @@ class ElasticGroup:
         if error is None:
             views.ended(digest)
         else:
-            self._watch.lose()
+            self._watch.discard()
             views.broken(error, digest)
         self._error, self._parting = None, False
 

@@ -32,7 +32,7 @@ class Snapshot:
         self._tensors: dict[str, Tensor] = {}
         self._numbers: dict[str, float] = {}
 
-    def keep(self, model: nn.Module, optimizer: Optimizer, reached: Progress) -> None:
+    def take(self, model: nn.Module, optimizer: Optimizer, reached: Progress) -> None:
         """This worker has met the others, and has `reached` so much."""
         tensors, self._numbers = describe(model, optimizer, reached)
         self._tensors = {name: _copied(tensor, self._tensors.get(name)) for name, tensor in tensors.items()}
@@ -40,7 +40,7 @@ class Snapshot:
             torch.cuda.current_stream(device).synchronize()
         self.reached = replace(reached, shared=shared_among(self._tensors))
 
-    def go_back(self, model: nn.Module, optimizer: Optimizer) -> Progress | None:
+    def restore(self, model: nn.Module, optimizer: Optimizer) -> Progress | None:
         """Model and optimizer are as they were there, if it was anywhere."""
         if self.reached is None:
             return None

@@ -42,17 +42,17 @@ class ActivityTracker(Protocol):
     def each(self, phase: Phase, items: Iterable[T]) -> Iterable[T]:
         """`items`; the time until one is there is `phase`'s."""
 
-    def be(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
+    def set_phase(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
         """From now on the time outside of all contexts is `phase`'s; others are waited for `on` that wire, data from
         that `loader`."""
 
-    def at(self, step: int, micro_batch: int) -> None:
+    def set_position(self, step: int, micro_batch: int) -> None:
         """That micro-batch of step `step` begins."""
 
-    def keep(self, done: int) -> None:
+    def commit(self, done: int) -> None:
         """`done` steps are in the state."""
 
-    def lose(self) -> None:
+    def discard(self) -> None:
         """What was done since the last `keep` was for nothing."""
 
 
@@ -67,16 +67,16 @@ class NullTracker:
         """See `ActivityTracker`."""
         return items
 
-    def be(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
+    def set_phase(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
         """See `ActivityTracker`."""
 
-    def at(self, step: int, micro_batch: int) -> None:
+    def set_position(self, step: int, micro_batch: int) -> None:
         """See `ActivityTracker`."""
 
-    def keep(self, done: int) -> None:
+    def commit(self, done: int) -> None:
         """See `ActivityTracker`."""
 
-    def lose(self) -> None:
+    def discard(self) -> None:
         """See `ActivityTracker`."""
 
 
@@ -111,24 +111,24 @@ class ThreadTracker:
         """See `ActivityTracker`."""
         return self.ledger.each(phase, items)
 
-    def be(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
+    def set_phase(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
         """See `ActivityTracker`."""
-        self.ledger.be(phase)
+        self.ledger.set_phase(phase)
         self._wire, self._loader = on, loader
 
-    def at(self, step: int, micro_batch: int) -> None:
+    def set_position(self, step: int, micro_batch: int) -> None:
         """See `ActivityTracker`."""
         self._step, self._micro_batch = step, micro_batch
 
-    def keep(self, done: int) -> None:
+    def commit(self, done: int) -> None:
         """See `ActivityTracker`."""
-        self.ledger.keep()
+        self.ledger.commit()
         self.done = self._step = done
         self._micro_batch = -1
 
-    def lose(self) -> None:
+    def discard(self) -> None:
         """See `ActivityTracker`."""
-        self.ledger.lose()
+        self.ledger.discard()
 
     def doing(self) -> Activity:
         """Now; for any thread."""

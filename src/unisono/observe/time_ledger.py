@@ -59,7 +59,7 @@ class Ledger:
                     return
             yield item
 
-    def be(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         """From now on time outside of all contexts is `phase`'s."""
         self._charge()
         self._open[0] = self._accounts[phase]
@@ -82,14 +82,14 @@ class Ledger:
         self._open.pop().seconds += now - since
         self._changed = self._since = now
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """What was done until now is in the state, and will not be done again."""
         self._charge()
         for phase in WORTHLESS:
             account = self._accounts[phase]
             account.kept_seconds = account.seconds
 
-    def lose(self) -> None:
+    def discard(self) -> None:
         """What was done since the last `keep` was for nothing."""
         self._charge()
         for phase in WORTHLESS:

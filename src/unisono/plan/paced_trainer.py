@@ -97,10 +97,10 @@ class PacedTrainer(Trainer):
 
     pace: ClockPacer = field(kw_only=True)
 
-    def compute(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
-        """See `Trainer.compute`."""
+    def run_micro_batch(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
+        """See `Trainer.run_micro_batch`."""
         self.pace.begin(t)
-        super().compute(t, m, batch, last=last)
+        super().run_micro_batch(t, m, batch, last=last)
         self.pace.end()
 
     def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:

@@ -219,8 +219,8 @@ def _train(
     device = torch.device("cpu")
     feed = DataFeed(task, config, comm.rank, comm.size, stack)
     held, optimizer = build(task, config, device, comm)
-    persistence = Checkpointer(None, held.local, optimizer, comm.lane("checkpoint"), 0, {})
-    persistence.agree()
+    persistence = Checkpointer(None, held.local, optimizer, comm.channel("checkpoint"), 0, {})
+    persistence.broadcast_initial_weights()
     share = feed.plan.micro_batch / (cluster.share_samples or feed.plan.global_batch / comm.size)
     pace = ClockPacer(comm, held.model, lambda step: share * cluster.compute.seconds(config.seed, comm.rank, step),
                 by_module=not config.compile)  # fmt: skip

@@ -151,15 +151,15 @@ class WorkerRun:
             try:
                 result = self.live(views)
             except CommunicationError as error:
-                self.watch.lose()
-                self.watch.be(Phase.RECOVERY)
-                self.go_back()
+                self.watch.discard()
+                self.watch.set_phase(Phase.RECOVERY)
+                self.roll_back()
                 views.broken(error, self.digest())
                 continue
             if result is not None:
                 views.finish()
                 return result
-            self.watch.be(Phase.RECOVERY)
+            self.watch.set_phase(Phase.RECOVERY)
             views.ended(self.digest())
         return None
 
@@ -212,11 +212,11 @@ class WorkerRun:
             outcome = self._train(trainer, first_step)
             return None if trainer.parting else self._result(trainer, wires, outcome, place.path)
 
-    def go_back(self) -> None:
+    def roll_back(self) -> None:
         """Of what was not done in lockstep, nothing counts but what all have met after."""
         if self.milestone and self.built:
             held, optimizer = self.built
-            self.reached = self.milestone.go_back(held.local, optimizer)
+            self.reached = self.milestone.restore(held.local, optimizer)
 
     def digest(self) -> str:
         """Of all that replicas have in common; empty as long as that is what a run starts from, and where each worker
@@ -243,8 +243,8 @@ class WorkerRun:
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
         judge = self.judge = self.judge or AnomalyDetector(config.bad_step)
         persistence = Checkpointer(
-            writer, held.local, optimizer, comm.lane("checkpoint"), config.checkpoint_every, meta,
-            parts if wires.spread else None, wires.replicas.lane("start") if wires.spread else None,
+            writer, held.local, optimizer, comm.channel("checkpoint"), config.checkpoint_every, meta,
+            parts if wires.spread else None, wires.replicas.channel("start") if wires.spread else None,
             judge=judge, newest=partial(_sound, path, record))  # fmt: skip
         view = views.view
         laid, hosts = ShardedModel(held.local, parts, optimizer), [place.host for place in view.places]
@@ -255,18 +255,18 @@ class WorkerRun:
             taken = self._take_over(view, comm, held.local, optimizer, judge)
         if taken is not None:
             reached = taken
-            persistence.go_on(reached)
+            persistence.set_progress(reached)
         else:
             again = config.resume or view.number > 1
             found = _newest(config, path, meta, record) if again and comm.rank == 0 else None
             reached = Progress(_begin(persistence, found, path), persistence.committed, persistence.shared)
         if views.changing and walks(config):
             self.milestone = self.milestone or Snapshot()
-            self.milestone.keep(held.local, optimizer, reached)
+            self.milestone.take(held.local, optimizer, reached)
         self.reached, first_step = reached, reached.steps
         if wires.spread:
             copies = self.keeper.begin(
-                view.number, first_step, laid, judge, comm.lane("keeping"), wires.copies, hosts,
+                view.number, first_step, laid, judge, comm.channel("keeping"), wires.copies, hosts,
                 feed.places.of(comm.rank).replica if self.milestone else None)  # fmt: skip
             stack.callback(copies.close if copies else lambda: None)
         # What the coordinator counts does not go back where training does.
@@ -280,7 +280,7 @@ class WorkerRun:
             milestone=self.milestone)  # fmt: skip
         trainer.last_loss = self.reached.loss
         if wires.spread:
-            trainer.keep = lambda parting: self.keeper.after_step(self._now(trainer), parting=parting)
+            trainer.on_commit = lambda parting: self.keeper.after_step(self._now(trainer), parting=parting)
         return trainer, first_step
 
     def _share(self, path: Path, holder: Holder) -> None:
@@ -292,7 +292,7 @@ class WorkerRun:
 
     def _put_down(self) -> None:
         """Keep what this worker has of the state, and drop the model: its groups are those of this view."""
-        self.go_back()
+        self.roll_back()
         if self.reached is not None:
             self.keeper.leave(self.reached)
         self.built = self.milestone = None
@@ -322,7 +322,7 @@ class WorkerRun:
             return trainer.run(first_step)
         finally:
             now = self._now(trainer)
-            trainer.let_go()
+            trainer.unbind()
             self.reached = now
             self.trained += trainer.done - first_step
             self.step_seconds += trainer.step_seconds
@@ -370,7 +370,7 @@ def _ending(done: int, steps: int) -> str:
 
 def _begin(persistence: Checkpointer, found: Opened | None, path: Path) -> int:
     """All take the state that worker 0 has `found` on disk, or the same first weights; returns the steps in it."""
-    persistence.agree()
+    persistence.broadcast_initial_weights()
     try:
         return persistence.resume(found)
     except CheckpointMismatch as error:

@@ -91,11 +91,11 @@ class BoundAllReduce(Lockstep):
     def fold(self) -> None:
         self._reduction.fold()
 
-    def owed(self) -> dict[str, Tensor]:
-        return self._reduction.owed()
+    def residual_state(self) -> dict[str, Tensor]:
+        return self._reduction.residual_state()
 
-    def owe(self, owed: Mapping[str, Tensor]) -> None:
-        self._reduction.owe(owed)
+    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
+        self._reduction.load_residuals(owed)
 
     def settle(self) -> MeanGradient:
         return MeanGradient(self._parameters, self._reduction, self._sparse)

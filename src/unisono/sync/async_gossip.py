@@ -148,7 +148,7 @@ class BoundPartners(AllHere, OwesNothing):
 
     lockstep = False
     local = True
-    keeps_optimizer = False
+    optimizer_on_server = False
 
     def __init__(
         self,
@@ -188,25 +188,25 @@ class BoundPartners(AllHere, OwesNothing):
         self._hear()
         return PartnersStep(self, self._parameters, self._gradients.settle().control)
 
-    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
         every = self._meet_every
         return self._dealing.shares(first, min(until, every * (first // every + 1)) if every else until, stop)
 
     @property
-    def dealt(self) -> int:
+    def leased_until(self) -> int:
         return self._dealing.dealt
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         together = self._mean()
         self._weights.write(together)
         self._partner.reset(together)
         self._together()  # nobody asks one who has not been reset
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         self._quiet()
         self._weights.write(self._partner.weights())
 
-    def shared(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         return self._weights.replaced(self._mean())
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -85,7 +85,7 @@ class BucketedReduction:
         tiers = comm.tiers("hops")
         self._peers = tiers.between.size if tiers and tiers.between else comm.size
         add_up = [how is mean and c.compress.adds_up for c in cuts]
-        lane = comm if tiers or all(add_up) else comm.lane("hops")
+        lane = comm if tiers or all(add_up) else comm.channel("hops")
         self._gradients = [
             Bucket(c, comm, lane, how=how, tiers=tiers, tail=tail if how is mean and c is cuts[-1] else 0) for c in cuts
         ]
@@ -171,7 +171,7 @@ class BucketedReduction:
         for bucket in self._buckets:
             bucket.memory.commit()
 
-    def owed(self) -> dict[str, Tensor]:
+    def residual_state(self) -> dict[str, Tensor]:
         """Between two rounds: what this worker's messages have left out so far."""
         return {
             f"{self._kept_under(i)}/{key}": tensor
@@ -179,7 +179,7 @@ class BucketedReduction:
             for key, tensor in bucket.memory.state_dict().items()
         }
 
-    def owe(self, owed: Mapping[str, Tensor]) -> None:
+    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
         """Between two rounds: owe what `owed` said in another life, if as many workers made as many buckets."""
         for i, bucket in enumerate(self._gradients):
             bucket.memory.load_state_dict(under(self._kept_under(i), owed), bucket.cut.device)

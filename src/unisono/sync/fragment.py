@@ -109,13 +109,13 @@ class Fragment:
         self.forget()
         self._reduction.launch()
 
-    def owed(self) -> dict[str, Tensor]:
+    def residual_state(self) -> dict[str, Tensor]:
         """See `BucketedReduction.owed`."""
-        return self._reduction.owed()
+        return self._reduction.residual_state()
 
-    def owe(self, owed: Mapping[str, Tensor]) -> None:
+    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
         """See `BucketedReduction.owe`."""
-        self._reduction.owe(owed)
+        self._reduction.load_residuals(owed)
 
     def poll(self) -> None:
         """Go on without waiting."""

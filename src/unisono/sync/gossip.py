@@ -90,8 +90,8 @@ class BoundGossip(AllHere, OwesNothing):
 
     lockstep = False
     local = True
-    keeps_optimizer = False
-    dealt = 0
+    optimizer_on_server = False
+    leased_until = 0
 
     def __init__(
         self,
@@ -134,16 +134,16 @@ class BoundGossip(AllHere, OwesNothing):
         self._poll()
         return GossipStep(self, self._parameters, self._gradients.settle().control or self._silence)
 
-    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
         return None
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         self._drop()
         together = self._mean()
         self._weights.write(together)
         self._anchor(together)
 
-    def shared(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         return self._weights.replaced(self._mean())
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ class LocalGradients(AllHere, OwesNothing):
 
     lockstep = True  # with itself
     local = True
-    keeps_optimizer = False
-    dealt = 0
+    optimizer_on_server = False
+    leased_until = 0
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -49,13 +49,13 @@ class LocalGradients(AllHere, OwesNothing):
             self._parameters[name].grad = gradient
         return LocalMean(self._parameters, self._control)
 
-    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
         return None
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         pass
 
-    def shared(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Tensor]:

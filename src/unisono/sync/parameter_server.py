@@ -134,7 +134,7 @@ class ParameterServer:
             ShardClient(s, [lines[(s + i) % self.servers] for i in range(self.shard_copies)])
             for s in range(self.servers)
         ]
-        world = trained, comm.lane("workers"), slices, conversations, optimizer, loop.overlap
+        world = trained, comm.channel("workers"), slices, conversations, optimizer, loop.overlap
         if self.lockstep:
             return SynchronousClient(*world)
         own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)

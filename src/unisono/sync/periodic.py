@@ -48,7 +48,7 @@ class Periodic:
         rhythm = self.rhythm(comm.size)
         together = None
         if rhythm.start:
-            together = AllReduce().bind(parameters, comm.lane("synchronous"), compress, loop)
+            together = AllReduce().bind(parameters, comm.channel("synchronous"), compress, loop)
         return BoundPeriodic(rhythm, parameters, comm, compress, loop, together)
 
 
@@ -70,8 +70,8 @@ class BoundPeriodic(AllHere):
     """
 
     lockstep = False
-    keeps_optimizer = False
-    dealt = 0
+    optimizer_on_server = False
+    leased_until = 0
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class BoundPeriodic(AllHere):
         together: BoundAllReduce | None,
     ) -> None:
         self._rhythm, self._parameters = rhythm, parameters
-        self._meeting = comm.lane("meeting")
+        self._meeting = comm.channel("meeting")
         parts = divide(parameters, rhythm.fragments)
         reference = float(comm.size) if loop.reference is None else loop.reference
         self._fragments = [
-            Fragment(part, comm.lane(f"fragment {f}"), compress, rhythm.outer, mix=rhythm.mix, reference=reference,
+            Fragment(part, comm.channel(f"fragment {f}"), compress, rhythm.outer, mix=rhythm.mix, reference=reference,
                      delayed=rhythm.delay > 0, control=loop.control if part is parts[-1] else 0)
             for f, part in enumerate(parts)
         ]  # fmt: skip
@@ -136,10 +136,10 @@ class BoundPeriodic(AllHere):
             self._standing, self._apart = AnchorState.ON_ANCHOR, 0.0
         return heard if coming == last else None
 
-    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
         return None
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """What was sent is taken in, and the walks, uncompressed, become their mean; which leaves the mean of the
         walks, and the anchor, as they are."""
         for fragment in self._fragments:
@@ -155,7 +155,7 @@ class BoundPeriodic(AllHere):
             fragment.forget()
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
+    def averaged_weights(self) -> Iterator[None]:
         """The parameters where all replicas have the same, else the anchor: what the papers evaluate, here without a
         word between the replicas. In the streaming form its fragments are of different ages."""
         if self._standing is not AnchorState.APART:
@@ -188,16 +188,16 @@ class BoundPeriodic(AllHere):
                         self._standing = AnchorState.TOGETHER if kind == "anchor" else self._standing
         self._leave_lockstep_if_due()
 
-    def owed(self) -> dict[str, Tensor]:
-        together = self._gradients.owed()
-        apart = {f"fragment {f}": fragment.owed() for f, fragment in enumerate(self._fragments)}
+    def residual_state(self) -> dict[str, Tensor]:
+        together = self._gradients.residual_state()
+        apart = {f"fragment {f}": fragment.residual_state() for f, fragment in enumerate(self._fragments)}
         owed = {"together": together, **apart}
         return {f"{at}/{name}": tensor for at, state in owed.items() for name, tensor in state.items()}
 
-    def owe(self, owed: Mapping[str, Tensor]) -> None:
-        self._gradients.owe(under("together", owed))
+    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
+        self._gradients.load_residuals(under("together", owed))
         for f, fragment in enumerate(self._fragments):
-            fragment.owe(under(f"fragment {f}", owed))
+            fragment.load_residuals(under(f"fragment {f}", owed))
 
     def _count(self) -> None:
         """A local step was taken."""

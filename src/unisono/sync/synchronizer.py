@@ -59,7 +59,7 @@ class BoundSynchronizer(Protocol):
 
     lockstep: bool
     local: bool
-    keeps_optimizer: bool
+    optimizer_on_server: bool
     defers: bool
     local_weight: float | None
 
@@ -85,29 +85,29 @@ class BoundSynchronizer(Protocol):
     def settle(self) -> PendingUpdate:
         """Wait for the mean. Raises `PeerLost`, `MessageMismatch`."""
 
-    def need(self, names: Collection[str] | None = None) -> None:
+    def wait_parameters(self, names: Collection[str] | None = None) -> None:
         """The weights of the parameters `names` (None: of all) are here when it returns, and the others go on
         arriving. After `apply` they may be on their way; `meet`, `shared` and `settle` leave nothing so. Raises
         `PeerLost`."""
 
-    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
         """The work of steps ``first .. until - 1`` as it is dealt out to this worker, each micro-batch to one worker;
         None: every worker computes the same part of every step. May be asked ahead of what is computed; ends when
         all is dealt out, or when the step is that was begun when one worker's `stop` became true."""
 
     @property
-    def dealt(self) -> int:
+    def leased_until(self) -> int:
         """After `shares` has ended: the step before which everything is dealt out, the same on all workers."""
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """All workers call it alike, between two steps: afterwards all have the same parameters (and optimizer
         state, if `keeps_optimizer`), and walk on from there. Nothing to do in lockstep."""
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """All workers call it alike, between two steps: afterwards nothing is under way, and the parameters are all
         that this replica has come to. Nothing to do where that is so after each step that all have met in."""
 
-    def shared(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on, for
         evaluation; outside they are as before."""
 
@@ -117,10 +117,10 @@ class BoundSynchronizer(Protocol):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up the `state` of another life of the same value. The parameters are already that life's."""
 
-    def owed(self) -> dict[str, Tensor]:
+    def residual_state(self) -> dict[str, Tensor]:
         """What this worker alone remembers, after `meet`: what its compressed messages have left out."""
 
-    def owe(self, owed: Mapping[str, Tensor]) -> None:
+    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
         """After `load_state_dict`, owe what this worker's `owed` said in another life among as many workers."""
 
 
@@ -170,20 +170,20 @@ class AllHere:
     def fold(self) -> None:
         pass
 
-    def need(self, names: Collection[str] | None = None) -> None:
+    def wait_parameters(self, names: Collection[str] | None = None) -> None:
         pass
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         pass
 
 
 class OwesNothing:
     """What all say of themselves whose messages leave nothing out for later."""
 
-    def owed(self) -> dict[str, Tensor]:
+    def residual_state(self) -> dict[str, Tensor]:
         return {}
 
-    def owe(self, owed: Mapping[str, Tensor]) -> None:
+    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
         pass
 
 
@@ -192,17 +192,17 @@ class Lockstep(AllHere):
 
     lockstep = True
     local = False
-    keeps_optimizer = False
+    optimizer_on_server = False
 
-    dealt = 0
+    leased_until = 0
 
-    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
         return None
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         pass
 
-    def shared(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Tensor]:

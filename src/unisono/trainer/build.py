@@ -122,7 +122,7 @@ def build(
     Raises:
         InvalidInput: what the task builds cannot be trained.
     """
-    lane = comm.lane("batchnorm") if config.sync_batchnorm else None
+    lane = comm.channel("batchnorm") if config.sync_batchnorm else None
     change = partial(synchronize_batchnorm, comm=lane) if lane else as_it_is
     compute = BlockOptions(config.precision, config.recompute, config.compile, _compiled_whole(config), change)
     seed_compute(stream(config.seed, 0, 0, "init"))
@@ -157,7 +157,7 @@ def _wholes(
     places, rank = RankMesh(config.layout, mesh.size()), mesh.get_rank()
     replica = places.along(rank, *AXES)
     group = [replica.index(other) for other in places.along(rank, *CUTTING)]
-    lane = inside.lane("whole tensors")
+    lane = inside.channel("whole tensors")
     return Wholes(task.optimizer, held.local, held.parts, lane, group, undo=recovers(config))
 
 
@@ -221,7 +221,7 @@ def bind(
         contextlib.ExitStack() as undo
     ):  # a worker may be lost while lanes are opened, and the model is bound again then
         undo.callback(replica.unhook)
-        persistence.attach(replica)
+        persistence.bind(replica)
         _check_concurrent(config, feed.plan, feed.places.lanes, replica)
         _check_dropping(config, replica)
         _check_offloaded(config, feed.places, device)
@@ -240,7 +240,7 @@ def bind(
         if task.evaluate is not None:
             here = feed.places.of(comm.rank)
             evaluator = Evaluator(
-                task, comm.lane("evaluation"), runs, move, here.replica, feed.places.replicas,
+                task, comm.channel("evaluation"), runs, move, here.replica, feed.places.replicas,
                 not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
         loader = feed.loader(first_step)
         guard = StepValidator(

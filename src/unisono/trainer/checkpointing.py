@@ -86,7 +86,7 @@ class Checkpointer:
         self._prepared = False
 
     @property
-    def outcome(self) -> float:
+    def share_status(self) -> float:
         """What became of this worker's share: 0: under way, or nothing; the step: it is on disk; minus the step: it
         could not be written."""
         if self._writer is None or not self._pending:
@@ -96,7 +96,7 @@ class Checkpointer:
             self._pending * (progress.written == self._pending) - self._pending * (progress.failed == self._pending)
         )
 
-    def before_change(self) -> None:
+    def wait_staged(self) -> None:
         """Right before weights change: a checkpoint that is being taken must have its copy first."""
         if self._writer and self._pending:
             self._writer.staged()
@@ -122,15 +122,15 @@ class Checkpointer:
         """Whether a checkpoint is to be taken after `done` steps in all, if all workers are together there."""
         return bool(self.every) and done // self.every > self._last // self.every
 
-    def attach(self, replica: Replica) -> None:
+    def bind(self, replica: Replica) -> None:
         """From now on, what `replica` shares with the others is part of the checkpoints; it takes up what was found
         by `resume`."""
         self._replica = replica
         if self._shared:
             replica.load_state_dict(self._shared)
         if self._owed:
-            replica.owe(self._owed)
-        if replica.remembers:  # each worker writes its own
+            replica.load_residuals(self._owed)
+        if replica.has_residuals:  # each worker writes its own
             self._keeps_debts = bool(self._comm.gather(torch.tensor([self._writer is not None])).wait().all())
 
     def finish(self, done: int) -> None:
@@ -178,7 +178,7 @@ class Checkpointer:
         self._comm.gather(torch.zeros(1)).wait()  # and nobody writes it anew before it is gone
         self._pending, self._last = 0, done - 1
 
-    def go_back(self) -> int | None:
+    def roll_back(self) -> int | None:
         """All workers call it alike, when a step was dropped: they have the state of the newest checkpoint then.
         Returns the steps done by then; None, and nothing has changed, if there is none."""
         assert self._replica is not None
@@ -187,7 +187,7 @@ class Checkpointer:
             self._writer.finish()  # what has been committed is there
         done = self._restore(self._newest() if self._comm.rank == 0 else None)
         if done is not None:
-            self._replica.owe(self._owed)
+            self._replica.load_residuals(self._owed)
             self._replica.begin()
         return done
 
@@ -230,11 +230,11 @@ class Checkpointer:
         self.judge.load(plan["judged"])
         return self._last
 
-    def go_on(self, reached: Progress) -> None:
+    def set_progress(self, reached: Progress) -> None:
         """The state of all workers is what they have `reached`, in another view of the same run."""
         self._shared, self._last, self.committed = dict(reached.shared), reached.committed, reached.committed
 
-    def agree(self) -> None:
+    def broadcast_initial_weights(self) -> None:
         """All replicas start from the weights and the optimizer state of the first.
 
         Raises:
@@ -356,7 +356,7 @@ class Checkpointer:
         tensors |= {f"model/{name}": t.clone() for name, t in self._model.named_buffers()}
         tensors |= {f"optimizer/{name}": t for name, t in state.items()}
         shared = self._replica.state_dict() if self._replica else {}
-        owed = self._replica.owed() if self._replica and self._keeps_debts else {}
+        owed = self._replica.residual_state() if self._replica and self._keeps_debts else {}
         tensors |= {f"owed/{self._comm.rank}/{name}": t for name, t in owed.items()}
         tensors |= {f"{KEPT}{name}": t for name, t in self._beside.items()}
         return tensors | {f"sync/{name}": t for name, t in shared.items()}
@@ -367,7 +367,7 @@ class Checkpointer:
             return
         if self._writer:
             self._writer.finish()
-        mine = torch.tensor([self.outcome], dtype=torch.float64)
+        mine = torch.tensor([self.share_status], dtype=torch.float64)
         self._hear(self._comm.gather(mine).wait().view(-1).tolist())
         if self._writer:
             self._writer.finish()

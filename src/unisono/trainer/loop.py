@@ -74,13 +74,13 @@ class Trainer:
     seed: int
     guard: StepValidator
     balance: LoadBalancer
-    factor: Callable[[int], float]
+    lr_factor: Callable[[int], float]
     steps: int
     global_batch: int
     evaluate_every: int
     presence: Presence
     watch: ActivityTracker = field(default_factory=NullTracker)
-    keep: Callable[[bool], None] = lambda parting: None
+    on_commit: Callable[[bool], None] = lambda parting: None
     milestone: Snapshot | None = None
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
@@ -98,23 +98,23 @@ class Trainer:
         `Diverged`, `PeerLost`, and what user code raises; the model is then as the last step done left it, once
         `let_go` has been called."""
         self.model.train()
-        self.watch.be(Phase.COMPUTE, self.comm, self.loader)
+        self.watch.set_phase(Phase.COMPUTE, self.comm, self.loader)
         self.done = self.held = self.evaluated = first_step
         began = self.comm.now()
-        while not self.over():
-            dealt, turns = self.turns()
+        while not self.finished():
+            dealt, turns = self.work_items()
             for t, mine, batches in turns:
                 started = self.comm.now()
 
-                self.learning_rate.set(self.factor(t))
+                self.learning_rate.set(self.lr_factor(t))
                 with self.balance.measured(len(mine)):
-                    self.compute_all(t, mine, batches)
+                    self.run_micro_batches(t, mine, batches)
                 with self.watch(Phase.COMMUNICATION):
                     step = self.replica.settle()
-                sound, done = self.guard(t, step, self.steep)
+                sound, done = self.guard(t, step, self.find_nonfinite)
                 if sound:
                     with self.watch(Phase.CHECKPOINT):
-                        self.persistence.before_change()
+                        self.persistence.wait_staged()
                     self.presence.check()
                     step.apply()
                     self.last_loss = step.loss
@@ -127,20 +127,20 @@ class Trainer:
 
                 self.done = max(self.done, done)
                 if self.milestone is None:
-                    self.watch.keep(self.done)
+                    self.watch.commit(self.done)
                 self.presence.stepped()
                 self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
                 words = step.extra
                 if words is not None:
-                    self.meet(words)
-                    self.hold()
+                    self.act_on_control(words)
+                    self.commit_synchronized()
                 self.step_seconds.append(self.comm.now() - started)
                 if words is not None:
                     self.evaluate_if_due()
                 if self.stopping or self.parting:
                     break
             if dealt:
-                self.meet_after(self.replica.dealt)
+                self.gather_control(self.replica.leased_until)
         self.seconds = self.comm.now() - began - self.evaluating_seconds
         if not self.parting:
             self.finish()
@@ -148,83 +148,83 @@ class Trainer:
 
     def finish(self) -> None:
         """After the last step: the last checkpoint, the last evaluation."""
-        self.watch.be(Phase.CHECKPOINT, self.comm)
-        self.replica.meet()
-        self.hold()
+        self.watch.set_phase(Phase.CHECKPOINT, self.comm)
+        self.replica.synchronize()
+        self.commit_synchronized()
         self.guard.finish(self.done)
         self.persistence.finish(self.done)
         if self.evaluator and self.done == self.steps:
             self.evaluate()
 
-    def let_go(self) -> None:
+    def unbind(self) -> None:
         """Leave model and optimizer to the next trainer, as the last step done left them."""
-        self.replica.drop()
+        self.replica.discard_step()
         self.replica.unbind()
         self.learning_rate.set(1.0)
 
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether all steps are taken, or all workers have heard that one was asked to stop, or that others come or
         go."""
         return self.stopping or self.parting or self.done >= self.steps
 
-    def turns(self) -> tuple[bool, Iterator[Turn]]:
+    def work_items(self) -> tuple[bool, Iterator[Turn]]:
         """This worker's work: steps, and its own micro-batches of each. Where work is dealt out as it is asked for,
         only as far as the step after which everybody has to meet; else all the rest."""
         due = [n * (self.done // n + 1) for n in (self.persistence.every, self.evaluate_every) if n]
-        shares = self.replica.shares(self.done, min([self.steps, *due]), lambda: self.presence.stop)
+        shares = self.replica.work_items(self.done, min([self.steps, *due]), lambda: self.presence.stop)
         if shares is None:
             mine = self.balance.shares.mine
             return False, ((t, mine(t), self.loader.batches(t)) for t in range(self.done, self.steps))
         return True, iter(self.watch.each(Phase.COMMUNICATION, self.loader.turns(shares)))
 
-    def meet_after(self, dealt: int) -> None:
+    def gather_control(self, dealt: int) -> None:
         """All that was dealt out, to before step `dealt`, is computed, here; wait for the others."""
-        mine = torch.tensor(self.says(), dtype=torch.float64)
+        mine = torch.tensor(self.control_word(), dtype=torch.float64)
         self.done = dealt
         with self.watch(Phase.COMMUNICATION):
             words = self.comm.gather(mine).wait().sum(0).tolist()
-        self.meet(words)
-        self.hold()
+        self.act_on_control(words)
+        self.commit_synchronized()
         self.evaluate_if_due()
 
-    def says(self) -> list[float]:
+    def control_word(self) -> list[float]:
         """This worker's numbers for the control word."""
         now = self.presence
         said = ControlWord(
-            stop=now.stop, written=self.persistence.outcome, parting=now.parting, leaving=now.leaving,
+            stop=now.stop, written=self.persistence.share_status, parting=now.parting, leaving=now.leaving,
             pace=self.balance.pace, digest=self.guard.digest)  # fmt: skip
         return numbers(said, self.comm.rank, self.comm.size)
 
-    def meet(self, words: Sequence[float]) -> None:
+    def act_on_control(self, words: Sequence[float]) -> None:
         """All workers are between the same two steps, and have said `words`."""
         said = heard(words)
         parting = any(each.parting for each in said)
         with self.watch(Phase.CHECKPOINT):
             if self.persistence.due(self.done):
-                self.replica.meet()
+                self.replica.synchronize()
             self.persistence.after_step(self.done, [each.written for each in said], take=not parting)
         self.stopping = any(each.stop for each in said) or all(each.leaving for each in said)
         # What is being written would be lost: its workers finish it first.
         self.parting = parting and not (self.stopping or self.persistence.pending or self.done >= self.steps)
         if self.parting:  # who leaves leaves its share of what all have come to
-            self.replica.meet()
+            self.replica.synchronize()
         self.guard.between(self.done)
         self.balance.hear(self.done, [each.pace for each in said])
         if self.balance.leave_asked:
             self.presence.leave()
 
-    def hold(self) -> None:
+    def commit_synchronized(self) -> None:
         """All have met: where they walk by themselves, what they have now counts."""
         if self.milestone is not None:
             replica = self.replica
-            replica.rest()
+            replica.quiesce()
             reached = Progress(self.done, self.persistence.committed, replica.state_dict(), self.last_loss)
-            self.milestone.keep(replica.model, replica.optimizer, reached)
+            self.milestone.take(replica.model, replica.optimizer, reached)
             self.presence.done(self.done - self.held)
-            self.watch.keep(self.done)
+            self.watch.commit(self.done)
             self.held = self.done
         with self.watch(Phase.CHECKPOINT):
-            self.keep(self.parting)
+            self.on_commit(self.parting)
 
     def evaluate_if_due(self) -> None:
         """Evaluate if it was due since the last time; what is due after the last step comes at the end."""
@@ -232,25 +232,25 @@ class Trainer:
         if self.evaluator and every and self.done < self.steps and self.done // every > self.evaluated // every:
             self.evaluate()
 
-    def compute_all(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
+    def run_micro_batches(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
         """Forward and backward of this worker's micro-batches of step `t`."""
         for m, batch in self.watch.each(Phase.DATA, batches):
             self.presence.check()  # what nobody waits for any more is not computed
-            self.watch.at(t, m)
-            self.compute(t, m, self.move(batch), last=m == mine[-1])
+            self.watch.set_position(t, m)
+            self.run_micro_batch(t, m, self.move(batch), last=m == mine[-1])
 
-    def compute(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
+    def run_micro_batch(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
         """Forward and backward of micro-batch `m` of step `t`; its gradients go to the synchronizer as they come.
         `last` of this worker in this step."""
         seed_compute(stream(self.seed, t, m, "compute"))
-        self.replica.enter(m, checked_weight(self.weight(batch)))
+        self.replica.begin_micro_batch(m, checked_weight(self.weight(batch)))
         with self.passage(batch, self.loss) as (mine, loss_of):
             loss = loss_of(self.forward(self.model, mine), mine)
             check_loss(loss)
-            self.replica.leave(float(loss.detach()), last=last, extra=self.says() if last else [])
+            self.replica.end_forward(float(loss.detach()), last=last, extra=self.control_word() if last else [])
             self.replica.backward(loss)
 
-    def steep(self, t: int) -> list[int]:
+    def find_nonfinite(self, t: int) -> list[int]:
         """The micro-batches of step `t` whose gradient is not finite, found by computing each once more; all workers
         call it alike, before the step is dropped. None where replicas lie on several workers or walk by themselves."""
         if self.replica.spread or not self.replica.lockstep:
@@ -273,7 +273,7 @@ class Trainer:
         """Metrics on held-out data of what the replicas agree on."""
         assert self.evaluator is not None
         began = self.comm.now()
-        with self.watch(Phase.EVALUATION), self.replica.shared():
+        with self.watch(Phase.EVALUATION), self.replica.averaged_weights():
             self.last_metrics = self.evaluator(self.model)
             self.replica.held.gathering.let_go()
         self.evaluating_seconds += self.comm.now() - began

@@ -89,7 +89,7 @@ def save(
     with _writing(comm, path, writers, keep, life) as writer:
         persistence = Checkpointer(writer, state.model, state.optimizer, comm, 0, meta, beside=kept)
         if replica is not None:
-            persistence.attach(replica)
+            persistence.bind(replica)
         persistence.finish(done)
     return path / step_name(done) if persistence.committed == done else None
 

@@ -32,8 +32,8 @@ class PipelinedTrainer(Trainer):
     inputs: Callable[[Batch], Any] = field(kw_only=True)
     autocast: Callable[[], AbstractContextManager[Any]] = field(kw_only=True)
 
-    def compute_all(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
-        """See `Trainer.compute_all`. Every stage draws what one worker would."""
+    def run_micro_batches(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
+        """See `Trainer.run_micro_batches`. Every stage draws what one worker would."""
         given = [(m, self.move(batch)) for m, batch in self.watch.each(Phase.DATA, batches)]
         weights = [checked_weight(self.weight(batch)) for _, batch in given]
         passages = [partial(self.passage, batch, self.loss) for _, batch in given]
@@ -44,7 +44,7 @@ class PipelinedTrainer(Trainer):
                 found = loss_of(output, part)
             check_loss(found)
             losses[i] = float(found.detach())
-            return self.replica.held.gathering.joined(found * self.replica.share(weights[i]))
+            return self.replica.held.gathering.joined(found * self.replica.loss_scale(weights[i]))
 
         @contextmanager
         def around(i: int, stage: int) -> Iterator[None]:
@@ -62,8 +62,8 @@ class PipelinedTrainer(Trainer):
         self.pipeline.sum_tied()
         for i, (m, _) in enumerate(given):
             last = m == mine[-1]
-            self.replica.enter(m, weights[i])
-            self.replica.leave(losses[i], last=last, extra=self.says() if last else [])
+            self.replica.begin_micro_batch(m, weights[i])
+            self.replica.end_forward(losses[i], last=last, extra=self.control_word() if last else [])
 
 
 def _part(passage: Callable[[], AbstractContextManager[tuple[Batch, Any]]]) -> Batch:

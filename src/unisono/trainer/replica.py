@@ -95,13 +95,13 @@ class Replica:
         else:
             loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, self.held.sparse, awaits,
                         reference)  # fmt: skip
-            self._sync = sync.bind(parameters, comm.lane("gradients"), compress, loop)
+            self._sync = sync.bind(parameters, comm.channel("gradients"), compress, loop)
         # Weighted losses make autograd's own sum the mean, where it is this worker's or this replica's alone.
         self._local = self._sync.local and listener is None and not self._wires.spread
         self._weighted = self._local or self._wires.spread
-        self._comm = comm.lane("meeting")
+        self._comm = comm.channel("meeting")
         chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
-        self.remembers = comm.size > 1 and not all(each.adds_up and not each.owes for each in chosen)
+        self.has_residuals = comm.size > 1 and not all(each.adds_up and not each.owes for each in chosen)
         self.finite = all(each.finite for each in chosen) and not self._local
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
@@ -109,7 +109,7 @@ class Replica:
         self.waited_seconds = 0.0
         side_by_side = self._wires.lanes if self.lockstep else self._wires.shards
         together = self.lockstep or self._wires.spread
-        lane = side_by_side.lane("statistics") if together else None
+        lane = side_by_side.channel("statistics") if together else None
         pieces = {0: self.held.model} if self.held.pipeline is None else self.held.pipeline.stages
         statistics = {
             place: BufferSync(piece, micro_batches, lane, drops=drops or repeats, adopts=listener is not None)
@@ -148,43 +148,43 @@ class Replica:
         """Whether every step is all workers' together, and replicas are equal after it."""
         return self._sync.lockstep
 
-    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
         """See `BoundSynchronizer.shares`."""
-        return self._sync.shares(first, until, stop)
+        return self._sync.work_items(first, until, stop)
 
     @property
-    def dealt(self) -> int:
+    def leased_until(self) -> int:
         """See `BoundSynchronizer.dealt`."""
-        return self._sync.dealt
+        return self._sync.leased_until
 
-    def need(self) -> None:
+    def wait_parameters(self) -> None:
         """Between two steps: the weights that this replica goes on with are here, in the parameters."""
-        self._sync.need()
+        self._sync.wait_parameters()
 
     def _awaited(self, names: Collection[str] | None) -> None:
         began = self._comm.now()
-        self._sync.need(names)
+        self._sync.wait_parameters(names)
         self.waited_seconds += self._comm.now() - began
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """All workers call it alike, between two steps: afterwards all replicas and optimizers are equal, and go on
         from there."""
         weight = self._sync.local_weight
-        self._sync.meet()
+        self._sync.synchronize()
         if not self.lockstep:
             state, _ = state_of(self.optimizer, self.model)
-            kept = {} if self._sync.keeps_optimizer else state
+            kept = {} if self._sync.optimizer_on_server else state
             average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm, weight)
             for statistics in self._statistics.values():
                 statistics.begin()  # the next step starts from these buffers
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """See `BoundSynchronizer.rest`."""
-        self._sync.rest()
+        self._sync.quiesce()
 
-    def shared(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on."""
-        return self._sync.shared()
+        return self._sync.averaged_weights()
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the replicas share beyond parameters and optimizer, after `meet`."""
@@ -194,13 +194,13 @@ class Replica:
         """Take up what another life of the same run shared."""
         self._sync.load_state_dict(state)
 
-    def owed(self) -> dict[str, Tensor]:
+    def residual_state(self) -> dict[str, Tensor]:
         """See `BoundSynchronizer.owed`."""
-        return self._sync.owed()
+        return self._sync.residual_state()
 
-    def owe(self, owed: Mapping[str, Tensor]) -> None:
+    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
         """See `BoundSynchronizer.owe`."""
-        self._sync.owe(owed)
+        self._sync.load_residuals(owed)
 
     def begin(self) -> None:
         """A new step; what was computed for one that was not applied is forgotten."""
@@ -213,7 +213,7 @@ class Replica:
         for statistics in self._statistics.values():
             statistics.begin()
 
-    def enter(self, micro_batch: int, weight: float) -> None:
+    def begin_micro_batch(self, micro_batch: int, weight: float) -> None:
         """Before the forward pass of `micro_batch`, which counts `weight` in the mean."""
         self._hand_over(self._sync.fold)
         self._micro_batch, self._weight = micro_batch, weight
@@ -223,7 +223,7 @@ class Replica:
         if self._asking:
             self._asking.enter()
 
-    def leave(self, loss: float = 0.0, *, last: bool, extra: list[float] | None = None) -> None:
+    def end_forward(self, loss: float = 0.0, *, last: bool, extra: list[float] | None = None) -> None:
         """After the forward pass and before backward. `last`: no further micro-batch of this worker in this step."""
         self.held.gathering.backward(last)
         self._control[self._micro_batch] = loss
@@ -264,11 +264,11 @@ class Replica:
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the micro-batch's mean `loss`, a scalar."""
-        share = self.share(self._weight)
+        share = self.loss_scale(self._weight)
         weighted = loss * share if self._weighted and share != 1.0 else loss
         self.held.gathering.joined(weighted).backward()
 
-    def share(self, weight: float) -> float:
+    def loss_scale(self, weight: float) -> float:
         """What a micro-batch of that weight counts for in the mean."""
         return weight / self._reference
 
@@ -308,7 +308,7 @@ class Replica:
         """Of `state`: a number from 1 that arrives exactly in a control word."""
         return 1.0 + (digest(self.state) >> 12)
 
-    def take_over(self, source: int) -> None:
+    def copy_state_from(self, source: int) -> None:
         """All replicas call it alike, between two steps: they have the `state` of number `source` then."""
         received = []
         for _, tensor in sorted(self.state.items()):
@@ -318,7 +318,7 @@ class Replica:
             tensor.copy_(there.view(tensor.dtype).view(tensor.shape))
         self.begin()
 
-    def drop(self) -> None:
+    def discard_step(self) -> None:
         """Forget what was computed for a step that will not be applied: the model is as the last one left it."""
         for statistics in self._statistics.values():
             statistics.undo()
@@ -329,7 +329,7 @@ class Replica:
         """Leave the model as it was found, with all weights here."""
         self.unhook()
         if self._asking:
-            self.need()
+            self.wait_parameters()
 
     def unhook(self) -> None:
         """Leave the model without hooks of this replica."""
@@ -434,7 +434,7 @@ class Step:
         if replica._asking:
             replica._asking.applied()
         else:
-            replica.need()
+            replica.wait_parameters()
         n = replica._count
         if self._change.agreed:  # perhaps only now
             self.losses, self.weights = self._change.control[:n], self._change.control[n : 2 * n]

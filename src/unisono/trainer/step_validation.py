@@ -121,7 +121,7 @@ class StepValidator:
                 "learning rate, or look at these samples"
             )
         step.drop()
-        back = self.persistence.go_back() if isinstance(policy, RollBack) else None
+        back = self.persistence.roll_back() if isinstance(policy, RollBack) else None
         self.judge.found(bad.step)
         self.judge.skip([bad.step])
         if back is not None and isinstance(policy, RollBack):
@@ -173,7 +173,7 @@ class StepValidator:
             words, done = f"the replica of {names} differs from the others before step {t}: it is given their state", t
             for ranks, split in different:
                 if self.comm.rank in ranks and split.source is not None:
-                    self.replica.take_over(list(ranks).index(split.source))
+                    self.replica.copy_state_from(list(ranks).index(split.source))
         self.judge.healed += len(odd)
         LOG.warning(words)
         self.record.event("replica healed", step=t, workers=who, words=words)
@@ -181,7 +181,7 @@ class StepValidator:
 
     def _go_back(self, t: int, words: str) -> tuple[str, int]:
         may = isinstance(self.judge.policy, RollBack) and not self.judge.too_many(t)
-        back = self.persistence.go_back() if may else None
+        back = self.persistence.roll_back() if may else None
         if back is None:
             raise Diverged(
                 f"{words}; a memory is damaged, or workers compute different bits: go on from the last checkpoint with "

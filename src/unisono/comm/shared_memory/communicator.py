@@ -136,7 +136,7 @@ class SharedMemory(OperationQueue):
         record.check_neighbours(xs, like, self.rank, self.size)
         return self._begin("swap", self._between_pairs("swap", self._next(), dict(xs), dict(like)))
 
-    def lane(self, name: str) -> SharedMemory:
+    def channel(self, name: str) -> SharedMemory:
         """Raises `MemoryUnavailable`, on all workers, where there is no memory for its mailboxes."""
         head = self._head("lane", place=zlib.crc32(name.encode()))
         memory, reason = self._begin("lane", self._map("lane", head, self._board.nbytes)).wait()

@@ -382,7 +382,7 @@ class Simulated:
             raise ValueError(f"swap with {sorted(xs)} for {sorted(like)}: the same neighbours, none of them oneself")
         return self._start("swap", xs=dict(xs), like=dict(like))
 
-    def lane(self, name: str) -> Simulated:
+    def channel(self, name: str) -> Simulated:
         self._lanes += 1
         return Simulated(self.world, self.rank, (*self.path, (self._lanes, name)))
 

@@ -95,8 +95,8 @@ class Faulty:
         self._keep("swap")
         return self.comm.swap(xs, like)
 
-    def lane(self, name: str) -> Faulty:
-        lane = Faulty(self.comm.lane(name), self._appointments)
+    def channel(self, name: str) -> Faulty:
+        lane = Faulty(self.comm.channel(name), self._appointments)
         lane._starts = self._starts
         return lane
 

@@ -217,7 +217,7 @@ class TorchGroup(OperationQueue):
         """From now on, `tiers` are what these workers have beside this conversation."""
         self._family.tiers = tiers
 
-    def lane(self, name: str) -> TorchGroup:
+    def channel(self, name: str) -> TorchGroup:
         if self._store is None:
             raise PeerLost([], "lane", "this end was closed")
         lane = TorchGroup(

@@ -96,16 +96,16 @@ class AsynchronousClient(ServerClient):
         return self._pace.first + min(out.version for out in self.outgoing)
 
     @property
-    def dealt(self) -> int:  # type: ignore[override]
+    def leased_until(self) -> int:  # type: ignore[override]
         return self._dealing.dealt
 
-    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share]:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share]:
         if not self._stretches:
             self._pace.first = first
         self._stretches += 1
         # All that was dealt out before is pushed, so this waits for nobody who waits for us.
         self.ask(self._pace.need((first, range(1))))
-        self.need()
+        self.wait_parameters()
         yield from self._dealing.shares(first, until, stop)
 
     def close(self, control: list[float], weight: float = 1.0) -> None:

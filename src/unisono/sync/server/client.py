@@ -31,8 +31,8 @@ class ServerClient:
     """
 
     local = False
-    keeps_optimizer = True
-    dealt = 0
+    optimizer_on_server = True
+    leased_until = 0
     local_weight: float | None = None
 
     def __init__(
@@ -100,20 +100,20 @@ class ServerClient:
     def filled(self, out: ClientSlice) -> None:
         """All gradients of a slice are there, while backward still runs."""
 
-    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
         return None
 
     def ask(self, version: int) -> None:
         """Ask for the newest weights, of `version` at least, what the next forward pass needs first before the rest."""
-        self.need()
+        self.wait_parameters()
         for out in self.outgoing:
             out.ask(version)
         self._coming, self._listening = list(self.outgoing), False
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         pass
 
-    def need(self, names: Collection[str] | None = None) -> None:
+    def wait_parameters(self, names: Collection[str] | None = None) -> None:
         if self._coming:
             self._receive(names)
 
@@ -140,21 +140,21 @@ class ServerClient:
 
     def finish(self) -> None:
         """Nothing of the steps so far is on its way any more."""
-        self.need()
+        self.wait_parameters()
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """The weights to the bit, and the optimizer's state."""
         self.finish()
         self.barrier()
         for asked in [out.level() for out in self.outgoing]:
             asked.wait()
         self.ask(0)
-        self.need()
+        self.wait_parameters()
         for out, looked in [(out, out.look(state=True)) for out in self.outgoing]:
             self._take_state(out, looked)
         self.barrier()
 
-    def shared(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         self.finish()
         return self._shared()
 
@@ -182,14 +182,14 @@ class ServerClient:
         self.finish()
         self._upload()
 
-    def owed(self) -> dict[str, Tensor]:
+    def residual_state(self) -> dict[str, Tensor]:
         return {
             f"{out.number} of {len(self.outgoing)}/{key}": tensor
             for out in self.outgoing
             for key, tensor in out.memory.state_dict().items()
         }
 
-    def owe(self, owed: Mapping[str, Tensor]) -> None:
+    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
         for out in self.outgoing:
             out.memory.load_state_dict(under(f"{out.number} of {len(self.outgoing)}", owed), out.plan.device)
 

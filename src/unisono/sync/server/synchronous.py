@@ -39,7 +39,7 @@ class SynchronousClient(ServerClient):
         out.pushed = out.push(self._round)
 
     def settle(self) -> MeanAtServers:
-        self.need()
+        self.wait_parameters()
         for out in self.outgoing:
             if out.pushed is None:
                 out.seal()
@@ -73,7 +73,7 @@ class SynchronousClient(ServerClient):
         self._version += 1
         self.ask(self._version)
         if not self.defers:
-            self.need()
+            self.wait_parameters()
 
     def arrived(self, out: ClientSlice) -> None:
         """These weights are only there if the step was taken."""
@@ -84,7 +84,7 @@ class SynchronousClient(ServerClient):
         for each in taking:
             each.wait()
 
-    def shared(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         self.finish()
         return nullcontext()
 
