@@ -1,4 +1,4 @@
-"""The examples run, come to what they promise, and stand in the README as they are."""
+"""The examples run, come to what they promise, and stand in README and docs as they are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unisono.tasks.source import NamedTask
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-README = (ROOT / "README.md").read_text()
+PAGES = "\n".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
 WAYS = {
     "alone": [],
     "launch": ["-m", "unisono", "launch", "--workers", "2"],
@@ -49,9 +49,9 @@ def commands(example: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_the_readme_shows_the_example_as_it_is_or_how_it_is_run(example: Path) -> None:
-    assert f"```python\n{example.read_text()}```\n" in README or commands(example)[0] in README
-    assert f"examples/{example.name}" in README
+def test_a_page_shows_the_example_as_it_is_or_how_it_is_run(example: Path) -> None:
+    assert f"```python\n{example.read_text()}```\n" in PAGES or commands(example)[0] in PAGES
+    assert f"examples/{example.name}" in PAGES
 
 
 TASKS = {  # what they come from, and small forms of them
@@ -226,15 +226,15 @@ def test_training_from_python_gives_the_same_weights_on_one_worker_and_on_two(tm
     assert all((Path(run) / "summary.json").is_file() for *_, run in lines)
 
 
-def test_the_readmes_settings_are_settings() -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", README, re.S)
+def test_the_pages_settings_are_settings() -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", PAGES, re.S)
     settings = tomllib.loads(block)
     assert settings.pop("task") == {"name": "digits", "hidden": 16}
     assert Config.of(settings).mapping().items() >= settings.items()
 
 
-def test_the_readmes_notation_is_the_notation() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (`.*`) \|$", README, re.M)
+def test_the_pages_notation_is_the_notation() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (`.*`) \|$", PAGES, re.M)
     assert [field for field, _ in rows] == ["sync", "compress", "schedule", "load", "layout", "bad_step"]
     for field, values in rows:
         named = {text.partition("(")[0] for text in re.findall(r"`([^`]+)`", values)}

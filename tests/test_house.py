@@ -283,7 +283,30 @@ def options_of(command: str) -> str:
     return shown.stdout
 
 
-PAGES = ["README.md", "benchmarks/README.md"]
+WITH_COMMANDS = ("bad-steps", "checkpoints", "custom-loops", "elasticity", "layouts", "monitoring", "performance")
+PAGES = ["README.md", "benchmarks/README.md", *(f"docs/{name}.md" for name in WITH_COMMANDS)]
+
+
+def test_a_page_links_to_what_is_there() -> None:
+    broken = []
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"]:
+        text = page.read_text()
+        for target, part in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", text):
+            there = (page.parent / target).resolve() if target else page
+            if not there.exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+            elif part and part[1:] not in headings(there.read_text()):
+                broken.append(f"{page.relative_to(ROOT)}: {target}{part}")
+    assert broken == []
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a page, as its headings give them."""
+    return {re.sub(r"[^a-z0-9 -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"(?m)^#+ (.*)$", text)}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
 @pytest.mark.parametrize("page", PAGES)
