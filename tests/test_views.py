@@ -9,7 +9,6 @@ import torch
 from tests.launch.observation import within
 from tests.membership.test_attendance import TOKEN, serving
 from tests.processes import run
-from unisono.config import Config
 from unisono.elastic.session import ElasticSession
 from unisono.errors import PeerLost
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
@@ -29,7 +28,7 @@ def members_of_the_next(rank: int, size: int, contact: CoordinatorAddress, path:
     worker = WorkerContext(
         WorkerIdentity(rank, size, rank, size, "", "x"), lambda message: None, StopRequest(), str(rank)
     )
-    with ElasticSession(worker, Config(), contact, ThreadTracker()) as views:
+    with ElasticSession(worker, "auto", 60.0, contact, ThreadTracker()) as views:
         assert views.next()
         views.meeting(torch.device("cpu")).among([0, 1]).close()
         wait_for_the_other("met")

@@ -71,7 +71,7 @@ def test_every_number_is_stored_once(written: dict[str, Path], wrote: str) -> No
 
 
 def test_a_tensor_larger_than_what_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.checkpoint.open_checkpoint.CHUNK", 24)  # bytes: less than a row
+    monkeypatch.setattr("unisono.checkpoint.opened_checkpoint.CHUNK", 24)  # bytes: less than a row
     for i, (name, lie) in enumerate(LAYOUTS.items()):
         save_parts(tmp_path / name, 3, tensors(), lie(tensors()))
         for read in list(LAYOUTS)[i % 3 :: 3]:
@@ -119,7 +119,7 @@ def test_random_boxes(
     path = tmp_path_factory.mktemp("random")
     save_parts(path, 3, {"x": tensor}, lie)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unisono.checkpoint.open_checkpoint.CHUNK", most)
+        patch.setattr("unisono.checkpoint.opened_checkpoint.CHUNK", most)
         opened = open_checkpoint(path / STEP)
         assert wrong(opened, {"x": tensor}, [{"x": box} for box in boxes] * 2) == []
 

@@ -85,7 +85,7 @@ def test_a_box_of_a_row_is_read_alone_once_it_is_verified(
         assert torch.equal(opened.read("x", part), found["x"][1:2, 100:200])
         assert sum(counted) == nbytes
     counted.clear()
-    monkeypatch.setattr("unisono.checkpoint.open_checkpoint.CHUNK", 800)
+    monkeypatch.setattr("unisono.checkpoint.opened_checkpoint.CHUNK", 800)
     opened.read("x", whole.cut(1, 100, 200))  # a column of every row: what lies between is passed over
     assert sum(counted) == 5 * 100 * 8
 

@@ -15,7 +15,7 @@ from unisono.observe.time_ledger import WORTHLESS, Ledger, in_words
 # Times are whole numbers, so that sums are exact and equality means equality.
 PHASES = st.sampled_from(list(Phase))
 HAPPENINGS = st.lists(
-    st.tuples(st.sampled_from(["enter", "leave", "be", "keep", "lose", "each"]), PHASES, st.integers(0, 50)),
+    st.tuples(st.sampled_from(["enter", "leave", "be", "commit", "discard", "each"]), PHASES, st.integers(0, 50)),
     max_size=60,
 )
 
@@ -44,9 +44,9 @@ def test_phases_add_up_to_the_time_that_has_passed(happenings, age) -> None:
                 depth -= 1
             case "be":
                 ledger.set_phase(phase)
-            case "keep":
+            case "commit":
                 ledger.commit()
-            case "lose":
+            case "discard":
                 ledger.discard()
             case "each":
                 list(ledger.each(phase, range(3)))
@@ -63,11 +63,11 @@ def test_what_is_not_kept_and_only_that_is_lost(happenings) -> None:
         clock.seconds += seconds
         with ledger(phase):
             clock.seconds += seconds
-        if what in ("keep", "lose"):
+        if what in ("commit", "discard"):
             before = ledger.seconds()
             getattr(ledger, what)()
             after = ledger.seconds()
-            if what == "lose":
+            if what == "discard":
                 assert all(after[each] == kept[each] for each in WORTHLESS)
                 gone = sum(before[each] - kept[each] for each in WORTHLESS)
                 assert after[Phase.LOST] == before[Phase.LOST] + gone

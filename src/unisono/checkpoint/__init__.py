@@ -8,7 +8,7 @@ from unisono.checkpoint.fingerprint import digest, fingerprint, fingerprint_of
 from unisono.checkpoint.load import newest, open_newest
 from unisono.checkpoint.locate import home, open_found
 from unisono.checkpoint.model_match import compare
-from unisono.checkpoint.open_checkpoint import Opened, open_checkpoint
+from unisono.checkpoint.opened_checkpoint import Opened, open_checkpoint
 from unisono.checkpoint.ownership import TensorShard, decode_holding, encode_holding, holding
 from unisono.checkpoint.plain_safetensors import Plain, open_plain
 from unisono.checkpoint.safetensors_format import Spec

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.checkpoint.open_checkpoint import Opened, Stored
+from unisono.checkpoint.opened_checkpoint import Opened, Stored
 from unisono.checkpoint.safetensors_format import dtype_name
 from unisono.errors import printable
 

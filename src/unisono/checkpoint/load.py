@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from unisono.checkpoint import directory as place
-from unisono.checkpoint.open_checkpoint import Opened, open_checkpoint
+from unisono.checkpoint.opened_checkpoint import Opened, open_checkpoint
 from unisono.errors import CheckpointDamaged
 
 Read = TypeVar("Read")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unisono.checkpoint.directory import MANIFEST, checkpoints, step_of
 from unisono.checkpoint.load import open_newest
-from unisono.checkpoint.open_checkpoint import Opened, open_checkpoint
+from unisono.checkpoint.opened_checkpoint import Opened, open_checkpoint
 from unisono.errors import CheckpointDamaged, InvalidInput
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint import directory as place
-from unisono.checkpoint.open_checkpoint import damage
+from unisono.checkpoint.opened_checkpoint import damage
 from unisono.checkpoint.safetensors_format import CODES, HEADER_LIMIT, Slot, Spec
 from unisono.checkpoint.tensor_stream import CHUNK, read_exactly
 from unisono.errors import CheckpointDamaged

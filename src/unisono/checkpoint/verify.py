@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unisono.checkpoint.manifest import part_file
-from unisono.checkpoint.open_checkpoint import Opened, open_checkpoint, read_manifest, read_part
+from unisono.checkpoint.opened_checkpoint import Opened, open_checkpoint, read_manifest, read_part
 from unisono.errors import CheckpointDamaged
 
 

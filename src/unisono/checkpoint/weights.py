@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unisono.checkpoint.open_checkpoint import Opened
+from unisono.checkpoint.opened_checkpoint import Opened
 
 WEIGHTS = "model/"  # before the names of parameters and buffers
 

@@ -264,7 +264,7 @@ def bind(
             seed=config.seed,
             guard=guard,
             balance=_balance(config, feed, replica, loader, comm, record, device, presence),
-            factor=lambda t: factor_of(schedule, t, feed.steps),
+            lr_factor=lambda t: factor_of(schedule, t, feed.steps),
             steps=feed.steps,
             global_batch=feed.plan.global_batch,
             evaluate_every=config.evaluate_every,
