@@ -1,4 +1,4 @@
-"""A run of three workers on two hosts while strangers attack it: ``python -m tests.campaigns.security --steps 6000``.
+"""A run of three workers on two hosts while strangers attack it: ``python -m tests.campaigns.security``.
 
 Hosts are network namespaces on one bridge; a third one has the strangers, and another user attacks on the first host
 itself. They scan, send garbage, open floods of connections, make claims without the token, write stores, send requests
@@ -47,7 +47,7 @@ NOBODY = 65534
 HOSTILE_WORKER = Path(__file__).parent / "hostile_worker"
 HOSTILE_FILES = 100
 MOST_GROWTH_BYTES, MOST_GROWTH_DESCRIPTORS = 64 << 20, 16
-_FIRST, _KILL, _LAST = 0.05, 0.4, 0.85  # shares of the steps: strangers come, a worker dies, strangers go
+_FIRST_STEPS, _KILL = 300, 0.4  # strangers come after so many steps; a worker dies in the middle of their time
 _SETTLE_SECONDS = 12.0  # the longest that a stranger is waited for is 10 s
 TASK = ["digits", "--hidden", "4", "--micro-batch", "8"]
 
@@ -108,8 +108,8 @@ def undisturbed(directory: Path, words: Sequence[str]) -> dict[str, Any]:
     return _summary(directory / "undisturbed")
 
 
-def attacked(directory: Path, words: Sequence[str], steps: int) -> tuple[dict[str, Any], list[str]]:
-    """What the same run comes to under attack, with figures; and what did not hold, in words."""
+def attacked(directory: Path, words: Sequence[str], seconds: float) -> tuple[dict[str, Any], list[str]]:
+    """What the same run comes to when it is attacked for so long, with figures; and what did not hold, in words."""
     token, run = secrets.token_urlsafe(32), directory / "run"
     Path(TRACE).unlink(missing_ok=True)
     unisono = [sys.executable, "-m", "unisono"]
@@ -120,27 +120,30 @@ def attacked(directory: Path, words: Sequence[str], steps: int) -> tuple[dict[st
         pin = json.loads((run / "coordinator" / "contact.json").read_text())["authority"]
         join = [*unisono, "join", f"https://{ADDRESSES[0]}:{COORDINATOR}", "--authority", pin, "--task", "digits"]
         joined = net.start(1, "join", [*join, "--logs", directory / "joined"], UNISONO_TOKEN=token)
-        _until(lambda: len(_members(run)) == 3 and _step(run) > _FIRST * steps, train, "three workers train")
+        _until(lambda: len(_members(run)) == 3 and _step(run) > _FIRST_STEPS, train, "three workers train")
         _strangers_once(net)
-        before, began = _weighed(train, joined), time.monotonic()
+        before, began, first = _weighed(train, joined), time.monotonic(), _step(run)
         strangers = {
             "stranger": _strangers(net, 2, "stranger", ADDRESSES[0]),
             "stranger of host 1": _strangers(net, 2, "stranger-1", ADDRESSES[1]),
             "another user": _strangers(net, 0, "user", "127.0.0.1", "--user", str(NOBODY)),
             "member": _strangers(net, 2, "member", ADDRESSES[0], "--authority", pin, UNISONO_TOKEN=token),
         }
-        _until(lambda: _step(run) > _KILL * steps, train, "the run goes on under attack")
+        _until(lambda: time.monotonic() > began + _KILL * seconds, train, "the run goes on under attack")
+        killed_at = _step(run)
         _workers(train)[-1].kill()
         wrong = _hostile_coordinator(net, unisono, pin, token)
         noise = {"PYTHONPATH": str(HOSTILE_WORKER), "HOSTILE_WORKER_LOG": str(directory / "noise")}
         hostile = net.start(2, "hostile-worker", [*join, "--logs", directory / "hostile"], UNISONO_TOKEN=token, **noise)
-        _until(lambda: _step(run) > _LAST * steps, train, "the run goes on under attack, and without a worker")
+        _until(lambda: time.monotonic() > began + seconds, train, "the run goes on under attack, and without a worker")
+        last = _step(run)
+        if last <= killed_at:
+            wrong.append(f"no step was taken between the loss of the worker and the end of the attack: {killed_at}")
         if hostile.poll() is None:
             os.killpg(hostile.pid, signal.SIGKILL)
         noises = _lines(directory / "noise")
         if not noises:
             wrong.append(f"the hostile worker sent nothing, so it proves nothing: {net.said('hostile-worker')[-500:]}")
-        seconds = time.monotonic() - began
         reports = {}
         for name, (process, report) in strangers.items():
             for each in psutil.Process(process.pid).children(recursive=True) or [psutil.Process(process.pid)]:
@@ -171,7 +174,8 @@ def attacked(directory: Path, words: Sequence[str], steps: int) -> tuple[dict[st
             )
     wrong += hostile_files.attack(run, directory, HOSTILE_FILES)
     figures = {
-        "seconds": round(seconds, 1),
+        "seconds": seconds,
+        "steps in this time": [first, killed_at, last],
         "grown": grown,
         "views": sum(each["event"] == "view" for each in _events(run)),
         "noise of the hostile worker": len(noises),
@@ -280,7 +284,8 @@ def _ip(*words: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6000, help="of each run (6000)")
+    parser.add_argument("--steps", type=int, default=20_000, help="of each run, enough for the attack (20000)")
+    parser.add_argument("--seconds", type=float, default=600, help="of the attack (600)")
     parser.add_argument("--sync", nargs="*", default=["AllReduce()", "ParameterServer()"])
     parser.add_argument("--directory", type=Path, help="for logs and runs, which then stay (a temporary one)")
     parser.add_argument("--to", type=Path, metavar="FILE", help="for instance benchmarks/results/security.json")
@@ -294,7 +299,7 @@ def main() -> int:
             directory.mkdir(parents=True, exist_ok=True)
             words = [*TASK, "--steps", str(asked.steps), "--compress", "Exact()", "--sync", sync]
             alone = undisturbed(directory, words)
-            came, wrong = attacked(directory, words, asked.steps)
+            came, wrong = attacked(directory, words, asked.seconds)
         if came["weights_sha256"] != alone["weights_sha256"]:
             wrong.append("the weights are others than those of an undisturbed run")
         print(json.dumps({"sync": sync, **came, "wrong": wrong}, indent=1), flush=True)
