@@ -590,7 +590,7 @@ class _CustomLoop:
         assert self._replica is not None
         if not self._given:
             raise UnisonoError("batches.skip() came after optimizer.step(): call one of them in each step")
-        if self._entered and not self._replica.lockstep:
+        if self._entered and not self._replica.synchronous:
             raise UnisonoError("batches.skip() came after data of the step was taken, and replicas take steps of their "
                                "own: call it before")  # fmt: skip
         if self._entered:

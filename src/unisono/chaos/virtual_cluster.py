@@ -183,7 +183,7 @@ class VirtualRun:
 
 
 class Process:
-    """A process of the run; the `Views` of what it trains."""
+    """A process of the run; the `Session` of what it trains."""
 
     stop, changing = False, True
 

@@ -91,7 +91,7 @@ class Communicator(Services, Protocol):
 
     def tiers(self, name: str) -> Hierarchy | None:
         """Where workers share hosts, and there are several: the same peers on two levels, as a conversation of its
-        own; else None. All call it alike, as `lane`."""
+        own; else None. All call it alike, as `channel`."""
 
     def now(self) -> float:
         """Seconds on this communicator's clock."""

@@ -91,7 +91,7 @@ class SubCommunicator:
         return _Named(self._comm.swap(xs, like), self._ranks)
 
     def channel(self, name: str) -> SubCommunicator:
-        """See `Communicator.lane`."""
+        """See `Communicator.channel`."""
         return SubCommunicator(self._comm.channel(name), self._ranks)
 
     def now(self) -> float:

@@ -12,7 +12,7 @@ class ControlWord(NamedTuple):
 
     Attributes:
         stop: it was asked to stop the run: all do, after this step.
-        written: what became of its share of a checkpoint, see `Persistence.outcome`.
+        written: what became of its share of a checkpoint, see `Checkpointer.share_status`.
         parting: the workers present change after this step.
         leaving: it was asked to go, while the others go on.
         pace: seconds that it takes for a micro-batch; 0: not known.

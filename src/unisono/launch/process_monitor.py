@@ -15,7 +15,7 @@ class ProcessMonitor:
     """A `Present` that tells it. A context.
 
     Raises:
-        InvalidInput: as `Line`.
+        InvalidInput: as `HttpConnection`.
     """
 
     def __init__(self, contact: CoordinatorAddress) -> None:

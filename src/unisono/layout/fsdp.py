@@ -148,7 +148,7 @@ def _numbers(bf16: bool, output: torch.dtype | None) -> MixedPrecisionPolicy:
 
 
 class Gathered:
-    """Whole parameters and gradients of sharded `models`, inside a step and between two; see `Gathering`.
+    """Whole parameters and gradients of sharded `models`, inside a step and between two; see `Unsharding`.
 
     Args:
         passes: through each of them.
@@ -171,24 +171,24 @@ class Gathered:
         self.late = frozenset(name for name, *_ in self._late)
 
     def joined(self, loss: Tensor) -> Tensor:
-        """See `Gathering`."""
+        """See `Unsharding`."""
         for one in self._passes:
             loss = one.joined(loss)
         return loss
 
     def backward(self, last: bool) -> None:
-        """See `Gathering`."""
+        """See `Unsharding`."""
         if self._once:
             for model in self._models:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
 
     def used(self, name: str) -> bool:
-        """See `Gathering`."""
+        """See `Unsharding`."""
         return name not in self._known or any(name in each.used for each in self._gradients)
 
     def finish(self) -> frozenset[str]:
-        """See `Gathering`."""
+        """See `Unsharding`."""
         whole = [p for p in (_at(*place) for place in self._late) if p.grad is not None]
         if not whole and not self._varying:
             return frozenset()
@@ -208,7 +208,7 @@ class Gathered:
         return [part.view(each.shape) for part, each in zip(flat.split([each.numel() for each in tensors]), tensors)]
 
     def let_go(self) -> None:
-        """See `Gathering`."""
+        """See `Unsharding`."""
         for model in self._models:
             for module in _sharded(model):
                 module.reshard()

@@ -291,7 +291,7 @@ class OrderMessage(_Message):
         script: in place of a task, the path of a script with a loop of its own, and the words that follow it.
         settings: Config fields.
         run: the run's directory, where it is the same on all hosts.
-        meets_at: see `Contact`, of who gave the order.
+        meets_at: see `CoordinatorAddress`, of who gave the order.
         began: seconds since 1970 when the command was given.
         holder: of the lock on the run's directory.
     """

@@ -201,7 +201,7 @@ def _may_come_and_go(
 
 
 def foretell(source: TaskSource, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What workers would hold of the task of `source` under ``settings``: the fields of a `Laid` of
+    """What workers would hold of the task of `source` under ``settings``: the fields of a `LayoutEstimate` of
     `unisono.plan.layout_estimate`.
 
     Raises:

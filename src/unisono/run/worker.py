@@ -301,7 +301,7 @@ class WorkerRun:
         """What counts of what is done."""
         if self.milestone and self.milestone.reached:
             return self.milestone.reached
-        shared = trainer.replica.state_dict() if trainer.replica.lockstep else {}
+        shared = trainer.replica.state_dict() if trainer.replica.synchronous else {}
         return Progress(trainer.done, trainer.persistence.committed, shared, trainer.last_loss)
 
     def _take_over(
@@ -332,7 +332,7 @@ class WorkerRun:
         sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
         mine = torch.tensor(list(self.watch.ledger.seconds().values()), dtype=torch.float64)
         spent = trainer.comm.gather(mine).wait()
-        seconds = sum(self.step_seconds) if trainer.replica.lockstep or self.milestone else trainer.seconds
+        seconds = sum(self.step_seconds) if trainer.replica.synchronous or self.milestone else trainer.seconds
         return Result(
             steps=outcome.steps,
             samples=outcome.steps * trainer.global_batch,

@@ -18,7 +18,7 @@ from unisono.compress import Compressor
 from unisono.errors import UnisonoError
 from unisono.sync.adasum import adasum
 from unisono.sync.bucket_reduction import Agreed, BucketedReduction, How, mean
-from unisono.sync.synchronizer import Lockstep, Loop
+from unisono.sync.synchronizer import BoundSynchronizer, Loop
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class AllReduce:
 _HOW: dict[str, How] = {"mean": mean, "adasum": adasum}
 
 
-class BoundAllReduce(Lockstep):
+class BoundAllReduce(BoundSynchronizer):
     """`AllReduce` in its world; see `BoundSynchronizer` for the order of calls."""
 
     def __init__(
@@ -102,7 +102,7 @@ class BoundAllReduce(Lockstep):
 
 
 class MeanGradient:
-    """What an all-reduce step is about to do; see `Change`."""
+    """What an all-reduce step is about to do; see `PendingUpdate`."""
 
     agreed = True
 
@@ -114,7 +114,7 @@ class MeanGradient:
         self.control = self._mean.control
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """See `Change.norm`."""
+        """See `PendingUpdate.norm`."""
         if without:
             found = self._mean.results()
             counted = [g for name, g in found.items() if g is not None and name not in without]

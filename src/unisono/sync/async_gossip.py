@@ -36,7 +36,7 @@ from unisono.sync.buckets import Cut
 from unisono.sync.flat_weights import Weights, mean
 from unisono.sync.local_gradients import LocalGradients, LocalMean
 from unisono.sync.peer_estimate import PeerEstimate, gamma, letter_bytes
-from unisono.sync.synchronizer import AllHere, OwesNothing, Share
+from unisono.sync.synchronizer import BoundSynchronizer, Share
 from unisono.sync.topology import Topology
 from unisono.sync.work_leasing import LeaseClient
 
@@ -139,16 +139,15 @@ class Pair:
         return [x.add(gap, alpha=part * gamma(min(pair), turns)) for x, gap, pair in zip(weights, gaps, fidelities)]
 
 
-class BoundPartners(AllHere, OwesNothing):
+class BoundPartners(BoundSynchronizer):
     """Asynchronous gossip in its world; see `BoundSynchronizer` for the order of calls.
 
     Args:
         meet_every: steps that are dealt out before all meet; 0: as many as are asked for.
     """
 
-    lockstep = False
-    local = True
-    optimizer_on_server = False
+    synchronous = False
+    local_gradients = True
 
     def __init__(
         self,
@@ -256,7 +255,7 @@ class BoundPartners(AllHere, OwesNothing):
 
 
 class PartnersStep(LocalMean):
-    """What a step is about to do; see `Change`. Work is dealt out, so that control words are never agreed on in it."""
+    """The update of one step; see `PendingUpdate`. Work is leased, so control words are never agreed on in it."""
 
     agreed = False
 

@@ -180,7 +180,7 @@ class BucketedReduction:
         }
 
     def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
-        """Between two rounds: owe what `owed` said in another life, if as many workers made as many buckets."""
+        """Between two rounds, load the `residual_state` of an earlier attempt with as many workers and buckets."""
         for i, bucket in enumerate(self._gradients):
             bucket.memory.load_state_dict(under(self._kept_under(i), owed), bucket.cut.device)
         self.begin()
@@ -242,7 +242,7 @@ class Agreed:
 
 
 class Bucket:
-    """One bucket in memory, and its exchange, which `hops` if it takes more than one message; then on `lane`.
+    """One bucket in memory, and its exchange, which `hops` if it takes more than one message; then on `channel`.
 
     Args:
         tail: room at the end for as many numbers, which travel along where the round's exchange `carries` them.

@@ -110,11 +110,11 @@ class Fragment:
         self._reduction.launch()
 
     def residual_state(self) -> dict[str, Tensor]:
-        """See `BucketedReduction.owed`."""
+        """See `BucketedReduction.residual_state`."""
         return self._reduction.residual_state()
 
     def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
-        """See `BucketedReduction.owe`."""
+        """See `BucketedReduction.load_residuals`."""
         self._reduction.load_residuals(owed)
 
     def poll(self) -> None:

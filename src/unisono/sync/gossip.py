@@ -17,7 +17,7 @@ gets, so that the mean over all replicas stays as it is. Gamma follows from what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from unisono.sync.async_gossip import BoundPartners
 from unisono.sync.flat_weights import Weights, mean
 from unisono.sync.local_gradients import LocalGradients, LocalMean
 from unisono.sync.peer_estimate import PeerEstimate, gamma, letter_bytes
-from unisono.sync.synchronizer import AllHere, BoundSynchronizer, Loop, OwesNothing, Share
+from unisono.sync.synchronizer import BoundSynchronizer, Loop
 from unisono.sync.topology import Parts, Ring, Topology
 
 
@@ -85,13 +85,11 @@ class Gossip:
         return BoundGossip(parameters, comm, compress, self, loop.control)
 
 
-class BoundGossip(AllHere, OwesNothing):
+class BoundGossip(BoundSynchronizer):
     """Synchronous `Gossip` in its world; see `BoundSynchronizer` for the order of calls."""
 
-    lockstep = False
-    local = True
-    optimizer_on_server = False
-    leased_until = 0
+    synchronous = False
+    local_gradients = True
 
     def __init__(
         self,
@@ -133,9 +131,6 @@ class BoundGossip(AllHere, OwesNothing):
         self._start()
         self._poll()
         return GossipStep(self, self._parameters, self._gradients.settle().control or self._silence)
-
-    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
-        return None
 
     def synchronize(self) -> None:
         self._drop()
@@ -248,7 +243,7 @@ class BoundGossip(AllHere, OwesNothing):
 
 
 class GossipStep(LocalMean):
-    """What a step of gossip is about to do; see `Change`."""
+    """What a step of gossip is about to do; see `PendingUpdate`."""
 
     def __init__(self, gossip: BoundGossip, parameters: Mapping[str, nn.Parameter], control: list[float]) -> None:
         super().__init__(parameters, control)

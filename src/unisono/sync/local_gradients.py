@@ -5,24 +5,20 @@ The gradients stay where autograd adds them up, where whoever runs backward lets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unisono.sync.synchronizer import AllHere, OwesNothing, Share
+from unisono.sync.synchronizer import BoundSynchronizer
 
 
-class LocalGradients(AllHere, OwesNothing):
+class LocalGradients(BoundSynchronizer):
     """`BoundSynchronizer` of a replica that takes its own steps. Losses are weighted before their backward pass, so
     that what autograd adds up is the mean; what is offered instead is added up here."""
 
-    lockstep = True  # with itself
-    local = True
-    optimizer_on_server = False
-    leased_until = 0
+    local_gradients = True
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -49,24 +45,9 @@ class LocalGradients(AllHere, OwesNothing):
             self._parameters[name].grad = gradient
         return LocalMean(self._parameters, self._control)
 
-    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
-        return None
-
-    def synchronize(self) -> None:
-        pass
-
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        pass
-
 
 class LocalMean:
-    """The mean gradient of one replica; see `Change`."""
+    """The mean gradient of one replica; see `PendingUpdate`."""
 
     agreed = True
 
@@ -75,7 +56,7 @@ class LocalMean:
         self._gradients = [p.grad for p in parameters.values() if p.grad is not None]
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """See `Change.norm`."""
+        """See `PendingUpdate.norm`."""
         counted = [p.grad for name, p in self._parameters.items() if p.grad is not None and name not in without]
         if not counted:
             return 0.0

@@ -31,7 +31,7 @@ from unisono.sync.flat_weights import Weights, mean
 from unisono.sync.fragment import Fragment
 from unisono.sync.local_gradients import LocalGradients
 from unisono.sync.sync_schedule import SyncSchedule, divide
-from unisono.sync.synchronizer import AllHere, Loop, PendingUpdate, Share
+from unisono.sync.synchronizer import BoundSynchronizer, Loop, PendingUpdate
 
 
 class Periodic:
@@ -60,7 +60,7 @@ class AnchorState(Enum):
     APART = "each has its own"
 
 
-class BoundPeriodic(AllHere):
+class BoundPeriodic(BoundSynchronizer):
     """The periodic algorithm in its world; see `BoundSynchronizer` for the order of calls.
 
     What happens when depends on nothing but the number of steps taken, so that all replicas do alike.
@@ -69,9 +69,7 @@ class BoundPeriodic(AllHere):
         together: takes the first, synchronous steps, if there are any.
     """
 
-    lockstep = False
-    optimizer_on_server = False
-    leased_until = 0
+    synchronous = False
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class BoundPeriodic(AllHere):
                      delayed=rhythm.delay > 0, control=loop.control if part is parts[-1] else 0)
             for f, part in enumerate(parts)
         ]  # fmt: skip
-        self.local = together is None
+        self.local_gradients = together is None
         self._gradients: BoundAllReduce | LocalGradients = together or LocalGradients(parameters)
         self._taken = 0
         self._standing = AnchorState.ON_ANCHOR
@@ -135,9 +133,6 @@ class BoundPeriodic(AllHere):
         if rhythm.whole:
             self._standing, self._apart = AnchorState.ON_ANCHOR, 0.0
         return heard if coming == last else None
-
-    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
-        return None
 
     def synchronize(self) -> None:
         """What was sent is taken in, and the walks, uncompressed, become their mean; which leaves the mean of the

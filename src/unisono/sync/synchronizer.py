@@ -3,12 +3,13 @@
 What a user writes is a frozen value; `bind` gives it a replica's parameters, a communicator and a compressor. A
 synchronizer sees plain local tensors under global names, and knows of no layout, loop or dataset.
 
-Some synchronizers keep all replicas in lockstep: every step is all workers' together. Others let each walk by itself
-for a while, and meet now and then; the asynchronous ones also deal out the work as it is asked for.
+Under a synchronous one, every step is one of all replicas, which are equal after it. Under others, replicas take local
+steps and synchronize from time to time. Asynchronous ones also lease work items to workers, as these ask for them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,122 +22,149 @@ from unisono.comm import Communicator
 from unisono.compress import Compressor
 
 Share = tuple[int, range]
-"""What one worker computes between two `settle`s: a step, and some of its micro-batches."""
+"""A work item: a step, and those of its micro-batches that one worker computes between two calls of `settle`."""
 
 
 class PendingUpdate(Protocol):
-    """What one step is about to do. Nothing that is shared or lasts has changed before `apply`."""
+    """The update of one step, before it is applied: until `apply`, no shared or lasting state has changed."""
 
     @property
     def control(self) -> list[float]:
-        """The control words of all workers, added up element by element, if `agreed`; else this worker's own."""
+        """The sum of all workers' control words, element by element, if `agreed`; else this worker's own."""
 
     @property
     def agreed(self) -> bool:
-        """Whether all workers have heard the same `control`. Where walks end in `apply`, it becomes true there."""
+        """Whether all workers have the same `control`. At the end of a round of local steps, `apply` makes it true."""
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """The 2-norm of the mean gradient over all parameters but some: the same bits on every worker in lockstep,
-        else of this worker's own mean."""
+        """The 2-norm of the mean gradient over all parameters but `without`.
 
-    def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        """Take the step of ``scale * mean gradient``: put it into the parameters' ``grad``, call `step` and take the
-        gradients back out, or have the step taken where the optimizer is."""
-
-
-class BoundSynchronizer(Protocol):
-    """One step is: `begin`, then per micro-batch `offer` for each gradient, then `settle`, then ``change.apply``.
-
-    Attributes:
-        lockstep: whether replicas are equal after every `apply` and every `PendingUpdate` is agreed from the start.
-        local: whether the mean gradient is this worker's own. It may then stay where autograd adds it up: whoever
-            weights the losses need not `offer`.
-        keeps_optimizer: whether the optimizer's state lives elsewhere, and comes here in `meet`.
-        defers: whether weights may still be on their way after `apply`; who reads or uses them calls `need` before.
-        local_weight: what this replica counts for where replicas average what each has of its own (optimizer state,
-            buffers): the weight of its local steps since the last `meet`. None: all replicas count alike.
-    """
-
-    lockstep: bool
-    local: bool
-    optimizer_on_server: bool
-    defers: bool
-    local_weight: float | None
-
-    def begin(self) -> None:
-        """A new step; what was offered before and not applied is forgotten."""
-
-    def close(self, control: list[float], weight: float = 1.0) -> None:
-        """The micro-batch whose gradients are offered next is this worker's last of the step. All of its
-        micro-batches together weigh `weight`, on the scale of `Loop.reference`.
-
-        `control` travels with what is exchanged next: every worker's is as long (fixed at `bind`), and they are added
-        up. Each number arrives exactly where all other workers say 0.
+        Under a synchronous algorithm it has the same bits on every worker; else it is that of this worker's own mean.
         """
 
+    def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
+        """Take the step of ``scale * mean gradient``, and return what `step` returns.
+
+        The gradient is in the parameters' ``grad`` during `step`, and removed afterwards; or the step is taken where
+        the optimizer is.
+        """
+
+
+class BoundSynchronizer(ABC):
+    """A synchronizer with a replica's parameters and a communicator.
+
+    One step is `begin`, then for each micro-batch `offer` for each gradient and `fold`, then `settle`, then
+    ``update.apply``. The defaults are those of a synchronous algorithm without state of its own.
+
+    Attributes:
+        synchronous: replicas are equal after every `apply`, and every `PendingUpdate` is agreed from the start.
+        local_gradients: the mean gradient is this worker's own. It may then stay where autograd adds it up: a caller
+            that weights the losses need not `offer`.
+        optimizer_on_server: the optimizer's state is elsewhere, and `synchronize` fetches it.
+        lazy_parameters: weights may still be in flight after `apply`; call `wait_parameters` before they are read.
+        local_weight: the weight of this replica where replicas average what is local to each (optimizer state,
+            buffers): that of its local steps since the last `synchronize`. None: all replicas weigh the same.
+    """
+
+    synchronous: bool = True
+    local_gradients: bool = False
+    optimizer_on_server: bool = False
+    lazy_parameters: bool = False
+    local_weight: float | None = None
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin a step. Gradients that were offered and not applied are dropped."""
+
+    @abstractmethod
+    def close(self, control: list[float], weight: float = 1.0) -> None:
+        """Announce that the gradients offered next are those of this worker's last micro-batch of the step.
+
+        Args:
+            control: the control word, which travels with the next exchange. Its length is that of `Loop.control` on
+                every worker; words are added up. Each number arrives exactly where all other workers send 0.
+            weight: of all micro-batches of this worker together, on the scale of `Loop.reference`.
+        """
+
+    @abstractmethod
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
-        """``weight * gradient`` of parameter `name` goes into the mean. Starts exchanges that became complete;
-        returns at once. `gradient` may be dense or sparse, and is free again on return."""
+        """Add ``weight * gradient`` of parameter `name` to the mean, and start the exchanges that became complete.
 
-    def fold(self) -> None:
-        """Every gradient of a micro-batch has been offered. Raises `ValueError`, which names the parameter, where one
-        cannot be represented; `offer` may find that too."""
+        Returns at once. `gradient` may be dense or sparse; the caller may overwrite it afterwards.
+        """
 
+    @abstractmethod
     def settle(self) -> PendingUpdate:
         """Wait for the mean. Raises `PeerLost`, `MessageMismatch`."""
 
-    def wait_parameters(self, names: Collection[str] | None = None) -> None:
-        """The weights of the parameters `names` (None: of all) are here when it returns, and the others go on
-        arriving. After `apply` they may be on their way; `meet`, `shared` and `settle` leave nothing so. Raises
-        `PeerLost`."""
+    def fold(self) -> None:  # noqa: B027
+        """Every gradient of a micro-batch has been offered.
+
+        Raises:
+            ValueError: a gradient cannot be represented; names the parameter. `offer` may raise it too.
+        """
+
+    def wait_parameters(self, names: Collection[str] | None = None) -> None:  # noqa: B027
+        """Wait until the weights of the parameters `names` have arrived (None: of all).
+
+        After `apply` they may be in flight; after `synchronize`, `settle` and inside `averaged_weights` none is.
+        Raises `PeerLost`.
+        """
 
     def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
-        """The work of steps ``first .. until - 1`` as it is dealt out to this worker, each micro-batch to one worker;
-        None: every worker computes the same part of every step. May be asked ahead of what is computed; ends when
-        all is dealt out, or when the step is that was begun when one worker's `stop` became true."""
+        """The work items of steps ``first .. until - 1`` that are leased to this worker, each to one worker.
+
+        None: every worker computes the same part of every step. Items may be requested ahead of computing. The
+        iterator ends when all are leased, or with the step in which one worker's `stop` became true.
+        """
+        return None
 
     @property
     def leased_until(self) -> int:
-        """After `shares` has ended: the step before which everything is dealt out, the same on all workers."""
+        """After `work_items` has ended: the step before which all work is leased, the same on all workers."""
+        return 0
 
-    def synchronize(self) -> None:
-        """All workers call it alike, between two steps: afterwards all have the same parameters (and optimizer
-        state, if `keeps_optimizer`), and walk on from there. Nothing to do in lockstep."""
+    def synchronize(self) -> None:  # noqa: B027
+        """Collective, between two steps. Makes parameters equal on all workers, and with `optimizer_on_server` the
+        optimizer's state. Does nothing under a synchronous algorithm."""
 
-    def quiesce(self) -> None:
-        """All workers call it alike, between two steps: afterwards nothing is under way, and the parameters are all
-        that this replica has come to. Nothing to do where that is so after each step that all have met in."""
+    def quiesce(self) -> None:  # noqa: B027
+        """Collective, between two steps. Waits until no message is in flight and every received update is applied.
+        Does nothing under a synchronous algorithm."""
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on, for
-        evaluation; outside they are as before."""
+        """Collective, between two steps. Inside, the parameters are what the replicas agree on, for evaluation; after
+        it they are as before."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What all replicas share beyond parameters and optimizer, after `meet`: the same on all workers."""
+        """What all replicas share beside parameters and optimizer, after `synchronize`: the same on all workers."""
+        return {}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up the `state` of another life of the same value. The parameters are already that life's."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Load the `state` of an earlier attempt with an equal synchronizer. Its parameters are loaded already."""
 
     def residual_state(self) -> dict[str, Tensor]:
-        """What this worker alone remembers, after `meet`: what its compressed messages have left out."""
+        """This worker's error-feedback residuals, after `synchronize`."""
+        return {}
 
-    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
-        """After `load_state_dict`, owe what this worker's `owed` said in another life among as many workers."""
+    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """After `load_state_dict`, load this worker's residuals of an earlier attempt with as many workers."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What a synchronizer is told of the training loop.
+    """What a synchronizer knows of the training loop.
 
     Args:
-        optimizer: of the parameters; its groups' numbers (learning rate) may change before every step.
+        optimizer: of the parameters; its hyperparameters, such as the learning rate, may change before every step.
         micro_batches: of one step, over all workers.
         control: length of the control word in numbers.
-        reference: what the weights of a step usually add up to over all workers; None: to their number.
-        overlap: exchange while backward, and where weights may come late the forward pass, still runs.
+        reference: the usual sum of a step's weights over all workers; None: the number of micro-batches.
+        overlap: whether to exchange while backward runs, and with lazy parameters while forward runs.
         sparse: names of parameters whose optimizer wants sparse gradients.
-        awaits: whether workers may come and go while it runs: then all have to meet now and then, where work is dealt
-            out too.
+        awaits: whether workers may join and leave while it runs. Then all of them synchronize from time to time, also
+            where work is leased.
     """
 
     optimizer: Optimizer
@@ -154,59 +182,8 @@ class Synchronizer(Protocol):
     def bind(
         self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
     ) -> BoundSynchronizer:
-        """Give the value its world; all workers have the same weights and optimizer state now.
+        """Bind the value to a replica. All workers have the same weights and optimizer state at this time.
 
         Args:
-            parameters: global name to trainable parameter, each tensor once, in an order that all workers share.
+            parameters: global name to trainable parameter, each tensor once, in the same order on all workers.
         """
-
-
-class AllHere:
-    """What all say of themselves who have put the new weights where they belong when `apply` returns."""
-
-    defers = False
-    local_weight: float | None = None
-
-    def fold(self) -> None:
-        pass
-
-    def wait_parameters(self, names: Collection[str] | None = None) -> None:
-        pass
-
-    def quiesce(self) -> None:
-        pass
-
-
-class OwesNothing:
-    """What all say of themselves whose messages leave nothing out for later."""
-
-    def residual_state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
-        pass
-
-
-class Lockstep(AllHere):
-    """What all lockstep synchronizers say of themselves."""
-
-    lockstep = True
-    local = False
-    optimizer_on_server = False
-
-    leased_until = 0
-
-    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
-        return None
-
-    def synchronize(self) -> None:
-        pass
-
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        pass

@@ -133,7 +133,7 @@ class LeaseClient:
         self._stretch = self.dealt = 0
 
     def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share]:
-        """See `BoundSynchronizer.shares`."""
+        """See `BoundSynchronizer.work_items`."""
         self._stretch += 1
         self._question = lambda: {"stretch": self._stretch, "first": first, "until": until, "stop": stop()}
         while self._received():

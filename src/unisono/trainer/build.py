@@ -283,7 +283,7 @@ def drops(config: Config) -> bool:
 
 def _check_dropping(config: Config, replica: Replica) -> None:
     sync = show(config.sync)
-    if drops(config) and not replica.lockstep:
+    if drops(config) and not replica.synchronous:
         field = "compare_every" if isinstance(config.bad_step, Stop) else "bad_step"
         raise InvalidInput(
             field, show(getattr(config, field)), f"with {sync} replicas walk by themselves, and no step is all "
@@ -328,7 +328,7 @@ def _alike(config: Config, replica: Replica) -> str:
         return "workers compute a micro-batch together, or as many of them side by side"
     if config.sync_batchnorm:
         return "with sync_batchnorm all workers compute as many micro-batches, side by side"
-    if not replica.lockstep:
+    if not replica.synchronous:
         return f"with {show(config.sync)} each worker takes steps of its own, as fast as it can"
     if getattr(config.sync, "reduce", "mean") != "mean":
         return f"with {show(config.sync)} a worker's micro-batches count as one, however many they are"
@@ -336,7 +336,7 @@ def _alike(config: Config, replica: Replica) -> str:
 
 
 def _check_concurrent(config: Config, plan: MicroBatchPlan, lanes: int, replica: Replica) -> None:
-    if config.sync_batchnorm and not replica.lockstep:
+    if config.sync_batchnorm and not replica.synchronous:
         raise InvalidInput(
             "sync_batchnorm", True, f"with {show(config.sync)} workers do not compute side by side",
             "leave it out, or use AllReduce()")  # fmt: skip

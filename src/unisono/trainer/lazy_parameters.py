@@ -35,7 +35,7 @@ class LazyParameters:
 
     Args:
         names: of the parameters that may be on their way, by their ids.
-        need: see `BoundSynchronizer.need`.
+        need: see `BoundSynchronizer.wait_parameters`.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[int, str], need: Need) -> None:

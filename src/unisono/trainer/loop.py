@@ -253,7 +253,7 @@ class Trainer:
     def find_nonfinite(self, t: int) -> list[int]:
         """The micro-batches of step `t` whose gradient is not finite, found by computing each once more; all workers
         call it alike, before the step is dropped. None where replicas lie on several workers or walk by themselves."""
-        if self.replica.spread or not self.replica.lockstep:
+        if self.replica.spread or not self.replica.synchronous:
             return []
         steep = torch.zeros(self.replica.micro_batches)
         parameters = [p for p in self.model.parameters() if p.requires_grad]

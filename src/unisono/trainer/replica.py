@@ -40,7 +40,7 @@ class Replica:
     the gradients is, for micro-batches ``0..n-1``: their losses, their weights, then `extra` numbers of the caller's.
 
     Attributes:
-        remembers: whether its messages may leave out what it then owes, see `owed`: the same on all workers.
+        remembers: whether its messages may leave out what it then owes, see `residual_state`: the same on all workers.
         finite: whether the compressor refuses what is not finite, so that it never gets into a mean.
         waited_seconds: for weights that were on their way when a forward pass came to them, in all.
 
@@ -97,7 +97,7 @@ class Replica:
                         reference)  # fmt: skip
             self._sync = sync.bind(parameters, comm.channel("gradients"), compress, loop)
         # Weighted losses make autograd's own sum the mean, where it is this worker's or this replica's alone.
-        self._local = self._sync.local and listener is None and not self._wires.spread
+        self._local = self._sync.local_gradients and listener is None and not self._wires.spread
         self._weighted = self._local or self._wires.spread
         self._comm = comm.channel("meeting")
         chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
@@ -107,8 +107,8 @@ class Replica:
         self._names = {id(p): name for name, p in parameters.items()}
         self._asking: LazyParameters | None = None
         self.waited_seconds = 0.0
-        side_by_side = self._wires.lanes if self.lockstep else self._wires.shards
-        together = self.lockstep or self._wires.spread
+        side_by_side = self._wires.lanes if self.synchronous else self._wires.shards
+        together = self.synchronous or self._wires.spread
         lane = side_by_side.channel("statistics") if together else None
         pieces = {0: self.held.model} if self.held.pipeline is None else self.held.pipeline.stages
         statistics = {
@@ -121,7 +121,7 @@ class Replica:
             undo.callback(self.unhook)
             self.begin()
             if (
-                self._sync.defers
+                self._sync.lazy_parameters
                 and lazy
                 and listener is None
                 and not self._wires.spread
@@ -144,17 +144,17 @@ class Replica:
         return self._count
 
     @property
-    def lockstep(self) -> bool:
+    def synchronous(self) -> bool:
         """Whether every step is all workers' together, and replicas are equal after it."""
-        return self._sync.lockstep
+        return self._sync.synchronous
 
     def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
-        """See `BoundSynchronizer.shares`."""
+        """See `BoundSynchronizer.work_items`."""
         return self._sync.work_items(first, until, stop)
 
     @property
     def leased_until(self) -> int:
-        """See `BoundSynchronizer.dealt`."""
+        """See `BoundSynchronizer.leased_until`."""
         return self._sync.leased_until
 
     def wait_parameters(self) -> None:
@@ -171,7 +171,7 @@ class Replica:
         from there."""
         weight = self._sync.local_weight
         self._sync.synchronize()
-        if not self.lockstep:
+        if not self.synchronous:
             state, _ = state_of(self.optimizer, self.model)
             kept = {} if self._sync.optimizer_on_server else state
             average([*dict(self.model.named_buffers()).values(), *kept.values()], self._comm, weight)
@@ -179,7 +179,7 @@ class Replica:
                 statistics.begin()  # the next step starts from these buffers
 
     def quiesce(self) -> None:
-        """See `BoundSynchronizer.rest`."""
+        """See `BoundSynchronizer.quiesce`."""
         self._sync.quiesce()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -195,11 +195,11 @@ class Replica:
         self._sync.load_state_dict(state)
 
     def residual_state(self) -> dict[str, Tensor]:
-        """See `BoundSynchronizer.owed`."""
+        """See `BoundSynchronizer.residual_state`."""
         return self._sync.residual_state()
 
     def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
-        """See `BoundSynchronizer.owe`."""
+        """See `BoundSynchronizer.load_residuals`."""
         self._sync.load_residuals(owed)
 
     def begin(self) -> None:
@@ -425,7 +425,7 @@ class Step:
 
     def apply(self, step: Callable[[], Any] | None = None) -> Any:
         """Fold the statistics, put the clipped mean into the gradients, and take the optimizer's step. Where weights
-        may come while the next forward pass is under way, they are here after `Replica.need`."""
+        may come while the next forward pass is under way, they are here after `Replica.wait_parameters`."""
         replica = self._replica
         for statistics in replica._statistics.values():
             statistics.fold()

@@ -27,7 +27,7 @@ class SyncBatchNorm(_BatchNorm):
     comm: Communicator
     names: Sequence[str] = ("it",)
     number: int = 0
-    buffers_agree = True  # see `Statistics`
+    buffers_agree = True  # see `BufferSync`
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

@@ -33,7 +33,7 @@ class Wholes:
 
     Args:
         make: makes the optimizer.
-        local, parts: see `Held`.
+        local, parts: see `LocalModel`.
         comm: a lane of its own, of the workers of a replica.
         group: the ranks in it of those who hold parts of the same tensors, this one among them.
         undo: whether a step that breaks off for a lost peer leaves nothing behind; what the optimizer remembers is in

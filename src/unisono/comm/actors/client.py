@@ -102,7 +102,7 @@ class Call:
 
 
 class SocketConnection:
-    """The `Line` over a connected, trusted socket.
+    """The `ActorConnection` over a connected, trusted socket.
 
     Args:
         trusted: the connection, blocking, with the deadline as its timeouts in the kernel.

@@ -67,7 +67,7 @@ class AsynchronousClient(ServerClient):
         dropped: slices of gradients that came too late.
     """
 
-    lockstep = False
+    synchronous = False
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class AsynchronousClient(ServerClient):
         self._pace, self._own, self._in_turn = pace, own, dealing is None
         self._dealing = dealing or TakingTurns(self.comm, own, self._earliest)
         # In turn, which step is next is known only when the weights for it are here.
-        self.defers = overlap and not self._in_turn
-        self._asks_first = asks_first and self.defers
+        self.lazy_parameters = overlap and not self._in_turn
+        self._asks_first = asks_first and self.lazy_parameters
         self._pushes = self._stretches = 0
         self.dropped = 0
 
@@ -96,7 +96,7 @@ class AsynchronousClient(ServerClient):
         return self._pace.first + min(out.version for out in self.outgoing)
 
     @property
-    def leased_until(self) -> int:  # type: ignore[override]
+    def leased_until(self) -> int:
         return self._dealing.dealt
 
     def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share]:
@@ -153,7 +153,7 @@ class AsynchronousClient(ServerClient):
             out.applied = True
         if version is not None and not self._asks_first:
             self.ask(version)
-        if not self.defers:
+        if not self.lazy_parameters:
             self.finish()
 
     def _needed_after(self, tick: int) -> int | None:
@@ -165,7 +165,7 @@ class AsynchronousClient(ServerClient):
 
 
 class OwnGradient:
-    """What a step of one worker is about to do; see `Change`."""
+    """What a step of one worker is about to do; see `PendingUpdate`."""
 
     agreed = False
 
@@ -173,7 +173,7 @@ class OwnGradient:
         self._server, self.control = server, server.control
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """See `Change.norm`; the servers know of no exceptions."""
+        """See `PendingUpdate.norm`; the servers know of no exceptions."""
         assert not without
         return math.sqrt(self._server.square())
 

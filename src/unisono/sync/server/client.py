@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,23 +17,20 @@ from unisono.sync.server.client_slice import ClientSlice
 from unisono.sync.server.shard_client import ShardCall, ShardClient
 from unisono.sync.server.slice_optimizer import flat_as
 from unisono.sync.server.slices import Slice
-from unisono.sync.synchronizer import Share
+from unisono.sync.synchronizer import BoundSynchronizer
 
 
-class ServerClient:
+class ServerClient(BoundSynchronizer):
     """See `BoundSynchronizer`. The weights and the optimizer's state are where the servers are; `meet` fetches them.
 
-    A step ends with asking for the new weights, and `need` puts them into the parameters as the next forward pass comes
-    to them; so the last ones arrive while it computes with the first.
+    A step ends with a request for the new weights. `wait_parameters` copies them into the parameters as the next
+    forward pass reaches these, so the last ones arrive while it computes with the first.
 
     Args:
         conversations: with each shard.
     """
 
-    local = False
     optimizer_on_server = True
-    leased_until = 0
-    local_weight: float | None = None
 
     def __init__(
         self,
@@ -47,7 +44,7 @@ class ServerClient:
         self.parameters, self.comm, self.optimizer = parameters, comm, optimizer
         self.conversations = conversations
         self.outgoing = [ClientSlice(i, s, parameters, conversations[s.shard]) for i, s in enumerate(slices)]
-        self._overlap = self.defers = overlap
+        self._overlap = self.lazy_parameters = overlap
         self._coming: list[ClientSlice] = []
         self._listening = False
         self._places: dict[str, list[tuple[ClientSlice, int]]] = {name: [] for name in parameters}
@@ -100,18 +97,12 @@ class ServerClient:
     def filled(self, out: ClientSlice) -> None:
         """All gradients of a slice are there, while backward still runs."""
 
-    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
-        return None
-
     def ask(self, version: int) -> None:
         """Ask for the newest weights, of `version` at least, what the next forward pass needs first before the rest."""
         self.wait_parameters()
         for out in self.outgoing:
             out.ask(version)
         self._coming, self._listening = list(self.outgoing), False
-
-    def quiesce(self) -> None:
-        pass
 
     def wait_parameters(self, names: Collection[str] | None = None) -> None:
         if self._coming:

@@ -25,7 +25,7 @@ from unisono.sync.server.slice_optimizer import numbers_of
 class SynchronousClient(ServerClient):
     """`ParameterServer` without staleness in its world."""
 
-    lockstep = True
+    synchronous = True
     _round = 0
     _version = 0
     _taking: Sequence[ShardCall] = ()
@@ -72,7 +72,7 @@ class SynchronousClient(ServerClient):
             out.applied = True
         self._version += 1
         self.ask(self._version)
-        if not self.defers:
+        if not self.lazy_parameters:
             self.wait_parameters()
 
     def arrived(self, out: ClientSlice) -> None:
@@ -90,7 +90,7 @@ class SynchronousClient(ServerClient):
 
 
 class MeanAtServers:
-    """What a step of all workers is about to do; see `Change`."""
+    """What a step of all workers is about to do; see `PendingUpdate`."""
 
     agreed = True
 
@@ -99,7 +99,7 @@ class MeanAtServers:
         self._squares: list[tuple[str, float]] | None = None
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """See `Change.norm`."""
+        """See `PendingUpdate.norm`."""
         if self._squares is None:
             self._squares = self._server.squares()
         return math.sqrt(math.fsum(square for name, square in self._squares if name not in without))
