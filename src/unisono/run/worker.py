@@ -210,7 +210,7 @@ class WorkerRun:
             if self.startup_seconds is None:
                 self.startup_seconds = time.time() - self.order.began
             outcome = self._train(trainer, first_step)
-            return None if trainer.parting else self._result(trainer, wires, outcome, place.path)
+            return None if trainer.view_ending else self._result(trainer, wires, outcome, place.path)
 
     def roll_back(self) -> None:
         """Of what was not done in lockstep, nothing counts but what all have met after."""
@@ -302,7 +302,7 @@ class WorkerRun:
         if self.milestone and self.milestone.reached:
             return self.milestone.reached
         shared = trainer.replica.state_dict() if trainer.replica.synchronous else {}
-        return Progress(trainer.done, trainer.persistence.committed, shared, trainer.last_loss)
+        return Progress(trainer.done, trainer.checkpointer.committed, shared, trainer.last_loss)
 
     def _take_over(
         self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, judge: AnomalyDetector
@@ -348,8 +348,8 @@ class WorkerRun:
             run=str(path),
             complete=outcome.steps >= trainer.steps,
             ending=_ending(outcome.steps, trainer.steps),
-            skipped_steps=len(trainer.persistence.judge.skipped),
-            healed=trainer.persistence.judge.healed,
+            skipped_steps=len(trainer.checkpointer.judge.skipped),
+            healed=trainer.checkpointer.judge.healed,
             ledger=[in_words(dict(zip(Phase, row))) for row in spent.tolist()],
         )
 

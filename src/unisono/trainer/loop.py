@@ -2,9 +2,9 @@
 
     batches(step) ─► forward ─► loss ─► backward ──gradient──► synchronizer ═══ the other workers
                                                                     ║
-    record ◄── checkpoint ◄── optimizer ◄── apply ◄── guard ◄── the mean
+    record ◄── checkpoint ◄── optimizer ◄── apply ◄── validator ◄── mean gradient
 
-Until `apply` nothing that is shared or lasts has changed.
+Until `apply`, no shared or lasting state has changed.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from unisono.trainer.step_validation import StepValidator
 
 @dataclass
 class Trainer:
-    """Everything that one worker trains with, already bound; `run` is the loop.
+    """What one worker trains with, bound to its view; `run` is the loop.
 
     Args:
         forward: ``forward(model, batch) -> output``.
         loss: ``loss(output, batch)``, a scalar.
-        passage: the context in which a micro-batch is computed, which knows what of it is this worker's.
-        weight: what a batch counts in the mean over the global batch.
-        move: brings a batch to the model's device.
-        guard: says of each step whether it counts.
-        balance: which micro-batches of a step this worker computes, as fast as workers were found to be.
-        factor: the learning rate's factor at a step.
-        presence: who is there; all workers stop, or end what they do together, after the same step.
-        watch: is told what this worker does.
-        keep: called where all have met, when the weights are those: with whether the workers present change now.
-        milestone: where replicas that walk by themselves go back to when one is lost; then only those steps count after
-            which all have met.
+        micro_batch_part: the context in which a micro-batch is computed; it yields the part that this worker computes.
+        weight: the weight of a batch in the mean over the global batch.
+        to_device: copies a batch to the model's device.
+        validator: decides whether a step counts.
+        load_balancer: the micro-batches of a step that this worker computes, from the measured speed of all workers.
+        lr_factor: the learning rate's factor at a step.
+        session: the membership of this worker. All workers stop, or leave the view, after the same step.
+        tracker: records what this worker does.
+        on_commit: called when steps are committed, with whether the view ends now.
+        snapshot: with local steps and recovery, the state of the last synchronization. Steps are then committed when
+            replicas synchronize.
     """
 
     model: nn.Module
@@ -63,43 +63,46 @@ class Trainer:
     loader: Loader
     comm: Communicator
     record: Recorder
-    persistence: Checkpointer
+    checkpointer: Checkpointer
     learning_rate: LearningRate
     evaluator: Evaluator | None
     forward: Callable[[nn.Module, Batch], Any]
     loss: Callable[[Any, Batch], torch.Tensor]
-    passage: MicroBatchPart
+    micro_batch_part: MicroBatchPart
     weight: Callable[[Batch], float]
-    move: Callable[[Batch], Batch]
+    to_device: Callable[[Batch], Batch]
     seed: int
-    guard: StepValidator
-    balance: LoadBalancer
+    validator: StepValidator
+    load_balancer: LoadBalancer
     lr_factor: Callable[[int], float]
     steps: int
     global_batch: int
     evaluate_every: int
-    presence: Presence
-    watch: ActivityTracker = field(default_factory=NullTracker)
-    on_commit: Callable[[bool], None] = lambda parting: None
-    milestone: Snapshot | None = None
+    session: Presence
+    tracker: ActivityTracker = field(default_factory=NullTracker)
+    on_commit: Callable[[bool], None] = lambda view_ending: None
+    snapshot: Snapshot | None = None
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     done: int = 0
-    held: int = 0
+    committed: int = 0
     evaluated: int = 0
     seconds: float = 0.0
     evaluating_seconds: float = 0.0
     stopping: bool = False
-    parting: bool = False
+    view_ending: bool = False
 
     def run(self, first_step: int) -> Outcome:
-        """Train steps ``first_step .. steps - 1``, or up to where the workers present change (`parting`). Raises
-        `Diverged`, `PeerLost`, and what user code raises; the model is then as the last step done left it, once
-        `let_go` has been called."""
+        """Train steps ``first_step .. steps - 1``, or until the view ends (`view_ending`).
+
+        Raises:
+            Diverged, PeerLost: or any error of user code. After `unbind`, the model is in the state after the last
+                completed step.
+        """
         self.model.train()
-        self.watch.set_phase(Phase.COMPUTE, self.comm, self.loader)
-        self.done = self.held = self.evaluated = first_step
+        self.tracker.set_phase(Phase.COMPUTE, self.comm, self.loader)
+        self.done = self.committed = self.evaluated = first_step
         began = self.comm.now()
         while not self.finished():
             dealt, turns = self.work_items()
@@ -107,28 +110,28 @@ class Trainer:
                 started = self.comm.now()
 
                 self.learning_rate.set(self.lr_factor(t))
-                with self.balance.measured(len(mine)):
+                with self.load_balancer.measured(len(mine)):
                     self.run_micro_batches(t, mine, batches)
-                with self.watch(Phase.COMMUNICATION):
+                with self.tracker(Phase.COMMUNICATION):
                     step = self.replica.settle()
-                sound, done = self.guard(t, step, self.find_nonfinite)
+                sound, done = self.validator(t, step, self.find_nonfinite)
                 if sound:
-                    with self.watch(Phase.CHECKPOINT):
-                        self.persistence.wait_staged()
-                    self.presence.check()
+                    with self.tracker(Phase.CHECKPOINT):
+                        self.checkpointer.wait_staged()
+                    self.session.check()
                     step.apply()
                     self.last_loss = step.loss
-                if self.milestone is None:
-                    self.presence.done()
-                if done <= t:  # the state is another now
+                if self.snapshot is None:
+                    self.session.done()
+                if done <= t:  # the step was rolled back
                     self.done = done
-                    self.balance.shares.go_back(done)
+                    self.load_balancer.shares.go_back(done)
                     break
 
                 self.done = max(self.done, done)
-                if self.milestone is None:
-                    self.watch.commit(self.done)
-                self.presence.stepped()
+                if self.snapshot is None:
+                    self.tracker.commit(self.done)
+                self.session.stepped()
                 self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
                 words = step.extra
                 if words is not None:
@@ -137,143 +140,150 @@ class Trainer:
                 self.step_seconds.append(self.comm.now() - started)
                 if words is not None:
                     self.evaluate_if_due()
-                if self.stopping or self.parting:
+                if self.stopping or self.view_ending:
                     break
             if dealt:
                 self.gather_control(self.replica.leased_until)
         self.seconds = self.comm.now() - began - self.evaluating_seconds
-        if not self.parting:
+        if not self.view_ending:
             self.finish()
         return Outcome(self.done, self.last_loss, self.last_metrics, statistics.median(self.step_seconds or [0.0]))
 
     def finish(self) -> None:
-        """After the last step: the last checkpoint, the last evaluation."""
-        self.watch.set_phase(Phase.CHECKPOINT, self.comm)
+        """Write the last checkpoint and evaluate, after the last step."""
+        self.tracker.set_phase(Phase.CHECKPOINT, self.comm)
         self.replica.synchronize()
         self.commit_synchronized()
-        self.guard.finish(self.done)
-        self.persistence.finish(self.done)
+        self.validator.finish(self.done)
+        self.checkpointer.finish(self.done)
         if self.evaluator and self.done == self.steps:
             self.evaluate()
 
     def unbind(self) -> None:
-        """Leave model and optimizer to the next trainer, as the last step done left them."""
+        """Detach model and optimizer, in the state after the last completed step, so that another trainer may be built
+        on them."""
         self.replica.discard_step()
         self.replica.unbind()
         self.learning_rate.set(1.0)
 
     def finished(self) -> bool:
-        """Whether all steps are taken, or all workers have heard that one was asked to stop, or that others come or
-        go."""
-        return self.stopping or self.parting or self.done >= self.steps
+        """Whether all steps are taken, or all workers know that a worker was asked to stop or that the view ends."""
+        return self.stopping or self.view_ending or self.done >= self.steps
 
     def work_items(self) -> tuple[bool, Iterator[Turn]]:
-        """This worker's work: steps, and its own micro-batches of each. Where work is dealt out as it is asked for,
-        only as far as the step after which everybody has to meet; else all the rest."""
-        due = [n * (self.done // n + 1) for n in (self.persistence.every, self.evaluate_every) if n]
-        shares = self.replica.work_items(self.done, min([self.steps, *due]), lambda: self.presence.stop)
+        """Whether work is leased, and this worker's work items.
+
+        Leased items end with the step before the next synchronization of all workers; else all steps are left.
+        """
+        due = [n * (self.done // n + 1) for n in (self.checkpointer.every, self.evaluate_every) if n]
+        shares = self.replica.work_items(self.done, min([self.steps, *due]), lambda: self.session.stop)
         if shares is None:
-            mine = self.balance.shares.mine
+            mine = self.load_balancer.shares.mine
             return False, ((t, mine(t), self.loader.batches(t)) for t in range(self.done, self.steps))
-        return True, iter(self.watch.each(Phase.COMMUNICATION, self.loader.turns(shares)))
+        return True, iter(self.tracker.each(Phase.COMMUNICATION, self.loader.turns(shares)))
 
     def gather_control(self, dealt: int) -> None:
-        """All that was dealt out, to before step `dealt`, is computed, here; wait for the others."""
+        """Collective: exchange control words, once the items that this worker has leased, of steps before `dealt`, are
+        computed."""
         mine = torch.tensor(self.control_word(), dtype=torch.float64)
         self.done = dealt
-        with self.watch(Phase.COMMUNICATION):
+        with self.tracker(Phase.COMMUNICATION):
             words = self.comm.gather(mine).wait().sum(0).tolist()
         self.act_on_control(words)
         self.commit_synchronized()
         self.evaluate_if_due()
 
     def control_word(self) -> list[float]:
-        """This worker's numbers for the control word."""
-        now = self.presence
+        """This worker's part of the control word."""
+        now = self.session
         said = ControlWord(
-            stop=now.stop, written=self.persistence.share_status, parting=now.parting, leaving=now.leaving,
-            pace=self.balance.pace, digest=self.guard.digest)  # fmt: skip
+            stop=now.stop, written=self.checkpointer.share_status, parting=now.parting, leaving=now.leaving,
+            pace=self.load_balancer.pace, digest=self.validator.digest)  # fmt: skip
         return numbers(said, self.comm.rank, self.comm.size)
 
     def act_on_control(self, words: Sequence[float]) -> None:
-        """All workers are between the same two steps, and have said `words`."""
+        """Collective, between two steps: checkpoint, stop or end the view, as the control words of all workers say."""
         said = heard(words)
         parting = any(each.parting for each in said)
-        with self.watch(Phase.CHECKPOINT):
-            if self.persistence.due(self.done):
+        with self.tracker(Phase.CHECKPOINT):
+            if self.checkpointer.due(self.done):
                 self.replica.synchronize()
-            self.persistence.after_step(self.done, [each.written for each in said], take=not parting)
+            self.checkpointer.after_step(self.done, [each.written for each in said], take=not parting)
         self.stopping = any(each.stop for each in said) or all(each.leaving for each in said)
-        # What is being written would be lost: its workers finish it first.
-        self.parting = parting and not (self.stopping or self.persistence.pending or self.done >= self.steps)
-        if self.parting:  # who leaves leaves its share of what all have come to
+        # A checkpoint that is being written would be lost: the view ends once it is complete.
+        self.view_ending = parting and not (self.stopping or self.checkpointer.pending or self.done >= self.steps)
+        if self.view_ending:  # a worker that leaves contributes its local steps
             self.replica.synchronize()
-        self.guard.between(self.done)
-        self.balance.hear(self.done, [each.pace for each in said])
-        if self.balance.leave_asked:
-            self.presence.leave()
+        self.validator.between(self.done)
+        self.load_balancer.hear(self.done, [each.pace for each in said])
+        if self.load_balancer.leave_asked:
+            self.session.leave()
 
     def commit_synchronized(self) -> None:
-        """All have met: where they walk by themselves, what they have now counts."""
-        if self.milestone is not None:
+        """Commit the steps since the last synchronization, where replicas have just synchronized."""
+        if self.snapshot is not None:
             replica = self.replica
             replica.quiesce()
-            reached = Progress(self.done, self.persistence.committed, replica.state_dict(), self.last_loss)
-            self.milestone.take(replica.model, replica.optimizer, reached)
-            self.presence.done(self.done - self.held)
-            self.watch.commit(self.done)
-            self.held = self.done
-        with self.watch(Phase.CHECKPOINT):
-            self.on_commit(self.parting)
+            reached = Progress(self.done, self.checkpointer.committed, replica.state_dict(), self.last_loss)
+            self.snapshot.take(replica.model, replica.optimizer, reached)
+            self.session.done(self.done - self.committed)
+            self.tracker.commit(self.done)
+            self.committed = self.done
+        with self.tracker(Phase.CHECKPOINT):
+            self.on_commit(self.view_ending)
 
     def evaluate_if_due(self) -> None:
-        """Evaluate if it was due since the last time; what is due after the last step comes at the end."""
+        """Evaluate if it became due since the last evaluation. After the last step, `finish` evaluates."""
         every = self.evaluate_every
         if self.evaluator and every and self.done < self.steps and self.done // every > self.evaluated // every:
             self.evaluate()
 
     def run_micro_batches(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
         """Forward and backward of this worker's micro-batches of step `t`."""
-        for m, batch in self.watch.each(Phase.DATA, batches):
-            self.presence.check()  # what nobody waits for any more is not computed
-            self.watch.set_position(t, m)
-            self.run_micro_batch(t, m, self.move(batch), last=m == mine[-1])
+        for m, batch in self.tracker.each(Phase.DATA, batches):
+            self.session.check()  # no worker waits for this micro-batch after the view has ended
+            self.tracker.set_position(t, m)
+            self.run_micro_batch(t, m, self.to_device(batch), last=m == mine[-1])
 
     def run_micro_batch(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
-        """Forward and backward of micro-batch `m` of step `t`; its gradients go to the synchronizer as they come.
-        `last` of this worker in this step."""
+        """Forward and backward of micro-batch `m` of step `t`; gradients go to the synchronizer during backward.
+        `last`: of this worker in this step."""
         seed_compute(stream(self.seed, t, m, "compute"))
         self.replica.begin_micro_batch(m, checked_weight(self.weight(batch)))
-        with self.passage(batch, self.loss) as (mine, loss_of):
+        with self.micro_batch_part(batch, self.loss) as (mine, loss_of):
             loss = loss_of(self.forward(self.model, mine), mine)
             check_loss(loss)
             self.replica.end_forward(float(loss.detach()), last=last, extra=self.control_word() if last else [])
             self.replica.backward(loss)
 
     def find_nonfinite(self, t: int) -> list[int]:
-        """The micro-batches of step `t` whose gradient is not finite, found by computing each once more; all workers
-        call it alike, before the step is dropped. None where replicas lie on several workers or walk by themselves."""
+        """Collective, before step `t` is dropped: the micro-batches whose gradient is not finite.
+
+        Each is computed once more. Empty with sharded replicas and with local steps, where it is not known.
+        """
         if self.replica.spread or not self.replica.synchronous:
             return []
-        steep = torch.zeros(self.replica.micro_batches)
+        nonfinite = torch.zeros(self.replica.micro_batches)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         for m, batch in self.loader.batches(t):
             seed_compute(stream(self.seed, t, m, "compute"))
             self.replica.before()
-            given = self.move(batch)
+            given = self.to_device(batch)
             loss = self.loss(self.forward(self.model, given), given)
             found = [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
-            steep[m] = not all(bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in found)
-        return self.comm.gather(steep).wait().sum(0).nonzero().view(-1).tolist()
+            nonfinite[m] = not all(
+                bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in found
+            )
+        return self.comm.gather(nonfinite).wait().sum(0).nonzero().view(-1).tolist()
 
     def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
         return {"loss": loss, "step_seconds": seconds, "samples_per_second": self.global_batch / seconds}
 
     def evaluate(self) -> None:
-        """Metrics on held-out data of what the replicas agree on."""
+        """Measure the metrics of the averaged weights on held-out data."""
         assert self.evaluator is not None
         began = self.comm.now()
-        with self.watch(Phase.EVALUATION), self.replica.averaged_weights():
+        with self.tracker(Phase.EVALUATION), self.replica.averaged_weights():
             self.last_metrics = self.evaluator(self.model)
             self.replica.held.gathering.let_go()
         self.evaluating_seconds += self.comm.now() - began
@@ -290,7 +300,7 @@ def checked_weight(weight: Any) -> float:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise `InvalidInput` if there is nothing that backward could start from."""
+    """Raise `InvalidInput` if `loss` is no scalar with a gradient."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = f"{type(loss).__name__}{list(loss.shape) if isinstance(loss, torch.Tensor) else ''}"
         raise InvalidInput(
@@ -303,7 +313,7 @@ def check_loss(loss: Any) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the loop knows at its end: steps done in all, the last loss, the last metrics, the median step."""
+    """The result of the loop: completed steps, last loss and metrics, median seconds per step."""
 
     steps: int
     loss: float

@@ -34,9 +34,9 @@ class PipelinedTrainer(Trainer):
 
     def run_micro_batches(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
         """See `Trainer.run_micro_batches`. Every stage draws what one worker would."""
-        given = [(m, self.move(batch)) for m, batch in self.watch.each(Phase.DATA, batches)]
+        given = [(m, self.to_device(batch)) for m, batch in self.tracker.each(Phase.DATA, batches)]
         weights = [checked_weight(self.weight(batch)) for _, batch in given]
-        passages = [partial(self.passage, batch, self.loss) for _, batch in given]
+        passages = [partial(self.micro_batch_part, batch, self.loss) for _, batch in given]
         losses = [0.0] * len(given)
 
         def loss(i: int, output: Any) -> torch.Tensor:
