@@ -114,6 +114,23 @@ def test_a_package_only_hands_names_on(path: Path) -> None:
     assert [type(node).__name__ for node in tree(path).body if not isinstance(node, handed_on)] == []
 
 
+def test_a_member_that_a_page_or_docstring_names_is_there() -> None:
+    """Of what is written as `Class.member` where the class is ours."""
+    members = defaultdict(set)
+    for path in MODULES:
+        for found in (node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)):
+            for node in ast.walk(found):
+                named = getattr(node, "name", None) or getattr(node, "attr", None) or getattr(node, "id", None)
+                members[found.name] |= {named} if isinstance(named, str) else set()
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}.{member}"
+        for path in [*MODULES, *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+        for name, member in re.findall(r"`([A-Z][A-Za-z]+)\.([a-z_]+)`", path.read_text())
+        if name in members and member not in members[name]
+    ]
+    assert wrong == []
+
+
 def test_the_root_has_few_rooms() -> None:
     """What a newcomer reads first. The contract in pyproject.toml names each of them."""
     modules = [path.stem for path in SOURCE.glob("*.py")]

@@ -1,5 +1,4 @@
-"""One copy of the model, whole or this worker's part: it hands gradients to the synchronizer as backward finishes
-them."""
+"""One copy of the model, or this worker's shard of one: it passes gradients to the synchronizer during backward."""
 
 from __future__ import annotations
 
@@ -35,31 +34,31 @@ LOG = logging.getLogger("unisono")
 class Replica:
     """A model and its optimizer, bound to the other replicas.
 
-    Per step: `begin`; per micro-batch of this worker `enter`, the forward pass, `leave`, the backward pass; then
-    `settle` and `apply`. Backward is run by `backward`, or by the user's own loop. The control word that travels with
-    the gradients is, for micro-batches ``0..n-1``: their losses, their weights, then `extra` numbers of the caller's.
+    Per step: `begin`; per micro-batch of this worker `begin_micro_batch`, the forward pass, `end_forward`, the backward
+    pass; then `settle` and `apply`. Backward is run by `backward`, or by the user's own loop. The control word travels
+    with the gradients. It has the losses of micro-batches ``0..n-1``, their weights, then `extra` numbers of the caller.
 
     Attributes:
-        remembers: whether its messages may leave out what it then owes, see `residual_state`: the same on all workers.
-        finite: whether the compressor refuses what is not finite, so that it never gets into a mean.
-        waited_seconds: for weights that were on their way when a forward pass came to them, in all.
+        has_residuals: whether its messages may leave out what `residual_state` then has; the same on all workers.
+        finite: whether the compressor refuses what is not finite, so that it never enters a mean.
+        waited_seconds: the time for which forward passes have waited for weights in flight.
 
     Args:
         micro_batches: of one step, over all workers.
-        reference: what the weights of a whole step usually add up to; weights are divided by it before anything is
-            summed, so that the sum usually is the mean already.
+        reference: the usual sum of a step's weights. Weights are divided by it before gradients are summed, so that
+            the sum usually is the mean.
         clip: largest 2-norm of the mean gradient; None does not clip.
-        extra: how many further numbers the control word has.
-        listener: told the name of each parameter whose gradient is complete, before it is handed on; given by whoever
-            leaves backward to the user's own loop.
-        held: this worker's part of the replica, where that lies on several; `model` is then ``held.local``.
-        wires: who talks with whom there; `comm` is then ``wires.replicas``.
-        lazy: whether weights may come while the forward pass is under way, module by module, where the synchronizer
-            can do so. Without meaning in the user's own loop, which may read weights whenever it likes.
-        drops: whether steps may be dropped. A gradient that the compressor's numbers cannot hold then makes the loss
-            of its micro-batch `UNFIT`, and is no error.
-        repeats: whether a step may be lost with a worker, and be computed again.
-        awaits: whether others may come to one that is alone: it then does as many do.
+        extra: how many numbers of the caller the control word has.
+        listener: called with the name of each parameter whose gradient is complete, before the synchronizer gets it;
+            given where backward is run by the user's own loop.
+        held: this worker's shard of the replica, where it is sharded; `model` is then ``held.local``.
+        wires: the process groups of a sharded replica; `comm` is then ``wires.replicas``.
+        lazy: whether weights may arrive during the forward pass, module by module, if the synchronizer can do so. No
+            effect in the user's own loop, which may read weights at any time.
+        drops: whether steps may be dropped. A gradient that the compressor cannot represent then sets the loss of its
+            micro-batch to `UNFIT` instead of raising an error.
+        repeats: whether a step is computed again after a worker was lost in it.
+        awaits: whether a group of one may grow: it then goes through the synchronizer as any other group.
     """
 
     def __init__(
@@ -135,17 +134,17 @@ class Replica:
 
     @property
     def spread(self) -> bool:
-        """Whether it lies on several workers."""
+        """Whether the replica is sharded over several workers."""
         return self._wires.spread
 
     @property
     def micro_batches(self) -> int:
-        """Of one step, over all workers."""
+        """The number of micro-batches of one step, over all workers."""
         return self._count
 
     @property
     def synchronous(self) -> bool:
-        """Whether every step is all workers' together, and replicas are equal after it."""
+        """Whether replicas are equal after every step."""
         return self._sync.synchronous
 
     def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
@@ -158,7 +157,7 @@ class Replica:
         return self._sync.leased_until
 
     def wait_parameters(self) -> None:
-        """Between two steps: the weights that this replica goes on with are here, in the parameters."""
+        """Between two steps: wait until the new weights are in the parameters."""
         self._sync.wait_parameters()
 
     def _awaited(self, names: Collection[str] | None) -> None:
@@ -167,8 +166,7 @@ class Replica:
         self.waited_seconds += self._comm.now() - began
 
     def synchronize(self) -> None:
-        """All workers call it alike, between two steps: afterwards all replicas and optimizers are equal, and go on
-        from there."""
+        """Collective, between two steps: make all replicas and the states of their optimizers equal."""
         weight = self._sync.local_weight
         self._sync.synchronize()
         if not self.synchronous:
@@ -183,15 +181,15 @@ class Replica:
         self._sync.quiesce()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """All workers enter it alike, between two steps: inside, the parameters are what the replicas agree on."""
+        """Collective, between two steps: inside, the parameters are what the replicas agree on."""
         return self._sync.averaged_weights()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the replicas share beyond parameters and optimizer, after `meet`."""
+        """What all replicas share beside parameters and optimizer, after `synchronize`."""
         return self._sync.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what another life of the same run shared."""
+        """Load the `state_dict` of an earlier attempt of the run."""
         self._sync.load_state_dict(state)
 
     def residual_state(self) -> dict[str, Tensor]:
@@ -203,7 +201,7 @@ class Replica:
         self._sync.load_residuals(owed)
 
     def begin(self) -> None:
-        """A new step; what was computed for one that was not applied is forgotten."""
+        """Begin a step. What was computed for a step that was not applied is dropped."""
         self._control = self._said = [0.0] * (2 * self._count)
         self._word: Work[Tensor] | None = None
         self._failed: CommunicationError | None = None
@@ -214,7 +212,7 @@ class Replica:
             statistics.begin()
 
     def begin_micro_batch(self, micro_batch: int, weight: float) -> None:
-        """Before the forward pass of `micro_batch`, which counts `weight` in the mean."""
+        """Before the forward pass of `micro_batch`, whose weight in the mean is `weight`."""
         self._hand_over(self._sync.fold)
         self._micro_batch, self._weight = micro_batch, weight
         self._control[self._count + micro_batch] = weight
@@ -247,18 +245,18 @@ class Replica:
         self._sync.close(control, math.fsum(control[self._count : 2 * self._count]))
 
     def _close_spread(self) -> None:
-        """Once all of this replica's workers have said their part of the control word."""
+        """Close the step, once all workers of this replica have sent their part of the control word."""
         assert self._word is not None
         self._close(self._word.wait().tolist())
         self._word = None
 
     def before(self, stage: int = 0) -> None:
-        """Before each forward pass of a pipeline's `stage`; without one, `enter` calls it."""
+        """Before each forward pass of a pipeline's `stage`; without a pipeline, `begin_micro_batch` calls it."""
         if stage in self._statistics:
             self._statistics[stage].before()
 
     def after(self, micro_batch: int, stage: int = 0) -> None:
-        """After it; without a pipeline, `leave` calls it."""
+        """After the forward pass of `stage`; without a pipeline, `end_forward` calls it."""
         if stage in self._statistics:
             self._statistics[stage].after(micro_batch)
 
@@ -269,16 +267,19 @@ class Replica:
         self.held.gathering.joined(weighted).backward()
 
     def loss_scale(self, weight: float) -> float:
-        """What a micro-batch of that weight counts for in the mean."""
+        """The factor of the loss of a micro-batch with that weight, so that gradients add up to the mean."""
         return weight / self._reference
 
     def fail(self, error: CommunicationError) -> None:
-        """This step cannot be settled: `settle` raises the first of such errors."""
+        """Have `settle` raise `error`, or the first of several."""
         self._failed = self._failed or error
 
     def settle(self) -> Step:
-        """Wait for the mean over the global batch. Raises `PeerLost`, `MessageMismatch`; of what went wrong in a
-        backward pass of the user's own, which is not ours to break off, the first."""
+        """Wait for the mean over the global batch.
+
+        Raises:
+            PeerLost, MessageMismatch: also the first of those that occurred in a backward pass of the user's loop.
+        """
         if self._failed is not None:
             raise self._failed
         if not self._local:
@@ -300,7 +301,8 @@ class Replica:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What is the same bits on all replicas between two steps in lockstep: weights, buffers, optimizer state."""
+        """The tensors whose bits are equal on all synchronous replicas between two steps: weights, buffers, optimizer
+        state."""
         state, _ = state_of(self.optimizer, self.model)
         return {name: t.detach() for name, t in weights_of(self.model).items()} | {f"/{n}": t for n, t in state.items()}
 
@@ -309,30 +311,30 @@ class Replica:
         return 1.0 + (digest(self.state) >> 12)
 
     def copy_state_from(self, source: int) -> None:
-        """All replicas call it alike, between two steps: they have the `state` of number `source` then."""
+        """Collective, between two steps: copy the `state` of replica `source` to all others."""
         received = []
         for _, tensor in sorted(self.state.items()):
             here = tensor.contiguous().clone().view(-1).view(torch.uint8)
             received.append((tensor, self._comm.broadcast(here, source).wait()))
-        for tensor, there in received:  # only now: whoever is lost meanwhile takes nothing along
+        for tensor, there in received:  # only now, so that a worker lost meanwhile leaves no state half copied
             tensor.copy_(there.view(tensor.dtype).view(tensor.shape))
         self.begin()
 
     def discard_step(self) -> None:
-        """Forget what was computed for a step that will not be applied: the model is as the last one left it."""
+        """Drop what was computed for a step that will not be applied; the model has the state after the last step."""
         for statistics in self._statistics.values():
             statistics.undo()
         for parameter in self.model.parameters():
             parameter.grad = None
 
     def unbind(self) -> None:
-        """Leave the model as it was found, with all weights here."""
+        """Detach the model: without hooks, and with all weights in its parameters."""
         self.unhook()
         if self._asking:
             self.wait_parameters()
 
     def unhook(self) -> None:
-        """Leave the model without hooks of this replica."""
+        """Remove this replica's hooks from the model."""
         if self._asking:
             self._asking.close()
         for hook in self._hooks:
@@ -341,7 +343,7 @@ class Replica:
             statistics.close()
 
     def _take_what_lies_there(self) -> None:
-        """Gradients that came past the hooks: the user's own, or of parameters that nobody told us of."""
+        """Offer the gradients that no hook has seen: those that user code has written."""
         for name in self._names.values():
             gradient = self.held.take(name)
             if gradient is not None:
@@ -376,7 +378,7 @@ class Replica:
         self._hand_over(self._sync.offer, name, gradient.detach() if gradient.requires_grad else gradient, weight)
 
     def _hand_over(self, give: Callable[..., None], *what: Any) -> None:
-        """``give(*what)`` to the synchronizer; gradients that it cannot hold are those of this micro-batch."""
+        """Call ``give(*what)``, and mark this micro-batch if the synchronizer cannot represent its gradients."""
         try:
             give(*what)
         except ValueError as error:
@@ -392,10 +394,10 @@ class Replica:
 
 
 class Step:
-    """One step's mean, not yet applied: of all workers in lockstep, else this worker's own.
+    """The mean gradient of one step, not yet applied: of all workers if synchronous, else of this worker.
 
     Attributes:
-        losses, weights: of the step's micro-batches; 0 for those that this worker does not know of.
+        losses, weights: of the step's micro-batches; 0 for those of other workers that have not been exchanged.
     """
 
     def __init__(self, replica: Replica, change: PendingUpdate) -> None:
@@ -411,21 +413,22 @@ class Step:
         return math.fsum(loss * w for loss, w in zip(self.losses, self.weights)) / total if total else math.nan
 
     def norm(self) -> float:
-        """The 2-norm of the mean gradient over all of the replica's parameters; asked for before `apply`, by all
-        workers alike."""
+        """Collective, before `apply`: the 2-norm of the mean gradient over all of the replica's parameters."""
         if self._norm is None:
             self._norm = self._replica.norm(self._change) * self._whole()
         return self._norm
 
     def drop(self) -> None:
-        """In place of `apply`: nothing has changed, all of the replica's buffers included."""
+        """Drop the step instead of applying it. Parameters and buffers have the values from before the step."""
         for statistics in self._replica._statistics.values():
             statistics.drop()
         self._replica.begin()
 
     def apply(self, step: Callable[[], Any] | None = None) -> Any:
-        """Fold the statistics, put the clipped mean into the gradients, and take the optimizer's step. Where weights
-        may come while the next forward pass is under way, they are here after `Replica.wait_parameters`."""
+        """Fold the statistics, clip the mean and take the optimizer's step.
+
+        With lazy parameters, the new weights have arrived after `Replica.wait_parameters`.
+        """
         replica = self._replica
         for statistics in replica._statistics.values():
             statistics.fold()
@@ -443,11 +446,11 @@ class Step:
 
     @property
     def extra(self) -> list[float] | None:
-        """The further numbers of all workers' control words, once they are agreed on."""
+        """The `extra` numbers of all workers' control words; None where they were not exchanged in this step."""
         return self._change.control[2 * self._replica._count :] if self._change.agreed else None
 
     def _whole(self) -> float:
-        """What makes the mean of what weighs in all more or less than usual."""
+        """The factor for a step whose weights do not add up to the usual sum."""
         total = math.fsum(self.weights)
         return self._replica._reference / total if total else 1.0
 
@@ -460,8 +463,11 @@ class Step:
 
 
 def average(tensors: Sequence[Tensor], comm: Communicator, weight: float | None = None) -> None:
-    """Collective: every real tensor of `tensors` becomes the mean over all workers, of which this one counts `weight`
-    (None: all count alike). The others become worker 0's."""
+    """Collective: replace each floating-point tensor by its mean over all workers, and the others by those of worker 0.
+
+    Args:
+        weight: of this worker in the mean; None: all workers weigh the same.
+    """
     factor, total = relative(weight, comm)
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
     for tensor in tensors:
@@ -478,7 +484,7 @@ def average(tensors: Sequence[Tensor], comm: Communicator, weight: float | None 
 
 
 def check_fit(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise `InvalidInput` if `optimizer` trains what `model` does not hold, or its steps need more than gradients."""
+    """Raise `InvalidInput` if `optimizer` has parameters that `model` lacks, or its steps need more than gradients."""
     check_optimizer(type(optimizer))
     names = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
@@ -494,7 +500,7 @@ def _foreign(parameter: Tensor) -> InvalidInput:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise `InvalidInput` if `model` has nothing to train, or something that cannot be."""
+    """Raise `InvalidInput` if `model` has no parameter to train, or one that cannot be trained."""
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidInput("model", type(model).__name__, "no parameter requires a gradient", "unfreeze some of it")
     for name, parameter in model.named_parameters():
