@@ -1,4 +1,4 @@
-"""Thousands of workers' halves of the protocol in one process, which beat at a real coordinator as `CoordinatorClient` does.
+"""Thousands of agents in one process, which send heartbeats to a real coordinator as `CoordinatorClient` does.
 
 Each has the real `Agent` and two connections: on one it waits for news, on the other, opened when needed, it
 says what it has to say. Of what happens between workers nothing is here: whoever hears of a view has met it, whoever

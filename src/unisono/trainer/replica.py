@@ -36,7 +36,7 @@ class Replica:
 
     Per step: `begin`; per micro-batch of this worker `begin_micro_batch`, the forward pass, `end_forward`, the backward
     pass; then `settle` and `apply`. Backward is run by `backward`, or by the user's own loop. The control word travels
-    with the gradients. It has the losses of micro-batches ``0..n-1``, their weights, then `extra` numbers of the caller.
+    with the gradients: the losses of micro-batches ``0..n-1``, their weights, then `extra` numbers of the caller.
 
     Attributes:
         has_residuals: whether its messages may leave out what `residual_state` then has; the same on all workers.
