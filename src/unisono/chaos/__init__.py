@@ -1,1 +1,1 @@
-"""A training under faults beside an undisturbed one: what is promised of both, tried out."""
+"""A run under injected faults beside a run without, and the comparison of both."""

@@ -1,5 +1,4 @@
-"""The run written down, independent of how many workers wrote it. Safetensors and JSON; nothing is
-unpickled."""
+"""The durable format of a run's state, independent of the number of workers: safetensors and JSON, no pickles."""
 
 from unisono.checkpoint.async_writer import Event, WriteProgress, Writer, WriteStatus
 from unisono.checkpoint.convert import save_plain, store

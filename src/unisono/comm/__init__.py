@@ -1,3 +1,5 @@
+"""Bytes between ranks: one communicator protocol, its transports, and actors."""
+
 from unisono.comm.abort import Abort as Abort
 from unisono.comm.actor import Actor as Actor
 from unisono.comm.actor import ActorConnection as ActorConnection

@@ -1,3 +1,5 @@
+"""What travels in place of a tensor: compressors as frozen values."""
+
 from unisono.compress.auto import Auto as Auto
 from unisono.compress.cast import Cast as Cast
 from unisono.compress.compressor import Buffered as Buffered

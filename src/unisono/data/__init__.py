@@ -1,3 +1,5 @@
+"""Which sample is on which rank, in which order, and how it is loaded."""
+
 from unisono.data.assignment import assign as assign
 from unisono.data.assignment import check_enough as check_enough
 from unisono.data.load_modes import LOADERS as LOADERS

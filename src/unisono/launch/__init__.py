@@ -1,4 +1,4 @@
-"""Who am I among the workers, and how do I start the others?"""
+"""Start worker processes and supervise them; find out which rank this process is on a cluster."""
 
 from unisono.launch.claim import claim, identity_here
 from unisono.launch.cluster_environment import WorkerIdentity, identify

@@ -1,3 +1,5 @@
+"""How one replica is laid out over ranks."""
+
 from unisono.layout.compile_cache import compiled as compiled
 from unisono.layout.layout import AXES as AXES
 from unisono.layout.layout import CUTTING as CUTTING

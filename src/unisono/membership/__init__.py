@@ -1,4 +1,4 @@
-"""Who is here: the protocol by which replicas agree on views, as two state machines without I/O, clock or chance."""
+"""Who is a member: the coordinator's and the agent's state machines, and the messages between them."""
 
 from unisono.membership.agent import AbortView as AbortView
 from unisono.membership.agent import Action as Action

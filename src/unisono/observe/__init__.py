@@ -1,3 +1,5 @@
+"""What happens in a run, recorded and explained: events, metrics, time, stalls."""
+
 from unisono.observe.activity_tracker import ActivityTracker as ActivityTracker
 from unisono.observe.activity_tracker import NullTracker as NullTracker
 from unisono.observe.activity_tracker import ThreadTracker as ThreadTracker

@@ -1,3 +1,5 @@
+"""What a run costs before it is run: simulation, and estimates of layouts."""
+
 from unisono.plan.compute_time import Compute as Compute
 from unisono.plan.compute_time import Fixed as Fixed
 from unisono.plan.compute_time import Normal as Normal

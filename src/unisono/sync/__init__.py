@@ -1,3 +1,5 @@
+"""How replicas agree: one algorithm per file, beside its paper."""
+
 from unisono.sync.all_reduce import AllReduce as AllReduce
 from unisono.sync.block_momentum import BlockMomentum as BlockMomentum
 from unisono.sync.diloco import DiLoCo as DiLoCo

@@ -1,4 +1,4 @@
-"""The built-in tasks by name, as ``module:function`` strings, so that listing them imports nothing."""
+"""What is trained: tasks, their arguments, and learning-rate schedules. Built-in ones are listed as text, not imported."""
 
 TASKS: dict[str, str] = {
     "digits": "unisono.tasks.builtin.digits:digits",
