@@ -1,11 +1,11 @@
-"""Where replicas that walk by themselves have last met: a copy of all that one has there, to which it goes back when
-another is lost on the way.
+"""A snapshot of one replica at the last synchronization, to which it rolls back when a worker is lost.
 
-    meet ──► keep ──► walk ... walk ──► meet ──► keep ──► walk ... ✗ lost
-               ▲                                   └── go back ◄──────┘
+    synchronize ──► take ──► local steps ... ──► synchronize ──► take ──► local steps ... ✗ a worker is lost
+                                                                   ▲                    │
+                                                                   └───── restore ◄─────┘
 
-What a lost worker did since is gone with it, so all others forget what they did since as well: samples are counted
-once, and the steps are taken again by those who are there.
+With local steps, replicas differ between synchronizations. The local steps of a lost worker are lost with it. So the
+surviving workers restore their snapshots and repeat the round, and every sample counts once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from unisono.elastic.state_transfer import Progress, adopt, describe, shared_amo
 
 
 class Snapshot:
-    """The copy, in host memory, which is taken once and written into again at each meeting. It is as large as the
-    weights, the optimizer's state and what the synchronizer keeps besides.
+    """A copy in host memory, which each synchronization overwrites.
+
+    It is as large as weights, optimizer state and the synchronizer's own state together.
 
     Attributes:
-        reached: how far this worker was there; None before it has met others.
+        reached: the progress at that time; None before the first synchronization.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class Snapshot:
         self._numbers: dict[str, float] = {}
 
     def take(self, model: nn.Module, optimizer: Optimizer, reached: Progress) -> None:
-        """This worker has met the others, and has `reached` so much."""
+        """Copy the state at a synchronization, whose progress is `reached`."""
         tensors, self._numbers = describe(model, optimizer, reached)
         self._tensors = {name: _copied(tensor, self._tensors.get(name)) for name, tensor in tensors.items()}
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
@@ -41,11 +42,11 @@ class Snapshot:
         self.reached = replace(reached, shared=shared_among(self._tensors))
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> Progress | None:
-        """Model and optimizer are as they were there, if it was anywhere."""
+        """Copy the snapshot back into `model` and `optimizer`, and return its progress; None if there is none."""
         if self.reached is None:
             return None
         here, numbers = describe(model, optimizer, self.reached)
-        if (here.keys(), numbers) == (self._tensors.keys(), self._numbers):  # as ever: no second copy is made
+        if (here.keys(), numbers) == (self._tensors.keys(), self._numbers):  # the usual case, without a second copy
             for name, tensor in here.items():
                 tensor.copy_(self._tensors[name])
         else:
@@ -55,7 +56,7 @@ class Snapshot:
 
 
 def _copied(tensor: Tensor, into: Tensor | None) -> Tensor:
-    """A copy, `into` memory that has been used before, if it fits."""
+    """A copy of `tensor`, written `into` that one if it fits."""
     if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
         into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return into.copy_(tensor, non_blocking=tensor.is_cuda)

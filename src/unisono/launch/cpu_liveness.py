@@ -1,8 +1,8 @@
-"""Which workers want a processor, told to the coordinator: who computes is not lost, though its own thread be silent.
+"""Reports to the coordinator which worker processes are runnable, so that a busy one is not evicted as frozen.
 
-A worker beats late where its code does not let go of the interpreter, or its host has no processor for it. Its
-launcher sees both from outside: such a process has a thread that runs, or waits for a processor, most of the time. One
-that is frozen, or waits for peers that it cannot reach, has none.
+Heartbeats are late when native code holds the interpreter's lock, or when the host is overloaded. In both cases a
+thread of the process is running or runnable most of the time, which the launcher can see. A frozen process, or one
+that waits for unreachable peers, has no such thread.
 """
 
 from __future__ import annotations

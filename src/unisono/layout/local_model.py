@@ -21,49 +21,49 @@ def _all_of_it(batch: Any, loss: Loss) -> AbstractContextManager[tuple[Any, Loss
 
 
 class Unsharding(Protocol):
-    """What is whole on this worker only for a while: parameters that others hold parts of, and their gradients.
+    """Parameters that are temporarily unsharded on this rank, and their gradients.
 
     Attributes:
-        late: names of parameters whose gradients stay where they are until `finish`, which makes them the sum of all.
+        late: names of parameters whose gradients are summed over ranks only in `finish`.
     """
 
     late: frozenset[str]
 
     def joined(self, loss: Tensor) -> Tensor:
-        """A loss of the latest forward pass, from whose backward pass all parameters are reached, whatever was used."""
+        """`loss`, connected to all parameters, so that backward reaches those that the forward pass did not use."""
         ...
 
     def backward(self, last: bool) -> None:
-        """Before each backward pass; the `last` of this worker in a step. Until that one gradients may stay whole, and
-        come only then, with the sum of all."""
+        """Before each backward pass. Until the `last` one of this worker in a step, gradients may stay unsharded; they
+        are summed over ranks in the last one."""
         ...
 
     def used(self, name: str) -> bool:
-        """Whether this worker's own backward passes gave the parameter `name` a gradient since `finish`. If not, what
-        comes is the sum of other workers', or zeros where none of them used it."""
+        """Whether this rank's own backward passes gave the parameter `name` a gradient since the last `finish`. If not,
+        its gradient is the sum of other ranks' gradients, or zero where none of them used it."""
         ...
 
     def finish(self) -> frozenset[str]:
-        """After the last backward pass of a step, called by all workers that hold parts of the same parameters: the
-        names of those that none of them used."""
+        """Collective over the ranks that shard the same parameters, after the last backward pass of a step: the names
+        of the parameters that no rank used."""
         ...
 
     def let_go(self) -> None:
-        """Between two steps: nothing is whole any more, so that the next forward pass sees what changes now."""
+        """Between two steps: free the unsharded parameters, so that the next forward pass reads the updated shards."""
         ...
 
 
 class Stepping(Protocol):
-    """Which worker steps what, where an optimizer has to see tensors whole of which each worker holds a part."""
+    """Which rank steps which parameters, for optimizers that need whole tensors where ranks hold shards."""
 
     @property
     def parts(self) -> Mapping[str, Box]:
-        """For each parameter that this worker steps, the box of the whole tensor that the optimizer sees."""
+        """For each parameter that this rank steps, the box of the whole tensor that its optimizer sees."""
         ...
 
     def step(self, step: Callable[[], Any]) -> Any:
-        """Take the optimizer's `step`, given the gradients of this worker's parts; all workers call it alike. Raises
-        `PeerLost`; what is here is then as it was."""
+        """Collective: take the optimizer's `step` with the gradients of this rank's shards. Raises `PeerLost`, and then
+        leaves parameters and optimizer unchanged."""
         ...
 
 

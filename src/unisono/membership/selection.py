@@ -1,4 +1,4 @@
-"""Who may be in the next view, and whose state it starts from: arithmetic."""
+"""Which workers form the next view, and whose state it starts from: arithmetic without I/O."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from unisono.membership.protocol import StateVersion, View
 
 
 def best(standings: Mapping[str, StateVersion]) -> tuple[StateVersion, tuple[str, ...]]:
-    """The most advanced standing, and who has it. Of several digests at the same step, which one of replicas whose
-    memory went wrong can cause, the one that most have, and of as many the first."""
+    """The most advanced state version, and the workers that have it.
+
+    Damaged memory can cause several digests at the same step: the one that most workers have wins, on a tie the first.
+    """
     furthest = max((each.view, each.step) for each in standings.values())
     there = [each for each in standings.values() if (each.view, each.step) == furthest]
     (chosen, _), *_ = Counter(there).most_common(1)
@@ -33,18 +35,19 @@ def unproven(lineage: Sequence[View], start: StateVersion, ended: Mapping[str, S
 
 
 def acquainted(workers: Sequence[str], missing: Iterable[tuple[str, Collection[str]]]) -> list[str]:
-    """As many of `workers`, in their order, as a simple rule finds among whom nobody missed another: whoever is
-    estranged from most goes first, of several the last in order.
+    """A subset of `workers`, in order, in which every pair can reach each other.
 
-    Sets of workers are the bits of an integer, so that thousands who all miss the same thousands take milliseconds.
+    Greedy: the worker with the most unreachable peers is removed (on a tie, the last one), until every pair can. The
+    result need not be the largest such subset. Sets of workers are the bits of an integer, so that thousands which all
+    miss the same thousands take milliseconds.
 
     Args:
-        missing: workers, and whom they could not reach.
+        missing: workers, and the peers that each could not reach.
     """
     rank = {worker: i for i, worker in enumerate(workers)}
     apart = _apart(rank, missing)
     left = (1 << len(workers)) - 1
-    # Nobody's number of others ever grows: what the heap holds is the true number, or more.
+    # The number of a worker's unreachable peers never grows: the heap holds that number, or more.
     queue = [(-others.bit_count(), -i) for i, others in apart.items()]
     heapq.heapify(queue)
     while queue:
@@ -61,7 +64,7 @@ def acquainted(workers: Sequence[str], missing: Iterable[tuple[str, Collection[s
 
 
 def _apart(rank: Mapping[str, int], missing: Iterable[tuple[str, Collection[str]]]) -> dict[int, int]:
-    """By rank, the ranks of those who missed it, or whom it missed, as bits."""
+    """By rank, the ranks that could not reach it, or that it could not reach, as bits."""
     who_missed: dict[frozenset[str], int] = defaultdict(int)
     for worker, missed in missing:
         if worker in rank:
@@ -82,11 +85,11 @@ def _bits(number: int) -> list[int]:
 
 
 def seated(before: Sequence[str], candidates: Collection[str], unit: int, maximum: int, shares: int = 0) -> list[str]:
-    """`candidates` in the order of their ranks, in whole replicas of `unit`, at most `maximum`, and as many as divide
-    `shares`, if there are any.
+    """`candidates` in the order of their ranks in the next view.
 
-    Replicas of `before` that are whole stay whole and in their order; of the others' survivors and of who came since
-    new ones are made, in order.
+    They form complete replicas of `unit` workers, at most `maximum` workers, and a number of replicas that divides the
+    micro-batches `shares`, if that is not 0. Complete replicas of the view `before` keep their order. New replicas are
+    made of the survivors of the others, and then of the workers that have joined since.
     """
     among, members = set(candidates), set(before)
     whole = [before[i : i + unit] for i in range(0, len(before) - unit + 1, unit)]

@@ -19,45 +19,49 @@ _ASK_SECONDS = 0.5  # of waiting for data, from when processes that fetch some a
 
 
 class Waits(Protocol):
-    """What a communicator tells of itself, to any thread."""
+    """What a communicator lets any thread read."""
 
     @property
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """The operation that its worker waits for now, and whom, where that is known; empty: none."""
+        """The operation that its worker waits for, and the ranks, where they are known; empty: none."""
 
 
 class Loads(Protocol):
-    """What a loader tells of the processes that fetch data, to any thread."""
+    """What a loader lets any thread read about the processes that fetch data."""
 
     def stacks(self) -> list[str]:
-        """Where each is in its code, as `faulthandler` says it."""
+        """The stack of each, as `faulthandler` writes it."""
 
 
 class ActivityTracker(Protocol):
-    """Is told what the training does; never waits and never raises."""
+    """Records what a worker does. Its methods never block and never raise."""
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
-        """Inside, the time is `phase`'s."""
+        """A context: the time inside counts for `phase`."""
 
     def each(self, phase: Phase, items: Iterable[T]) -> Iterable[T]:
-        """`items`; the time until one is there is `phase`'s."""
+        """Iterate over `items`; the time until each is available counts for `phase`."""
 
     def set_phase(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
-        """From now on the time outside of all contexts is `phase`'s; others are waited for `on` that wire, data from
-        that `loader`."""
+        """Count the time outside of all contexts for `phase` from now on.
+
+        Args:
+            on: the communicator on which this worker waits for others.
+            loader: where its data comes from.
+        """
 
     def set_position(self, step: int, micro_batch: int) -> None:
-        """That micro-batch of step `step` begins."""
+        """Note that this micro-batch of step `step` begins."""
 
     def commit(self, done: int) -> None:
-        """`done` steps are in the state."""
+        """Note that `done` steps are committed: the time spent on them counts as useful."""
 
     def discard(self) -> None:
-        """What was done since the last `keep` was for nothing."""
+        """Count the time since the last `commit` for `Phase.LOST`."""
 
 
 class NullTracker:
-    """Nobody looks."""
+    """Records nothing."""
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
         """See `ActivityTracker`."""
@@ -84,7 +88,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class ThreadTracker:
-    """The watch of the thread that makes it.
+    """Records what the thread that creates it does.
 
     Args:
         now: seconds of a clock that does not jump.

@@ -1,4 +1,4 @@
-"""One periodic algorithm: walk, average the walks, move the anchor.
+"""Periodic averaging: local steps, the mean of the local updates, an outer step of the anchor.
 
     every replica i:  theta_i <- inner optimizer(theta_i)                     each step
     together:         g       <- sum over i of n_i / n (anchor - theta_i)     each `every` steps
@@ -9,8 +9,8 @@
 of the data. Here replica i counts by its samples n_i, of n in all (McMahan et al. 2017, "Communication-Efficient
 Learning of Deep Networks from Decentralized Data", algorithm 1), so that each sample counts alike whoever computes it.
 
-In the streaming form the parameters are synchronized in fragments, in turn, and a mean walk is taken in some steps
-after the walks were sent (see `SyncSchedule`).
+The streaming form synchronizes one fragment of the parameters at a time, and applies the mean update some steps after
+it was sent (see `SyncSchedule`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from unisono.sync.synchronizer import BoundSynchronizer, Loop, PendingUpdate
 
 
 class Periodic:
-    """What the values of all forms share: a form says its `rhythm`."""
+    """The base of all forms; each defines its `rhythm`."""
 
     def rhythm(self, workers: int) -> SyncSchedule:
-        """This form among `workers` replicas."""
+        """The schedule of this form with that number of replicas."""
         raise NotImplementedError
 
     def bind(
@@ -53,17 +53,17 @@ class Periodic:
 
 
 class AnchorState(Enum):
-    """Where the replicas stand, between two steps."""
+    """The replicas' parameters relative to the anchor, between two steps."""
 
     ON_ANCHOR = "all have the same parameters, which are the anchor"
-    TOGETHER = "all have the same parameters, in the midst of a walk"
-    APART = "each has its own"
+    TOGETHER = "all have the same parameters, between two synchronizations"
+    APART = "each has its own parameters"
 
 
 class BoundPeriodic(BoundSynchronizer):
-    """The periodic algorithm in its world; see `BoundSynchronizer` for the order of calls.
+    """The bound periodic algorithm; see `BoundSynchronizer` for the order of calls.
 
-    What happens when depends on nothing but the number of steps taken, so that all replicas do alike.
+    Its schedule depends only on the number of steps taken, so all replicas synchronize after the same step.
 
     Args:
         together: takes the first, synchronous steps, if there are any.

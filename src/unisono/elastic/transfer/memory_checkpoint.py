@@ -1,8 +1,8 @@
-"""Copies of workers' states in each other's memory, for the case that somebody is lost and nobody has their part.
+"""In-memory checkpoints on a buddy rank, for shards that are lost with a worker.
 
-Every worker keeps two states of its own and two of another worker, of the same two steps: one that all have, and one
-that is under way. So whenever somebody is lost, there is a step of which all who are left have everything that they
-should; the states of that step go to whoever needs them by `hand_over`.
+Each rank holds two versions of its own shard and two of its buddy's, of the same two steps: one that is complete on all
+ranks, and one in flight. So after a loss there is one step for which all surviving ranks hold the shards that they
+should hold. `hand_over` sends the shards of that step to the ranks that need them.
 """
 
 from __future__ import annotations
