@@ -1,7 +1,7 @@
-"""The workers that a loop of one's own runs with: the same ones from the beginning to the end, or whoever is there.
+"""The group of workers that a custom loop runs in: one that does not change, or an elastic one.
 
-begin ─► steps ─┬─ others come or go, or one is lost ─► again ─► steps ─► ...
-                └─ all are taken ─► finish
+begin ─► steps ─┬─ the view ends ─► next view ─► steps ─► ...
+                └─ all steps are taken ─► finish
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ STUCK_IN = frozenset({Phase.DATA, Phase.COMMUNICATION})
 
 
 class TrainingState:
-    """A model, its optimizer and what is kept beside them, and how far they have come.
+    """A model, its optimizer, the user's extra state, and their progress.
 
     Args:
-        walks: replicas take steps of their own; only those count after which all have met.
+        walks: replicas take local steps, which are committed at the next synchronization.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, walks: bool = False) -> None:
@@ -55,7 +55,7 @@ class TrainingState:
         start_alike(comm, self.model, self.optimizer)
 
     def digest(self) -> str:
-        """Of all that workers have in common; what is kept is not in it, as it need not be alike."""
+        """A digest of the replicated state, without the extra state, which may differ between workers."""
         return digest_of(*describe(self.model, self.optimizer, self.reached), walks=self.walks)
 
     def begin(self) -> None:
@@ -65,7 +65,7 @@ class TrainingState:
             self._before = self.kept.take()
 
     def take(self) -> None:
-        """It is taken."""
+        """A step was applied."""
         self.reached = Progress(self.reached.steps + 1, 0, self.reached.shared)
 
     def hold(self, shared: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -86,15 +86,16 @@ class TrainingState:
 
 
 class LoopGroup(Protocol):
-    """Who is there, as one worker's loop asks and tells it.
+    """The group, as one worker's loop uses it.
 
     Attributes:
-        rank, size: of this worker, and of all who are there.
-        comm: theirs; `metrics` is a lane of it.
-        recovers: whether a worker that is lost leaves the others in peace.
-        ended: those who are there are to change before the next step.
-        lost: one of them is not there any more.
-        late: this worker has not met the others yet, which are in their loop; it takes over their state there.
+        rank, size: of this worker, and of the group.
+        comm: the group's communicator; `metrics` is a channel of it.
+        recovers: whether the others continue when a worker is lost.
+        ended: the view ends before the next step.
+        lost: a member of the view was lost.
+        late: this worker is not connected to the others yet, which are in their loop. It receives their state when
+            its own loop begins.
     """
 
     @property
@@ -115,50 +116,51 @@ class LoopGroup(Protocol):
     def late(self) -> bool: ...
 
     def agree(self, state: TrainingState) -> None:
-        """Once, before `begin`: all start from the same weights."""
+        """Once, before `begin`: all workers start from the same weights."""
 
     def admit(self, traits: Callable[[], Traits]) -> None:
-        """Once, before `begin` or `stay`: all have the same `traits`. Raises `Unlike` if they have not."""
+        """Once, before `begin` or `stay`: compare `traits` with those of the others. Raises `Unlike`."""
 
     def stay(self) -> None:
-        """There will be no `begin`: nobody comes or goes any more."""
+        """There will be no `begin`: the group does not change any more."""
 
     def begin(self, state: TrainingState) -> None:
-        """The loop begins, with `state`; that of the others, if they have begun before."""
+        """Begin the loop with `state`, or with that of the others if their loop has begun before."""
 
     def again(self) -> bool:
-        """Those who are there now have the same state. False if all is over. Raises `Left` if the others go on."""
+        """Join the next view, whose members then have the same state. False if all steps are taken. Raises `Left` if
+        the others continue without this worker."""
 
     def says(self) -> list[float]:
-        """This worker's numbers, for a control word; none where nobody listens."""
+        """This worker's part of the control word; empty in a group that does not change."""
 
     def hear(self, words: Sequence[float]) -> None:
-        """All have said `words` with a step."""
+        """Act on the control words of all workers, which came with a step."""
 
     def check(self) -> None:
-        """Right before a step is taken. Raises `PeerLost` if the others go on without this worker."""
+        """Before a step is applied. Raises `PeerLost` if this worker was evicted."""
 
     def stepped(self) -> None:
-        """This worker has taken a step; whether it counts may be said later, by `done`."""
+        """This worker has applied a step; `done` commits it, perhaps later."""
 
     def done(self, steps: int) -> None:
-        """So many more steps count."""
+        """So many more steps are committed."""
 
     def lose(self, error: PeerLost) -> None:
-        """What was done together cannot be done. Raises `error` where nothing can be done about it."""
+        """Record that a peer was lost. Raises `error` where the loop cannot recover from it."""
 
     def finish(self) -> None:
-        """All steps are taken, by all."""
+        """All workers have taken all steps."""
 
     def close(self, *, finished: bool) -> None:
-        """Leave; `finished`: nothing is left for the others to do either. May be called twice."""
+        """Leave the group. `finished`: the others have no steps left either. May be called twice."""
 
 
 class StaticGroup:
-    """The same workers from the beginning to the end.
+    """A group that does not change.
 
     Args:
-        watchdog: sees when this worker is stuck, where nobody else does; closed with this.
+        watchdog: reports a stall of this worker, where no coordinator does; closed with the group.
     """
 
     recovers = ended = lost = late = False
@@ -214,12 +216,14 @@ class StaticGroup:
 
 
 class ElasticGroup:
-    """Those that a coordinator counts on, from when the loop begins. Before, they are those with whom the run began;
-    who comes later is alone until then, and takes the state of the others when its own loop begins.
+    """An elastic group, as a custom loop sees it.
+
+    Until the loop begins, the group is the set of workers that the run started with. A worker that joins later is a
+    group of one until its own loop begins. It then receives the group's state.
 
     Args:
         communicator, deadline_seconds: as for `unisono.join`.
-        connect: meets those with whom the run begins.
+        connect: connects the workers that the run starts with.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Who is present, as the training loop asks and tells it."""
+"""Membership as the training loop uses it between steps."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from typing import Protocol
 
 
 class Presence(Protocol):
-    """One worker's ear and mouth between steps; nothing here waits.
+    """One worker's membership in the current view. Its methods do not block.
 
     Attributes:
-        changing: whether workers may come and go at all.
+        changing: whether workers may join and leave.
     """
 
     changing: bool
 
     @property
     def stop(self) -> bool:
-        """This worker was asked to stop the run: all do, after a step that all take."""
+        """This worker was asked to stop the run. All workers stop, after the same step."""
 
     @property
     def parting(self) -> bool:
-        """The workers present are to change, after a step that all take."""
+        """The view is to end, after a step that all members take."""
 
     @property
     def leaving(self) -> bool:
-        """This worker was asked to go, while the others go on."""
+        """This worker was asked to leave, while the others continue."""
 
     def name_of(self, rank: int) -> str:
-        """What the worker of that number is called: in the launcher's words, and by its log."""
+        """The name of the worker with that rank, in messages of the launcher and as that of its log."""
 
     def leave(self) -> None:
-        """This worker is to go, as if it had been asked to; nothing happens where workers do not come and go."""
+        """Have this worker leave, as if it had been asked to. No effect in a group that does not change."""
 
     def check(self) -> None:
-        """Right before a micro-batch is computed, and before a step is taken. Raises `PeerLost` if the others go on
-        without this worker."""
+        """Before a micro-batch is computed, and before a step is applied. Raises `PeerLost` if this worker was
+        evicted."""
 
     def stepped(self) -> None:
-        """This worker has taken a step; whether it counts may be said later, by `done`."""
+        """This worker has applied a step; `done` commits it, perhaps later."""
 
     def done(self, steps: int = 1) -> None:
-        """So many more steps are in the state."""
+        """So many more steps are committed."""
 
 
 class Unchanging:
-    """The same workers from the beginning to the end.
+    """A group that does not change.
 
     Args:
         stop_asked: True once this worker was asked to stop.

@@ -1,7 +1,7 @@
-"""Who trains with whom, from one change to the next, as one worker comes to know it.
+"""One worker's membership in a run, from view to view.
 
-next ─► meet ─► the state that the view starts from ─► train ─┬─ a boundary, or a peer is lost ─► next
-                                                               └─ all is trained ─► finish
+next view ─► rendezvous ─► the state that the view starts from ─► train ─┬─ the view ends ─► next view
+                                                                         └─ all steps are taken ─► finish
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("unisono")
 
 
 class MeetingPlace(Protocol):
-    """What of a `Meeting` is asked for."""
+    """The part of a `Meeting` that is used here."""
 
     def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
         """See `Meeting`."""
@@ -37,33 +37,34 @@ class MeetingPlace(Protocol):
 
 
 class Session(Presence, Protocol):
-    """The views that one worker is a member of, one after the other; a `Presence` in the one at hand.
+    """The views of one worker, one after the other; a `Presence` in the current one.
 
     Attributes:
-        view: at hand.
-        rank: this worker's in it.
+        view: the current one.
+        rank: of this worker in it.
     """
 
     view: View
     rank: int
 
     def next(self) -> bool:
-        """Wait for the next view; False if there is none for this worker any more."""
+        """Wait for the next view with this worker; False if there will be none."""
 
     def meeting(self, device: torch.device) -> MeetingPlace:
-        """Where its members meet."""
+        """The rendezvous of the view's members."""
 
     def met(self, step: int, digest: str) -> None:
-        """All are there, and this worker has the state that the view starts from."""
+        """All members are connected, and this worker has the state that the view starts from."""
 
     def ended(self, digest: str) -> None:
-        """This worker has done what it could in this view, and has a state of that `digest`."""
+        """Leave the view at a step boundary, with a state of that `digest`."""
 
     def broken(self, error: CommunicationError, digest: str) -> None:
-        """So it has, and `error` was why. Raises it where nothing can be done about it."""
+        """Leave the view because of `error`, with a state of that `digest`. Raises `error` where the run cannot recover
+        from it."""
 
     def finish(self) -> None:
-        """All that was to be trained is, and the result is on its way."""
+        """All steps are taken, and the result is about to be sent."""
 
     def __enter__(self) -> Self: ...
 
@@ -73,7 +74,7 @@ class Session(Presence, Protocol):
 
 
 class StaticSession:
-    """The one view of a run whose workers neither come nor go."""
+    """The one view of a run whose group does not change."""
 
     changing = parting = leaving = False
 
