@@ -140,13 +140,12 @@ class WorkerRun:
         return {**found, **of_model(held.model), **of_optimizer(optimizer)}
 
     def build(self) -> None:
-        """Make the model and its optimizer, which needs nobody where workers come and go: so who trains already does
-        not wait for it in a view."""
+        """Build model and optimizer before the first view of an elastic run, so that its members do not wait for it."""
         torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
         self.built = build(self.task, self.config, self.device, SingleWorker(self.device))
 
     def go_through(self, views: Session) -> Result | None:
-        """Train in one view after the other; None if the others went on without this worker."""
+        """Train from view to view; None if the others continue without this worker."""
         while views.next():
             try:
                 result = self.live(views)
@@ -165,7 +164,7 @@ class WorkerRun:
 
     @contextlib.contextmanager
     def _late(self) -> Iterator[None]:
-        """Have errors say how many steps were done, if any; input that is found invalid by then raises `RunFailed`."""
+        """Add the number of completed steps to errors; input found invalid after the first step raises `RunFailed`."""
         try:
             yield
         except (CommunicationError, Diverged):  # which name the step, where it matters
@@ -180,23 +179,23 @@ class WorkerRun:
             raise
 
     def live(self, views: Session) -> Result | None:
-        """Train in the view at hand; None if it ended at a boundary.
+        """Train in the current view; None if it ended at a step boundary.
 
         Raises:
-            CommunicationError: it ended otherwise; the model is as the last step that was done left it.
+            CommunicationError: it ended within a step; the model is in the state after the last completed step.
         """
         with contextlib.ExitStack() as stack:
             meeting, size = views.meeting(self.device), len(views.view.members)
             comm = meeting.among(range(size))
             stack.callback(comm.close)
-            if not views.changing:  # elsewhere, a worker that differs was refused before
+            if not views.changing:  # in an elastic run, a worker that differs was refused at admission
                 compare(comm, self.traits)
-            # Hosts without the run's directory cannot know what an earlier life was given: worker 0 says it.
+            # Hosts without the run's directory cannot know the settings of an earlier attempt: worker 0 sends them.
             self.config = Config.of(json.loads(broadcast_text(comm, json.dumps(self.config.mapping()))))
             torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
             feed = DataFeed(self.task, self.config, comm.rank, size, stack, partial(_notice, self.worker))
             place = _place(comm, self.config, self.order, stack, self._share)
-            if self.order.path is None:  # no launcher of ours has it, and could say how to go on
+            if self.order.path is None:  # no launcher of ours has the path, and could say how to resume
                 stack.enter_context(resumable(place.path))
             stack.enter_context(self._late())
             keeps = bool(self.order.contact) and self.config.copies
@@ -213,14 +212,14 @@ class WorkerRun:
             return None if trainer.view_ending else self._result(trainer, wires, outcome, place.path)
 
     def roll_back(self) -> None:
-        """Of what was not done in lockstep, nothing counts but what all have met after."""
+        """Undo the local steps since the last synchronization."""
         if self.milestone and self.built:
             held, optimizer = self.built
             self.reached = self.milestone.restore(held.local, optimizer)
 
     def digest(self) -> str:
-        """Of all that replicas have in common; empty as long as that is what a run starts from, and where each worker
-        has a part only: whether parts fit together is said by the view in which their last step was taken."""
+        """Digest of the replicated state. Empty before the first step, and for sharded replicas, whose shards are matched
+        by `StateVersion` instead."""
         if self.reached is None or self.built is None:
             return ""
         held, optimizer = self.built
@@ -229,7 +228,7 @@ class WorkerRun:
     def _set_up(
         self, views: Session, feed: DataFeed, wires: ProcessGroups, place: _RunLocation, stack: contextlib.ExitStack
     ) -> tuple[Trainer, int]:
-        """Build everything and bind it; returns the trainer and the steps that are in the state."""
+        """Build and bind everything; returns the trainer and the number of steps in the state."""
         comm, config, path = wires.everybody, self.config, place.path
         mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if wires.spread else (None, None)
         self.built = self.built or build(self.task, config, self.device, wires.lanes, mesh, sample, wires.inside)
@@ -269,7 +268,7 @@ class WorkerRun:
                 view.number, first_step, laid, judge, comm.channel("keeping"), wires.copies, hosts,
                 feed.places.of(comm.rank).replica if self.milestone else None)  # fmt: skip
             stack.callback(copies.close if copies else lambda: None)
-        # What the coordinator counts does not go back where training does.
+        # The coordinator's count of steps does not decrease when training rolls back.
         views.met(view.start.step if view.start.view else first_step, view.start.digest)
         _write_down(self.order, config, comm, path, record, self.reached, view)
         if feed.left_out and not view.start.view:
@@ -284,21 +283,21 @@ class WorkerRun:
         return trainer, first_step
 
     def _share(self, path: Path, holder: Holder) -> None:
-        """Hold the lock of the directory `path` from now on, beside all processes of the command `holder`."""
+        """Share the lock of the directory `path` with all processes of the command `holder`, from now on."""
         if not self.locked:
-            with contextlib.suppress(OSError):  # nothing can be written there: the writer of checkpoints says so
+            with contextlib.suppress(OSError):  # the directory is not writable: the checkpoint writer reports it
                 self.lock.enter_context(held(path, holder))
         self.locked = True
 
     def _put_down(self) -> None:
-        """Keep what this worker has of the state, and drop the model: its groups are those of this view."""
+        """Keep this worker's shard of the state, and drop the model, whose process groups belong to this view."""
         self.roll_back()
         if self.reached is not None:
             self.keeper.leave(self.reached)
         self.built = self.milestone = None
 
     def _now(self, trainer: Trainer) -> Progress:
-        """What counts of what is done."""
+        """The progress that is committed."""
         if self.milestone and self.milestone.reached:
             return self.milestone.reached
         shared = trainer.replica.state_dict() if trainer.replica.synchronous else {}
@@ -307,8 +306,8 @@ class WorkerRun:
     def _take_over(
         self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, judge: AnomalyDetector
     ) -> Progress:
-        """The state that the view starts from: this worker's own, or what those who have it hand over; where replicas
-        walk by themselves, the mean of what they have each its own."""
+        """The state that the view starts from: this worker's own, or one received from workers that have it. With local
+        steps, local state is the mean of the survivors'."""
         has = self.reached if view.members[comm.rank] in view.sources else None
         words = [judge.state(), has.loss] if has else None
         taken = take_over(view, comm, model, optimizer, has, words, walks=walks(self.config))
