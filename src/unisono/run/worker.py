@@ -1,4 +1,4 @@
-"""One worker of a run: from what it was ordered to do to what it returns."""
+"""One worker of a run: from its spec, through its views, to its result."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ log = logging.getLogger("unisono")
 
 
 def work(worker: WorkerContext, order: RunSpec) -> dict[str, Any] | None:
-    """Train as one of the workers of a run; returns the fields of a `Result`, or None from a worker that left while
-    the others went on."""
+    """Train as one of the workers of a run; returns the fields of a `Result`, or None from a worker that left before
+    the end."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     claim()
     with _no_exit(worker.identity.rank):
@@ -100,7 +100,7 @@ def _work(worker: WorkerContext, order: RunSpec) -> dict[str, Any] | None:
 
 @dataclasses.dataclass
 class WorkerRun:
-    """What a worker keeps from view to view: a model and its optimizer, and how far they have come.
+    """What a worker keeps from view to view: model, optimizer and their progress.
 
     Attributes:
         reached: None before this worker has met others.
@@ -132,7 +132,7 @@ class WorkerRun:
     step_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def traits(self) -> Traits:
-        """What other workers are to have as well, as far as it is known by now."""
+        """What all workers must have in common, as far as it is known before the first view."""
         found = {**of_task(self.task), **of_config(self.config), **of_data(self.task.data)}
         if self.built is None:
             return found
@@ -218,8 +218,8 @@ class WorkerRun:
             self.reached = self.milestone.restore(held.local, optimizer)
 
     def digest(self) -> str:
-        """Digest of the replicated state. Empty before the first step, and for sharded replicas, whose shards are matched
-        by `StateVersion` instead."""
+        """Digest of the replicated state. Empty before the first step, and for sharded replicas, whose shards are
+        matched by `StateVersion` instead."""
         if self.reached is None or self.built is None:
             return ""
         held, optimizer = self.built
@@ -355,7 +355,7 @@ class WorkerRun:
 
 @contextlib.contextmanager
 def _no_exit(rank: int) -> Iterator[None]:
-    """Turn `sys.exit` in the user's code into a failure of this worker, whatever its argument: the others need it."""
+    """Make `sys.exit` in user code a failure of this worker, whatever its argument: the other workers need it."""
     try:
         yield
     except SystemExit as leave:
@@ -368,7 +368,7 @@ def _ending(done: int, steps: int) -> str:
 
 
 def _begin(persistence: Checkpointer, found: Opened | None, path: Path) -> int:
-    """All take the state that worker 0 has `found` on disk, or the same first weights; returns the steps in it."""
+    """Collective: load the state that worker 0 has `found` on disk, or agree on first weights; returns its steps."""
     persistence.broadcast_initial_weights()
     try:
         return persistence.resume(found)
@@ -381,7 +381,7 @@ def _begin(persistence: Checkpointer, found: Opened | None, path: Path) -> int:
 def _wires(
     meeting: MeetingPlace, comm: Communicator, places: RankMesh, rank: int, stack: contextlib.ExitStack, keeps: bool
 ) -> ProcessGroups:
-    """Who talks with whom under the layout; all workers call it alike. `keeps`: whether copies travel."""
+    """Collective: the process groups of the layout. `keeps`: with one for memory checkpoints."""
     if places.layout.workers == 1:
         return ProcessGroups.whole(comm)
     world = meeting.open_world()
@@ -407,7 +407,7 @@ def _mesh(places: RankMesh, device: torch.device) -> Any:
 
 
 def _hash(trainer: Trainer, path: Path, steps: int) -> str:
-    """Of the weights; of stages that are spread over workers, as the last checkpoint has them, on worker 0."""
+    """Digest of the weights; of sharded replicas, of those in the last checkpoint, on worker 0."""
     if trainer.replica.held.pipeline is None:
         return fingerprint(WholeTensors(trainer.model))
     if trainer.comm.rank == 0:
@@ -420,7 +420,7 @@ def _hash(trainer: Trainer, path: Path, steps: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _RunLocation:
-    """Where the run lies.
+    """Where the files of the run are.
 
     Args:
         path: its directory on worker 0's host.
@@ -440,7 +440,7 @@ def _place(
     stack: contextlib.ExitStack,
     share: Callable[[Path, Holder], None],
 ) -> _RunLocation:
-    """Where the launcher made the run's directory, or where worker 0 makes it now.
+    """The run's directory, which the launcher has made or worker 0 makes now.
 
     Args:
         share: takes this worker's share of the lock on the directory; called where the worker can write there.
@@ -470,7 +470,7 @@ def _writer(
     stack: contextlib.ExitStack,
     spread: bool,
 ) -> Writer | None:
-    """This worker's hand in the checkpoints, if it can reach them."""
+    """This worker's checkpoint writer, if it can reach the directory."""
     if spread and len(place.writers) < comm.size:
         raise InvalidInput(
             "layout", show(config.layout), f"every worker writes its own part of a checkpoint, and {place.path} is not "
@@ -484,7 +484,7 @@ def _writer(
 
 
 def _recorder(worker: WorkerContext, comm: Communicator, path: Path, step_seconds: float) -> Recorder:
-    """Worker 0 records; the others have nothing to add that it does not know."""
+    """The recorder of worker 0; one that records nothing on the others, since worker 0 knows all that they do."""
     if comm.rank != 0:
         return NullRecorder()
     return ProgressReporter(RunRecorder(path, step_seconds=step_seconds), worker.report)
@@ -510,7 +510,7 @@ def _write_down(
 
 
 def _notice(worker: WorkerContext, words: str) -> None:
-    """Show a sentence about this worker alone."""
+    """Report a sentence that concerns this worker alone."""
     log.warning(words)
     worker.report({"kind": "notice", "text": f"worker {worker.name or worker.identity.rank}: {words}"})
 
@@ -534,7 +534,7 @@ def _damaged(record: Recorder, error: CheckpointDamaged) -> None:
 
 
 def _sound(path: Path, record: Recorder) -> Opened | None:
-    """The newest checkpoint of a run that is under way, if there is a sound one."""
+    """The newest sound checkpoint of this run, if there is one."""
     try:
         return newest(path / CHECKPOINTS, partial(_damaged, record), verified)
     except CheckpointDamaged as error:
@@ -548,7 +548,7 @@ def _newest(
     meta: Mapping[str, Any],
     record: Recorder,
 ) -> Opened | None:
-    """The newest sound checkpoint of the run, if it belongs to it. What is damaged is named and passed over.
+    """The newest sound checkpoint of the run, if it belongs to it. Damaged ones are reported and skipped.
 
     `meta` is what this life of the run would write into its own.
     """
