@@ -1,9 +1,9 @@
-"""The contract of the wire between the replicas. The only door to the network and to the clock.
+"""The contract of a communicator, through which all collective communication and all reading of the clock goes.
 
-A verb *starts* an operation and returns a `Work` at once; `Work.wait` gives the result. Nothing needs a thread:
-an operation moves on whenever anybody polls. All peers must start the same verbs in the same order on the same
-lane. Every message carries a `Header`, and headers are compared before the payload is touched, so that a peer
-that said something else is a `MessageMismatch` that names both sides, never an abort or a silent wrong sum.
+A method *starts* an operation and returns a `Work` at once; `Work.wait` returns the result. No thread is needed: an
+operation makes progress whenever it is polled. All peers start the same operations in the same order on a channel.
+Every message has a `Header`. Headers are compared before the payload is touched. So a peer that started another
+operation causes a `MessageMismatch` that names both sides, never an abort or a wrong sum.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from unisono.comm.work import Work as Work
 
 @dataclass(frozen=True)
 class Header:
-    """What a message says of itself.
+    """The description of one operation, which must be equal on all peers.
 
-    `verb` is the method's name; `sequence` counts the verbs started on this lane, from 0; `numel` and `dtype`
-    are those of the payload; `root` is the rank a broadcast comes from (-1 elsewhere); `to` is the dtype of a sum's
-    result ("": that of the payload). Two peers' headers of the same sequence must be equal (for `exchange` and
-    `swap`, whose sizes may differ by pair, `numel` is -1 and the sizes are checked pair by pair).
+    For `exchange` and `swap`, whose sizes may differ by pair, `numel` is -1, and sizes are compared pair by pair.
+
+    Args:
+        verb: the name of the method.
+        sequence: counts the operations of this channel, from 0.
+        numel, dtype: of the payload.
+        root: the rank that a broadcast comes from; -1 elsewhere.
+        to: the dtype of a sum's result; empty: that of the payload.
     """
 
     verb: str
@@ -44,11 +48,11 @@ class Header:
 
 
 class Communicator(Services, Protocol):
-    """The wire between the same part of all replicas. Ranks are ``0 .. size-1``.
+    """The collective operations of one process group. Ranks are ``0 .. size-1``.
 
-    A tensor handed in belongs to the communicator until `wait` returns; after that it may hold anything, unless
-    the verb says otherwise. Every `wait` may raise `PeerLost`. All floating dtypes, int64, int32 and uint8 are
-    carried; any contiguous shape, empty included. Not thread-safe: one lane is used by one thread.
+    A tensor that is passed in belongs to the communicator until `wait` returns. After that its content is undefined,
+    unless the method says otherwise. Every `wait` may raise `PeerLost`. Payloads have any floating dtype, int64, int32
+    or uint8, and any contiguous shape, also an empty one. Not thread-safe: one thread uses a channel.
     """
 
     rank: int
@@ -56,15 +60,15 @@ class Communicator(Services, Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes that left this worker so far, on all lanes (shared memory counts what peers had to read)."""
+        """Payload bytes sent by this worker so far, on all channels. Shared memory counts what peers had to read."""
 
     @property
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """The operation that this worker waits for now, on whichever lane, and who has not come to it, as far as that
-        can be told; empty: it does not wait. For any thread."""
+        """The operation that this worker waits for, on any channel, and the ranks that have not started it, as far as
+        that is known; empty: it does not wait. Any thread may read it."""
 
     def allocate(self, numel: int, dtype: dtype) -> Tensor:
-        """A zeroed flat tensor that `sum` takes without copying it. All peers allocate alike, in the same order."""
+        """Collective: a zeroed flat tensor, which `sum` takes without copying it."""
 
     def sum(self, x: Tensor, dtype: dtype | None = None) -> Work[Tensor]:
         """The sum over all peers, added in the order of ranks where the backend can promise an order.
@@ -75,10 +79,10 @@ class Communicator(Services, Protocol):
         """
 
     def gather(self, x: Tensor) -> Work[Tensor]:
-        """Everybody's `x`, stacked: shape ``[size, *x.shape]``, row *r* from rank *r*. `x` is unchanged."""
+        """The `x` of all ranks: shape ``[size, *x.shape]``, row *r* from rank *r*. `x` is unchanged."""
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work[Tensor]:
-        """`x` of rank `root`, written into everybody's `x`, which is the result."""
+        """Copy `x` of rank `root` into the `x` of every rank, which is the result."""
 
     def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Work[list[Tensor]]:
         """Send ``xs[r]`` to rank *r*; result *r* is what rank *r* sent here, in the shape and dtype of ``like[r]``."""
@@ -87,14 +91,13 @@ class Communicator(Services, Protocol):
         """Send ``xs[r]`` to neighbour *r*, receive ``like[r]`` from neighbour *r*; only neighbours take part."""
 
     def channel(self, name: str) -> Communicator:
-        """A second, independent conversation between the same peers (all open the same lanes in the same order)."""
+        """Collective: a duplicate of this communicator, whose messages do not wait for those of this one."""
 
     def tiers(self, name: str) -> Hierarchy | None:
-        """Where workers share hosts, and there are several: the same peers on two levels, as a conversation of its
-        own; else None. All call it alike, as `channel`."""
+        """Collective: with several workers per host and several hosts, a duplicate on two levels; else None."""
 
     def now(self) -> float:
         """Seconds on this communicator's clock."""
 
     def close(self) -> None:
-        """Give back what the operating system lent. Never blocks on a peer. May be called twice."""
+        """Release sockets, memory and processes. Never blocks on a peer. May be called twice."""
