@@ -41,10 +41,10 @@ class Actor(Protocol):
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """Process `message` of worker `sender` (or of actor ``-1 - i``).
 
-        Call `answer` exactly once: now, or within a later `receive`, `lost` or callback of a `tell`. The tensors are the
-        transport's memory, which the sender's next message overwrites: copy what is kept after the answer. Until then
-        the actor may write into them and send them back. The tensors of an answer are read until the sender's next
-        message arrives, so do not write into them before. An exception ends that sender's connection only.
+        Call `answer` exactly once: now, or within a later `receive`, `lost` or callback of a `tell`. The tensors are
+        the transport's memory, which the sender's next message overwrites: copy what is kept after the answer. Until
+        then the actor may write into them and send them back. The tensors of an answer are read until the sender's
+        next message arrives, so do not write into them before. An exception ends that sender's connection only.
         """
 
     def lost(self, sender: int) -> None:
@@ -61,11 +61,11 @@ class ActorConnection(Protocol):
         """Send `message`; the result of the work is the answer.
 
         Several calls may be in flight, and answers may come in any order. The tensors of `message` belong to the
-        connection until its answer has arrived. The tensors of an answer are valid until the next `call` whose work has
-        been waited for.
+        connection until its answer has arrived. The tensors of an answer are valid until the next `call` whose work
+        has been waited for.
 
-        Raises (in `wait`): `PeerLost` when the actor has ended, or has not answered by the deadline. Its `ranks` are the
-        worker that hosts or has started the actor, and its text names the actor.
+        Raises (in `wait`): `PeerLost` when the actor has ended, or has not answered by the deadline. Its `ranks` are
+        the worker that hosts or has started the actor, and its text names the actor.
         """
 
     def tell(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
@@ -79,16 +79,16 @@ class ActorConnection(Protocol):
 class Services(Protocol):
     """What a communicator offers besides its operations. Collective: all workers call these in the same order.
 
-    Both return when all actors are connected. A payload has at most 1 GiB, or the actor's `largest_bytes`; a larger one
-    ends the connection. Calls count in `bytes_sent` with their headers, and so do the answers of an actor that a worker
-    hosts. Messages of a worker to itself do not.
+    Both return when all actors are connected. A payload has at most 1 GiB, or the actor's `largest_bytes`; a larger
+    one ends the connection. Calls count in `bytes_sent` with their headers, and so do the answers of an actor that a
+    worker hosts. Messages of a worker to itself do not.
     """
 
     def host(self, actor: Actor) -> list[ActorConnection]:
-        """Run this worker's `actor` beside its training thread; returns connections to those of all workers, by rank."""
+        """Run this worker's `actor` beside its training thread; returns connections to all workers' actors, by rank."""
 
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
-        """Start `count` actors in processes of their own, number *i* by worker ``i % size``; returns connections to all.
+        """Start `count` actors in processes of their own, number *i* by worker ``i % size``; returns connections.
 
         Args:
             service: ``module:function``, called as ``function(i, config)`` in the new process; returns the actor.
