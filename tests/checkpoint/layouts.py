@@ -100,7 +100,7 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Tensor]], Holdings]] = {
 
 def locals_of(found: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> dict[str, Tensor]:
     """What a worker with these boxes has in its memory."""
-    return {name: found[name][box.slices(Box.whole(box.shape))].clone() for name, box in boxes.items()}
+    return {name: found[name][box.slices()].clone() for name, box in boxes.items()}
 
 
 def holders(found: Mapping[str, Tensor], lie: Holdings) -> list[dict[str, TensorShard]]:
@@ -131,5 +131,5 @@ def wrong(opened: Opened, found: Mapping[str, Tensor], lie: Holdings) -> list[st
         f"{rank}: {name} {box}"
         for rank, boxes in enumerate(lie)
         for name, box in boxes.items()
-        if not same(opened.read(name, box), found[name][box.slices(Box.whole(box.shape))])
+        if not same(opened.read(name, box), found[name][box.slices()])
     ]

@@ -40,7 +40,7 @@ def whole_state(step: int) -> Tensor:
 
 def part(step: int, rank: int, size: int) -> LocalTensors:
     box = Box.whole(SHAPE).cut(0, ROWS * rank // size, ROWS * (rank + 1) // size)
-    return LocalTensors({"weight": whole_state(step)[box.slices(Box.whole(SHAPE))].clone()}, {"weight": box})
+    return LocalTensors({"weight": whole_state(step)[box.slices()].clone()}, {"weight": box})
 
 
 PLENTY = 40

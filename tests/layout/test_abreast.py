@@ -168,7 +168,7 @@ def _chosen(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
         for name, parameter in whole.named_parameters():
             assert (parameter.grad is None) == (name in unused), name
             if parameter.grad is not None:
-                torch.testing.assert_close(sums[name], parameter.grad[held.parts[name].slices], rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(sums[name], parameter.grad[held.parts[name].slices()], rtol=1e-5, atol=1e-7)
         return {"told": told, "mine": mine, "unused": unused}
     finally:
         dist.destroy_process_group()

@@ -135,13 +135,13 @@ def _law(build: Any, layout: Layout, mesh: Any, lane: int, lanes: int) -> dict[s
     parameters = dict(whole.named_parameters())
     assert held.parts.keys() == parameters.keys()
     for name, part in held.local.named_parameters():
-        assert torch.equal(part, parameters[name][held.parts[name].slices]), name
+        assert torch.equal(part, parameters[name][held.parts[name].slices()]), name
     assert fingerprint(WholeTensors(held.model)) == fingerprint(WholeTensors(whole))
     for batch in batches:
         whole(batch).square().sum().backward()
     held.model(batches[lane]).square().sum().backward()
     for name, parameter in parameters.items():
-        expected, found = parameter.grad[held.parts[name].slices], held.take(name)
+        expected, found = parameter.grad[held.parts[name].slices()], held.take(name)
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(parameter.grad.abs().max())), name
     with torch.inference_mode():
         assert torch.allclose(held.model(batches[-1]), whole(batches[-1]), atol=1e-5)

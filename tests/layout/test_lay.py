@@ -68,7 +68,7 @@ def _places(rank: int, size: int, path: str, layout: Layout) -> list[str]:
         local = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in found.items()}
         parts = {name: held.parts.get(name) for name in found}
         return [name for name, t in local.items()
-                if not torch.equal(t, whole[name][parts[name].slices] if parts[name] else whole[name])]  # fmt: skip
+                if not torch.equal(t, whole[name][parts[name].slices()] if parts[name] else whole[name])]  # fmt: skip
     finally:
         dist.destroy_process_group()
 
@@ -92,7 +92,7 @@ def _held(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
         assert torch.equal(after, torch.rand(1)), "the random stream goes on where it would"
         assert held.parts.keys() == whole.keys()
         for name, parameter in held.local.named_parameters():
-            assert torch.equal(parameter, whole[name][held.parts[name].slices]), name
+            assert torch.equal(parameter, whole[name][held.parts[name].slices()]), name
         assert all(
             torch.equal(tensor, whole[name]) for name, tensor in WholeTensors(held.model).items() if name in whole
         )

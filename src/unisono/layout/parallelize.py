@@ -22,7 +22,6 @@ from unisono.layout.local_model import LocalModel
 from unisono.layout.rank_mesh import RankMesh
 from unisono.layout.repeated_blocks import BlockOptions
 from unisono.layout.sample_batch import Sample
-from unisono.tensors.box import Box
 
 LOG = logging.getLogger("unisono")
 
@@ -122,7 +121,7 @@ def _fill(held: LocalModel, deferred: Deferred) -> None:
         part = held.parts.get(name)
         if name in empty:
             with torch.no_grad():
-                empty.pop(name).copy_(whole[part.slices(Box.whole(part.shape))] if part else whole)
+                empty.pop(name).copy_(whole[part.slices()] if part else whole)
 
     deferred.materialise(keep)
     assert not empty, f"nothing has come for {', '.join(empty)}"

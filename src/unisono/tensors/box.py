@@ -62,9 +62,10 @@ class Box:
         size = tuple(end - first for first, end in zip(begin, ends))
         return Box(self.shape, begin, size) if all(n > 0 for n in size) else None
 
-    def slices(self, within: Box) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds the box `within`, around it."""
-        return tuple(slice(o - w, o - w + n) for o, n, w in zip(self.offset, self.size, within.offset))
+    def slices(self, within: Box | None = None) -> tuple[slice, ...]:
+        """Where this box lies in a tensor that holds the box `within`, around it; None: in the whole tensor."""
+        first = within.offset if within else (0,) * len(self.offset)
+        return tuple(slice(o - w, o - w + n) for o, n, w in zip(self.offset, self.size, first))
 
     def position(self, within: Box) -> int:
         """How many elements precede this box's first in a row-major tensor that holds `within`."""
