@@ -18,6 +18,7 @@ from unisono.comm import Simulated, outcomes
 from unisono.comm.process_groups import ProcessGroups
 from unisono.config import Config
 from unisono.elastic.model_state import weights_of
+from unisono.elastic.training_state import TrainingState
 from unisono.observe import NullRecorder
 from unisono.run.resolve import settle
 from unisono.tasks.task import Task
@@ -84,13 +85,15 @@ def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tampe
         persistence.broadcast_initial_weights()
         first = persistence.resume(found() if resume and comm.rank == 0 else None)
         record = Remembering()
+        state = TrainingState(held, optimizer)
+        state.set_steps(first)
         trainer = bind(
-            task, config, feed, held, optimizer, ProcessGroups.whole(comm), persistence=persistence, record=record,
-            device=torch.device("cpu"), first_step=first)  # fmt: skip
+            task, config, feed, state, ProcessGroups.whole(comm), persistence=persistence, record=record,
+            device=torch.device("cpu"))  # fmt: skip
         if tamper:
             record.step = lambda done, steps, fields: tamper(comm.rank, done, trainer)  # type: ignore[method-assign]
-        outcome = trainer.run(first)
-        state, judge = trainer.replica.state, persistence.judge
+        outcome = trainer.run()
+        tensors, judge = trainer.replica.state, persistence.judge
         return Life(
-            fingerprint(weights_of(held.local)), {n: t.clone() for n, t in state.items() if n.startswith("/")},
+            fingerprint(weights_of(held.local)), {n: t.clone() for n, t in tensors.items() if n.startswith("/")},
             outcome.loss, outcome.steps, tuple(sorted(judge.skipped)), judge.healed, record.events)  # fmt: skip

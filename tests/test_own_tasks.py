@@ -28,7 +28,7 @@ from unisono.errors import InvalidInput, RunFailed
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.run.resolve import settle
 from unisono.run.spec import PickledTask, RunSpec
-from unisono.run.worker import work
+from unisono.run.worker import run_worker
 from unisono.tensors.batch import to_device
 from unisono.trainer.evaluation import Evaluator
 
@@ -181,7 +181,7 @@ def test_a_task_that_cannot_be_trained_is_named_with_its_cure(name, tmp_path) ->
     change, words = BAD[name]
     order = RunSpec(PickledTask.of(replace(regression(norm=False), **change)), {"steps": 1}, tmp_path, time.time())
     with pytest.raises(InvalidInput, match=words):
-        work(WorkerContext(WorkerIdentity(), lambda message: None, StopRequest()), order)
+        run_worker(WorkerContext(WorkerIdentity(), lambda message: None, StopRequest()), order)
 
 
 def two(model: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -244,10 +244,10 @@ def test_torchs_loss_is_a_loss_where_the_batch_is_one_tensor(tmp_path) -> None:
         regression(norm=False), model=lambda: nn.Linear(8, 8), data=torch.ones(64, 8), evaluate=None, **whole
     )
     worker = WorkerContext(WorkerIdentity(), lambda message: None, StopRequest())
-    assert work(worker, RunSpec(PickledTask.of(encoder), {"steps": 1}, tmp_path / "1", time.time()))
+    assert run_worker(worker, RunSpec(PickledTask.of(encoder), {"steps": 1}, tmp_path / "1", time.time()))
     task = replace(regression(norm=False), **whole)
     with pytest.raises(InvalidInput, match=r"loss = MSELoss: it is called with \(output, batch\)"):
-        work(worker, RunSpec(PickledTask.of(task), {"steps": 1}, tmp_path / "2", time.time()))
+        run_worker(worker, RunSpec(PickledTask.of(task), {"steps": 1}, tmp_path / "2", time.time()))
 
 
 @pytest.mark.parametrize(
@@ -271,13 +271,13 @@ def test_a_schedule_that_returns_no_factor_is_named_with_the_step(factor, said, 
     task = replace(task, schedule=lambda step, steps: factor if step else 1.0)
     order = RunSpec(PickledTask.of(task), {"steps": 4}, tmp_path, time.time())
     with pytest.raises(RunFailed, match=rf"worker 0 after 1 step: schedule\(1, 4\) = {said}: not a factor"):
-        work(WorkerContext(WorkerIdentity(), lambda message: None, StopRequest()), order)
+        run_worker(WorkerContext(WorkerIdentity(), lambda message: None, StopRequest()), order)
 
 
 def test_what_needs_a_closure_is_refused_whatever_made_it(tmp_path) -> None:
     task = replace(regression(norm=False), optimizer=lambda parameters: LBFGS(parameters))
     with pytest.raises(InvalidInput, match="optimizer = LBFGS: its step runs the model several times"):
-        work(
+        run_worker(
             WorkerContext(WorkerIdentity(), lambda message: None, StopRequest()),
             RunSpec(PickledTask.of(task), {}, tmp_path, time.time()),
         )

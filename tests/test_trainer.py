@@ -14,8 +14,8 @@ from unisono.bad_steps import AnomalyDetector
 from unisono.checkpoint import fingerprint
 from unisono.comm import SingleWorker
 from unisono.comm.process_groups import ProcessGroups
-from unisono.elastic.presence import Unchanging
-from unisono.elastic.snapshot import Snapshot
+from unisono.elastic.session import StaticSession
+from unisono.elastic.training_state import TrainingState
 from unisono.errors import PeerLost
 from unisono.layout import WholeTensors
 from unisono.observe import NullRecorder
@@ -27,7 +27,7 @@ from unisono.trainer.checkpointing import Checkpointer
 MICRO_BATCHES = 4
 
 
-class LostAt(Unchanging):
+class LostAt(StaticSession):
     """The others go on without this worker from its `call`-th look."""
 
     def __init__(self, call: int) -> None:
@@ -62,17 +62,16 @@ def test_a_worker_that_is_left_behind_computes_no_more_and_takes_no_step(call: i
             task,
             config,
             feed,
-            held,
-            optimizer,
+            TrainingState(held, optimizer),
             ProcessGroups.whole(comm),
             persistence=persistence,
             record=NullRecorder(),
             device=here,
-            presence=LostAt(call),
+            session=LostAt(call),
         )
         before = fingerprint(WholeTensors(held.model))
         with pytest.raises(PeerLost):
-            trainer.run(0)
+            trainer.run()
         trainer.unbind()
     assert (len(computed), trainer.done) == (min(call - 1, MICRO_BATCHES), 0)
     assert fingerprint(WholeTensors(held.model)) == before
@@ -113,7 +112,8 @@ def test_a_worker_that_is_lost_while_the_model_is_bound_leaves_no_hooks_on_it(sy
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, 0, 1, stack)
         held, optimizer = build(task, config, here, SingleWorker(here))
-        before = hooks(held.model)
+        before, state = hooks(held.model), TrainingState(held, optimizer, local_steps=True)
+        state.allow_roll_back()
         while True:
             comm = LostIn(lost + 1)
             persistence = Checkpointer(
@@ -124,13 +124,11 @@ def test_a_worker_that_is_lost_while_the_model_is_bound_leaves_no_hooks_on_it(sy
                     task,
                     config,
                     feed,
-                    held,
-                    optimizer,
+                    state,
                     ProcessGroups.whole(comm),
                     persistence=persistence,
                     record=NullRecorder(),
                     device=here,
-                    milestone=Snapshot(),
                 )
             except PeerLost:
                 lost += 1

@@ -29,11 +29,11 @@ def members_of_the_next(rank: int, size: int, contact: CoordinatorAddress, path:
         WorkerIdentity(rank, size, rank, size, "", "x"), lambda message: None, StopRequest(), str(rank)
     )
     with ElasticSession(worker, "auto", 60.0, contact, ThreadTracker()) as views:
-        assert views.next()
-        views.meeting(torch.device("cpu")).among([0, 1]).close()
+        assert views.next_view()
+        views.rendezvous(torch.device("cpu")).among([0, 1]).close()
         wait_for_the_other("met")
-        views.broken(PeerLost([1 - views.rank], "sum", "it has closed its end"), "")
-        assert views.next()
+        views.end_view("", PeerLost([1 - views.rank], "sum", "it has closed its end"))
+        assert views.next_view()
         wait_for_the_other("over")
         return set(views.view.members)
 

@@ -23,7 +23,7 @@ from unisono.checkpoint import checkpoints
 from unisono.comm import Link, Lost, outcomes
 from unisono.config import recovers
 from unisono.elastic.snapshot import Snapshot
-from unisono.elastic.state_transfer import Progress, describe
+from unisono.elastic.state_transfer import Progress, named_state
 from unisono.elastic.transfer import LocalTensors, differing, digest, mean_of
 from unisono.launch import WorkerContext, WorkerIdentity
 from unisono.membership import Policy, View
@@ -122,7 +122,7 @@ def story(
         life = found.lives[process.number] = WorkerRun(
             worker, order, whole, config, torch.device("cpu"), ThreadTracker()
         )
-        return life.go_through(process)
+        return life.run(process)
 
     for number in range(3):
         run.begin(number)
@@ -145,8 +145,7 @@ def killed(*when: float, after: float = 0.3) -> Faults:
 def counted(found: Story) -> Tensor:
     """How often each sample was learned from, by the weights that all came to."""
     number = next(number for number, result in enumerate(found.results) if isinstance(result, Result))
-    assert found.lives[number].built is not None
-    return found.lives[number].built[0].local.seen.detach()  # type: ignore[return-value]
+    return found.lives[number].state.model.seen.detach()  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("sync", PERIODIC)
@@ -192,7 +191,7 @@ def test_after_a_checkpoint_replicas_are_alike_to_the_last_number(tmp_path: Path
 def test_who_leaves_does_so_where_all_meet_and_leaves_its_share(sync: str, tmp_path: Path) -> None:
     def leave(run: VirtualRun) -> None:
         def asked() -> None:
-            run.processes[1].leaving = True
+            run.processes[1].leave_requested = True
             run.processes[1].do(run.processes[1].agent.leave())
 
         run.turns.at(1.0, asked)
@@ -216,7 +215,7 @@ def test_who_is_left_alone_goes_on_with_the_outer_optimizer(tmp_path: Path) -> N
     assert [len(view.members) for view in found.views] == [3, 1, 2]
     assert found.views[2].start.step % 3 == 0
     assert found.weights
-    shared = found.lives[3].reached
+    shared = found.lives[3].state.progress
     assert shared is not None
     assert any(name.startswith("velocity/") for name in shared.shared)
     assert int(shared.shared["taken"]) == STEPS  # whoever came later is in the same rhythm
@@ -263,7 +262,7 @@ def test_a_milestone_gives_everything_back_and_takes_no_more_memory_the_next_tim
         optimizer.zero_grad()
 
     def now() -> tuple[str, Progress | None]:
-        return digest(*describe(model, optimizer, Progress())), milestone.reached
+        return digest(*named_state(model, optimizer, Progress())), milestone.progress
 
     milestone = Snapshot()
     assert milestone.restore(model, optimizer) is None
@@ -279,7 +278,7 @@ def test_a_milestone_gives_everything_back_and_takes_no_more_memory_the_next_tim
     train()
     milestone.restore(model, optimizer)
     assert now() == second
-    assert not lie & {x.data_ptr() for x in describe(model, optimizer, Progress())[0].values()}
+    assert not lie & {x.data_ptr() for x in named_state(model, optimizer, Progress())[0].values()}
     train()
     milestone.take(model, optimizer, Progress(5))
     assert {x.data_ptr() for x in milestone._tensors.values()} == lie

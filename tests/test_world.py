@@ -24,7 +24,7 @@ from tests import processes
 from unisono import AllReduce, Exact, LocalSGD, ParameterServer, World
 from unisono.checkpoint import fingerprint
 from unisono.comm import outcomes, simulate
-from unisono.elastic.loop_group import StaticGroup
+from unisono.elastic.loop_group import LoopGroup
 from unisono.elastic.model_state import weights_of
 from unisono.errors import InvalidInput, UnisonoError, Unlike
 from unisono.launch import WorkerIdentity
@@ -55,7 +55,7 @@ def samples(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def world_of(comm) -> World:
     who, watch = WorkerIdentity(comm.rank, comm.size, comm.rank, comm.size), ThreadTracker()
-    return World(StaticGroup(who, comm, watch), torch.device("cpu"), watch)
+    return World(LoopGroup(who, comm, watch), torch.device("cpu"), watch)
 
 
 def weights(model: nn.Module) -> torch.Tensor:

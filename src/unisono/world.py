@@ -12,39 +12,39 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import MethodType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.comm import Communicator, connect
 from unisono.compress import Cast, Compressor
-from unisono.config import LIBRARY_GLOBAL_BATCH, Config, checked, walk
-from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
-from unisono.elastic.extra_state import Stateful
-from unisono.elastic.loop_group import STUCK_IN, ElasticGroup, LoopGroup, StaticGroup, TrainingState, words_of
+from unisono.config import LIBRARY_GLOBAL_BATCH, checked, walk
+from unisono.data import Load, Loader, MicroBatchPlan, assign, seed_compute, stream
+from unisono.elastic.extra_state import ExtraState, Stateful
+from unisono.elastic.loop_group import STUCK_IN, ElasticLoopGroup, LoopGroup
+from unisono.elastic.training_state import TrainingState
 from unisono.elastic.trait_check import Traits
-from unisono.errors import InvalidInput, PeerLost, UnisonoError
+from unisono.elastic.view_loop import attempts
+from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import claim
 from unisono.launch.script import takes_part
+from unisono.layout import LocalModel
 from unisono.observe import ThreadTracker, Watchdog
 from unisono.observe.activity import Phase
 from unisono.sync import AllReduce, Synchronizer
 from unisono.tasks.checks import check_whole
 from unisono.tasks.task import build_dataset
 from unisono.tensors.batch import Batch, samples_in
+from unisono.trainer.custom_loop import CustomLoop
 from unisono.trainer.device import choose_device, fair_threads
-from unisono.trainer.duplicate_inputs import SameInputs
-from unisono.trainer.loop_checkpoint import Plan, Recalled, load, save
-from unisono.trainer.model_hooks import before_forward
-from unisono.trainer.replica import Replica, Step, check_fit, check_trainable
+from unisono.trainer.replica import check_fit, check_trainable
 from unisono.trainer.traits import of_data, of_groups, of_model, of_script
 
 LOG = logging.getLogger("unisono")
@@ -83,8 +83,8 @@ def join(
         deadline_seconds=seconds,
     )
     if given is not None:
-        return World(ElasticGroup(given, where, watch, kind, seconds, meet), where, watch)
-    return World(StaticGroup(who, meet(), watch, Watchdog(watch, STUCK_IN)), where, watch)
+        return World(ElasticLoopGroup(given, where, watch, kind, seconds, meet), where, watch)
+    return World(LoopGroup(who, meet(), watch, Watchdog(watch, STUCK_IN)), where, watch)
 
 
 class World:
@@ -94,25 +94,25 @@ class World:
         device: where this worker computes.
     """
 
-    def __init__(self, company: LoopGroup, device: torch.device, watch: ThreadTracker) -> None:
+    def __init__(self, group: LoopGroup, device: torch.device, watch: ThreadTracker) -> None:
         self.device = device
-        self._company, self._watch = company, watch
-        self._bound: _CustomLoop | None = None
+        self._group, self._watch = group, watch
+        self._loop: CustomLoop | None = None
 
     @property
     def rank(self) -> int:
         """This worker's number, from 0; where workers come and go, another one at times."""
-        return self._company.rank
+        return self._group.rank
 
     @property
     def size(self) -> int:
         """How many workers there are."""
-        return self._company.size
+        return self._group.size
 
     @property
     def comm(self) -> Communicator:
         """What connects them."""
-        return self._company.comm
+        return self._group.comm
 
     def bind(
         self,
@@ -141,16 +141,19 @@ class World:
         Raises:
             InvalidInput: an argument is not one that `Config` takes, or model and optimizer do not fit each other.
         """
-        if self._bound is not None:
+        if self._loop is not None:
             raise UnisonoError("world.bind was called already: one world trains one model")
         _check_kinds(model, optimizer)
         options = checked(sync=sync, compress=compress, clip=clip, overlap=overlap)
         check_whole("backward_passes", backward_passes, 1)
         check_fit(model, optimizer)
         check_trainable(model)
-        state = TrainingState(model, optimizer, walks=walk(options["sync"]))
-        self._company.agree(state)
-        self._bound = _CustomLoop(self._company, self._watch, state, backward_passes, options)
+        state = TrainingState(
+            LocalModel.whole(model), optimizer, local_steps=walk(options["sync"]), extra=ExtraState(optimizer)
+        )
+        if not self._group.late:
+            state.broadcast_initial(self._group.comm)
+        self._loop = CustomLoop(self._group, self._watch, state, backward_passes, options)
         return model, optimizer
 
     def keep(self, name: str, thing: Stateful) -> None:
@@ -166,9 +169,10 @@ class World:
         Raises:
             InvalidInput: it has not.
         """
-        if self._bound is None or self._bound.planned:
+        if self._loop is None or self._loop.planned:
             raise UnisonoError("call world.keep between world.bind and world.steps")
-        self._bound.state.kept.add(name, thing)
+        assert self._loop.state.extra is not None
+        self._loop.state.extra.add(name, thing)
 
     def save(self, directory: str | os.PathLike[str], *, keep: int = 2) -> Path | None:
         """Collective, between two steps: write a checkpoint of model, optimizer, synchronizer, what is kept by `keep`,
@@ -184,16 +188,10 @@ class World:
         Raises:
             CheckpointError: `directory` cannot be used.
         """
-        if self._bound is None:
+        if self._loop is None:
             raise UnisonoError("world.save needs the model: call world.bind(model, optimizer) first")
         most = checked(keep=keep)["keep"]
-        if self._company.lost:
-            return None
-        try:
-            return self._bound.save(Path(directory), most)
-        except PeerLost as error:
-            self._company.lose(error)
-            return None
+        return self._loop.unless_lost(partial(self._loop.save, Path(directory), most))
 
     def load(self, directory: str | os.PathLike[str]) -> int:
         """Collective, between `bind` (and `keep`) and the first step: go on from the newest sound checkpoint in
@@ -209,9 +207,9 @@ class World:
                 kept here.
             CheckpointDamaged: there are checkpoints, and not one is sound.
         """
-        if self._bound is None or self._bound.begun:
+        if self._loop is None or self._loop.begun:
             raise UnisonoError("call world.load between world.bind and the first step")
-        return self._bound.load(Path(directory))
+        return self._loop.load(Path(directory))
 
     def steps(
         self,
@@ -252,7 +250,7 @@ class World:
             Unlike: other workers have another script, model, optimizer or dataset, or other arguments here.
             Left: this worker was asked to leave, and the others go on.
         """
-        if self._bound is None:
+        if self._loop is None:
             raise UnisonoError("world.steps needs the model: call world.bind(model, optimizer) first")
         asked = checked(
             global_batch=global_batch, micro_batch=micro_batch, steps=steps, epochs=epochs, seed=seed, load=load
@@ -267,43 +265,38 @@ class World:
         if not asked["steps"] and self.rank == 0 and (words := plan.left_out(passes)):
             LOG.warning(words)
         count = asked["steps"] or plan.steps_in(passes)
-        self._bound.check_plan(plan)
+        self._loop.check_plan(plan)
         make = partial(Loader, dataset, plan, collate=collate, load=asked["load"], seed=plan.seed, last_step=count)
-        self._company.admit(partial(_traits, dataset, plan, count, self._bound.state))
-        return self._in_all_views(self._bound, plan, make, count)
+        self._group.admit(partial(_traits, dataset, plan, count, self._loop.state))
+        return self._steps(self._loop, plan, make, count)
 
-    def _in_all_views(
-        self, bound: _CustomLoop, plan: MicroBatchPlan, make: Callable[..., Loader], count: int
+    def _steps(
+        self, loop: CustomLoop, plan: MicroBatchPlan, make: Callable[..., Loader], count: int
     ) -> Iterator[Batches]:
-        """All of the steps, with whichever workers there are."""
-        company = self._company
-        bound.plan(plan.micro_batches, float(plan.global_batch))
-        while True:
-            try:
-                yield from self._in_one_view(bound, make, plan.seed, count)
-                if not company.ended:
-                    bound.meet()
-                    company.finish()
-                    return
-            except PeerLost as error:
-                company.lose(error)
-            bound.let_go()
-            if not company.again():
-                return
+        """All of the steps, in one view after the other."""
+        session = loop.begin(plan.micro_batches, float(plan.global_batch))
+        for attempt in attempts(session, loop.state, self._watch, loop.release_view):
+            with attempt:
+                loop.join_view(session, attempt)
+                yield from self._view_steps(loop, plan, make, count)
+                loop.end_view(attempt)
+        loop.end(session)
 
-    def _in_one_view(self, bound: _CustomLoop, make: Callable[..., Loader], seed: int, count: int) -> Iterator[Batches]:
-        """As many of the steps as those who are there now take together."""
-        first, micro_batches = bound.state.reached.steps, bound.micro_batches
-        mine = assign(micro_batches, [1.0] * self.size)[self.rank]
+    def _view_steps(
+        self, loop: CustomLoop, plan: MicroBatchPlan, make: Callable[..., Loader], count: int
+    ) -> Iterator[Batches]:
+        """The steps that the members of the current view take together."""
+        first = loop.state.progress.steps
+        mine = assign(plan.micro_batches, [1.0] * self.size)[self.rank]
         loader = make(mine=lambda _: mine, first_step=first)
-        bound.begin()
         try:
-            for t, share, batches in self._watch.each(Phase.COMMUNICATION, bound.turns(loader, mine, first, count)):
-                bound.turn()
-                yield Batches(t, self._micro_batches(t, share, batches, seed, bound), bound.skip)
-                if self._company.ended:
+            items = loop.work_items(loader, mine, first, count)
+            for t, item, batches in self._watch.each(Phase.COMMUNICATION, items):
+                loop.begin_step()
+                yield Batches(t, self._micro_batches(t, item, batches, plan.seed, loop), loop.skip)
+                if loop.view_ended:
                     return
-                bound.check_ended()
+                loop.check_ended()
         finally:
             loader.close()
 
@@ -313,12 +306,8 @@ class World:
         Under ``AllReduce()`` they always have; `steps` does it at its end. Where a worker was lost, only once the next
         step is asked for.
         """
-        if self._bound is None or self._company.lost:
-            return
-        try:
-            self._bound.meet()
-        except PeerLost as error:
-            self._company.lose(error)
+        if self._loop is not None:
+            self._loop.unless_lost(self._loop.synchronize)
 
     def mean(self, value: float, weight: float = 1.0) -> float:
         """The weighted mean of everybody's `value`, the same bits on all workers; NaN if all weights are 0.
@@ -326,12 +315,12 @@ class World:
         All workers call it alike. NaN also where a worker was lost, until the next step.
         """
         mine = torch.tensor([value * weight, weight], dtype=torch.float64)
-        if self._company.lost:
-            return math.nan
-        try:
-            sums = self._company.metrics.gather(mine).wait()
-        except PeerLost as error:
-            self._company.lose(error)
+
+        def gather() -> Tensor:
+            return self._group.metrics.gather(mine).wait()
+
+        sums = self._loop.unless_lost(gather) if self._loop is not None else gather()
+        if sums is None:
             return math.nan
         total = math.fsum(sums[:, 1].tolist())
         return math.fsum(sums[:, 0].tolist()) / total if total else math.nan
@@ -341,9 +330,10 @@ class World:
         self._close(sys.exc_info()[0])
 
     def _close(self, failure: type[BaseException] | None) -> None:
-        if self._bound is not None:
-            self._bound.release()
-        self._company.close(finished=failure is None)
+        if self._loop is not None:
+            self._loop.release()
+        lost = self._loop is not None and self._loop.lost
+        self._group.close(finished=failure is None and not lost)
 
     def __enter__(self) -> World:
         return self
@@ -354,10 +344,10 @@ class World:
         self._close(kind)
 
     def _micro_batches(
-        self, t: int, mine: range, batches: Iterator[tuple[int, Batch]], seed: int, bound: _CustomLoop
+        self, t: int, mine: range, batches: Iterator[tuple[int, Batch]], seed: int, loop: CustomLoop
     ) -> Iterator[Batch]:
         for m, batch in self._watch.each(Phase.DATA, batches):
-            bound.enter(m, float(samples_in(batch)), last=m == mine[-1])
+            loop.begin_micro_batch(m, float(samples_in(batch)), last=m == mine[-1])
             seed_compute(stream(seed, t, m, "compute"))
             yield batch
 
@@ -401,344 +391,6 @@ class Batches:
 
     def __next__(self) -> Batch:
         return next(self._batches)
-
-
-class _CustomLoop:
-    """A user's model and optimizer while they belong to a world."""
-
-    def __init__(
-        self, company: LoopGroup, watch: ThreadTracker, state: TrainingState, passes: int, options: dict[str, Any]
-    ) -> None:
-        self._company, self._watch, self.state = company, watch, state
-        self._model, self._optimizer = model, optimizer = state.model, state.optimizer
-        self._passes, self._options = passes, options
-        self._replica: Replica | None = None
-        self._plan: MicroBatchPlan | None = None
-        self._recalled = Recalled()
-        self.planned = self._given = self._entered = self._last = self._dealing = False
-        self.micro_batches, self._reference = 0, 0.0
-        self._held = 0  # steps that count
-        self._left = True
-        # With nobody to agree with and nothing to round, autograd's own gradients are the mean.
-        keeps = all(options["compress"].keeps(p.dtype) for p in model.parameters() if p.requires_grad)
-        self._alone = company.size == 1 and keeps
-        self._plain_step, self._own = optimizer.step, optimizer.__dict__.get("step")
-
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return self.step(closure)
-
-        if hasattr(self._plain_step, "_wrapped_by_lr_sched"):  # else a scheduler made earlier warns that it was lost
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        # A bound method of the optimizer itself, since learning-rate schedulers wrap its function and bind it again.
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        # Data that the loop reads by itself may be the same on all workers by mistake.
-        self._inputs = SameInputs(model, company.rank, company.size) if company.size > 1 else None
-        self._first_forward = before_forward(model.modules(), self._ready)
-
-    @property
-    def begun(self) -> bool:
-        """Whether the training is under way."""
-        return self.planned or self._replica is not None or self.state.reached.steps > 0
-
-    def check_plan(self, plan: MicroBatchPlan) -> None:
-        """Raise `InvalidInput` if what was loaded was saved in steps of another `plan`."""
-        self._plan = plan
-        self._recalled.check(self._described())
-
-    def load(self, directory: Path) -> int:
-        """See `World.load`."""
-        if not self._company.late:
-            self._recalled = load(self._company.metrics, directory, self.state, self._described())
-        return self.state.reached.steps
-
-    def save(self, directory: Path, keep: int) -> Path | None:
-        """See `World.save`."""
-        if self._given or self._dealing or (not self.planned and self._replica is not None and self._came):
-            raise UnisonoError("world.save came in the middle of a step: call it between two steps, on all workers; "
-                               "after the loop where each takes steps at its own pace")  # fmt: skip
-        if not self.state.reached.steps:
-            raise UnisonoError("world.save has nothing to save: no step has been taken yet")
-        self.meet()
-        return save(self._company.metrics, directory, keep, self.state, self._described(), self._replica)
-
-    def _described(self) -> Plan:
-        plan = self._plan
-        given = {"workers": self._company.size, "threads": torch.get_num_threads(), **self._options}
-        if plan is not None:
-            given |= {"global_batch": plan.global_batch, "micro_batch": plan.micro_batch, "seed": plan.seed}
-        return Plan(Config(**given), plan.samples if plan is not None else None)
-
-    def plan(self, micro_batches: int, reference: float) -> None:
-        """`World.steps` deals out the data from now on."""
-        if self._replica is not None:
-            raise UnisonoError(
-                "world.steps came too late: call it once, right after bind, with steps= or epochs= for all the training"
-            )
-        self.planned = True
-        self.micro_batches, self._reference = micro_batches, reference
-        self._forget_hooks()
-        self._forget_inputs()
-        if self.state.walks or isinstance(self._options["sync"], AllReduce):
-            self._company.begin(self.state)
-        else:
-            self._company.stay()
-
-    def begin(self) -> None:
-        """Those who are there now begin with the step after those that are in the state."""
-        self._start(self.micro_batches, self._reference)
-        assert self._replica is not None
-        self._held = self.state.reached.steps
-        self._go_on()
-        self._next_step()
-
-    def _go_on(self) -> None:
-        """The new replica takes up what an earlier one shared and owed."""
-        assert self._replica is not None
-        if self.state.reached.shared:
-            self._replica.load_state_dict(self.state.reached.shared)
-        if self._recalled.owed and self._recalled.meta["config"]["workers"] == self._company.size:
-            self._replica.load_residuals(self._recalled.owed)
-        self._recalled = Recalled()
-
-    def let_go(self) -> None:
-        """Leave model and optimizer as the last step that was taken left them."""
-        assert self._replica is not None
-        self.state.reached = replace(self.state.reached, shared=self._replica.state_dict())
-        self._replica.discard_step()
-        self._replica.unbind()
-
-    def turns(self, loader: Loader, mine: range, first: int, count: int) -> Iterator[Turn]:
-        """The work of this worker: what is dealt out to it, else `mine` of each step from `first` to before `count`.
-        Raises `PeerLost`."""
-        replica = self._replica
-        assert replica is not None
-        while first < count and not self._company.ended:
-            shares = replica.work_items(first, count, lambda: False)
-            if shares is None:
-                yield from ((t, mine, loader.batches(t)) for t in range(first, count))
-                return
-            self._dealing = True
-            yield from loader.turns(shares)
-            self._dealing, first = False, replica.leased_until
-            self.state.reached = replace(self.state.reached, steps=first)
-            if self._company.recovers and not self._company.lost:
-                self._meet_after(first)
-
-    def _meet_after(self, dealt: int) -> None:
-        """All that was dealt out, to before step `dealt`, is computed, here; wait for the others."""
-        words = self._company.comm.gather(torch.tensor(self._company.says(), dtype=torch.float64)).wait()
-        self.state.reached = replace(self.state.reached, steps=dealt)
-        self._met(words.sum(0).tolist())
-
-    def _met(self, words: Sequence[float]) -> None:
-        """All have met, and said `words`."""
-        assert self._replica is not None
-        self._company.hear(words)
-        if self._company.ended:  # who leaves leaves its share of what all have come to
-            self._replica.synchronize()
-        self._hold()
-
-    def meet(self) -> None:
-        """See `World.meet`."""
-        if self._replica is None:
-            return
-        self._replica.synchronize()
-        if self._company.recovers and self.state.walks:
-            self._hold()
-
-    def turn(self) -> None:
-        """A step's data is given out."""
-        self._given = True
-        if self._company.recovers:
-            self.state.begin()
-            self._watch.set_phase(Phase.COMPUTE, self._company.comm)
-
-    def check_ended(self) -> None:
-        """Raise `UnisonoError` if the step that was given out was neither taken nor left out."""
-        if self._given:
-            raise UnisonoError(
-                "the next step's batches were asked for before optimizer.step(): one step is one global batch; "
-                "batches.skip() leaves it out"
-            )
-
-    def enter(self, m: int, weight: float, last: bool) -> None:
-        """A micro-batch begins; `last` of this worker in this step."""
-        assert self._replica is not None
-        if not self._left:  # the one before had no backward pass
-            self._leave(self._last)
-        self._replica.begin_micro_batch(m, weight)
-        self._last, self._left, self._entered = last, False, True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> bool:
-        """In place of the optimizer's own: wait for the mean, then step. False if it was not taken."""
-        if closure is not None:
-            raise InvalidInput("closure", closure, "the step of many workers cannot run it again", "call step()")
-        if self._replica is None and self._alone:
-            if self._options["clip"] is not None:
-                nn.utils.clip_grad_norm_(self._model.parameters(), self._options["clip"])
-            self._plain_step()
-            self._count()
-            return True
-        if self._replica is None:  # no forward pass here, but perhaps on other workers
-            self._start_unplanned()
-        if self.planned and not self._given:
-            raise UnisonoError("optimizer.step() was called twice for one step, or outside of the loop of world.steps")
-        return self._end_step(lambda step: step.apply(self._plain_step))
-
-    def skip(self) -> None:
-        """See `Batches.skip`."""
-        assert self._replica is not None
-        if not self._given:
-            raise UnisonoError("batches.skip() came after optimizer.step(): call one of them in each step")
-        if self._entered and not self._replica.synchronous:
-            raise UnisonoError("batches.skip() came after data of the step was taken, and replicas take steps of their "
-                               "own: call it before")  # fmt: skip
-        if self._entered:
-            self._end_step(Step.drop)
-            return
-        self._count()
-        if self._company.recovers and not self.state.walks:
-            self._hold()
-        self._next_step()
-
-    def _end_step(self, end: Callable[[Step], Any]) -> bool:
-        """Have the step of all workers end by `end`; whether it has."""
-        try:
-            self._take(self._settled(), end)
-        except PeerLost as error:
-            self._company.lose(error)
-        taken = not self._company.lost
-        if self._company.recovers:  # what a loop does between steps is no part of one, and may take longer
-            self._watch.set_phase(Phase.EVALUATION, self._company.comm)
-        self._next_step()
-        return taken
-
-    def _settled(self) -> Step:
-        assert self._replica is not None
-        if not self._left:
-            self._leave(last=self._last or not self.planned)
-        if not self._last and self.planned:
-            raise UnisonoError("optimizer.step(), or batches.skip(), came before all micro-batches of this worker and "
-                               "step were computed")  # fmt: skip
-        with self._watch(Phase.COMMUNICATION):
-            step = self._replica.settle()
-        self._company.check()
-        return step
-
-    def _take(self, step: Step, end: Callable[[Step], Any]) -> None:
-        end(step)
-        if self._inputs is not None and step.extra is not None:
-            self._inputs.hear(step.extra)
-        self._count()
-        if self._company.recovers and step.extra is not None:
-            self._met(step.extra)
-
-    def _count(self) -> None:
-        self.state.take()
-        if self._company.recovers:
-            self._company.stepped()
-        else:
-            self._watch.commit(self._watch.done + 1)
-
-    def _hold(self) -> None:
-        """All have met: what they have now counts."""
-        assert self._replica is not None
-        self._replica.quiesce()
-        self.state.hold(self._replica.state_dict() if self.state.walks else None)
-        if new := self.state.reached.steps - self._held:
-            self._held += new
-            self._company.done(new)
-            self._watch.commit(self._watch.done + new)
-
-    def release(self) -> None:
-        """Give the optimizer its own step back."""
-        self._forget_hooks()
-        self._forget_inputs()
-        if self._own is None:
-            self._optimizer.__dict__.pop("step", None)
-        else:
-            self._optimizer.step = self._own  # type: ignore[method-assign]
-        if self._replica is not None:
-            self._replica.unbind()
-
-    def _ready(self) -> None:
-        if not self.planned and not (self._model.training and torch.is_grad_enabled()):
-            return
-        if not self.planned and not self._alone:
-            self._check_own()
-            self._start_unplanned()
-        self._forget_hooks()
-
-    def _check_own(self) -> None:
-        """Raise `UnisonoError` where other tensors stand in for the parameters, in a forward pass that begins."""
-        held = {id(p) for p in self._model.parameters()}
-        if not any(id(p) in held for group in self._optimizer.param_groups for p in group["params"]):
-            raise UnisonoError(
-                "the first forward pass has other tensors in place of the model's parameters, as "
-                "torch.func.functional_call does, so that gradients cannot be followed: take the data from "
-                "world.steps, or call the model itself first"
-            )
-
-    def _forget_inputs(self) -> None:
-        if self._inputs is not None:
-            self._inputs.close()
-            self._inputs = None
-
-    def _forget_hooks(self) -> None:
-        for hook in self._first_forward:
-            hook.remove()
-
-    def _start_unplanned(self) -> None:
-        self._forget_hooks()
-        self._company.stay()
-        self._start(self._company.size, float(self._company.size))
-        self._go_on()
-        self._next_step()
-
-    def _start(self, micro_batches: int, reference: float) -> None:
-        self._replica = Replica(
-            self._model,
-            self._optimizer,
-            self._company.comm,
-            micro_batches=micro_batches,
-            reference=reference,
-            listener=self._gradient,
-            extra=words_of(self._company) + (self._inputs.words if self._inputs else 0),
-            repeats=self.planned,  # a worker may be lost, or the step skipped
-            awaits=self._company.recovers and self.state.walks,
-            **self._options,
-        )
-
-    def _next_step(self) -> None:
-        """Without a plan, all that happens between two steps is this worker's one micro-batch."""
-        self._given, self._entered, self._left = False, False, True
-        if self.planned:
-            self._last = False
-        else:
-            self.enter(self._company.rank, 1.0, last=self._passes == 1)
-            self._pass, self._came = 0, set[str]()
-
-    def _gradient(self, name: str) -> None:
-        """The first gradient of a backward pass says that the forward pass before it is over."""
-        if not self.planned:
-            if name in self._came:
-                self._pass, self._came = self._pass + 1, set()
-                self._last = self._pass >= self._passes - 1
-            self._came.add(name)
-        if not self._left and (self._last or self.planned):
-            self._leave(self._last)
-
-    def _says(self) -> list[float]:
-        """This worker's numbers for the control word."""
-        return self._company.says() + (self._inputs.says() if self._inputs else [])
-
-    def _leave(self, last: bool) -> None:
-        assert self._replica is not None
-        try:
-            self._replica.end_forward(last=last, extra=self._says() if last else None)
-        except PeerLost as error:  # perhaps inside of the user's backward pass
-            self._replica.fail(error)
-        self._left, self._last = True, last
 
 
 def _check_kinds(model: Any, optimizer: Any) -> None:

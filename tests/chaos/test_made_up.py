@@ -82,8 +82,8 @@ def test_whoever_comes_with_another_state_is_found_out(monkeypatch: pytest.Monke
             next(arguments[0].parameters()).mul_(1.001)
         return reached
 
-    adopt = state.adopt
-    monkeypatch.setattr(state, "adopt", forgetful)
+    adopt = state.load_named_state
+    monkeypatch.setattr(state, "load_named_state", forgetful)
     assert tried("digits", 0).differences
 
 
@@ -92,6 +92,6 @@ def test_a_step_that_is_taken_again_is_found_out(monkeypatch: pytest.MonkeyPatch
         reached = adopt(*arguments)
         return replace(reached, steps=reached.steps - 1) if reached.steps else reached
 
-    adopt = state.adopt
-    monkeypatch.setattr(state, "adopt", backward)
+    adopt = state.load_named_state
+    monkeypatch.setattr(state, "load_named_state", backward)
     assert tried("digits", 1, {FaultKind.KILL: 1}).differences

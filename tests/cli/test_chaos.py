@@ -120,8 +120,8 @@ def test_runs_that_differ_are_told_with_the_command_that_shows_it_again(
         reached = adopt(*arguments)
         return replace(reached, steps=max(0, reached.steps - 1))
 
-    adopt = state.adopt
-    monkeypatch.setattr(state, "adopt", backward)
+    adopt = state.load_named_state
+    monkeypatch.setattr(state, "load_named_state", backward)
     said = unisono("chaos", own, "--virtual", "--seeds", "2", "--seed=4", "--workers", "3")
     assert said.code == 1, said
     assert "seed 4: DIFFERENT after" in said.out

@@ -30,7 +30,7 @@ from unisono.membership.http_client import HttpConnection, NoBody
 from unisono.membership.messages import StatusMessage
 from unisono.membership.server.http_server import CoordinatorServer
 from unisono.run.spec import RunSpec
-from unisono.run.worker import work
+from unisono.run.worker import run_worker
 from unisono.tasks.source import NamedTask
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -169,4 +169,4 @@ def _attend(
         mouth.send(json.dumps([rank, message]).encode())
 
     order = RunSpec(NamedTask(f"{PLANTED}:task", {"fault": fault}, HERE), settings, path, time.time(), contact)
-    return work(WorkerContext(who, report, StopRequest(leaves=True), str(rank)), order)
+    return run_worker(WorkerContext(who, report, StopRequest(leaves=True), str(rank)), order)

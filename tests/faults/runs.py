@@ -23,7 +23,7 @@ from unisono.launch.failure import Failure, first_cause
 from unisono.launch.process import age_seconds
 from unisono.launch.worker_main import _describe
 from unisono.run.spec import RunSpec
-from unisono.run.worker import work
+from unisono.run.worker import run_worker
 from unisono.tasks.source import NamedTask
 
 PLANTED = "tests/faults/planted.py"
@@ -98,7 +98,7 @@ def _worker(
     told: dict[str, Any] = {"result": None, "failure": None, "messages": [], "age_seconds": 0.0}
     order = RunSpec(NamedTask(f"{PLANTED}:task", {"fault": fault}, HERE), {"threads": 1, **settings}, path, time.time())
     try:
-        told["result"] = work(WorkerContext(who, told["messages"].append, StopRequest()), order)
+        told["result"] = run_worker(WorkerContext(who, told["messages"].append, StopRequest()), order)
         told["age_seconds"] = age_seconds()
     except BaseException as error:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -16,7 +16,7 @@ from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.observe import progress_reporter as telling
 from unisono.run.spec import RunSpec
-from unisono.run.worker import work
+from unisono.run.worker import run_worker
 from unisono.tasks.source import NamedTask
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -76,7 +76,7 @@ def _work(rank: int, size: int, task: NamedTask, settings: dict[str, Any], path:
     logging.getLogger("unisono").addHandler(log)
     who = WorkerIdentity(rank, size, rank, size, f"file://{meeting}/store", "unisono")
     try:
-        result = work(WorkerContext(who, said.append, StopRequest()), RunSpec(task, settings, path, time.time()))
+        result = run_worker(WorkerContext(who, said.append, StopRequest()), RunSpec(task, settings, path, time.time()))
     except UnisonoError as error:  # a refusal, or the loss of a worker that was refused
         return error
     losses = {message["step"]: message["loss"] for message in said if message["kind"] == "progress"}

@@ -27,7 +27,7 @@ from unisono.observe import progress_reporter as telling
 from unisono.run.elastic_run import policy_of
 from unisono.run.resolve import settle
 from unisono.run.spec import RunSpec
-from unisono.run.worker import work
+from unisono.run.worker import run_worker
 from unisono.tasks.source import NamedTask
 
 LONGEST_SECONDS = 120.0
@@ -178,4 +178,4 @@ def _attend(
     who = WorkerIdentity(place, settings["workers"], place, settings["workers"], "", "unisono")
     report = lambda message: mouth.send(json.dumps(message).encode())
     order = RunSpec(task, settings, path, time.time(), contact)
-    return work(WorkerContext(who, report, StopRequest(leaves=True), name), order)
+    return run_worker(WorkerContext(who, report, StopRequest(leaves=True), name), order)

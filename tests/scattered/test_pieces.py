@@ -9,7 +9,7 @@ from torch import nn
 
 from unisono.comm import Simulated, outcomes
 from unisono.elastic.sharded_recovery import LONGEST_STEPS, SHARE, interval
-from unisono.elastic.sharded_state import ShardedModel, ShardVersion, StateShard, assemble, distinct
+from unisono.elastic.sharded_state import ShardedModel, ShardVersion, StateShard, distinct, reassemble
 from unisono.elastic.state_transfer import Parts, Progress
 from unisono.tensors.box import Box
 
@@ -45,15 +45,15 @@ def laid(place: int, value: float) -> ShardedModel:
 def pieces(place: int, at: ShardVersion, committed: int) -> StateShard:
     """Of the state `at`, in which every number says which one it is."""
     reached = Progress(at[1], committed, loss=number(at))
-    return laid(place, number(at)).pieces(at, reached, {"losses": [number(at)]})
+    return laid(place, number(at)).shard(at, reached, {"losses": [number(at)]})
 
 
 def test_the_same_part_of_the_same_state_is_kept_once() -> None:
     parts = [pieces(place, at, 0) for place in range(PLACES) for at in AT]
     assert len(distinct(parts)) == len(parts)
     again = distinct([*parts, *(pieces(place, at, 0) for place in range(PLACES) for at in AT[:2])])
-    assert sorted((each.at, each.held.boxes["model/weight"]) for each in again) == sorted(
-        (each.at, each.held.boxes["model/weight"]) for each in parts
+    assert sorted((each.version, each.held.boxes["model/weight"]) for each in again) == sorted(
+        (each.version, each.held.boxes["model/weight"]) for each in parts
     )
 
 
@@ -62,7 +62,7 @@ def meet(
 ) -> tuple[ShardVersion, Progress, ShardedModel] | None:
     """This worker's place is its rank, from the start of a run that had not come far."""
     mine = laid(comm.rank % PLACES, 0.0)
-    found = assemble(comm, [pieces(place, at, committed) for place, at in has[comm.rank]], mine, [])
+    found = reassemble(comm, [pieces(place, at, committed) for place, at in has[comm.rank]], mine, [])
     if found is None:
         assert mine.model.seen == 0
         return None
@@ -108,12 +108,12 @@ def walks(place: int, walker: int) -> StateShard:
     """Of what one replica has: its weights are everybody's, what its optimizer remembers is its own."""
     mine = laid(place, number(AT[0]))
     mine.optimizer.state[mine.model.weight]["momentum_buffer"].fill_(own_number(walker))
-    return mine.pieces(AT[0], Progress(AT[0][1]), {}, walker)
+    return mine.shard(AT[0], Progress(AT[0][1]), {}, walker)
 
 
 def meet_walking(comm: Simulated, has: list[list[tuple[int, int]]]) -> ShardedModel | None:
     mine = laid(comm.rank % PLACES, 0.0)
-    found = assemble(comm, [walks(*each) for each in has[comm.rank]], mine, [])
+    found = reassemble(comm, [walks(*each) for each in has[comm.rank]], mine, [])
     return mine if found else None
 
 

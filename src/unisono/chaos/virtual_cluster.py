@@ -10,8 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -127,7 +126,7 @@ class VirtualRun:
         """What the process has to say goes to the coordinator, and an answer comes back."""
         if not process.reachable:
             return
-        if process.leaving:
+        if process.leave_requested:
             process.do(process.agent.leave())
         beat = process.agent.beat()
         self._later(lambda: self._say(lambda coordinator: coordinator.hear(beat, self.turns.now)))
@@ -185,13 +184,13 @@ class VirtualRun:
 class Process:
     """A process of the run; the `Session` of what it trains."""
 
-    stop, changing = False, True
+    stop_requested, elastic = False, True
 
     def __init__(self, run: VirtualRun, number: int) -> None:
         self.number, self.name, self._run = number, str(number), run
         self.agent = Agent(self.name, StateVersion())
         self.view, self.rank = View(), 0
-        self.begun = self.dead = self.over = self._dismissed = self.leaving = False
+        self.begun = self.dead = self.over = self._dismissed = self.leave_requested = False
         self.frozen_until = self.cut_until = 0.0
         self._waiting: View | None = None
 
@@ -246,7 +245,7 @@ class Process:
 
     # As the training sees it.
 
-    def next(self) -> bool:
+    def next_view(self) -> bool:
         self.wait(lambda: self._waiting is not None or self._dismissed)
         if self._waiting is None:
             return False
@@ -254,7 +253,7 @@ class Process:
         self.rank = self.view.members.index(self.name)
         return True
 
-    def meeting(self, device: torch.device) -> _VirtualMeeting:
+    def rendezvous(self, device: torch.device) -> _VirtualMeeting:
         run = self._run
         world = run.views.setdefault(self.view.number, _ViewWorld(run, self.view))
         if run.formed and run.formed[-1].number > self.view.number:
@@ -262,18 +261,18 @@ class Process:
         return _VirtualMeeting(world, self.rank)
 
     @property
-    def parting(self) -> bool:
+    def view_end_requested(self) -> bool:
         return self.agent.votes
 
-    def met(self, step: int, digest: str) -> None:
+    def joined(self, step: int, digest: str) -> None:
         self.agent.met(self.view.number, step, digest)
         self._run.send(self)
 
-    def name_of(self, rank: int) -> str:
+    def worker_name(self, rank: int) -> str:
         return self.view.members[rank]
 
     def leave(self) -> None:
-        self.leaving = True
+        self.leave_requested = True
 
     def check(self) -> None:
         world = self._run.views[self.view.number]
@@ -285,30 +284,26 @@ class Process:
     def stepped(self) -> None:
         pass
 
-    def done(self, steps: int = 1) -> None:
+    def committed(self, steps: int = 1) -> None:
         self._run.busy(self)
         self._run.views[self.view.number].check(self.rank)
         self.agent.done(self.view.number, steps=steps)
         self._run.look()
 
-    def ended(self, digest: str) -> None:
-        self.do(self.agent.part(self.view.number, digest))
-        self._run.send(self)
-
-    def broken(self, error: CommunicationError, digest: str) -> None:
-        if not isinstance(error, PeerLost):
+    def end_view(self, digest: str, error: CommunicationError | None = None) -> None:
+        if error is None:
+            self.do(self.agent.part(self.view.number, digest))
+        elif not isinstance(error, PeerLost):
             raise error
-        self.do(self.agent.broken(self.view.number, digest=digest))
+        else:
+            self.do(self.agent.broken(self.view.number, digest=digest))
         self._run.send(self)
 
     def finish(self) -> None:
         self.agent.finish()
         self._run.send(self)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
         pass
 
 

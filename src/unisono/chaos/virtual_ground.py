@@ -109,7 +109,7 @@ class _Play:
         )
         life = WorkerRun(worker, self._order, self._task, self._config, torch.device("cpu"), ThreadTracker(),
                     make_writer=_Prompt)  # fmt: skip
-        return life.go_through(process)
+        return life.run(process)
 
     def outcome(self, results: Sequence[Any]) -> RunOutcome:
         """What all of those who came to the end say alike."""

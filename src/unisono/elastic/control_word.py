@@ -1,5 +1,7 @@
-"""What every worker says of itself with each step, in the control word that travels with the gradients: it costs no
-message, and all hear it between the same two steps."""
+"""The control word: numbers of every worker that travel with the gradients, so that they cost no message of their own.
+
+All workers receive it between the same two steps, and so act on it alike.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +10,36 @@ from typing import NamedTuple
 
 
 class ControlWord(NamedTuple):
-    """One worker's numbers.
+    """The numbers of one worker.
 
     Attributes:
-        stop: it was asked to stop the run: all do, after this step.
-        written: what became of its share of a checkpoint, see `Checkpointer.share_status`.
-        parting: the workers present change after this step.
-        leaving: it was asked to go, while the others go on.
-        pace: seconds that it takes for a micro-batch; 0: not known.
+        stop: this worker was asked to stop the run. All workers stop after this step.
+        written: status of its share of a checkpoint, see `Checkpointer.share_status`.
+        end_view: the view is to end after this step.
+        leave: this worker was asked to leave, while the others continue.
+        pace: its seconds per micro-batch; 0: not known.
         digest: of its state before the step, see `Replica.digest`; 0: none was taken.
     """
 
     stop: float = 0.0
     written: float = 0.0
-    parting: float = 0.0
-    leaving: float = 0.0
+    end_view: float = 0.0
+    leave: float = 0.0
     pace: float = 0.0
     digest: float = 0.0
 
 
-NUMBERS = len(ControlWord._fields)  # per worker in the control word
+NUMBERS = len(ControlWord._fields)
+"""Numbers per worker."""
 
 
-def numbers(said: ControlWord, rank: int, size: int) -> list[float]:
-    """Those of worker `rank` of `size` in their slots, and 0 in everybody else's."""
-    found = [0.0] * (NUMBERS * size)
-    found[NUMBERS * rank : NUMBERS * (rank + 1)] = [float(number) for number in said]
-    return found
+def encode(word: ControlWord, rank: int, size: int) -> list[float]:
+    """The numbers of worker `rank` in its slots, and 0 in those of the other ``size - 1`` workers."""
+    numbers = [0.0] * (NUMBERS * size)
+    numbers[NUMBERS * rank : NUMBERS * (rank + 1)] = [float(number) for number in word]
+    return numbers
 
 
-def heard(control: Sequence[float]) -> list[ControlWord]:
-    """What all workers said, by rank."""
-    return [ControlWord(*control[i : i + NUMBERS]) for i in range(0, len(control), NUMBERS)]
+def decode(numbers: Sequence[float]) -> list[ControlWord]:
+    """The words of all workers, by rank."""
+    return [ControlWord(*numbers[i : i + NUMBERS]) for i in range(0, len(numbers), NUMBERS)]

@@ -8,103 +8,141 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 import torch
 
 from unisono.comm import Abort, Communicator, Meeting, TorchWorld, at_attempt, host_name, in_blocks, open_door
-from unisono.elastic.presence import Presence
-from unisono.elastic.worker_context import Worker
+from unisono.elastic.worker_context import Identity, Worker
 from unisono.errors import CommunicationError, PeerLost
 from unisono.membership import Agent, CoordinatorAddress, StateVersion, View, WorkerAddress
 from unisono.membership.client import CoordinatorClient
-from unisono.observe import ThreadTracker, Watchdog
+from unisono.observe import ThreadTracker
 from unisono.observe.rate_limit import RateLimit
 
 log = logging.getLogger("unisono")
 
 
-class MeetingPlace(Protocol):
-    """The part of a `Meeting` that is used here."""
+class ViewRendezvous(Protocol):
+    """How the members of one view connect. See `unisono.comm.Meeting`."""
 
     def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
-        """See `Meeting`."""
+        """Collective among `ranks`: their communicator."""
 
     def open_world(self) -> TorchWorld:
-        """See `Meeting`."""
+        """Collective: torch's default process group, of all members."""
 
 
-class Session(Presence, Protocol):
-    """The views of one worker, one after the other; a `Presence` in the current one.
+class Session(Protocol):
+    """One worker's membership in a run, from view to view. Only `next_view` and `rendezvous` wait for other workers.
 
     Attributes:
-        view: the current one.
+        elastic: whether workers may join and leave, so that a run recovers from the loss of a worker.
+        view: the current view.
         rank: of this worker in it.
     """
 
+    elastic: bool
     view: View
     rank: int
 
-    def next(self) -> bool:
-        """Wait for the next view with this worker; False if there will be none."""
+    @property
+    def stop_requested(self) -> bool:
+        """The run is to stop. All workers stop, after the same step."""
 
-    def meeting(self, device: torch.device) -> MeetingPlace:
-        """The rendezvous of the view's members."""
+    @property
+    def leave_requested(self) -> bool:
+        """This worker is to leave, and the others continue."""
 
-    def met(self, step: int, digest: str) -> None:
-        """All members are connected, and this worker has the state that the view starts from."""
+    @property
+    def view_end_requested(self) -> bool:
+        """The view is to end, after a step that all members take."""
 
-    def ended(self, digest: str) -> None:
-        """Leave the view at a step boundary, with a state of that `digest`."""
+    def next_view(self) -> bool:
+        """Wait for the next view with this worker. False if there will be none."""
 
-    def broken(self, error: CommunicationError, digest: str) -> None:
-        """Leave the view because of `error`, with a state of that `digest`. Raises `error` where the run cannot recover
-        from it."""
+    def rendezvous(self, device: torch.device) -> ViewRendezvous:
+        """The rendezvous of the view's members, whose tensors lie on `device`."""
+
+    def joined(self, step: int, digest: str) -> None:
+        """All members are connected, and this worker has the state that the view starts from: `step` and `digest`."""
+
+    def check(self) -> None:
+        """Before a micro-batch is computed, and before a step is applied. Raises `PeerLost` if the view has ended."""
+
+    def stepped(self) -> None:
+        """This worker has applied a step, which is committed now or later."""
+
+    def committed(self, steps: int = 1) -> None:
+        """Count `steps` more committed steps."""
+
+    def end_view(self, digest: str, error: CommunicationError | None = None) -> None:
+        """Leave the view with a state of that `digest`: after a step that all took, or because of `error`.
+
+        Raises:
+            CommunicationError: `error`, where the run cannot recover from it.
+        """
 
     def finish(self) -> None:
         """All steps are taken, and the result is about to be sent."""
 
-    def __enter__(self) -> Self: ...
+    def leave(self) -> None:
+        """Have this worker leave, as if it had been asked to. No effect in a group that does not change."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
+    def worker_name(self, rank: int) -> str:
+        """The name of the worker with that rank in messages of the launcher, which is also that of its log."""
+
+    def close(self) -> None:
+        """End the membership. May be called twice."""
 
 
 class StaticSession:
-    """The one view of a run whose group does not change."""
+    """The one view of a group that does not change.
 
-    changing = parting = leaving = False
+    Args:
+        identity: of this worker.
+        stop_requested: True once this worker was asked to stop.
+        connect: makes the rendezvous; not needed where the workers are connected already.
+    """
 
-    def __init__(self, worker: Worker, communicator: str, deadline_seconds: float, watch: ThreadTracker) -> None:
-        self._worker, self._left = worker, 1
-        self._communicator, self._deadline_seconds = communicator, deadline_seconds
-        self._watchdog = Watchdog(watch)  # nobody else sees when this worker is stuck
+    elastic = leave_requested = view_end_requested = False
+
+    def __init__(
+        self,
+        identity: Identity | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+        connect: Callable[[torch.device], ViewRendezvous] | None = None,
+    ) -> None:
+        self.rank, size = (identity.rank, identity.size) if identity else (0, 1)
+        self.view = View(1, tuple(map(str, range(size))))
+        self._stop_requested, self._connect = stop_requested, connect
+        self._begun = False
+
+    @staticmethod
+    def connecting(worker: Worker, communicator: str, timeout_seconds: float) -> StaticSession:
+        """The session of a worker whose launcher told it where the others are."""
         who = worker.identity
-        self.rank, self.view = who.rank, View(1, tuple(map(str, range(who.size))))
+        hosts = in_blocks(who.size, who.local_size)
+        return StaticSession(
+            who, lambda: worker.stop.requested,
+            lambda device: Meeting(who.rank, hosts, who.rendezvous, communicator, device, timeout_seconds),
+        )  # fmt: skip
 
     @property
-    def stop(self) -> bool:
-        return self._worker.stop.requested
+    def stop_requested(self) -> bool:
+        return self._stop_requested()
 
-    def next(self) -> bool:
-        self._left -= 1
-        return self._left == 0
+    def next_view(self) -> bool:
+        first, self._begun = not self._begun, True
+        return first
 
-    def meeting(self, device: torch.device) -> Meeting:
-        who = self._worker.identity
-        hosts = in_blocks(who.size, who.local_size)
-        return Meeting(who.rank, hosts, who.rendezvous, self._communicator, device, self._deadline_seconds)
+    def rendezvous(self, device: torch.device) -> ViewRendezvous:
+        assert self._connect is not None, "the workers of this session are connected already"
+        return self._connect(device)
 
-    def met(self, step: int, digest: str) -> None:
-        pass
-
-    def name_of(self, rank: int) -> str:
-        return self.view.members[rank]
-
-    def leave(self) -> None:
+    def joined(self, step: int, digest: str) -> None:
         pass
 
     def check(self) -> None:
@@ -113,151 +151,159 @@ class StaticSession:
     def stepped(self) -> None:
         pass
 
-    def done(self, steps: int = 1) -> None:
+    def committed(self, steps: int = 1) -> None:
         pass
 
-    def ended(self, digest: str) -> None:
-        pass
-
-    def broken(self, error: CommunicationError, digest: str) -> None:
-        raise error
+    def end_view(self, digest: str, error: CommunicationError | None = None) -> None:
+        if error is not None:
+            raise error
 
     def finish(self) -> None:
         pass
 
-    def __enter__(self) -> Self:
-        return self
+    def leave(self) -> None:
+        pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._watchdog.close()
+    def worker_name(self, rank: int) -> str:
+        return str(rank)
+
+    def close(self) -> None:
+        pass
 
 
 class ElasticSession:
-    """The views that a coordinator forms.
+    """The views that a coordinator forms. A context that closes it.
 
     Args:
-        contact: of the coordinator.
-        watch: on what this worker does, which the coordinator is told.
+        contact: address of the coordinator.
+        watch: records the activity of this worker, which its heartbeats report.
     """
 
-    changing = True
+    elastic = True
 
     def __init__(
         self,
         worker: Worker,
         communicator: str,
-        deadline_seconds: float,
+        timeout_seconds: float,
         contact: CoordinatorAddress,
         watch: ThreadTracker,
     ) -> None:
         self._worker = worker
-        self._communicator, self._deadline_seconds = communicator, deadline_seconds
-        self._door = open_door(contact.meets_at, contact.url, contact.token)
+        self._communicator, self._timeout_seconds = communicator, timeout_seconds
+        self._store = open_door(contact.meets_at, contact.url, contact.token)
         self._name, self._contact = worker.name, contact
         self.view, self.rank = View(), 0
-        self._meeting: Meeting | None = None
-        self._pace = RateLimit(_TELL_SECONDS)
-        self._sent_away = False
-        self._abort, self._broken_off, self._lock = Abort(), 0, threading.Lock()
-        agent = Agent(self._name, StateVersion(), WorkerAddress(host_name(), self._door.url))
+        self._rendezvous: Meeting | None = None
+        self._report_limit = RateLimit(_REPORT_SECONDS)
+        self._leaves = self._closed = False
+        self._abort, self._aborted_view, self._lock = Abort(), 0, threading.Lock()
+        agent = Agent(self._name, StateVersion(), WorkerAddress(host_name(), self._store.url))
         stop = worker.stop
-        self._attendance = CoordinatorClient(
+        self._client = CoordinatorClient(
             contact,
             agent,
-            self._break_off,
-            leaving=lambda: self.leaving,
+            self._abort_view,
+            leaving=lambda: self.leave_requested,
             stopping=lambda: stop.requested,
             doing=watch.doing,
             spent=watch.ledger.seconds,
-            told=self._tell,
+            told=self._report_finding,
         )
 
     @property
-    def stop(self) -> bool:
+    def stop_requested(self) -> bool:
         return self._worker.stop.requested
 
     @property
-    def leaving(self) -> bool:
-        return self._sent_away or self._worker.stop.leaving
+    def leave_requested(self) -> bool:
+        return self._leaves or self._worker.stop.leaving
 
     @property
-    def parting(self) -> bool:
-        return self._attendance.votes
+    def view_end_requested(self) -> bool:
+        return self._client.votes
 
-    def next(self) -> bool:
-        view = self._attendance.next_view()
+    def next_view(self) -> bool:
+        view = self._client.next_view()
         if view is None:
             return False
         with self._lock:
             self.view, self.rank = view, view.members.index(self._name)
-            self._abort, self._meeting = Abort(), None
-            self._pace = RateLimit(_TELL_SECONDS)  # a view's first step is told: the launcher counts losses without any
-            if self._broken_off >= view.number:
+            self._abort, self._rendezvous = Abort(), None
+            # The first step of each view is reported: the launcher counts losses between which there was none.
+            self._report_limit = RateLimit(_REPORT_SECONDS)
+            if self._aborted_view >= view.number:
                 self._abort.set(_CHANGED)
         log.info("view %d: %s; this is worker %d of %d", view.number, " ".join(view.members), self.rank,
                  len(view.members))  # fmt: skip
         return True
 
-    def meeting(self, device: torch.device) -> Meeting:
+    def rendezvous(self, device: torch.device) -> Meeting:
         hosts = [place.host for place in self.view.places]
-        where = at_attempt(self.view.places[0].meets_at, self.view.number)
-        self._meeting = Meeting(self.rank, hosts, where, self._communicator, device,
-                                self._deadline_seconds, abort=self._abort, token=self._contact.token,
-                                encrypted=self._contact.secure)  # fmt: skip
-        return self._meeting
+        url = at_attempt(self.view.places[0].meets_at, self.view.number)
+        self._rendezvous = Meeting(self.rank, hosts, url, self._communicator, device,
+                                   self._timeout_seconds, abort=self._abort, token=self._contact.token,
+                                   encrypted=self._contact.secure)  # fmt: skip
+        return self._rendezvous
 
-    def met(self, step: int, digest: str) -> None:
-        self._attendance.met(self.view.number, step, digest)
-
-    def name_of(self, rank: int) -> str:
-        return self.view.members[rank]
-
-    def leave(self) -> None:
-        self._sent_away = True
+    def joined(self, step: int, digest: str) -> None:
+        self._client.met(self.view.number, step, digest)
 
     def check(self) -> None:
         self._abort.check("step")
 
     def stepped(self) -> None:
-        if self._pace.due():
+        if self._report_limit.due():
             self._worker.report({"kind": "step", "members": list(self.view.members)})
 
-    def done(self, steps: int = 1) -> None:
-        self._attendance.done(self.view.number, steps)
+    def committed(self, steps: int = 1) -> None:
+        self._client.done(self.view.number, steps)
 
-    def ended(self, digest: str) -> None:
-        self._attendance.part(self.view.number, digest)
-
-    def broken(self, error: CommunicationError, digest: str) -> None:
-        if not isinstance(error, PeerLost):  # nobody is lost, and it would happen again
+    def end_view(self, digest: str, error: CommunicationError | None = None) -> None:
+        if error is None:
+            self._client.part(self.view.number, digest)
+            return
+        if not isinstance(error, PeerLost):  # no worker is lost, and the error would occur again
             raise error
         log.warning("view %d is over: %s", self.view.number, error)
-        # Once all were connected, whoever is lost was within reach; and the ranks may be those of a part of the view.
-        reached = self._meeting is not None and self._meeting.complete
-        missed = [] if reached else [self.view.members[rank] for rank in error.ranks]
-        self._attendance.broken(self.view.number, digest, tuple(missed))
+        # Once all members were connected, a lost one was reachable. Ranks may also be those of a part of the view.
+        reachable = self._rendezvous is not None and self._rendezvous.complete
+        unreachable = [] if reachable else [self.view.members[rank] for rank in error.ranks]
+        self._client.broken(self.view.number, digest, tuple(unreachable))
 
     def finish(self) -> None:
-        self._attendance.finish()
+        self._client.finish()
+
+    def leave(self) -> None:
+        self._leaves = True
+
+    def worker_name(self, rank: int) -> str:
+        return self.view.members[rank]
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+            self._store.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._attendance.close()
-        self._door.close()
+        self.close()
 
-    def _tell(self, words: str) -> None:
-        """All workers hear it, so that somebody is there to pass it on to the launcher, which says it once."""
+    def _report_finding(self, words: str) -> None:
+        """Send a finding of the coordinator to the launcher. Each worker does, as any may be lost: the launcher prints
+        it once."""
         log.warning(words)
         self._worker.report({"kind": "finding", "text": words})
 
-    def _break_off(self, number: int) -> None:
+    def _abort_view(self, number: int) -> None:
         with self._lock:
-            self._broken_off = max(self._broken_off, number)
+            self._aborted_view = max(self._aborted_view, number)
             if self.view.number == number:
                 self._abort.set(_CHANGED)
 
 
-_TELL_SECONDS = 0.5
+_REPORT_SECONDS = 0.5
 _CHANGED = "the coordinator counts on other workers"

@@ -1,141 +1,136 @@
-"""A worker's part of a replica that lies on several, from view to view: what it has of the state, and copies of it in
-others' memory."""
+"""Recovery of sharded replicas: the shards of lost workers come from memory checkpoints on other ranks."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from unisono.bad_steps import AnomalyDetector
 from unisono.comm import Communicator
-from unisono.elastic.sharded_state import ShardedModel, ShardVersion, StateShard, assemble, distinct
-from unisono.elastic.state_transfer import Progress
+from unisono.comm.process_groups import ProcessGroups
+from unisono.elastic.sharded_state import ShardedModel, ShardVersion, StateShard, distinct, reassemble
+from unisono.elastic.state_transfer import Parts, Progress
+from unisono.elastic.training_state import TrainingState
 from unisono.elastic.transfer import MemoryCheckpoints
+from unisono.membership import View
 
 LOG = logging.getLogger("unisono")
 SHARE = 0.02
-"""Of the time of training, the most that goes into handing copies over."""
+"""Most of the training time that memory checkpoints may take."""
 LONGEST_STEPS = 1000
 
 
 @dataclass
 class _ViewState:
-    """The one at hand.
+    """The current view.
 
     Args:
-        at: what the state was at first.
-        walker: see `StateShard`.
-        copies: where this worker and another one keep it too.
-        due: the step after which they are to be given the next.
-        told_at, since: the steps, and the time, of the one before.
+        version: of the state that it began with.
+        replica: see `StateShard`.
+        copies: memory checkpoints of this worker's shard and of a buddy's; None where none are kept.
+        due: the step after which the next is taken.
+        taken_at, since: steps and time of the one before.
     """
 
     number: int
-    at: ShardVersion
-    walker: int | None
-    laid: ShardedModel
-    judge: AnomalyDetector
+    version: ShardVersion
+    replica: int | None
+    sharded: ShardedModel
     comm: Communicator
     copies: MemoryCheckpoints | None
     due: int
-    told_at: int
+    taken_at: int
     since: float
 
-    def pieces(self, reached: Progress) -> StateShard:
-        """The state that lies here, of which the model is made."""
-        at = (self.number, reached.steps) if reached.steps > self.at[1] else self.at
-        return self.laid.pieces(at, reached, self.judge.state(), self.walker)
+    def shard(self, progress: Progress, detector: AnomalyDetector) -> StateShard:
+        """This worker's shard of the state, whose tensors are the model's own."""
+        version = (self.number, progress.steps) if progress.steps > self.version[1] else self.version
+        return self.sharded.shard(version, progress, detector.state(), self.replica)
 
 
 class ShardedRecovery:
-    """What a worker keeps beside its model: between two views all that it has of the state; within one, what it brought
-    until that is not needed any more, and copies of its own part and of another worker's.
+    """Each worker has a shard of the state. A `Recovery`.
 
-    Per view, alike on all workers: `assemble`, if there is a state already, `begin`, `after_step`, and `leave`.
+    Between two views it keeps all shards that this worker has. Within a view it keeps those that the worker brought,
+    until they are not needed any more, and memory checkpoints.
+
+    Args:
+        detector: its history of bad steps is a part of the state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, detector: AnomalyDetector) -> None:
+        self.detector = detector
         self._former: list[StateShard] = []
         self._view: _ViewState | None = None
         self._found: ShardVersion | None = None
 
-    def assemble(
-        self, comm: Communicator, laid: ShardedModel, judge: AnomalyDetector, hosts: Sequence[str]
-    ) -> Progress | None:
-        """See `pieces.assemble`; `judge` knows then what belongs to that state."""
-        found = assemble(comm, self._former, laid, hosts)
+    def restore(self, view: View, groups: ProcessGroups, state: TrainingState) -> bool:
+        if not view.start.view:
+            return False
+        found = reassemble(groups.everybody, self._former, _sharded(state), [place.host for place in view.places])
         if found is None:
-            return None
-        self._found, reached, judged = found
-        judge.replace(judged)
-        return reached
+            return False
+        self._found, state.progress, history = found
+        self.detector.replace(history)
+        return True
 
-    def begin(
-        self,
-        number: int,
-        steps: int,
-        laid: ShardedModel,
-        judge: AnomalyDetector,
-        comm: Communicator,
-        lane: Communicator | None,
-        hosts: Sequence[str],
-        walker: int | None = None,
-    ) -> MemoryCheckpoints | None:
-        """The view of that number begins with `steps` in the state, of which `laid` is this worker's part.
+    def begin(self, view: View, groups: ProcessGroups, state: TrainingState, replica: int) -> None:
+        # The first copy is taken after one step: a worker that has just joined soon is not the only one with its shard.
+        comm, steps = groups.everybody.channel("keeping"), state.progress.steps
+        version, self._found = self._found or (view.number, steps), None
+        if state.snapshot is not None:  # replicas had different states, and now have their mean
+            version = (view.number, steps)
+        hosts = [place.host for place in view.places]
+        copies = MemoryCheckpoints(groups.copies, hosts) if groups.copies is not None else None
+        own = replica if state.snapshot is not None else None
+        self._view = _ViewState(
+            view.number, version, own, _sharded(state), comm, copies, steps + 1, steps, comm.now())  # fmt: skip
 
-        Args:
-            walker: the number of its replica, where replicas walk by themselves.
-            comm: of all workers, for this alone.
-            lane: where copies travel; None keeps none. They are handed over after the first step, so that a worker
-                that has just come is soon not the only one, and then as often as they may cost.
-        """
-        at, self._found = self._found or (number, steps), None
-        if walker is not None:  # what was found is what each had; all have the mean now
-            at = (number, steps)
-        copies = MemoryCheckpoints(lane, hosts) if lane is not None else None
-        self._view = _ViewState(number, at, walker, laid, judge, comm, copies, steps + 1, steps, comm.now())
-        return copies
-
-    def after_step(self, reached: Progress, *, parting: bool = False) -> None:
-        """All have taken a step, or have met, after which they may be `parting`: then nothing of it is lost with who
-        leaves. Raises `PeerLost`."""
-        view = self._view
+    def committed(self, progress: Callable[[], Progress], *, view_ending: bool) -> None:
+        view, now = self._view, progress()
         assert view is not None
         if view.copies is None or (view.copies.ready and view.copies.steps()):
-            self._former.clear()  # all have all that they should
-        if view.copies is not None and (parting or reached.steps >= view.due):
-            self._offer(view, view.copies, reached)
+            self._former.clear()  # every worker has its shard, and a copy if copies are kept
+        # Before a view ends, copies are taken: nothing is lost with a worker that leaves.
+        if view.copies is not None and (view_ending or now.steps >= view.due):
+            self._copy(view, view.copies, now)
 
-    def leave(self, reached: Progress) -> None:
-        """The view is over, and nothing is under way any more, or it was broken off; the model is to be dropped."""
+    def release(self, state: TrainingState) -> None:
+        state.roll_back()
         view, self._view, self._found = self._view, None, None
-        if view is None:  # it had not begun: what was brought is still here
-            return
-        kept = []
-        if view.copies is not None:
-            view.copies.close()
-            kept = [StateShard.kept(each) for step in view.copies.steps() for each in view.copies.at(step)]
-        # Where one view after the other breaks before its first step, each leaves what the one before has left.
-        self._former = distinct([*self._former, *kept, view.pieces(reached)])
+        if view is not None:  # else the view had not begun, and the shards of the one before are still here
+            kept = []
+            if view.copies is not None:
+                view.copies.close()
+                kept = [StateShard.of_copy(each) for step in view.copies.steps() for each in view.copies.at(step)]
+            # Where several views in a row end before their first step, the shards of all of them are kept.
+            self._former = distinct([*self._former, *kept, view.shard(state.progress, self.detector)])
+        state.drop_model()
 
-    def _offer(self, view: _ViewState, copies: MemoryCheckpoints, reached: Progress) -> None:
+    def _copy(self, view: _ViewState, copies: MemoryCheckpoints, progress: Progress) -> None:
         began = view.comm.now()
-        mine = view.pieces(reached)
-        copies.offer(reached.steps, mine.held, mine.meta)
+        mine = view.shard(progress, self.detector)
+        copies.offer(progress.steps, mine.held, mine.meta)
         now = view.comm.now()
-        costs = [now - began, (began - view.since) / (reached.steps - view.told_at)]
-        told = view.comm.gather(torch.tensor(costs, dtype=torch.float64)).wait()
-        view.due = reached.steps + interval(float(told[:, 0].max()), float(told[:, 1].min()))
-        view.told_at, view.since = reached.steps, view.comm.now()
-        LOG.debug("copies of step %d took %.4f s; the next are due after step %d", reached.steps, now - began, view.due)
+        costs = [now - began, (began - view.since) / (progress.steps - view.taken_at)]
+        seconds = view.comm.gather(torch.tensor(costs, dtype=torch.float64)).wait()
+        view.due = progress.steps + interval(float(seconds[:, 0].max()), float(seconds[:, 1].min()))
+        view.taken_at, view.since = progress.steps, view.comm.now()
+        LOG.debug("memory checkpoint of step %d took %.4f s; the next is due after step %d",
+                  progress.steps, now - began, view.due)  # fmt: skip
 
 
 def interval(cost_seconds: float, step_seconds: float) -> int:
-    """Steps from one copy to the next, so that copies take their share of the time."""
+    """Steps between two memory checkpoints, so that these take at most `SHARE` of the time."""
     if step_seconds <= 0:
         return LONGEST_STEPS
     return min(LONGEST_STEPS, max(1, math.ceil(cost_seconds / (SHARE * step_seconds))))
+
+
+def _sharded(state: TrainingState) -> ShardedModel:
+    local = state.local
+    return ShardedModel(state.model, Parts(local.parts, local.stepped), state.optimizer)

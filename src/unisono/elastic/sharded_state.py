@@ -1,10 +1,10 @@
-"""What workers have of the state of a replica that lies on several of them, and how it becomes whole in another view.
+"""The shards of a sharded replica's state, and how they are put together again in another view.
 
-parts here, at their last step ─┐
-copies of one's own part        ├──► the newest step of which all of it is there ──► everybody's new part
-copies of another worker's      ┘
+own shards, at their last step ──────┐
+copies of this worker's shard        ├──► the newest step of which all shards exist ──► each worker's new shard
+copies of another worker's shard ────┘
 
-Replicas that walk by themselves have each a state of its own; of what differs all take the mean.
+Replicas with local steps have different states: of what differs, all workers get the mean.
 """
 
 from __future__ import annotations
@@ -22,74 +22,79 @@ from unisono.checkpoint import Box, TensorShard, decode_holding, encode_holding
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic.model_state import weights_of
-from unisono.elastic.state_transfer import Parts, Progress, adopt, committed_in, describe
+from unisono.elastic.state_transfer import Parts, Progress, committed_in, load_named_state, named_state
 from unisono.elastic.transfer import LocalTensors, MemoryCheckpoint, digest, hand_over, mean
 from unisono.errors import StateMissing
 
 LOG = logging.getLogger("unisono")
 ShardVersion = tuple[int, int]
-"""The view in which the last step of a state was taken, and the steps in it: states of one replica that say the same
-fit together, and of two the greater one is right."""
+"""The view in which the last step of a state was taken, and its number of steps. Shards of equal version fit together;
+of two versions the greater one is newer."""
 
 
 @dataclass(frozen=True)
 class StateShard:
-    """What one worker has of the state between two steps.
+    """One worker's shard of the state between two steps.
 
     Args:
-        held: tensors by a checkpoint's names.
-        numbers: what is no tensor of it.
-        judged: what is remembered of bad steps.
-        loss: of the last step in it.
-        walker: the replica whose it is, by its number in that view, where each has its own; all have the same: None.
+        held: tensors by the names of a checkpoint.
+        numbers: of the state, by the names of a checkpoint.
+        history: of bad steps.
+        loss: of the last step.
+        replica: its number in that view, where replicas with local steps have different states; else None.
     """
 
-    at: ShardVersion
+    version: ShardVersion
     held: LocalTensors
     numbers: Mapping[str, float]
-    judged: Mapping[str, Any]
+    history: Mapping[str, Any]
     loss: float
-    walker: int | None = None
+    replica: int | None = None
 
-    def said(self) -> list[Any]:
-        """All but the tensors' numbers, as JSON carries it."""
-        digests = {} if self.walker is None else {n: digest({n: x}, {}) for n, x in self.held.tensors.items()}
+    def report(self) -> list[Any]:
+        """The shard without the contents of its tensors, of JSON's kinds."""
+        digests = {} if self.replica is None else {n: digest({n: x}, {}) for n, x in self.held.tensors.items()}
         return [self.meta, encode_holding(self.held.holding), digests]
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What has to be beside the tensors where they are kept."""
-        numbers, judged = dict(self.numbers), dict(self.judged)
-        return {"at": list(self.at), "walker": self.walker, "numbers": numbers, "judged": judged, "loss": self.loss}
+        """All but the tensors, of JSON's kinds."""
+        return {
+            "version": list(self.version),
+            "replica": self.replica,
+            "numbers": dict(self.numbers),
+            "history": dict(self.history),
+            "loss": self.loss,
+        }
 
     @staticmethod
-    def kept(copy: MemoryCheckpoint) -> StateShard:
-        """What another worker, or this one, was given to keep."""
+    def of_copy(copy: MemoryCheckpoint) -> StateShard:
+        """The shard of which `copy` is a memory checkpoint."""
         meta = copy.meta
-        first, steps = meta["at"]
-        return StateShard((first, steps), copy.held, meta["numbers"], meta["judged"], meta["loss"], meta["walker"])
+        view, steps = meta["version"]
+        return StateShard((view, steps), copy.held, meta["numbers"], meta["history"], meta["loss"], meta["replica"])
 
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """This worker's part of a replica: a module of plain tensors, the boxes that they are, and their optimizer."""
+    """This worker's shard of a replica: a module of plain tensors, their boxes in the whole, and their optimizer."""
 
     model: nn.Module
     parts: Parts
     optimizer: Optimizer
 
-    def pieces(
-        self, at: ShardVersion, reached: Progress, judged: Mapping[str, Any], walker: int | None = None
+    def shard(
+        self, version: ShardVersion, progress: Progress, history: Mapping[str, Any], replica: int | None = None
     ) -> StateShard:
-        """The state that lies here; tensors are the model's own."""
-        tensors, numbers = describe(self.model, self.optimizer, reached)
+        """This worker's shard of the state; its tensors are the model's own."""
+        tensors, numbers = named_state(self.model, self.optimizer, progress)
         boxes = {name: box for name, x in tensors.items() if (box := self._box(name, tuple(x.shape), local=True))}
-        return StateShard(at, LocalTensors(tensors, boxes), numbers, judged, reached.loss, walker)
+        return StateShard(version, LocalTensors(tensors, boxes), numbers, history, progress.loss, replica)
 
     def wants(self, holdings: Sequence[Mapping[str, TensorShard]]) -> dict[str, TensorShard]:
-        """This worker's part of what `holdings` are parts of. A worker has all that belongs to a parameter, or nothing
-        of it: if weights are complete, what the optimizer has of them is."""
-        wholes = {name: piece.whole for each in holdings for name, piece in each.items()}
+        """The boxes that this worker needs of the tensors in `holdings`. A worker has all state of a parameter or
+        none: if weights are complete, so is their optimizer state."""
+        wholes = {name: shard.whole for each in holdings for name, shard in each.items()}
         mine = {f"model/{name}": x for name, x in weights_of(self.model).items()}
         found = {}
         for name, x in mine.items():
@@ -100,110 +105,116 @@ class ShardedModel:
                 found[name] = TensorShard(whole.dtype, self._box(name, whole.shape) or Box.whole(whole.shape))
         return found
 
-    def take(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> Progress:
-        """The state is this one from now on."""
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> Progress:
+        """Load this worker's shard of a state; returns its progress."""
         own = {name: n for name, n in numbers.items() if "/" not in name or self._has(f"optimizer/{name}")}
-        return adopt(self.model, self.optimizer, tensors, own)
+        return load_named_state(self.model, self.optimizer, tensors, own)
 
     def _has(self, name: str) -> bool:
         kind, _, rest = name.partition("/")
         return kind != "model" and ("/" not in rest or self.parts.of(name) is not None)
 
     def _box(self, name: str, shape: tuple[int, ...], *, local: bool = False) -> Box | None:
-        """Which one this worker's part of the tensor `name` is, where it is cut as its parameter is: `shape` is then
-        that of the parameter, or where `local` that of the part."""
+        """The box of this worker's shard of the tensor `name`, if it is sharded as its parameter is. `shape` is that of
+        the whole tensor; with `local`, that of the shard."""
         part = self.parts.of(name)
         cut = part is not None and shape == (part.size if local else part.shape)
         return part if part and cut else None
 
 
-def distinct(pieces: Iterable[StateShard]) -> list[StateShard]:
-    """Of those that are the same part of the same state, one."""
-    return list({(each.at, each.walker, frozenset(each.held.holding.items())): each for each in pieces}.values())
+def distinct(shards: Iterable[StateShard]) -> list[StateShard]:
+    """One of all that are the same shard of the same state."""
+    return list({(each.version, each.replica, frozenset(each.held.holding.items())): each for each in shards}.values())
 
 
-def assemble(
-    comm: Communicator, here: Sequence[StateShard], laid: ShardedModel, hosts: Sequence[str]
+def reassemble(
+    comm: Communicator, here: Sequence[StateShard], sharded: ShardedModel, hosts: Sequence[str]
 ) -> tuple[ShardVersion, Progress, Mapping[str, Any]] | None:
-    """Everybody's part of the newest state that is whole; all call it alike. Returns which one it is, and what is
-    remembered of bad steps; None, and nothing has changed, if there is none, or a newer one on disk.
+    """Collective: load the newest state of which all shards exist, each worker its own shard.
+
+    Returns:
+        Its version, its progress and its history of bad steps. None, and nothing has changed, if there is no such
+        state, or a checkpoint is newer.
 
     Raises:
-        PeerLost: a worker was lost meanwhile; what is `here` is as it was.
+        PeerLost: a worker was lost meanwhile; the shards `here` are unchanged.
     """
-    told = [
+    reports = [
         _ShardReport.of(each)
-        for text in gather_text(comm, json.dumps([p.said() for p in here]))
+        for text in gather_text(comm, json.dumps([shard.report() for shard in here]))
         for each in json.loads(text)
     ]
-    on_disk = max((committed_in(each.numbers) for each in told), default=0)
-    for at in sorted({each.at for each in told if each.at[1] >= on_disk}, reverse=True):
-        theirs, mine = [each for each in told if each.at == at], [piece for piece in here if piece.at == at]
+    on_disk = max((committed_in(each.numbers) for each in reports), default=0)
+    for version in sorted({each.version for each in reports if each.version[1] >= on_disk}, reverse=True):
+        theirs = [each for each in reports if each.version == version]
+        mine = [shard for shard in here if shard.version == version]
         try:
-            tensors = _whole(comm, mine, laid, theirs, hosts)
+            tensors = _own_shard(comm, mine, sharded, theirs, hosts)
         except StateMissing as missing:
-            LOG.info("of the state after step %d not all is there: %s", at[1], str(missing).splitlines()[0])
+            LOG.info("the state after step %d is incomplete: %s", version[1], str(missing).splitlines()[0])
             continue
         numbers = {name: number for each in theirs for name, number in each.numbers.items()}
-        return at, replace(laid.take(tensors, numbers), loss=theirs[0].loss), theirs[0].judged
+        return version, replace(sharded.load(tensors, numbers), loss=theirs[0].loss), theirs[0].history
     return None
 
 
-def _whole(
+def _own_shard(
     comm: Communicator,
     here: Sequence[StateShard],
-    laid: ShardedModel,
-    told: Sequence[_ShardReport],
+    sharded: ShardedModel,
+    reports: Sequence[_ShardReport],
     hosts: Sequence[str],
 ) -> dict[str, Tensor]:
-    """This worker's part of one state: what all who have it have alike from all of them, and of the rest the mean over
-    the replicas of which all is there. Raises `StateMissing` on all workers."""
-    wants, apart = laid.wants([each.holding for each in told]), _apart(told)
-    alike, own = ({n: piece for n, piece in wants.items() if (n in apart) is there} for there in (False, True))
-    tensors = hand_over(comm, [piece.held for piece in here], alike, hosts)
-    lacking = list[StateMissing]()
+    """Collective: this worker's shard of one state. Tensors that are equal on all who have them come from any of them;
+    of the others, the mean over all complete replicas. Raises `StateMissing` on all workers."""
+    wants, different = sharded.wants([each.holding for each in reports]), _different(reports)
+    equal = {name: shard for name, shard in wants.items() if name not in different}
+    own = {name: shard for name, shard in wants.items() if name in different}
+    tensors = hand_over(comm, [shard.held for shard in here], equal, hosts)
+    incomplete = list[StateMissing]()
 
-    def walks() -> Iterator[dict[str, Tensor]]:
-        for walker in sorted({each.walker for each in told if each.walker is not None}):
+    def of_replicas() -> Iterator[dict[str, Tensor]]:
+        for replica in sorted({each.replica for each in reports if each.replica is not None}):
             try:
-                yield hand_over(comm, [piece.held for piece in here if piece.walker == walker], own, hosts)
+                yield hand_over(comm, [shard.held for shard in here if shard.replica == replica], own, hosts)
             except StateMissing as missing:
-                lacking.append(missing)
+                incomplete.append(missing)
 
-    means = mean(walks()) if apart else {}
-    if lacking and not means:
-        raise lacking[0]
+    means = mean(of_replicas()) if different else {}
+    if incomplete and not means:
+        raise incomplete[0]
     return tensors | means
 
 
-def _apart(told: Sequence[_ShardReport]) -> set[str]:
-    """The names under which not all who have the same box of a tensor have the same in it."""
+def _different(reports: Sequence[_ShardReport]) -> set[str]:
+    """Names of tensors of which two workers have the same box with different contents."""
     first: dict[tuple[str, Box], str | None] = {}
-    apart = set()
-    for each in told:
-        for name, piece in each.holding.items():
-            said = each.digests.get(name)
-            if first.setdefault((name, piece.box), said) != said:
-                apart.add(name)
-    return apart
+    names = set()
+    for each in reports:
+        for name, shard in each.holding.items():
+            digest_here = each.digests.get(name)
+            if first.setdefault((name, shard.box), digest_here) != digest_here:
+                names.add(name)
+    return names
 
 
 @dataclass(frozen=True)
 class _ShardReport:
-    at: ShardVersion
-    walker: int | None
+    version: ShardVersion
+    replica: int | None
     numbers: Mapping[str, float]
-    judged: Mapping[str, Any]
+    history: Mapping[str, Any]
     loss: float
     holding: Mapping[str, TensorShard]
     digests: Mapping[str, str]
 
     @staticmethod
-    def of(told: Any) -> _ShardReport:
-        match told:
+    def of(report: Any) -> _ShardReport:
+        match report:
             case [dict(meta), str(held), dict(digests)]:
-                first, steps = meta["at"]
-                at = (int(first), int(steps))
-                numbers, judged, loss = meta["numbers"], meta["judged"], meta["loss"]
-                return _ShardReport(at, meta["walker"], numbers, judged, loss, decode_holding(held), digests)
-        raise ValueError("not what a worker says of its part of the state")
+                view, steps = meta["version"]
+                version = (int(view), int(steps))
+                numbers, history, loss = meta["numbers"], meta["history"], meta["loss"]
+                return _ShardReport(
+                    version, meta["replica"], numbers, history, loss, decode_holding(held), digests)  # fmt: skip
+        raise ValueError("not a worker's report of its shard of the state")

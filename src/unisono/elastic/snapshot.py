@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.elastic.state_transfer import Progress, adopt, describe, shared_among
+from unisono.elastic.state_transfer import Progress, load_named_state, named_state, shared_among
 
 
 class Snapshot:
@@ -25,34 +25,35 @@ class Snapshot:
     It is as large as weights, optimizer state and the synchronizer's own state together.
 
     Attributes:
-        reached: the progress at that time; None before the first synchronization.
+        progress: at that time; None before the first synchronization.
     """
 
     def __init__(self) -> None:
-        self.reached: Progress | None = None
+        self.progress: Progress | None = None
         self._tensors: dict[str, Tensor] = {}
         self._numbers: dict[str, float] = {}
 
-    def take(self, model: nn.Module, optimizer: Optimizer, reached: Progress) -> None:
-        """Copy the state at a synchronization, whose progress is `reached`."""
-        tensors, self._numbers = describe(model, optimizer, reached)
+    def take(self, model: nn.Module, optimizer: Optimizer, progress: Progress) -> Progress:
+        """Copy the state at a synchronization. Returns `progress` with copies of what the synchronizer shares."""
+        tensors, self._numbers = named_state(model, optimizer, progress)
         self._tensors = {name: _copied(tensor, self._tensors.get(name)) for name, tensor in tensors.items()}
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        self.reached = replace(reached, shared=shared_among(self._tensors))
+        self.progress = replace(progress, shared=shared_among(self._tensors))
+        return self.progress
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> Progress | None:
         """Copy the snapshot back into `model` and `optimizer`, and return its progress; None if there is none."""
-        if self.reached is None:
+        if self.progress is None:
             return None
-        here, numbers = describe(model, optimizer, self.reached)
+        here, numbers = named_state(model, optimizer, self.progress)
         if (here.keys(), numbers) == (self._tensors.keys(), self._numbers):  # the usual case, without a second copy
             for name, tensor in here.items():
                 tensor.copy_(self._tensors[name])
         else:
             own = {name: tensor.clone() for name, tensor in self._tensors.items()}
-            adopt(model, optimizer, own, self._numbers)
-        return self.reached
+            load_named_state(model, optimizer, own, self._numbers)
+        return self.progress
 
 
 def _copied(tensor: Tensor, into: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""All that makes up a worker's state between two steps, as named tensors and numbers: what travels to whoever comes."""
+"""A worker's state between two steps, as named tensors and numbers, and how it is sent to workers that lack it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _STEPS, _COMMITTED = _RESERVED = "steps", "committed"  # an optimizer's own numb
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a worker has come.
+    """The steps that a state holds.
 
     Args:
-        steps: that are in its model and optimizer.
-        committed: the step of the newest checkpoint that lies on disk; 0: none.
-        shared: what the synchronizer had beside them.
-        loss: of the last of these steps; a view that begins after the very last one takes none, and has it to tell.
+        steps: that are in model and optimizer.
+        committed: the step of the newest complete checkpoint; 0: none.
+        shared: the synchronizer's state, equal on all replicas.
+        loss: of the last of these steps. A view that begins after the last step of a run reports it.
     """
 
     steps: int = 0
@@ -41,19 +41,21 @@ class Progress:
     loss: float = math.nan
 
 
-def describe(model: nn.Module, optimizer: Optimizer, reached: Progress) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The state, by a checkpoint's names; tensors are the model's own."""
+def named_state(
+    model: nn.Module, optimizer: Optimizer, progress: Progress
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The state as tensors and numbers, by the names of a checkpoint. The tensors are the model's own."""
     state, numbers = state_of(optimizer, model)
     tensors = {f"model/{name}": tensor.detach() for name, tensor in weights_of(model).items()}
     tensors |= {f"optimizer/{name}": tensor for name, tensor in state.items()}
-    tensors |= {f"sync/{name}": tensor for name, tensor in reached.shared.items()}
-    return tensors, {**numbers, _STEPS: reached.steps, _COMMITTED: reached.committed}
+    tensors |= {f"sync/{name}": tensor for name, tensor in progress.shared.items()}
+    return tensors, {**numbers, _STEPS: progress.steps, _COMMITTED: progress.committed}
 
 
-def adopt(
+def load_named_state(
     model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
 ) -> Progress:
-    """Take over what another worker `describe`d."""
+    """Load the `named_state` of another worker, or of an earlier moment; returns its progress."""
     with torch.no_grad():
         for name, tensor in weights_of(model).items():
             tensor.copy_(tensors[f"model/{name}"])
@@ -63,36 +65,36 @@ def adopt(
 
 
 def shared_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a described state is the synchronizer's: the same on all replicas where they meet."""
+    """The synchronizer's part of a named state, which is equal on all replicas after a synchronization."""
     return _under("sync/", tensors)
 
 
-def in_common(
+def replicated_part(
     tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What of a described state replicas that walk by themselves are sure to have in common where they meet."""
+    """The part of a named state that is equal on replicas with local steps after a synchronization."""
     return shared_among(tensors), {name: numbers[name] for name in _RESERVED}
 
 
 def committed_in(numbers: Mapping[str, float]) -> int:
-    """`Progress.committed` of a state that was described so."""
+    """`Progress.committed` of a named state with these numbers."""
     return int(numbers[_COMMITTED])
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Which boxes of a checkpoint's tensors a worker holds, by the names of their parameters.
+    """The boxes of a checkpoint's tensors that one worker has, by the names of their parameters.
 
     Args:
         weights: of parameters.
-        stepped: of what the optimizer remembers of each, where it is this worker's to step.
+        stepped: of optimizer state, for parameters that this worker steps.
     """
 
     weights: Mapping[str, Box]
     stepped: Mapping[str, Box]
 
     def of(self, name: str) -> Box | None:
-        """The part that belongs to a checkpoint's tensor `name`: that of its parameter; None where it has none."""
+        """The box of a checkpoint's tensor `name`, which is that of its parameter; None where it has none."""
         kind, _, rest = name.partition("/")
         if kind in ("owed", "kept"):
             return None
@@ -103,65 +105,65 @@ class Parts:
 
 @dataclass(frozen=True)
 class ReceivedState:
-    """What a view starts from.
+    """The state that a view starts from.
 
     Args:
-        reached: how far its state has come.
-        words: what the first of those who had it says of it.
-        beside: what that one has beside it; empty for those who had the state themselves.
+        progress: its steps.
+        meta: what the first of its sources sent with it.
+        extra: further tensors of that source; empty on workers that had the state themselves.
     """
 
-    reached: Progress
-    words: Any
-    beside: Mapping[str, Tensor] = field(default_factory=dict)
+    progress: Progress
+    meta: Any
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def take_over(
-    view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, has: Progress | None, words: Any = None,
-    beside: Mapping[str, Tensor] | None = None, *, walks: bool = False,
+def receive_state(
+    view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, own: Progress | None, meta: Any = None,
+    extra: Mapping[str, Tensor] | None = None, *, local_steps: bool = False,
 ) -> ReceivedState:  # fmt: skip
-    """The state that `view` starts from, on all its members, which call it alike: this worker's own, where it `has`
-    that, or what those who have it hand over.
+    """Collective among the members of `view`: the state that it starts from, sent by its sources to all others.
 
     Args:
-        words: of JSON's kinds, about that state.
-        beside: tensors that go with it, whose bits need not be the same on all who have it.
-        walks: those who have it are replicas that walk by themselves. Of what is not the same on all of them, the mean
-            is taken by all.
+        own: the progress of this worker's state, where it is a source.
+        meta: of JSON's kinds, sent with the state.
+        extra: tensors that are sent with the state, and may differ between sources.
+        local_steps: sources are replicas with local steps. All workers then have the mean of what differs.
 
     Raises:
-        StateDamaged: what came is not what its holders have.
-        StateMissing, PeerLost: as `handover.hand_over`.
+        StateDamaged: what was received is not what the sources have.
+        StateMissing, PeerLost: as `transfer.hand_over`.
     """
     sources = [view.members.index(source) for source in view.sources]
-    tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
-    digests = {name: handover.digest({name: tensor}, {}) for name, tensor in tensors.items()} if walks else {}
+    tensors, numbers = named_state(model, optimizer, own) if own else ({}, {})
+    digests = {name: handover.digest({name: tensor}, {}) for name, tensor in tensors.items()} if local_steps else {}
     if comm.rank == sources[0]:
-        tensors |= {f"{_BESIDE}{name}": tensor for name, tensor in (beside or {}).items()}
+        tensors |= {f"{_EXTRA}{name}": tensor for name, tensor in (extra or {}).items()}
     here = handover.LocalTensors(tensors)
-    told = gather_text(comm, json.dumps([encode_holding(here.holding), numbers, words, digests]) if has else "")
-    kinds, numbers, words, _ = json.loads(told[sources[0]])
+    reports = gather_text(comm, json.dumps([encode_holding(here.holding), numbers, meta, digests]) if own else "")
+    kinds, numbers, meta, _ = json.loads(reports[sources[0]])
     everything = decode_holding(kinds)
-    apart = handover.differing([json.loads(told[source])[-1] for source in sources])
-    alike = {} if has else {name: piece for name, piece in everything.items() if name not in apart}
-    received = handover.hand_over(comm, [here], alike, [place.host for place in view.places])
-    state = {name: tensor for name, tensor in received.items() if not name.startswith(_BESIDE)}
-    if not has and digest_of(state, numbers, walks=walks) != view.start.digest:
-        raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")
-    means = handover.mean_of(comm, tensors, {name: everything[name] for name in apart}, sources)
-    if not has:
-        return ReceivedState(adopt(model, optimizer, state | means, numbers), words, _under(_BESIDE, received))
-    for name, mean in means.items():  # only now: whoever is lost meanwhile takes nothing along
+    different = handover.differing([json.loads(reports[source])[-1] for source in sources])
+    equal = {} if own else {name: shard for name, shard in everything.items() if name not in different}
+    received = handover.hand_over(comm, [here], equal, [place.host for place in view.places])
+    state = {name: tensor for name, tensor in received.items() if not name.startswith(_EXTRA)}
+    if not own and digest_of(state, numbers, local_steps=local_steps) != view.start.digest:
+        raise StateDamaged(f"the state received for step {view.start.step} is not that of its sources")
+    means = handover.mean_of(comm, tensors, {name: everything[name] for name in different}, sources)
+    if not own:
+        progress = load_named_state(model, optimizer, state | means, numbers)
+        return ReceivedState(progress, meta, _under(_EXTRA, received))
+    for name, mean in means.items():  # only now: a worker that is lost during the transfer changes no source
         tensors[name].copy_(mean)
-    return ReceivedState(has, words)
+    return ReceivedState(own, meta)
 
 
-def digest_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, float], *, walks: bool = False) -> str:
-    """Of a described state: of all of it, or of what replicas that walk by themselves have in common."""
-    return handover.digest(*(in_common(tensors, numbers) if walks else (tensors, numbers)))
+def digest_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, float], *, local_steps: bool = False) -> str:
+    """Digest of a named state; with local steps, of its replicated part."""
+    return handover.digest(*(replicated_part(tensors, numbers) if local_steps else (tensors, numbers)))
 
 
-_BESIDE = "beside/"
+_EXTRA = "beside/"
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

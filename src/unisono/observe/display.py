@@ -68,7 +68,7 @@ class Display:
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._live.start()
+            self._live.start(refresh=True)
         return self
 
     def __exit__(

@@ -14,7 +14,8 @@ from unisono.comm import SingleWorker
 from unisono.comm.process_groups import ProcessGroups
 from unisono.config import Config
 from unisono.data import Inline
-from unisono.elastic.presence import Unchanging
+from unisono.elastic.session import StaticSession
+from unisono.elastic.training_state import TrainingState
 from unisono.observe import NullRecorder
 from unisono.tasks.task import Task, with_data
 from unisono.trainer.build import DataFeed, bind, build
@@ -40,10 +41,11 @@ def share_seconds(task: Task, config: Config) -> float:
         held, optimizer = build(task, config, device, comm)
         persistence = Checkpointer(None, held.local, optimizer, comm, 0, {})
         began = time.monotonic()
-        trainer = bind(task, config, feed, held, optimizer, ProcessGroups.whole(comm), persistence=persistence,
-                       record=NullRecorder(), device=device,
-                       presence=Unchanging(lambda: time.monotonic() - began > _ENOUGH_SECONDS))  # fmt: skip
-        trainer.run(0)
+        trainer = bind(
+            task, config, feed, TrainingState(held, optimizer), ProcessGroups.whole(comm), persistence=persistence,
+            record=NullRecorder(), device=device,
+            session=StaticSession(stop_requested=lambda: time.monotonic() - began > _ENOUGH_SECONDS))  # fmt: skip
+        trainer.run()
     counted = trainer.step_seconds[1:] or trainer.step_seconds
     return statistics.median(counted) * whole.plan.micro_batches / config.workers / mine
 

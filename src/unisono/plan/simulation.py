@@ -24,6 +24,7 @@ from unisono.comm.process_groups import ProcessGroups
 from unisono.config import Config
 from unisono.data import Inline
 from unisono.elastic.model_state import weights_of
+from unisono.elastic.training_state import TrainingState
 from unisono.errors import UnisonoError, WorkerFailed
 from unisono.observe.recorder import Fields
 from unisono.plan.compute_time import Compute, quantiles
@@ -229,14 +230,13 @@ def _train(
         task,
         config,
         feed,
-        held,
-        optimizer,
+        TrainingState(held, optimizer),
         ProcessGroups.whole(comm),
         persistence=persistence,
         record=record,
         device=device,
         trainer=partial(PacedTrainer, pace=pace),
     )
-    outcome = trainer.run(0)
+    outcome = trainer.run()
     weights = fingerprint(weights_of(held.local)) if comm.rank == 0 else ""
     return WorkerTrace(record.points, trainer.seconds, pace.busy_seconds, record.bytes, outcome.metrics, weights)

@@ -29,9 +29,11 @@ class Axis:
 
     def cell(self, value: float) -> int:
         """Where `value` lies; what is outside, at the edge."""
+        above = value >= self.most > self.least
         least, most, value = (math.log(max(v, self.least)) if self.logarithmic else v
                               for v in (self.least, self.most, value))  # fmt: skip
-        share = (value - least) / (most - least) if most > least else 0.0
+        # The logarithms of neighbouring numbers may be equal.
+        share = (value - least) / (most - least) if most > least else float(above)
         return min(self.cells - 1, max(0, round(share * (self.cells - 1))))
 
 

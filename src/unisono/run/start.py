@@ -117,7 +117,7 @@ def start(
             order = replace(order, contact=elastic.contact if elastic else None)
             try:
                 results = launch(
-                    "unisono.run.worker:work",
+                    "unisono.run.worker:run_worker",
                     (order,),
                     config.workers,
                     logs=path / "logs",
@@ -165,7 +165,7 @@ def join(
         settle(order.source.load(FIELDS), order.settings)
         assert order.contact is not None
         results = launch(
-            "unisono.run.worker:work",
+            "unisono.run.worker:run_worker",
             (order,),
             workers,
             logs=logs,
@@ -226,7 +226,7 @@ def _be_worker(
     on_message: Messages,
 ) -> Result | None:
     """This process is one of several that somebody else's launcher started."""
-    from unisono.run.worker import work  # imports torch
+    from unisono.run.worker import run_worker  # imports torch
 
     settings = ranged(settings)
     said = settings.get("workers")
@@ -237,7 +237,7 @@ def _be_worker(
     settings = {**with_earlier(settings), "workers": identity.size}
     with contextlib.closing(StopRequest()) as stop:
         worker = WorkerContext(identity, lambda message: on_message(identity.rank, message), stop)
-        result = work(worker, RunSpec(source, settings, None, began))
+        result = run_worker(worker, RunSpec(source, settings, None, began))
     if result is None:
         return None
     if identity.rank == 0:

@@ -7,338 +7,272 @@ import dataclasses
 import json
 import logging
 import resource
-import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from unisono.bad_steps import AnomalyDetector
-from unisono.checkpoint import (
-    Event,
-    Opened,
-    Writer,
-    fingerprint,
-    fingerprint_of,
-    newest,
-    open_newest,
-    verified,
-)
+from unisono.checkpoint import Event, Writer, fingerprint, fingerprint_of, open_newest
 from unisono.comm import Communicator, SingleWorker
 from unisono.comm.process_groups import ProcessGroups
 from unisono.comm.text import broadcast_text
 from unisono.config import Config, recovers, walks
 from unisono.elastic.admission import admit, compare
-from unisono.elastic.session import ElasticSession, MeetingPlace, Session, StaticSession
+from unisono.elastic.recovery import Recovery, ReplicatedRecovery
+from unisono.elastic.session import ElasticSession, Session, StaticSession, ViewRendezvous
 from unisono.elastic.sharded_recovery import ShardedRecovery
-from unisono.elastic.sharded_state import ShardedModel
-from unisono.elastic.snapshot import Snapshot
-from unisono.elastic.state_transfer import Parts, Progress, describe, digest_of, take_over
+from unisono.elastic.state_transfer import Parts, Progress
+from unisono.elastic.training_state import TrainingState
 from unisono.elastic.trait_check import Traits
-from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, Diverged, InvalidInput, RunFailed
+from unisono.elastic.view_loop import Attempt, attempts
+from unisono.errors import CheckpointDamaged, CommunicationError, Diverged, InvalidInput, RunFailed
 from unisono.launch import WorkerContext, claim
-from unisono.launch.lock import Holder, held
 from unisono.launch.process import age_seconds
 from unisono.layout import AXES, SIDE_BY_SIDE, LocalModel, RankMesh, WholeTensors
 from unisono.membership import View
-from unisono.notation import show
-from unisono.observe import NullRecorder, ProgressReporter, Recorder, RunRecorder, ThreadTracker, in_words, write_config
+from unisono.observe import (
+    NullRecorder,
+    ProgressReporter,
+    Recorder,
+    RunRecorder,
+    ThreadTracker,
+    Watchdog,
+    in_words,
+    write_config,
+)
 from unisono.observe.activity import Phase
 from unisono.observe.record_files import SUMMARY
 from unisono.observe.user_frames import exit_in_words
-from unisono.run.directory import CHECKPOINTS, claimed, resumable
-from unisono.run.resolve import check_same_run, settle
+from unisono.run.directory import CHECKPOINTS, resumable
+from unisono.run.location import DirectoryLock, RunLocation, locate
+from unisono.run.resolve import settle
+from unisono.run.resume import load_checkpoint, newest_sound, resumable_checkpoint
 from unisono.run.spec import Result, RunSpec
 from unisono.tasks.task import Task, with_data
 from unisono.trainer.build import DataFeed, bind, build
-from unisono.trainer.checkpointing import Checkpointer, history
+from unisono.trainer.checkpointing import Checkpointer
 from unisono.trainer.device import choose_device, fair_threads
 from unisono.trainer.loop import Outcome, Trainer
-from unisono.trainer.loop_checkpoint import same_directory
 from unisono.trainer.traits import of_config, of_data, of_model, of_optimizer, of_task
 
 log = logging.getLogger("unisono")
 
 
-def work(worker: WorkerContext, order: RunSpec) -> dict[str, Any] | None:
-    """Train as one of the workers of a run; returns the fields of a `Result`, or None from a worker that left before
-    the end."""
+def run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
+    """Train as one of the workers of a run.
+
+    Returns:
+        The fields of a `Result`; None from a worker that left before the end.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     claim()
-    with _no_exit(worker.identity.rank):
-        return _work(worker, order)
+    with _exit_is_failure(worker.identity.rank):
+        return _run_worker(worker, spec)
 
 
-def _work(worker: WorkerContext, order: RunSpec) -> dict[str, Any] | None:
-    task = with_data(order.source.load())
-    config = settle(task, order.settings)
-    if config.remove_slower_than and not order.contact and worker.identity.size > 1:
+def _run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
+    task = with_data(spec.source.load())
+    config = settle(task, spec.settings)
+    if config.remove_slower_than and not spec.contact and worker.identity.size > 1:
         raise InvalidInput(
             "remove_slower_than",
             config.remove_slower_than,
             "workers of this run cannot leave it",
             "leave it out; or start the run by unisono train, with AllReduce(), without sync_batchnorm",
         )
-    watch = ThreadTracker(age_seconds=age_seconds())
-    life = WorkerRun(worker, order, task, config, choose_device(config.device, worker.identity.local_rank), watch)
-    if order.contact and recovers(config) and config.layout.workers == 1:
-        life.build()
-    if order.contact:
-        admit(order.contact, worker, life.traits(), lambda: worker.stop.requested or worker.stop.leaving)
-    how = (config.communicator, config.deadline_seconds)
-    views = ElasticSession(worker, *how, order.contact, watch) if order.contact else StaticSession(worker, *how, watch)
-    with life.lock, views:
-        result = life.go_through(views)
+    tracker = ThreadTracker(age_seconds=age_seconds())
+    run = WorkerRun(worker, spec, task, config, choose_device(config.device, worker.identity.local_rank), tracker)
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.lock.close)
+        session: Session
+        if spec.contact:
+            if recovers(config) and config.layout.workers == 1:
+                run.build()
+            admit(spec.contact, worker, run.traits(), lambda: worker.stop.requested or worker.stop.leaving)
+            session = ElasticSession(worker, config.communicator, config.deadline_seconds, spec.contact, tracker)
+        else:
+            stack.callback(Watchdog(tracker).close)  # no coordinator sees when this worker is stuck
+            session = StaticSession.connecting(worker, config.communicator, config.deadline_seconds)
+        stack.callback(session.close)
+        result = run.run(session)
         return dataclasses.asdict(result) if result else None
 
 
-@dataclasses.dataclass
 class WorkerRun:
-    """What a worker keeps from view to view: model, optimizer and their progress.
+    """One worker from view to view: its state, and what it has measured.
+
+    Args:
+        make_writer: of checkpoints.
 
     Attributes:
-        reached: None before this worker has met others.
-        make_writer: of checkpoints.
-        keeper: where replicas lie on several workers, of what this one has of the state; the model is built anew in
-            every view.
-        milestone: where replicas that walk by themselves have last met, if workers may come and go.
-        lock: holds this worker's share of the lock on the run's directory.
+        state: sharded replicas are built anew in every view.
+        lock: this worker's share of the lock on the run's directory.
         startup_seconds: from the command to the first step.
-        trained: steps that were taken here; `step_seconds` each.
+        trained: steps that this worker has taken; `step_seconds` each.
     """
 
-    worker: WorkerContext
-    order: RunSpec
-    task: Task
-    config: Config
-    device: torch.device
-    watch: ThreadTracker
-    built: tuple[LocalModel, Optimizer] | None = None
-    make_writer: Callable[..., Writer] = Writer
-    judge: AnomalyDetector | None = None
-    reached: Progress | None = None
-    keeper: ShardedRecovery = dataclasses.field(default_factory=ShardedRecovery)
-    milestone: Snapshot | None = None
-    lock: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-    locked: bool = False
-    startup_seconds: float | None = None
-    trained: int = 0
-    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    def __init__(
+        self,
+        worker: WorkerContext,
+        spec: RunSpec,
+        task: Task,
+        config: Config,
+        device: torch.device,
+        tracker: ThreadTracker,
+        make_writer: Callable[..., Writer] = Writer,
+    ) -> None:
+        self.worker, self.spec, self.task, self.config = worker, spec, task, config
+        self.device, self.tracker, self._make_writer = device, tracker, make_writer
+        self.state = TrainingState(local_steps=walks(config))
+        self.lock = DirectoryLock()
+        self._recovery: Recovery | None = None
+        self.startup_seconds: float | None = None
+        self.trained, self.step_seconds = 0, list[float]()
 
     def traits(self) -> Traits:
-        """What all workers must have in common, as far as it is known before the first view."""
+        """What must be the same on all workers, as far as it is known before the first view."""
         found = {**of_task(self.task), **of_config(self.config), **of_data(self.task.data)}
-        if self.built is None:
+        if not self.state.built:
             return found
-        held, optimizer = self.built
-        return {**found, **of_model(held.model), **of_optimizer(optimizer)}
+        return {**found, **of_model(self.state.local.model), **of_optimizer(self.state.optimizer)}
 
     def build(self) -> None:
         """Build model and optimizer before the first view of an elastic run, so that its members do not wait for it."""
         torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
-        self.built = build(self.task, self.config, self.device, SingleWorker(self.device))
+        self.state.build(*build(self.task, self.config, self.device, SingleWorker(self.device)))
 
-    def go_through(self, views: Session) -> Result | None:
-        """Train from view to view; None if the others continue without this worker."""
-        while views.next():
-            try:
-                result = self.live(views)
-            except CommunicationError as error:
-                self.watch.discard()
-                self.watch.set_phase(Phase.RECOVERY)
-                self.roll_back()
-                views.broken(error, self.digest())
-                continue
-            if result is not None:
-                views.finish()
-                return result
-            self.watch.set_phase(Phase.RECOVERY)
-            views.ended(self.digest())
-        return None
+    def run(self, session: Session) -> Result | None:
+        """The main loop: train in one view after the other. None if the others continue without this worker."""
+        result = None
+        for attempt in attempts(session, self.state, self.tracker):
+            with attempt:
+                result = self.run_view(session, attempt)
+                if result is not None:
+                    attempt.finish()
+        return result
 
-    @contextlib.contextmanager
-    def _late(self) -> Iterator[None]:
-        """Add the number of completed steps to errors; input found invalid after the first step raises `RunFailed`."""
-        try:
-            yield
-        except (CommunicationError, Diverged):  # which name the step, where it matters
-            raise
-        except (Exception, SystemExit) as error:
-            if not self.step_seconds or self.reached is None:
-                raise
-            done = f"after {self.reached.steps:,} step{'s' * (self.reached.steps != 1)}"
-            if isinstance(error, InvalidInput):
-                raise RunFailed(f"worker {self.worker.identity.rank} {done}: {error}") from error
-            error.add_note(done)
-            raise
-
-    def live(self, views: Session) -> Result | None:
-        """Train in the current view; None if it ended at a step boundary.
+    def run_view(self, session: Session, attempt: Attempt) -> Result | None:
+        """Train in the current view; None if it ended after a step of all members.
 
         Raises:
             CommunicationError: it ended within a step; the model is in the state after the last completed step.
         """
         with contextlib.ExitStack() as stack:
-            meeting, size = views.meeting(self.device), len(views.view.members)
-            comm = meeting.among(range(size))
+            rendezvous, size = session.rendezvous(self.device), len(session.view.members)
+            comm = rendezvous.among(range(size))
             stack.callback(comm.close)
-            if not views.changing:  # in an elastic run, a worker that differs was refused at admission
+            if not session.elastic:  # in an elastic run, a worker that differs was refused at admission
                 compare(comm, self.traits)
             # Hosts without the run's directory cannot know the settings of an earlier attempt: worker 0 sends them.
             self.config = Config.of(json.loads(broadcast_text(comm, json.dumps(self.config.mapping()))))
             torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
             feed = DataFeed(self.task, self.config, comm.rank, size, stack, partial(_notice, self.worker))
-            place = _place(comm, self.config, self.order, stack, self._share)
-            if self.order.path is None:  # no launcher of ours has the path, and could say how to resume
-                stack.enter_context(resumable(place.path))
-            stack.enter_context(self._late())
-            keeps = bool(self.order.contact) and self.config.copies
-            wires = _wires(meeting, comm, feed.places, comm.rank, stack, keeps)
-            stack.callback(wires.close)
-            if wires.torch:
-                stack.enter_context(wires.torch.heard())
-                stack.callback(self._put_down)
-            trainer, first_step = self._set_up(views, feed, wires, place, stack)
+            location = locate(comm, self.config, self.spec, self.lock, stack)
+            if self.spec.path is None:  # no launcher has the path, and could say how to resume
+                stack.enter_context(resumable(location.path))
+            stack.enter_context(self._noting_steps())
+            copies = bool(self.spec.contact) and self.config.copies
+            groups = _process_groups(rendezvous, comm, feed.places, comm.rank, stack, copies)
+            stack.callback(groups.close)
+            if groups.torch:
+                stack.enter_context(groups.torch.heard())
+            stack.callback(self._recovers_by(groups).release, self.state)
+            trainer = self._build_view(session, attempt, feed, groups, location, stack)
             self.worker.stop.listen()
             if self.startup_seconds is None:
-                self.startup_seconds = time.time() - self.order.began
-            outcome = self._train(trainer, first_step)
-            return None if trainer.view_ending else self._result(trainer, wires, outcome, place.path)
+                self.startup_seconds = time.time() - self.spec.began
+            outcome = self._train(trainer)
+            return None if trainer.view_ending else self._result(trainer, groups, outcome, location.path)
 
-    def roll_back(self) -> None:
-        """Undo the local steps since the last synchronization."""
-        if self.milestone and self.built:
-            held, optimizer = self.built
-            self.reached = self.milestone.restore(held.local, optimizer)
+    def _recovers_by(self, groups: ProcessGroups) -> Recovery:
+        """The `Recovery` of this run, made in its first view."""
+        if self._recovery is None:
+            detector = AnomalyDetector(self.config.bad_step)
+            self._recovery = ShardedRecovery(detector) if groups.spread else ReplicatedRecovery(detector)
+        return self._recovery
 
-    def digest(self) -> str:
-        """Digest of the replicated state. Empty before the first step, and for sharded replicas, whose shards are
-        matched by `StateVersion` instead."""
-        if self.reached is None or self.built is None:
-            return ""
-        held, optimizer = self.built
-        return digest_of(*describe(held.local, optimizer, self.reached), walks=walks(self.config))
-
-    def _set_up(
-        self, views: Session, feed: DataFeed, wires: ProcessGroups, place: _RunLocation, stack: contextlib.ExitStack
-    ) -> tuple[Trainer, int]:
-        """Build and bind everything; returns the trainer and the number of steps in the state."""
-        comm, config, path = wires.everybody, self.config, place.path
-        mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if wires.spread else (None, None)
-        self.built = self.built or build(self.task, config, self.device, wires.lanes, mesh, sample, wires.inside)
-        held, optimizer = self.built
-        parts = Parts(held.parts, held.stepped)
-        record = _recorder(self.worker, comm, path, config.record_seconds)
+    def _build_view(
+        self, session: Session, attempt: Attempt, feed: DataFeed, groups: ProcessGroups, location: RunLocation,
+        stack: contextlib.ExitStack,
+    ) -> Trainer:  # fmt: skip
+        """Collective: model and optimizer in the state that the view starts from, and their trainer."""
+        comm, config, state, view = groups.everybody, self.config, self.state, session.view
+        if not state.built:
+            state.build(*self._build_model(feed, groups))
+        record = _recorder(self.worker, comm, location.path, config.record_seconds)
         stack.callback(record.close)
-        tell = _teller(self.worker, comm, record)
-        make = partial(self.make_writer, keep=config.keep, on_event=tell, attempt=place.life)
-        writer = _writer(make, comm, config, place, stack, wires.spread)
-        meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
-        judge = self.judge = self.judge or AnomalyDetector(config.bad_step)
-        persistence = Checkpointer(
-            writer, held.local, optimizer, comm.channel("checkpoint"), config.checkpoint_every, meta,
-            parts if wires.spread else None, wires.replicas.channel("start") if wires.spread else None,
-            judge=judge, newest=partial(_sound, path, record))  # fmt: skip
-        view = views.view
-        laid, hosts = ShardedModel(held.local, parts, optimizer), [place.host for place in view.places]
-        taken = None
-        if view.start.view and wires.spread:
-            taken = self.keeper.assemble(comm, laid, judge, hosts)
-        elif view.start.view:
-            taken = self._take_over(view, comm, held.local, optimizer, judge)
-        if taken is not None:
-            reached = taken
-            persistence.set_progress(reached)
+        checkpointer = self._checkpointer(feed, groups, location, record, stack)
+        recovery, here = self._recovers_by(groups), feed.places.of(comm.rank)
+        if recovery.restore(view, groups, state):
+            checkpointer.set_progress(state.progress)
         else:
-            again = config.resume or view.number > 1
-            found = _newest(config, path, meta, record) if again and comm.rank == 0 else None
-            reached = Progress(_begin(persistence, found, path), persistence.committed, persistence.shared)
-        if views.changing and walks(config):
-            self.milestone = self.milestone or Snapshot()
-            self.milestone.take(held.local, optimizer, reached)
-        self.reached, first_step = reached, reached.steps
-        if wires.spread:
-            copies = self.keeper.begin(
-                view.number, first_step, laid, judge, comm.channel("keeping"), wires.copies, hosts,
-                feed.places.of(comm.rank).replica if self.milestone else None)  # fmt: skip
-            stack.callback(copies.close if copies else lambda: None)
-        # The coordinator's count of steps does not decrease when training rolls back.
-        views.met(view.start.step if view.start.view else first_step, view.start.digest)
-        _write_down(self.order, config, comm, path, record, self.reached, view)
+            resumes = (config.resume or view.number > 1) and comm.rank == 0
+            found = resumable_checkpoint(config, location.path, checkpointer.meta, record) if resumes else None
+            steps = load_checkpoint(checkpointer, found, location.path)
+            state.progress = Progress(steps, checkpointer.committed, checkpointer.shared)
+        if session.elastic:
+            state.allow_roll_back()
+        state.commit()
+        recovery.begin(view, groups, state, here.replica)
+        attempt.joined()
+        _record_start(self.spec, config, comm, location.path, record, state.progress, view)
         if feed.left_out and not view.start.view:
             record.event("samples left out", words=feed.left_out)
-        trainer = bind(
-            self.task, config, feed, held, optimizer, wires, persistence=persistence, record=record,
-            device=self.device, first_step=first_step, presence=views, watch=self.watch,
-            milestone=self.milestone)  # fmt: skip
-        trainer.last_loss = self.reached.loss
-        if wires.spread:
-            trainer.on_commit = lambda parting: self.keeper.after_step(self._now(trainer), parting=parting)
-        return trainer, first_step
+        return bind(
+            self.task, config, feed, state, groups, persistence=checkpointer, record=record, device=self.device,
+            session=session, recovery=recovery, watch=self.tracker)  # fmt: skip
 
-    def _share(self, path: Path, holder: Holder) -> None:
-        """Share the lock of the directory `path` with all processes of the command `holder`, from now on."""
-        if not self.locked:
-            with contextlib.suppress(OSError):  # the directory is not writable: the checkpoint writer reports it
-                self.lock.enter_context(held(path, holder))
-        self.locked = True
+    def _build_model(self, feed: DataFeed, groups: ProcessGroups) -> tuple[LocalModel, Optimizer]:
+        mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if groups.spread else (None, None)
+        return build(self.task, self.config, self.device, groups.lanes, mesh, sample, groups.inside)
 
-    def _put_down(self) -> None:
-        """Keep this worker's shard of the state, and drop the model, whose process groups belong to this view."""
-        self.roll_back()
-        if self.reached is not None:
-            self.keeper.leave(self.reached)
-        self.built = self.milestone = None
+    def _checkpointer(
+        self, feed: DataFeed, groups: ProcessGroups, location: RunLocation, record: Recorder,
+        stack: contextlib.ExitStack,
+    ) -> Checkpointer:  # fmt: skip
+        comm, config, state = groups.everybody, self.config, self.state
+        report = _checkpoint_reporter(self.worker, comm, record)
+        make = partial(self._make_writer, keep=config.keep, on_event=report, attempt=location.attempt)
+        writer = location.writer(make, comm, config, stack)
+        meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(state.optimizer).__name__}
+        parts = Parts(state.local.parts, state.local.stepped) if groups.spread else None
+        return Checkpointer(
+            writer, state.model, state.optimizer, comm.channel("checkpoint"), config.checkpoint_every, meta,
+            parts, groups.replicas.channel("start") if groups.spread else None,
+            judge=self._recovers_by(groups).detector, newest=partial(newest_sound, location.path, record))  # fmt: skip
 
-    def _now(self, trainer: Trainer) -> Progress:
-        """The progress that is committed."""
-        if self.milestone and self.milestone.reached:
-            return self.milestone.reached
-        shared = trainer.replica.state_dict() if trainer.replica.synchronous else {}
-        return Progress(trainer.done, trainer.checkpointer.committed, shared, trainer.last_loss)
-
-    def _take_over(
-        self, view: View, comm: Communicator, model: nn.Module, optimizer: Optimizer, judge: AnomalyDetector
-    ) -> Progress:
-        """The state that the view starts from: this worker's own, or one received from workers that have it. With local
-        steps, local state is the mean of the survivors'."""
-        has = self.reached if view.members[comm.rank] in view.sources else None
-        words = [judge.state(), has.loss] if has else None
-        taken = take_over(view, comm, model, optimizer, has, words, walks=walks(self.config))
-        judged, loss = taken.words
-        if not has:
-            judge.replace(judged)
-        return dataclasses.replace(taken.reached, loss=loss)
-
-    def _train(self, trainer: Trainer, first_step: int) -> Outcome:
+    def _train(self, trainer: Trainer) -> Outcome:
+        first = self.state.progress.steps
         try:
-            return trainer.run(first_step)
+            return trainer.run()
         finally:
-            now = self._now(trainer)
+            progress = trainer.committed_progress()
             trainer.unbind()
-            self.reached = now
-            self.trained += trainer.done - first_step
+            self.state.progress = progress
+            self.trained += trainer.done - first
             self.step_seconds += trainer.step_seconds
 
-    def _result(self, trainer: Trainer, wires: ProcessGroups, outcome: Outcome, path: Path) -> Result:
+    def _result(self, trainer: Trainer, groups: ProcessGroups, outcome: Outcome, path: Path) -> Result:
         peaks = trainer.comm.gather(torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])).wait()
-        sent = trainer.comm.gather(torch.tensor([wires.bytes_sent])).wait()
-        mine = torch.tensor(list(self.watch.ledger.seconds().values()), dtype=torch.float64)
+        sent = trainer.comm.gather(torch.tensor([groups.bytes_sent])).wait()
+        mine = torch.tensor(list(self.tracker.ledger.seconds().values()), dtype=torch.float64)
         spent = trainer.comm.gather(mine).wait()
-        seconds = sum(self.step_seconds) if trainer.replica.synchronous or self.milestone else trainer.seconds
+        together = trainer.replica.synchronous or trainer.commits_late
+        seconds = sum(self.step_seconds) if together else trainer.seconds
+        detector = trainer.checkpointer.judge
         return Result(
             steps=outcome.steps,
             samples=outcome.steps * trainer.global_batch,
             loss=outcome.loss,
             metrics=dict(outcome.metrics),
-            weights_sha256=_hash(trainer, path, outcome.steps),
-            wall_seconds=time.time() - self.order.began,
+            weights_sha256=_weights_digest(trainer, path, outcome.steps),
+            wall_seconds=time.time() - self.spec.began,
             startup_seconds=self.startup_seconds or 0.0,
             samples_per_second=self.trained * trainer.global_batch / seconds if seconds else 0.0,
             bytes_sent_per_worker=int(sent.max()),
@@ -347,56 +281,63 @@ class WorkerRun:
             run=str(path),
             complete=outcome.steps >= trainer.steps,
             ending=_ending(outcome.steps, trainer.steps),
-            skipped_steps=len(trainer.checkpointer.judge.skipped),
-            healed=trainer.checkpointer.judge.healed,
+            skipped_steps=len(detector.skipped),
+            healed=detector.healed,
             ledger=[in_words(dict(zip(Phase, row))) for row in spent.tolist()],
         )
 
+    @contextlib.contextmanager
+    def _noting_steps(self) -> Iterator[None]:
+        """Add the number of completed steps to errors; input found invalid after the first step raises `RunFailed`."""
+        try:
+            yield
+        except (CommunicationError, Diverged):  # which name the step, where it matters
+            raise
+        except (Exception, SystemExit) as error:
+            if not self.step_seconds or not self.state.joined:
+                raise
+            steps = self.state.progress.steps
+            done = f"after {steps:,} step{'s' * (steps != 1)}"
+            if isinstance(error, InvalidInput):
+                raise RunFailed(f"worker {self.worker.identity.rank} {done}: {error}") from error
+            error.add_note(done)
+            raise
+
 
 @contextlib.contextmanager
-def _no_exit(rank: int) -> Iterator[None]:
+def _exit_is_failure(rank: int) -> Iterator[None]:
     """Make `sys.exit` in user code a failure of this worker, whatever its argument: the other workers need it."""
     try:
         yield
-    except SystemExit as leave:
-        when = " ".join(getattr(leave, "__notes__", ["before its first step"]))
-        raise RunFailed(f"worker {rank}: {exit_in_words(leave)} {when}") from leave
+    except SystemExit as error:
+        when = " ".join(getattr(error, "__notes__", ["before its first step"]))
+        raise RunFailed(f"worker {rank}: {exit_in_words(error)} {when}") from error
 
 
 def _ending(done: int, steps: int) -> str:
     return f"all {done:,} steps are done" if done >= steps else f"stopped on request after {done:,} of {steps:,} steps"
 
 
-def _begin(persistence: Checkpointer, found: Opened | None, path: Path) -> int:
-    """Collective: load the state that worker 0 has `found` on disk, or agree on first weights; returns its steps."""
-    persistence.broadcast_initial_weights()
-    try:
-        return persistence.resume(found)
-    except CheckpointMismatch as error:
-        raise InvalidInput(
-            "resume", str(path), f"the checkpoint belongs to another model: {error}", "give the task and the arguments "
-            "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
-
-
-def _wires(
-    meeting: MeetingPlace, comm: Communicator, places: RankMesh, rank: int, stack: contextlib.ExitStack, keeps: bool
-) -> ProcessGroups:
-    """Collective: the process groups of the layout. `keeps`: with one for memory checkpoints."""
+def _process_groups(
+    rendezvous: ViewRendezvous, comm: Communicator, places: RankMesh, rank: int, stack: contextlib.ExitStack,
+    copies: bool,
+) -> ProcessGroups:  # fmt: skip
+    """Collective: the process groups of the layout; `copies`: with one for memory checkpoints."""
     if places.layout.workers == 1:
         return ProcessGroups.whole(comm)
-    world = meeting.open_world()
+    world = rendezvous.open_world()
     stack.callback(world.close)
     here = places.of(rank)
     return ProcessGroups(
         comm,
-        replicas=meeting.among(places.along(rank, "replica"), "replicas"),
-        inside=meeting.among(places.along(rank, *AXES), "inside"),
-        lanes=meeting.among(places.along(rank, "replica", *SIDE_BY_SIDE), "lanes"),
-        shards=meeting.among(places.along(rank, *SIDE_BY_SIDE), "shards"),
+        replicas=rendezvous.among(places.along(rank, "replica"), "replicas"),
+        inside=rendezvous.among(places.along(rank, *AXES), "inside"),
+        lanes=rendezvous.among(places.along(rank, "replica", *SIDE_BY_SIDE), "lanes"),
+        shards=rendezvous.among(places.along(rank, *SIDE_BY_SIDE), "shards"),
         speaks=here.tensor == 0,
         weighs=here.tensor == here.context == here.pipeline == 0,
         torch=world,
-        copies=meeting.among(range(places.workers), "copies") if keeps else None,
+        copies=rendezvous.among(range(places.workers), "copies") if copies else None,
     )
 
 
@@ -406,7 +347,7 @@ def _mesh(places: RankMesh, device: torch.device) -> Any:
     return mesh_of(places, device.type)
 
 
-def _hash(trainer: Trainer, path: Path, steps: int) -> str:
+def _weights_digest(trainer: Trainer, path: Path, steps: int) -> str:
     """Digest of the weights; of sharded replicas, of those in the last checkpoint, on worker 0."""
     if trainer.replica.held.pipeline is None:
         return fingerprint(WholeTensors(trainer.model))
@@ -418,95 +359,30 @@ def _hash(trainer: Trainer, path: Path, steps: int) -> str:
     return ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _RunLocation:
-    """Where the files of the run are.
-
-    Args:
-        path: its directory on worker 0's host.
-        life: a name for this life of the run, which no other has.
-        writers: the workers that can write there, in order; others may be on hosts without that directory.
-    """
-
-    path: Path
-    life: str
-    writers: tuple[int, ...]
-
-
-def _place(
-    comm: Communicator,
-    config: Config,
-    order: RunSpec,
-    stack: contextlib.ExitStack,
-    share: Callable[[Path, Holder], None],
-) -> _RunLocation:
-    """The run's directory, which the launcher has made or worker 0 makes now.
-
-    Args:
-        share: takes this worker's share of the lock on the directory; called where the worker can write there.
-    """
-    life = broadcast_text(comm, secrets.token_hex(8))
-    if order.path is not None and order.contact is None:
-        if order.holder:
-            share(order.path, order.holder)
-        return _RunLocation(order.path, life, tuple(range(comm.size)))
-    if comm.rank == 0 and order.path is None:
-        holder = Holder.here()
-        order = dataclasses.replace(
-            order, path=stack.enter_context(claimed(config, order.source, holder)), holder=holder
-        )
-    path, writers = same_directory(comm, str(order.path) if comm.rank == 0 else "", life)
-    told = json.loads(broadcast_text(comm, json.dumps(order.holder and dataclasses.asdict(order.holder))))
-    if comm.rank in writers and told:
-        share(path, Holder(**told))
-    return _RunLocation(path, life, writers)
-
-
-def _writer(
-    make: Callable[..., Writer],
-    comm: Communicator,
-    config: Config,
-    place: _RunLocation,
-    stack: contextlib.ExitStack,
-    spread: bool,
-) -> Writer | None:
-    """This worker's checkpoint writer, if it can reach the directory."""
-    if spread and len(place.writers) < comm.size:
-        raise InvalidInput(
-            "layout", show(config.layout), f"every worker writes its own part of a checkpoint, and {place.path} is not "
-            f"the same directory on all {comm.size}", "give --run a directory that all hosts share")  # fmt: skip
-    if comm.rank not in place.writers:
-        return None
-    rank, size = place.writers.index(comm.rank), len(place.writers)
-    writer = make(place.path / CHECKPOINTS, rank, size)
-    stack.callback(writer.close)
-    return writer
-
-
 def _recorder(worker: WorkerContext, comm: Communicator, path: Path, step_seconds: float) -> Recorder:
-    """The recorder of worker 0; one that records nothing on the others, since worker 0 knows all that they do."""
+    """The recorder of worker 0, which knows all that is recorded; the others record nothing."""
     if comm.rank != 0:
         return NullRecorder()
     return ProgressReporter(RunRecorder(path, step_seconds=step_seconds), worker.report)
 
 
-def _write_down(
-    order: RunSpec, config: Config, comm: Communicator, path: Path, record: Recorder, reached: Progress, view: View
+def _record_start(
+    spec: RunSpec, config: Config, comm: Communicator, path: Path, record: Recorder, progress: Progress, view: View
 ) -> None:
-    """The configuration, once it is sure that the run begins; later, who goes on from where, and the loss of the last
-    step before, which may have died with whoever was to record it."""
+    """Record the configuration when a run begins. In a later view, record its members and its first step, with the
+    loss of the step before: a lost worker may not have recorded it."""
     if view.start.view:
         who = f"workers {', '.join(view.members)} go" if comm.size > 1 else f"worker {view.members[0]} goes"
-        record.event("view", number=view.number, members=list(view.members), step=reached.steps, loss=reached.loss,
-                      words=f"{who} on from step {reached.steps}")  # fmt: skip
+        record.event("view", number=view.number, members=list(view.members), step=progress.steps, loss=progress.loss,
+                      words=f"{who} on from step {progress.steps}")  # fmt: skip
     elif comm.rank == 0:
         with contextlib.suppress(OSError):
-            (path / SUMMARY).unlink()  # of an earlier life of the run: that of this one comes at its end
+            (path / SUMMARY).unlink()  # of an earlier attempt
         try:
-            write_config(path, config.mapping(), order.source.absolute(), order.source.arguments)
+            write_config(path, config.mapping(), spec.source.absolute(), spec.source.arguments)
         except OSError as error:
             record.event("config failed", words=f"config.toml stays as it was: {error.strerror}")
-        record.event("start", workers=comm.size, first_step=reached.steps, config=config.mapping())
+        record.event("start", workers=comm.size, first_step=progress.steps, config=config.mapping())
 
 
 def _notice(worker: WorkerContext, words: str) -> None:
@@ -515,61 +391,14 @@ def _notice(worker: WorkerContext, words: str) -> None:
     worker.report({"kind": "notice", "text": f"worker {worker.name or worker.identity.rank}: {words}"})
 
 
-def _teller(worker: WorkerContext, comm: Communicator, record: Recorder) -> Callable[[Event], None]:
-    def tell(event: Event) -> None:
+def _checkpoint_reporter(worker: WorkerContext, comm: Communicator, record: Recorder) -> Callable[[Event], None]:
+    def report(event: Event) -> None:
         log.info(event.words)
         if event.kind == "failed":
             record.event("checkpoint failed", step=event.step, worker=comm.rank, words=event.words)
-            if comm.rank:  # whose record is none
+            if comm.rank:  # worker 0 alone records events
                 worker.report({"kind": "notice", "text": f"worker {comm.rank}: {event.words}"})
         else:
             record.event("checkpoint", step=event.step)
 
-    return tell
-
-
-def _damaged(record: Recorder, error: CheckpointDamaged) -> None:
-    log.warning(error)
-    record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
-
-
-def _sound(path: Path, record: Recorder) -> Opened | None:
-    """The newest sound checkpoint of this run, if there is one."""
-    try:
-        return newest(path / CHECKPOINTS, partial(_damaged, record), verified)
-    except CheckpointDamaged as error:
-        _damaged(record, error)
-        return None
-
-
-def _newest(
-    config: Config,
-    path: Path,
-    meta: Mapping[str, Any],
-    record: Recorder,
-) -> Opened | None:
-    """The newest sound checkpoint of the run, if it belongs to it. Damaged ones are reported and skipped.
-
-    `meta` is what this life of the run would write into its own.
-    """
-
-    try:
-        found = newest(path / CHECKPOINTS, partial(_damaged, record), verified)
-    except CheckpointDamaged as error:
-        raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
-    if found is None:
-        record.event("resume", words="there is no checkpoint yet: starting from the beginning")
-        return None
-    before = history(found)
-    if not before:
-        record.event("resume", step=found.step, words="starting from the weights that the checkpoint is made of")
-        return found
-    check_same_run(config, before["config"])
-    reasons = {"samples": "whose order differs", "optimizer": "whose state is another"}
-    for name, reason in reasons.items():
-        if before[name] != meta[name]:
-            raise InvalidInput(
-                name, meta[name], f"the run to resume was started with {before[name]}, {reason}",
-                "give the task as it was, or start a run of its own with another --run")  # fmt: skip
-    record.event("resume", step=found.step, words=f"going on from the checkpoint of step {found.step}")
-    return found
+    return report

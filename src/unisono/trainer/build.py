@@ -23,8 +23,9 @@ from unisono.compress import Exact
 from unisono.config import Config, recovers
 from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
 from unisono.elastic.control_word import NUMBERS
-from unisono.elastic.presence import Presence, Unchanging
-from unisono.elastic.snapshot import Snapshot
+from unisono.elastic.recovery import Recovery, ReplicatedRecovery
+from unisono.elastic.session import Session, StaticSession
+from unisono.elastic.training_state import TrainingState
 from unisono.errors import InvalidInput
 from unisono.layout import AXES, CUTTING, BlockOptions, LocalModel, RankMesh, Sample, as_it_is, blocks, compiled
 from unisono.notation import show
@@ -189,34 +190,30 @@ def bind(
     task: Task,
     config: Config,
     feed: DataFeed,
-    held: LocalModel,
-    optimizer: Optimizer,
+    state: TrainingState,
     wires: ProcessGroups,
     *,
     persistence: Checkpointer,
     record: Recorder,
     device: torch.device,
-    first_step: int = 0,
-    presence: Presence = Unchanging(),
+    session: Session | None = None,
+    recovery: Recovery | None = None,
     trainer: Callable[..., Trainer] = Trainer,
     watch: ActivityTracker = NullTracker(),
-    milestone: Snapshot | None = None,
 ) -> Trainer:
-    """Give what is held and its optimizer their replica, and all of it a `trainer`.
-
-    Args:
-        milestone: where replicas walk by themselves and may be lost on the way.
+    """A `trainer` of `state`, which is bound to the other workers.
 
     Raises:
         InvalidInput: what is asked for cannot be combined.
     """
-    comm = wires.everybody
+    comm, held, optimizer = wires.everybody, state.local, state.optimizer
+    session = session or StaticSession()
     replica = Replica(
         held.local, optimizer, wires.replicas, held=held, wires=wires, sync=config.sync, compress=config.compress,
         micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config),
-        repeats=recovers(config), awaits=milestone is not None)  # fmt: skip
+        repeats=recovers(config), awaits=state.snapshot is not None)  # fmt: skip
     with (
         contextlib.ExitStack() as undo
     ):  # a worker may be lost while lanes are opened, and the model is bound again then
@@ -242,10 +239,10 @@ def bind(
             evaluator = Evaluator(
                 task, comm.channel("evaluation"), runs, move, here.replica, feed.places.replicas,
                 not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
-        loader = feed.loader(first_step)
+        loader = feed.loader(state.progress.steps)
         guard = StepValidator(
             replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
-            worker_of=feed.shares.worker_of, name_of=presence.name_of, clips=config.clip is not None,
+            worker_of=feed.shares.worker_of, name_of=session.worker_name, clips=config.clip is not None,
             compare_every=config.compare_every, places=feed.places.alike)  # fmt: skip
         made = trainer(
             model=held.model,
@@ -263,14 +260,15 @@ def bind(
             to_device=move,
             seed=config.seed,
             validator=guard,
-            load_balancer=_balance(config, feed, replica, loader, comm, record, device, presence),
+            load_balancer=_balance(config, feed, replica, loader, comm, record, device, session),
             lr_factor=lambda t: factor_of(schedule, t, feed.steps),
             steps=feed.steps,
             global_batch=feed.plan.global_batch,
             evaluate_every=config.evaluate_every,
-            session=presence,
+            session=session,
+            state=state,
+            recovery=recovery or ReplicatedRecovery(persistence.judge),
             tracker=watch,
-            snapshot=milestone,
         )
         undo.pop_all()
     return made
@@ -306,7 +304,7 @@ def _balance(
     comm: Communicator,
     record: Recorder,
     device: torch.device,
-    presence: Presence,
+    session: Session,
 ) -> LoadBalancer:
     """Shares follow speeds where that can be, and the user says so or would not see it in the result."""
     if config.balance == "on" and (reason := _alike(config, replica)):
@@ -318,7 +316,7 @@ def _balance(
     finish = torch.cuda.current_stream(device).synchronize if queues else lambda: None
     return LoadBalancer(
         feed.shares, follow, comm.rank, record, comm.now, lambda: replica.waited_seconds, lambda: loader.ahead_seconds,
-        finish, presence.name_of, config.remove_slower_than)  # fmt: skip
+        finish, session.worker_name, config.remove_slower_than)  # fmt: skip
 
 
 def _alike(config: Config, replica: Replica) -> str:

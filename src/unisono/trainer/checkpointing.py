@@ -72,7 +72,7 @@ class Checkpointer:
         newest: Callable[[], Opened | None] = lambda: None,
     ) -> None:
         self._writer, self._model, self._optimizer, self._comm = writer, model, optimizer, comm
-        self.every, self._meta = every, meta
+        self.every, self.meta = every, meta
         self.judge, self._newest = judge or AnomalyDetector(Stop()), newest
         self._parts, self._replicas, self._beside = parts, replicas or comm, beside or {}
         self._holders: list[dict[str, TensorShard]] | None = None  # what each worker has of a checkpoint's tensors
@@ -290,7 +290,7 @@ class Checkpointer:
         }
 
     def _alike(self, before: Mapping[str, Any], *fields: str) -> bool:
-        return bool(before) and all(before["config"].get(f) == self._meta["config"].get(f) for f in fields)
+        return bool(before) and all(before["config"].get(f) == self.meta["config"].get(f) for f in fields)
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         part = self._part(f"model/{name}")
@@ -343,7 +343,7 @@ class Checkpointer:
             tensors = self._tensors()
             holders = self._agreed_holders(tensors)
             write = self._writer.write if still else self._writer.stage
-            meta = {**self._meta, "numbers": self._everybodys(numbers), "judged": self.judge.state()}
+            meta = {**self.meta, "numbers": self._everybodys(numbers), "judged": self.judge.state()}
             meta |= names_of(self._model)
             write(done, tensors, meta, holders)
         self._pending = self._last = done

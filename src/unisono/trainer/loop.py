@@ -21,10 +21,11 @@ from torch import nn
 
 from unisono.comm import Communicator
 from unisono.data import Loader, Turn, seed_compute, stream
-from unisono.elastic.control_word import ControlWord, heard, numbers
-from unisono.elastic.presence import Presence
-from unisono.elastic.snapshot import Snapshot
+from unisono.elastic.control_word import ControlWord, decode, encode
+from unisono.elastic.recovery import Recovery
+from unisono.elastic.session import Session
 from unisono.elastic.state_transfer import Progress
+from unisono.elastic.training_state import TrainingState
 from unisono.errors import InvalidInput
 from unisono.layout import MicroBatchPart
 from unisono.observe import ActivityTracker, NullTracker, Recorder
@@ -53,9 +54,8 @@ class Trainer:
         lr_factor: the learning rate's factor at a step.
         session: the membership of this worker. All workers stop, or leave the view, after the same step.
         tracker: records what this worker does.
-        on_commit: called when steps are committed, with whether the view ends now.
-        snapshot: with local steps and recovery, the state of the last synchronization. Steps are then committed when
-            replicas synchronize.
+        state: model, optimizer and progress. Where it keeps a snapshot, steps are committed when replicas synchronize.
+        recovery: keeps what other workers need after a loss.
     """
 
     model: nn.Module
@@ -78,10 +78,10 @@ class Trainer:
     steps: int
     global_batch: int
     evaluate_every: int
-    session: Presence
+    session: Session
+    state: TrainingState
+    recovery: Recovery
     tracker: ActivityTracker = field(default_factory=NullTracker)
-    on_commit: Callable[[bool], None] = lambda view_ending: None
-    snapshot: Snapshot | None = None
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
     last_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -93,8 +93,8 @@ class Trainer:
     stopping: bool = False
     view_ending: bool = False
 
-    def run(self, first_step: int) -> Outcome:
-        """Train steps ``first_step .. steps - 1``, or until the view ends (`view_ending`).
+    def run(self) -> Outcome:
+        """Train from the progress of `state` to step ``steps - 1``, or until the view ends (`view_ending`).
 
         Raises:
             Diverged, PeerLost: or any error of user code. After `unbind`, the model is in the state after the last
@@ -102,7 +102,8 @@ class Trainer:
         """
         self.model.train()
         self.tracker.set_phase(Phase.COMPUTE, self.comm, self.loader)
-        self.done = self.committed = self.evaluated = first_step
+        self.done = self.committed = self.evaluated = self.state.progress.steps
+        self.last_loss = self.state.progress.loss
         began = self.comm.now()
         while not self.finished():
             dealt, turns = self.work_items()
@@ -121,15 +122,15 @@ class Trainer:
                     self.session.check()
                     step.apply()
                     self.last_loss = step.loss
-                if self.snapshot is None:
-                    self.session.done()
+                if not self.commits_late:
+                    self.session.committed()
                 if done <= t:  # the step was rolled back
                     self.done = done
                     self.load_balancer.shares.go_back(done)
                     break
 
                 self.done = max(self.done, done)
-                if self.snapshot is None:
+                if not self.commits_late:
                     self.tracker.commit(self.done)
                 self.session.stepped()
                 self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
@@ -159,6 +160,19 @@ class Trainer:
         if self.evaluator and self.done == self.steps:
             self.evaluate()
 
+    @property
+    def commits_late(self) -> bool:
+        """Whether steps are committed at the next synchronization only."""
+        return self.state.snapshot is not None
+
+    def committed_progress(self) -> Progress:
+        """The steps that are committed; without recovery from local steps, those that are in the model."""
+        return self.state.progress if self.commits_late else self._progress(self.replica.synchronous)
+
+    def _progress(self, with_shared: bool = True) -> Progress:
+        shared = self.replica.state_dict() if with_shared else {}
+        return Progress(self.done, self.checkpointer.committed, shared, self.last_loss)
+
     def unbind(self) -> None:
         """Detach model and optimizer, in the state after the last completed step, so that another trainer may be built
         on them."""
@@ -176,7 +190,7 @@ class Trainer:
         Leased items end with the step before the next synchronization of all workers; else all steps are left.
         """
         due = [n * (self.done // n + 1) for n in (self.checkpointer.every, self.evaluate_every) if n]
-        shares = self.replica.work_items(self.done, min([self.steps, *due]), lambda: self.session.stop)
+        shares = self.replica.work_items(self.done, min([self.steps, *due]), lambda: self.session.stop_requested)
         if shares is None:
             mine = self.load_balancer.shares.mine
             return False, ((t, mine(t), self.loader.batches(t)) for t in range(self.done, self.steps))
@@ -195,42 +209,40 @@ class Trainer:
 
     def control_word(self) -> list[float]:
         """This worker's part of the control word."""
-        now = self.session
-        said = ControlWord(
-            stop=now.stop, written=self.checkpointer.share_status, parting=now.parting, leaving=now.leaving,
-            pace=self.load_balancer.pace, digest=self.validator.digest)  # fmt: skip
-        return numbers(said, self.comm.rank, self.comm.size)
+        asked = self.session
+        word = ControlWord(
+            stop=asked.stop_requested, written=self.checkpointer.share_status, end_view=asked.view_end_requested,
+            leave=asked.leave_requested, pace=self.load_balancer.pace, digest=self.validator.digest)  # fmt: skip
+        return encode(word, self.comm.rank, self.comm.size)
 
     def act_on_control(self, words: Sequence[float]) -> None:
         """Collective, between two steps: checkpoint, stop or end the view, as the control words of all workers say."""
-        said = heard(words)
-        parting = any(each.parting for each in said)
+        every = decode(words)
+        end_view = any(word.end_view for word in every)
         with self.tracker(Phase.CHECKPOINT):
             if self.checkpointer.due(self.done):
                 self.replica.synchronize()
-            self.checkpointer.after_step(self.done, [each.written for each in said], take=not parting)
-        self.stopping = any(each.stop for each in said) or all(each.leaving for each in said)
+            self.checkpointer.after_step(self.done, [word.written for word in every], take=not end_view)
+        self.stopping = any(word.stop for word in every) or all(word.leave for word in every)
         # A checkpoint that is being written would be lost: the view ends once it is complete.
-        self.view_ending = parting and not (self.stopping or self.checkpointer.pending or self.done >= self.steps)
+        self.view_ending = end_view and not (self.stopping or self.checkpointer.pending or self.done >= self.steps)
         if self.view_ending:  # a worker that leaves contributes its local steps
             self.replica.synchronize()
         self.validator.between(self.done)
-        self.load_balancer.hear(self.done, [each.pace for each in said])
+        self.load_balancer.hear(self.done, [word.pace for word in every])
         if self.load_balancer.leave_asked:
             self.session.leave()
 
     def commit_synchronized(self) -> None:
         """Commit the steps since the last synchronization, where replicas have just synchronized."""
-        if self.snapshot is not None:
-            replica = self.replica
-            replica.quiesce()
-            reached = Progress(self.done, self.checkpointer.committed, replica.state_dict(), self.last_loss)
-            self.snapshot.take(replica.model, replica.optimizer, reached)
-            self.session.done(self.done - self.committed)
+        if self.commits_late:
+            self.replica.quiesce()
+            self.state.commit(progress=self._progress())
+            self.session.committed(self.done - self.committed)
             self.tracker.commit(self.done)
             self.committed = self.done
         with self.tracker(Phase.CHECKPOINT):
-            self.on_commit(self.view_ending)
+            self.recovery.committed(self.committed_progress, view_ending=self.view_ending)
 
     def evaluate_if_due(self) -> None:
         """Evaluate if it became due since the last evaluation. After the last step, `finish` evaluates."""

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from unisono.comm.text import broadcast_text, gather_text
 from unisono.compress import Exact
 from unisono.config import IDENTITY, Config, first_difference
 from unisono.elastic.agreement import broadcast_tensors
-from unisono.elastic.loop_group import TrainingState
+from unisono.elastic.extra_state import ExtraState
 from unisono.elastic.state_transfer import Progress
+from unisono.elastic.training_state import TrainingState
 from unisono.errors import CheckpointError, CheckpointMismatch, InvalidInput
 from unisono.trainer.checkpointing import KEPT, Checkpointer, history
 from unisono.trainer.replica import Replica
@@ -78,14 +79,14 @@ def save(
         CheckpointError: `directory` cannot be used.
         PeerLost: a worker is gone, and nothing was written.
     """
-    done, life = state.reached.steps, broadcast_text(comm, secrets.token_hex(8))
+    done, life = state.progress.steps, broadcast_text(comm, secrets.token_hex(8))
     path, writers = same_directory(comm, str(home(directory.absolute())), life)
     meta = {
         "config": plan.config.mapping(),
         "samples": plan.samples,
         "optimizer": type(state.optimizer).__name__,
     }
-    kept = broadcast_tensors(comm, state.kept.take())
+    kept = broadcast_tensors(comm, _extra(state).take())
     with _writing(comm, path, writers, keep, life) as writer:
         persistence = Checkpointer(writer, state.model, state.optimizer, comm, 0, meta, beside=kept)
         if replica is not None:
@@ -115,8 +116,8 @@ def load(comm: Communicator, directory: Path, state: TrainingState, plan: Plan) 
                            "build the model that was saved") from error  # fmt: skip
     kept = broadcast_tensors(comm, _kept(found))
     if kept:
-        state.kept.give(kept, "the checkpoint holds", "keep the same by world.keep, before world.load")
-    state.reached = replace(Progress(steps), shared=persistence.shared)
+        _extra(state).give(kept, "the checkpoint holds", "keep the same by world.keep, before world.load")
+    state.progress = Progress(steps, shared=persistence.shared)
     return Recalled(meta, persistence.owed)
 
 
@@ -173,6 +174,11 @@ def _kept(found: Opened | None) -> dict[str, Tensor]:
     if found is None:
         return {}
     return {name.removeprefix(KEPT): found.read(name) for name in found.specs if name.startswith(KEPT)}
+
+
+def _extra(state: TrainingState) -> ExtraState:
+    assert state.extra is not None
+    return state.extra
 
 
 def _check(meta: Mapping[str, Any], state: TrainingState, plan: Plan) -> None:

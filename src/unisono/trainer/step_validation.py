@@ -15,7 +15,7 @@ import torch
 
 from unisono.bad_steps import AnomalyDetector, Bad, ReplicaMismatch, RollBack, Skip, Stop, compare
 from unisono.comm import Communicator
-from unisono.elastic.control_word import heard
+from unisono.elastic.control_word import decode
 from unisono.errors import Diverged
 from unisono.notation import show
 from unisono.observe import Recorder
@@ -74,7 +74,7 @@ class StepValidator:
         Raises:
             Diverged: the run is to end there.
         """
-        different = self._different([each.digest for each in heard(step.extra or [])]) if self.compare_every else []
+        different = self._different([each.digest for each in decode(step.extra or [])]) if self.compare_every else []
         if different:
             step.drop()
             return False, self._heal(t, different)

@@ -1,0 +1,80 @@
+"""Which checkpoint a run resumes from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint import Opened, newest, verified
+from unisono.config import Config
+from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
+from unisono.observe import Recorder
+from unisono.run.directory import CHECKPOINTS
+from unisono.run.resolve import check_same_run
+from unisono.trainer.checkpointing import Checkpointer, history
+
+LOG = logging.getLogger("unisono")
+
+
+def newest_sound(path: Path, record: Recorder) -> Opened | None:
+    """The newest undamaged checkpoint of the run in `path`, if there is one. Damaged ones are reported."""
+    try:
+        return newest(path / CHECKPOINTS, partial(_report_damage, record), verified)
+    except CheckpointDamaged as error:
+        _report_damage(record, error)
+        return None
+
+
+def resumable_checkpoint(config: Config, path: Path, meta: Mapping[str, Any], record: Recorder) -> Opened | None:
+    """The newest undamaged checkpoint in `path`, from which a run resumes. Damaged ones are reported.
+
+    Args:
+        meta: what this attempt of the run writes into its own checkpoints.
+
+    Raises:
+        InvalidInput: all checkpoints are damaged, or the newest is that of another run.
+    """
+    try:
+        found = newest(path / CHECKPOINTS, partial(_report_damage, record), verified)
+    except CheckpointDamaged as error:
+        raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
+    if found is None:
+        record.event("resume", words="there is no checkpoint yet: starting from the beginning")
+        return None
+    before = history(found)
+    if not before:
+        record.event("resume", step=found.step, words="starting from the weights that the checkpoint is made of")
+        return found
+    check_same_run(config, before["config"])
+    reasons = {"samples": "whose order differs", "optimizer": "whose state is another"}
+    for name, reason in reasons.items():
+        if before[name] != meta[name]:
+            raise InvalidInput(
+                name, meta[name], f"the run to resume was started with {before[name]}, {reason}",
+                "give the task as it was, or start a run of its own with another --run")  # fmt: skip
+    record.event("resume", step=found.step, words=f"going on from the checkpoint of step {found.step}")
+    return found
+
+
+def load_checkpoint(checkpointer: Checkpointer, found: Opened | None, path: Path) -> int:
+    """Collective: load the checkpoint that worker 0 has `found` in `path`, or agree on initial weights. Returns the
+    steps that it holds.
+
+    Raises:
+        InvalidInput: the checkpoint is that of another model.
+    """
+    checkpointer.broadcast_initial_weights()
+    try:
+        return checkpointer.resume(found)
+    except CheckpointMismatch as error:
+        raise InvalidInput("resume", str(path), f"the checkpoint belongs to another model: {error}", "give the task "
+                           "and the arguments that the run was started with, or start a run of its own with another "
+                           "--run") from error  # fmt: skip
+
+
+def _report_damage(record: Recorder, error: CheckpointDamaged) -> None:
+    LOG.warning(error)
+    record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
