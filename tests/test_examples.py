@@ -26,7 +26,7 @@ from unisono.tasks.source import NamedTask
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-PAGES = "\n".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+PAGES = "\n".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))])
 WAYS = {
     "alone": [],
     "launch": ["-m", "unisono", "launch", "--workers", "2"],
