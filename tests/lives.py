@@ -74,7 +74,9 @@ def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tampe
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, comm.rank, comm.size, stack)
         held, optimizer = build(task, config, torch.device("cpu"), comm)
-        writer = Writer(path / "checkpoints", comm.rank, comm.size, config.keep, lambda event: None, attempt="1")
+        writer = Writer(
+            path / "checkpoints", comm.rank, comm.size, config.keep_checkpoints, lambda event: None, attempt="1"
+        )
         stack.callback(writer.close)
         found = partial(newest, path / "checkpoints", lambda error: None, verified)
         meta = {"config": config.mapping()}

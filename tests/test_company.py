@@ -48,7 +48,7 @@ model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Li
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer = world.bind(model, optimizer, sync=sync, compress=unisono.Exact(), clip=1.0)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.98)
-world.keep("scheduler", scheduler)
+world.register_state("scheduler", scheduler)
 saved, last = (sys.argv[5], int(sys.argv[6])) if len(sys.argv) > 5 else ("", STEPS)
 if saved:
     world.load(saved)
@@ -100,7 +100,7 @@ def looped(
     return {p.stem[5:]: json.loads(p.read_text()) for p in path.glob("told-*.json")}, done
 
 
-LAUNCH = ("-m", "unisono", "launch", "--workers", "3", "--run", "run")
+LAUNCH = ("-m", "unisono", "launch", "--workers", "3", "--run-dir", "run")
 
 
 @pytest.fixture(scope="module")
@@ -214,10 +214,10 @@ def test_the_only_worker_of_a_host_that_leaves_a_loop_has_failed_if_others_go_on
     (tmp_path / "own.py").write_text(ELSEWHERE)
     unisono = [sys.executable, "-m", "unisono"]
     given = {"cwd": tmp_path, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    launch = [*unisono, "launch", "--workers", "1:2", "--run", "run", "own.py", who]
+    launch = [*unisono, "launch", "--workers", "1:2", "--run-dir", "run", "own.py", who]
     with subprocess.Popen(launch, **given, text=True, start_new_session=True) as first:
         assert within(60, lambda: list(tmp_path.glob("run/coordinator/contact.json")))
-        join = [*unisono, "join", "--run", "run"]
+        join = [*unisono, "join", "--run-dir", "run"]
         joined = subprocess.run(join, **given, text=True, timeout=120, env={**os.environ, "JOINED": "yes"})
         if who == "one":
             assert joined.returncode == 1, joined.stderr
@@ -238,7 +238,7 @@ def test_a_worker_that_is_asked_to_leave_does(tmp_path: Path, peace) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sync", ["LocalSGD(every=5)", "DiLoCo(every=5)", "Gossip(meet_every=5)"])
+@pytest.mark.parametrize("sync", ["LocalSGD(every=5)", "DiLoCo(every=5)", "Gossip(synchronize_every=5)"])
 def test_replicas_that_walk_take_the_round_again(tmp_path: Path, peace, sync: str) -> None:
     """One of three is killed on its way from one meeting to the next: its steps are gone, so all others go back."""
     told, done = looped(tmp_path, "SIGKILL", "1", *LAUNCH, sync=sync)
@@ -257,7 +257,7 @@ def test_replicas_that_walk_take_the_round_again(tmp_path: Path, peace, sync: st
 @pytest.mark.long
 def test_who_is_dealt_its_work_takes_again_what_was_dealt_out_since_all_met(tmp_path: Path, peace) -> None:
     """Nobody waits for anybody, but for a meeting every fifth step."""
-    told, _ = looped(tmp_path, "SIGKILL", "1", *LAUNCH, sync="Gossip(asynchronous=True,meet_every=5)")
+    told, _ = looped(tmp_path, "SIGKILL", "1", *LAUNCH, sync="Gossip(asynchronous=True,synchronize_every=5)")
     assert told.keys() == {"0", "1", "2"}
     assert len({each["weights"] for each in told.values()}) == 1
     assert max(step for each in told.values() for step, _, _ in each["seen"]) == STEPS - 1

@@ -20,18 +20,20 @@ from unisono.errors import InvalidInput
 # fmt: off
 FACTOR = st.floats(1e-6, 1e6)
 FIELD_VALUES = VALUES | {name: st.sampled_from(choices) for name, choices in CHOICES.items()} | {
-    "workers": st.integers(1, 99), "fewest": st.integers(1, 99), "most": st.integers(1, 99), "elastic": st.booleans(),
-    "copies": st.booleans(),
+    "workers": st.integers(1, 99), "min_workers": st.integers(1, 99), "max_workers": st.integers(1, 99),
+    "elastic": st.booleans(),
+    "memory_checkpoints": st.booleans(),
     "steps": st.integers(1, 10**9), "epochs": FACTOR,
     "global_batch": st.integers(1, 4096), "micro_batch": st.integers(1, 4096), "seed": st.integers(0, 2**63 - 1),
     "lr": FACTOR, "clip": FACTOR,
-    "checkpoint_every": st.integers(0, 999), "keep": st.integers(1, 9), "evaluate_every": st.integers(0, 999),
-    "compare_every": st.integers(0, 999), "record_seconds": st.floats(0, 1e6),
-    "run": st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
+    "checkpoint_every": st.integers(0, 999), "keep_checkpoints": st.integers(1, 9),
+    "evaluate_every": st.integers(0, 999),
+    "compare_replicas_every": st.integers(0, 999), "record_seconds": st.floats(0, 1e6),
+    "run_dir": st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
         lambda run: run.lower() != "none"),  # which means that none is given; such a directory is written ./none
     "resume": st.booleans(),
     "overlap": st.booleans(), "threads": st.integers(0, 64), "compile": st.booleans(), "sync_batchnorm": st.booleans(),
-    "remove_slower_than": st.floats(1.01, 1e6), "deadline_seconds": FACTOR,
+    "remove_slower_than": st.floats(1.01, 1e6), "timeout_seconds": FACTOR,
 }
 # fmt: on
 
@@ -65,16 +67,16 @@ def test_a_field_that_is_written_is_known_to_be_so_whatever_its_value(name) -> N
     for config in (written, Config().but({name: default}), copy.deepcopy(written)):
         assert config.given == {name}
     assert dataclasses.replace(written, seed=7).given == {name, "seed"}
-    assert Config(7, 2).given == {"workers", "fewest"}
+    assert Config(7, 2).given == {"workers", "min_workers"}
 
 
 def test_a_range_of_workers_says_three_things() -> None:
-    assert Config.of({"workers": "2:8"}) == Config(workers=2, fewest=2, most=8)
+    assert Config.of({"workers": "2:8"}) == Config(workers=2, min_workers=2, max_workers=8)
     assert Config.of({"workers": "3"}) == Config(workers=3)
 
 
 def test_a_path_is_kept_as_text() -> None:
-    assert Config(run=Path("a/b")).mapping()["run"] == "a/b"
+    assert Config(run_dir=Path("a/b")).mapping()["run_dir"] == "a/b"
 
 
 @pytest.mark.parametrize(
@@ -97,10 +99,13 @@ def test_a_path_is_kept_as_text() -> None:
         ({"layout": "Layout(shard=2, zero=0)"}, "zero=0 is none of 1, 2, 3"),
         ({"layout": "Layout(zero=2)"}, "zero=2: no gradients are summed over workers"),
         ({"layout": "Layout(shard=2, offload=1)"}, "offload=1 is not True or False"),
-        ({"recompute": "all"}, "recompute = all: not one of the choices; choose none or blocks or selective."),
+        (
+            {"activation_checkpointing": "all"},
+            "activation_checkpointing = all: not one of the choices; choose none or blocks or selective.",
+        ),
         ({"layout": "Layout(pipeline=2, schedule='2F2B')"}, "schedule='2F2B' is none of GPipe, 1F1B"),
         ({"seed": -1}, "seed = -1: below 0"),
-        ({"run": 7}, "run = 7: not text"),
+        ({"run_dir": 7}, "run_dir = 7: not text"),
         ({"schedule": "Cosine(warmup=-1)"}, "warmup=-1 is not a whole number of steps from 0"),
     ],
 )

@@ -20,7 +20,7 @@ SOURCE = PickledTask("some/where.py:my task", b"")
 
 
 def make(path: Path, **config) -> Path:
-    with claimed(Config(run=str(path), **config), SOURCE, Holder.here()) as found:
+    with claimed(Config(run_dir=str(path), **config), SOURCE, Holder.here()) as found:
         return found
 
 
@@ -28,7 +28,7 @@ def test_a_new_run_is_made_and_an_old_one_only_resumed(tmp_path) -> None:
     path = tmp_path / "a" / "run"
     assert make(path) == path
     assert (path / "logs").is_dir()
-    with pytest.raises(InvalidInput, match=r"run = .*: the directory exists; add --resume"):
+    with pytest.raises(InvalidInput, match=r"run_dir = .*: the directory exists; add --resume"):
         make(path)
     assert make(path, resume=True) == path
 
@@ -45,9 +45,10 @@ def test_an_empty_directory_is_free_and_a_foreign_one_stays_as_it_is(tmp_path) -
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [(Config(resume=True), "which run is not said; add --run DIR"),
-     (Config(resume=True, run="nowhere"), "there is no such run to resume"),
-     (Config(run="/dev/null/run"), r"run = /dev/null/run: cannot be written \(Not a directory\); name another")],
+    [(Config(resume=True), "which run is not said; add --run-dir DIR"),
+     (Config(resume=True, run_dir="nowhere"), "there is no such run to resume"),
+     (Config(run_dir="/dev/null/run"),
+      r"run_dir = /dev/null/run: cannot be written \(Not a directory\); name another")],
     ids=["no run", "no such run", "not a directory"],
 )  # fmt: skip
 def test_what_cannot_be_is_named(config, words, tmp_path, monkeypatch) -> None:
@@ -71,7 +72,7 @@ def test_invalid_input_takes_a_new_run_away_and_leaves_an_old_one(tmp_path) -> N
     for resume in (False, True):
         with (
             pytest.raises(InvalidInput, match="x = 1"),
-            claimed(Config(run=str(tmp_path / "r"), resume=resume), SOURCE, Holder.here()),
+            claimed(Config(run_dir=str(tmp_path / "r"), resume=resume), SOURCE, Holder.here()),
         ):
             raise InvalidInput("x", 1, "wrong", "right")
         assert (tmp_path / "r").exists() == resume
@@ -79,7 +80,7 @@ def test_invalid_input_takes_a_new_run_away_and_leaves_an_old_one(tmp_path) -> N
 
 
 def test_another_command_that_has_the_directory_keeps_it_as_it_is(tmp_path) -> None:
-    with claimed(Config(run=str(tmp_path / "r")), SOURCE, replace(Holder.here(), process=os.getppid())) as path:
+    with claimed(Config(run_dir=str(tmp_path / "r")), SOURCE, replace(Holder.here(), process=os.getppid())) as path:
         before = sorted(path.rglob("*"))
         for resume, problem in ((True, "in use by process"), (False, "the directory exists")):
             with pytest.raises(InvalidInput, match=problem):
@@ -93,7 +94,7 @@ def test_of_two_commands_that_begin_in_one_directory_one_has_it(tmp_path, monkey
 
     def late(path: Path, holder: Holder):
         monkeypatch.undo()
-        other.enter_context(claimed(Config(run=str(path)), SOURCE, replace(holder, process=os.getppid())))
+        other.enter_context(claimed(Config(run_dir=str(path)), SOURCE, replace(holder, process=os.getppid())))
         return held(path, holder)
 
     monkeypatch.setattr(directory, "held", late)
@@ -125,7 +126,7 @@ def test_what_killed_processes_left_is_gone_when_the_run_goes_on(tmp_path) -> No
 
 
 def test_another_failure_leaves_the_run_to_be_resumed(tmp_path) -> None:
-    with pytest.raises(RuntimeError), claimed(Config(run=str(tmp_path / "r")), SOURCE, Holder.here()):
+    with pytest.raises(RuntimeError), claimed(Config(run_dir=str(tmp_path / "r")), SOURCE, Holder.here()):
         raise RuntimeError
     make(tmp_path / "r", resume=True)
 
@@ -138,7 +139,7 @@ def test_another_failure_leaves_the_run_to_be_resumed(tmp_path) -> None:
 )  # fmt: skip
 def test_a_resumed_run_remembers_what_it_was_given(given, expected, tmp_path) -> None:
     make(tmp_path / "r", steps=9, lr=0.1)
-    asked = {"run": str(tmp_path / "r"), "resume": True}
+    asked = {"run_dir": str(tmp_path / "r"), "resume": True}
     found = with_earlier({**asked, **given})
     assert {name: found.get(name) for name in ("steps", "epochs", "lr") if name in found} == expected
     assert with_earlier({**asked, **given, "resume": False}) == {**asked, **given, "resume": False}
@@ -147,4 +148,4 @@ def test_a_resumed_run_remembers_what_it_was_given(given, expected, tmp_path) ->
 def test_a_damaged_configuration_is_named(tmp_path) -> None:
     (make(tmp_path / "r") / "config.toml").write_text("steps = [")
     with pytest.raises(InvalidInput, match=r"resume = .*config\.toml: cannot be read"):
-        with_earlier({"run": str(tmp_path / "r"), "resume": True})
+        with_earlier({"run_dir": str(tmp_path / "r"), "resume": True})

@@ -209,7 +209,7 @@ def test_a_custom_loop_learns_from_data_of_its_own(way: str, tmp_path: Path) -> 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_task_of_ones_own_is_trained_and_takes_options(workers: int, tmp_path: Path) -> None:
-    options = ["--workers", str(workers), "--width", "16", "--run", "run", "--json", "result.json"]
+    options = ["--workers", str(workers), "--width", "16", "--run-dir", "run", "--json", "result.json"]
     said(tmp_path, "-m", "unisono", "train", f"{EXAMPLES / 'own_task.py'}:blobs", *options)
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["steps"], result["samples"]) == (150, 150 * 64)

@@ -59,7 +59,7 @@ def mode(path: Path) -> int:
 def test_what_config_says_of_who_is_present() -> None:
     assert policy_of(Config(workers=4)) == Policy(minimum=1, maximum=4, expected=4)
     assert policy_of(Config.of({"workers": "2:8"})) == Policy(minimum=2, maximum=8, expected=2)
-    assert policy_of(Config(workers=1, fewest=2, most=3)) == Policy(minimum=2, maximum=3, expected=2)
+    assert policy_of(Config(workers=1, min_workers=2, max_workers=3)) == Policy(minimum=2, maximum=3, expected=2)
 
 
 def test_who_joins_is_told_what_the_others_were_and_meets_them_in_a_directory_of_its_own(tmp_path) -> None:

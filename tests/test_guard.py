@@ -205,7 +205,7 @@ def skips(step: int) -> Any:
 def test_what_led_to_a_bad_step_is_left_out_too(tmp_path) -> None:
     task = regression(hidden_nan_at=11)
     last = places(11)[-1][0]
-    life = lived(2, task, tmp_path, bad_step="RollBack(before=2)", checkpoint_every=1, keep=1)
+    life = lived(2, task, tmp_path, bad_step="RollBack(before=2)", checkpoint_every=1, keep_checkpoints=1)
     assert life.skipped[-1] == last
     assert len(life.skipped) == 2  # the newest checkpoint is that of the step before
     far = lived(2, task, tmp_path / "far", bad_step="RollBack(before=2)", checkpoint_every=3)
@@ -235,7 +235,7 @@ def flips(who: int, at: int, where: str) -> Any:
 def test_a_flipped_bit_is_found_named_and_undone(who, where, tmp_path) -> None:
     task = regression(dropout=0.1)
     whole = lived(3, task, tmp_path / "whole", checkpoint_every=2)
-    healed = lived(3, task, tmp_path / "healed", flips(who, 4, where), checkpoint_every=2, compare_every=2)
+    healed = lived(3, task, tmp_path / "healed", flips(who, 4, where), checkpoint_every=2, compare_replicas_every=2)
     assert (healed.weights, healed.loss, healed.healed) == (whole.weights, whole.loss, 1)
     (event,) = told(healed, "replica healed")
     assert (event["step"], event["workers"]) == (4, [str(who)])
@@ -250,7 +250,7 @@ def test_no_checkpoint_holds_a_damaged_state(tmp_path) -> None:
         path = tmp_path / str(at)
         whole = lived(3, regression(), path / "whole", checkpoint_every=4)
         healed = lived(3, regression(), path / "healed", flips(1, at, "layers.0.weight"), checkpoint_every=4,
-                       compare_every=5)  # fmt: skip
+                       compare_replicas_every=5)  # fmt: skip
         assert (healed.weights, healed.healed) == (whole.weights, 1)
         kept = {step: load(found) for step, found in checkpoints(path / "healed" / "checkpoints")}
         assert fingerprint_of(open_newest(path / "healed" / "checkpoints", pytest.fail)) == whole.weights
@@ -258,16 +258,16 @@ def test_no_checkpoint_holds_a_damaged_state(tmp_path) -> None:
 
 
 def test_what_went_into_gradients_stays_there_but_replicas_are_alike_again(tmp_path) -> None:
-    life = lived(3, regression(), tmp_path, flips(1, 3, "layers.0.weight"), compare_every=4)
+    life = lived(3, regression(), tmp_path, flips(1, 3, "layers.0.weight"), compare_replicas_every=4)
     assert life.healed == 1
 
 
 def test_two_that_differ_have_no_majority(tmp_path) -> None:
-    for found in live(2, regression(), tmp_path / "1", flips(1, 4, "layers.0.weight"), compare_every=2):
+    for found in live(2, regression(), tmp_path / "1", flips(1, 4, "layers.0.weight"), compare_replicas_every=2):
         assert isinstance(found, Diverged)
         assert "replicas differ before step 4, those of worker 0, worker 1: no more than half are alike" in str(found)
     whole = lived(2, regression(), tmp_path / "whole")
-    options = {"compare_every": 2, "checkpoint_every": 3, "bad_step": "RollBack()"}
+    options = {"compare_replicas_every": 2, "checkpoint_every": 3, "bad_step": "RollBack()"}
     back = lived(2, regression(), tmp_path / "2", flips(1, 4, "layers.0.weight"), **options)
     assert (back.weights, back.skipped, back.healed) == (whole.weights, (), 2)
 
@@ -276,7 +276,7 @@ def test_going_back_in_vain_has_an_end(tmp_path) -> None:
     def always(rank: int, done: int, trainer: Trainer) -> None:
         flips(1, 4, "layers.0.weight")(rank, done, trainer)
 
-    options = {"compare_every": 4, "checkpoint_every": 3, "bad_step": "RollBack(limit=2)"}
+    options = {"compare_replicas_every": 4, "checkpoint_every": 3, "bad_step": "RollBack(limit=2)"}
     for found in live(2, regression(), tmp_path, always, **options):
         assert isinstance(found, Diverged)
         assert "no more than half are alike" in str(found)
@@ -294,8 +294,14 @@ def test_walks_whose_gradient_is_not_finite_end_by_themselves(tmp_path) -> None:
     ("settings", "message"),
     [
         ({"sync": "LocalSGD(2)", "bad_step": "Skip()"}, r"bad_step = Skip\(\): with LocalSGD.* walk by themselves"),
-        ({"sync": "Gossip()", "compare_every": 2}, r"compare_every = 2: with Gossip.* walk by themselves"),
-        ({"sync": "ParameterServer()", "compare_every": 2}, r"compare_every = 2: .* do not keep the state"),
+        (
+            {"sync": "Gossip()", "compare_replicas_every": 2},
+            r"compare_replicas_every = 2: with Gossip.* walk by themselves",
+        ),
+        (
+            {"sync": "ParameterServer()", "compare_replicas_every": 2},
+            r"compare_replicas_every = 2: .* do not keep the state",
+        ),
         ({"sync": "ParameterServer()", "bad_step": "RollBack()"}, r"bad_step = RollBack\(\): only whole replicas"),
     ],
 )
@@ -329,7 +335,7 @@ def test_processes_heal_what_virtual_workers_heal(tmp_path) -> None:
     task = source("regression", dropout=0.1)
     whole = train(3, task, tmp_path / "whole", compress="Exact()")
     (tmp_path / "healed").mkdir()
-    settings = {"compress": "Exact()", "compare_every": 2}
+    settings = {"compress": "Exact()", "compare_replicas_every": 2}
     results = processes.run(3, hurt, task, tmp_path / "healed", str(tmp_path), settings, timeout_seconds=120)
     assert [(r["weights_sha256"], r["healed"]) for r in results] == [(whole["weights_sha256"], 1)] * 3
     (event,) = written(tmp_path / "healed", "replica healed")

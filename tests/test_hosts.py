@@ -51,8 +51,8 @@ def test_training_on_two_hosts_gives_the_weights_of_one_process_also_after_a_res
     options = ["--compress", "Exact()", "--schedule", "Constant()", "--checkpoint-every", "2"]
     settings = {"compress": "Exact()", "schedule": "Constant()", "steps": 8}
     alone = training.train(1, NamedTask(BLOBS, {}, str(tmp_path)), tmp_path / "alone", **settings)
-    torchrun(hosts, *train, *options, "--steps", "5", "--run", "run")
-    torchrun(hosts, *train, "--run", "run", "--resume", "--steps", "8", workers=1)
+    torchrun(hosts, *train, *options, "--steps", "5", "--run-dir", "run")
+    torchrun(hosts, *train, "--run-dir", "run", "--resume", "--steps", "8", workers=1)
     assert list(hosts.homes[1].iterdir()) == [hosts.homes[1] / "stderr"]
     events = [json.loads(line) for line in (hosts.homes[0] / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [2, 4, 5, 6, 8]
@@ -72,7 +72,7 @@ import sys
 import unisono
 import torch
 
-world = unisono.join(deadline_seconds=float(sys.argv[1]))
+world = unisono.join(timeout_seconds=float(sys.argv[1]))
 while True:
     print(world.mean(1.0), flush=True)
 """

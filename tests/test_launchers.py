@@ -46,7 +46,7 @@ def weights(run: Path) -> str:
 def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """What our launcher comes to: the weights of `TRAIN`, and the last line of the custom loop."""
     at = tmp_path_factory.mktemp("ours")
-    printed([*TRAIN, "--workers", "2", "--run", "run"], at)
+    printed([*TRAIN, "--workers", "2", "--run-dir", "run"], at)
     lines = printed([*UNISONO, "launch", "--workers", "2", str(EXAMPLES / "custom_loop.py")], at)
     return weights(at / "run"), lines.splitlines()[-1]
 
@@ -71,7 +71,7 @@ def launcher(name: str, at: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
 def test_under_launchers_of_others_the_weights_are_the_same(name: str, ours: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     with launcher(name, tmp_path / "cluster") as (start, environ):
-        printed([*start, *TRAIN, "--run", "run"], tmp_path, environ)
+        printed([*start, *TRAIN, "--run-dir", "run"], tmp_path, environ)
         loop = printed([*start, sys.executable, str(EXAMPLES / "custom_loop.py")], tmp_path, environ)
     assert weights(tmp_path / "run") == ours[0]
     assert loop.splitlines()[-1] == ours[1]
@@ -83,7 +83,7 @@ def test_under_launchers_of_others_the_weights_are_the_same(name: str, ours: tup
 def test_workers_of_another_launcher_that_are_asked_to_end_do_not_count_as_done(tmp_path: Path) -> None:
     """torchrun itself is spared: it would ask its workers by the same signal."""
     run, words = tmp_path / "run", ["--steps", "1000000", "--checkpoint-every", "0", "--workers", "2"]
-    line = [*TORCHRUN, *BLOBS, *words, "--run", str(run)]
+    line = [*TORCHRUN, *BLOBS, *words, "--run-dir", str(run)]
     with subprocess.Popen(line, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert within(90, lambda: '"event": "step"' in text(run / "events.jsonl"))

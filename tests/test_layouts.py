@@ -142,13 +142,18 @@ OPTIONS = [
     ("Layout(shard=2, zero=2)", 2, "text", {}),
     ("Layout(shard=2, pipeline=2, zero=1)", 4, "text", {"micro_batch": 8}),
     ("Layout(shard=2, offload=True)", 2, "text", {}),
-    ("Layout(shard=2)", 2, "sgd", {"recompute": "blocks"}),
-    ("Layout(tensor=2)", 2, "text", {"recompute": "selective"}),
-    ("Layout(context=2)", 2, "text", {"recompute": "selective"}),
-    ("Layout(pipeline=2)", 2, "norm", {"recompute": "blocks"}),
-    ("Layout(pipeline=2, schedule='ZBVZeroBubble')", 2, "text", {"recompute": "selective", "micro_batch": 8}),
+    ("Layout(shard=2)", 2, "sgd", {"activation_checkpointing": "blocks"}),
+    ("Layout(tensor=2)", 2, "text", {"activation_checkpointing": "selective"}),
+    ("Layout(context=2)", 2, "text", {"activation_checkpointing": "selective"}),
+    ("Layout(pipeline=2)", 2, "norm", {"activation_checkpointing": "blocks"}),
+    (
+        "Layout(pipeline=2, schedule='ZBVZeroBubble')",
+        2,
+        "text",
+        {"activation_checkpointing": "selective", "micro_batch": 8},
+    ),
     ("Layout(shard=2)", 2, "still", {"compile": True}),
-    ("Layout(pipeline=2)", 2, "still", {"compile": True, "recompute": "blocks"}),
+    ("Layout(pipeline=2)", 2, "still", {"compile": True, "activation_checkpointing": "blocks"}),
 ]
 MORE = {
     "norm": (source("regression", optimizer="sgd"), EVEN),
@@ -178,7 +183,7 @@ def test_parameters_in_bf16_learn_what_those_in_fp32_do(tmp_path) -> None:
 @pytest.mark.parametrize(("workers", "options"), [(1, {}), (2, {"sync": "ParameterServer(servers=1)"})])
 def test_what_is_computed_again_without_a_layout_has_the_same_bits(workers, options, kind, tmp_path) -> None:
     plain = losses(tmp_path / "plain", workers, TASKS["sgd"][0], **EVEN, **options)
-    again = losses(tmp_path / "again", workers, TASKS["sgd"][0], recompute=kind, **EVEN, **options)
+    again = losses(tmp_path / "again", workers, TASKS["sgd"][0], activation_checkpointing=kind, **EVEN, **options)
     assert differ(again, plain) == 0.0
 
 
@@ -299,8 +304,8 @@ def test_a_checkpoint_opens_under_any_other_layout(saved, loaded, tmp_path) -> N
     whole = train(1, task, tmp_path / "whole", steps=12, workers=1, **settings)
     run = tmp_path / "parts"
     for (workers, layout), steps in ((saved, 5), (loaded, 12)):
-        last = train(workers, task, run, steps=steps, workers=workers, layout=layout, run=str(run), resume=steps == 12,
-                     **settings)  # fmt: skip
+        last = train(workers, task, run, steps=steps, workers=workers, layout=layout, run_dir=str(run),
+                     resume=steps == 12, **settings)  # fmt: skip
     assert last["steps"] == 12
     assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
     assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
@@ -321,8 +326,8 @@ def test_what_is_remembered_of_whole_tensors_opens_under_any_other_layout(saved,
     whole = train(1, task, tmp_path / "whole", steps=12, workers=1, **settings)
     run = tmp_path / "parts"
     for (workers, layout), steps in ((saved, 5), (loaded, 12)):
-        last = train(workers, task, run, steps=steps, workers=workers, layout=layout, run=str(run), resume=steps == 12,
-                     **settings)  # fmt: skip
+        last = train(workers, task, run, steps=steps, workers=workers, layout=layout, run_dir=str(run),
+                     resume=steps == 12, **settings)  # fmt: skip
     assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
 
 
@@ -332,7 +337,7 @@ def test_plain_numbers_of_every_stages_optimizer_are_saved(tmp_path) -> None:
     whole = train(1, task, tmp_path / "whole", steps=12, workers=1, **settings)
     run = tmp_path / "parts"
     for steps in (5, 12):
-        last = train(2, task, run, steps=steps, workers=2, layout="Layout(pipeline=2)", run=str(run),
+        last = train(2, task, run, steps=steps, workers=2, layout="Layout(pipeline=2)", run_dir=str(run),
                      resume=steps == 12, **settings)  # fmt: skip
     assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
     assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
@@ -345,7 +350,7 @@ def test_a_run_goes_on_wherever_its_stages_are_cut(tmp_path) -> None:
     for cut, steps in (("blocks.0", 3), ("blocks.1", 5), ("head", 8)):
         layout = f"Layout(pipeline=2, cuts=('{cut}',))"
         last = train(2, DROPPING, run, steps=steps, workers=2, layout=layout, micro_batch=8, schedule="Constant()",
-                     run=str(run), resume=steps > 3)  # fmt: skip
+                     run_dir=str(run), resume=steps > 3)  # fmt: skip
     assert last["loss"] == pytest.approx(whole["loss"], abs=SAME)
     assert last["metrics"] == pytest.approx(whole["metrics"], abs=SAME)
 
@@ -358,10 +363,10 @@ def test_a_run_may_start_from_weights_in_a_file(workers, layout, tmp_path) -> No
     assert main(["checkpoint", "convert", str(tmp_path / "first"), "--to", str(file)]) == 0
     run = tmp_path / "second"
     assert main(["checkpoint", "convert", str(run / "checkpoints"), "--from", str(file)]) == 0
-    told = train(workers, task, run, steps=1, lr=1e-30, workers=workers, layout=layout, run=str(run), resume=True,
+    told = train(workers, task, run, steps=1, lr=1e-30, workers=workers, layout=layout, run_dir=str(run), resume=True,
                  seed=3, **EVEN)  # fmt: skip
     assert told["weights_sha256"] == first["weights_sha256"]
-    again = train(workers, task, run, steps=3, workers=workers, run=str(run), resume=True, seed=3, **EVEN)
+    again = train(workers, task, run, steps=3, workers=workers, run_dir=str(run), resume=True, seed=3, **EVEN)
     assert again["steps"] == 3
 
 
@@ -376,7 +381,7 @@ def test_weights_in_a_file_may_lack_a_buffer_but_no_parameter(tmp_path) -> None:
         safetensors.torch.save_file(tensors, file)
         run = tmp_path / left_out
         assert main(["checkpoint", "convert", str(run / "checkpoints"), "--from", str(file)]) == 0
-        settings = {"layout": "Layout(shard=2)", "run": str(run), "resume": True, **EVEN}
+        settings = {"layout": "Layout(shard=2)", "run_dir": str(run), "resume": True, **EVEN}
         if left_out.endswith("bias"):
             with pytest.raises(ChildFailed, match=r"tensor 'model/layers.4.bias' .* is not in the checkpoint"):
                 train(2, task, run, workers=2, **settings)

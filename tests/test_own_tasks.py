@@ -64,7 +64,8 @@ task = unisono.Task(
 )
 found = []
 for workers in (1, 2):
-    config = unisono.Config(workers=workers, steps=4, global_batch=24, micro_batch=2, run=f"{sys.argv[1]}/{workers}")
+    run = f"{sys.argv[1]}/{workers}"
+    config = unisono.Config(workers=workers, steps=4, global_batch=24, micro_batch=2, run_dir=run)
     result = unisono.train(task, config)
     found.append([result.loss, result.metrics["loss"], result.samples])
 
@@ -110,7 +111,7 @@ task = unisono.Task(
 )
 for quiet in (False, True):
     run = f"{sys.argv[1]}/{quiet}"
-    unisono.train(task, unisono.Config(clip=None, evaluate_every=0, workers=1, run=run), quiet=quiet)
+    unisono.train(task, unisono.Config(clip=None, evaluate_every=0, workers=1, run_dir=run), quiet=quiet)
     print("end of", run, file=sys.stderr)
 """
 

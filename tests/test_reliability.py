@@ -80,7 +80,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a user with a task of their own, and with one run of it that nobody disturbed."""
     at = tmp_path_factory.mktemp("home")
     (at / "own.py").write_text(TASK)
-    done = unisono(at, "train", "own.py:task", *EXACT, "--run", "whole")
+    done = unisono(at, "train", "own.py:task", *EXACT, "--run-dir", "whole")
     assert done.returncode == 0, done.stderr
     return at
 
@@ -112,7 +112,7 @@ def _unisono(rank: int, size: int, at: Path, words: list[str]) -> tuple[int, str
 @contextmanager
 def under_way(at: Path, run: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A training of `own.py` that has come to its tenth step; of which nothing may be left after the block."""
-    line = command("train", "own.py:task", "--run", run, *words)
+    line = command("train", "own.py:task", "--run-dir", run, *words)
     streams: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, cwd=at, env=STACKS, start_new_session=True, **streams) as process:
         try:
@@ -157,7 +157,7 @@ def came(run: Path) -> tuple[int, bool, str]:
 
 def goes_on(run: Path) -> str:
     """The last line of a command whose run can be resumed."""
-    return f"the run lies in {run}; go on with  unisono train --run {run} --resume\n"
+    return f"the run lies in {run}; go on with  unisono train --run-dir {run} --resume\n"
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
@@ -179,7 +179,7 @@ def test_a_host_that_is_asked_to_end_has_its_workers_leave_and_the_others_go_on(
 
     line = ("--workers", "2:4", "--sync", sync, "--steps", "1000000", "--checkpoint-every", "0")
     with under_way(tmp_path, "run", *line) as process:
-        words = command("join", "--run", "run", "--workers", "2")
+        words = command("join", "--run-dir", "run", "--workers", "2")
         with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True) as host:
             assert within(60, lambda: members() == 4)
             host.terminate()
@@ -208,7 +208,7 @@ def test_a_host_that_has_another_task_is_refused_and_the_run_goes_on(tmp_path: P
     with under_way(tmp_path, "run", *line) as process:
         for (old, new), words in OTHER_TASKS.items():
             (tmp_path / "own.py").write_text(TASK.replace(old, new))
-            host = unisono(tmp_path, "join", "--run", "run", "--workers", "1")
+            host = unisono(tmp_path, "join", "--run-dir", "run", "--workers", "1")
             assert host.returncode == 2, host.stderr
             assert words in host.stderr
             assert "give every host the same task, data and settings." in host.stderr
@@ -274,7 +274,7 @@ def test_processes_have_names_and_a_killed_worker_is_named_and_ends_the_run(home
     assert process.returncode == 1
     assert words.endswith(f"worker 1 failed: killed by SIGKILL (out of memory?)\n{goes_on(run)}")
     assert "Traceback" not in words
-    done = unisono(home, "train", "own.py:task", "--run", "killed", "--resume")
+    done = unisono(home, "train", "own.py:task", "--run-dir", "killed", "--resume")
     assert done.returncode == 0, done.stderr
     assert weights(run) == weights(home / "whole")
 
@@ -347,7 +347,7 @@ def test_a_run_goes_on_when_its_output_leads_nowhere(home: Path) -> None:
         "full": {"stdout": full, "stderr": full},
         "closed": {"preexec_fn": lambda: os.closerange(0, 3)},
     }
-    line = command("train", "own.py:task", *EXACT, "--steps", "50", "--run")
+    line = command("train", "own.py:task", *EXACT, "--steps", "50", "--run-dir")
     started = {name: subprocess.Popen([*line, f"unread-{name}"], cwd=home, **how) for name, how in ways.items()}
     os.close(gone), os.close(full)
     assert {name: process.wait(170) for name, process in started.items()} == dict.fromkeys(ways, 0)
@@ -372,7 +372,7 @@ def test_a_terminal_that_goes_away_asks_the_run_to_stop(ignored: bool, home: Pat
         if ignored:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    line = command("train", "own.py:task", *EXACT, "--steps", "600", "--checkpoint-every", "0", "--run", run)
+    line = command("train", "own.py:task", *EXACT, "--steps", "600", "--checkpoint-every", "0", "--run-dir", run)
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), ours)
     process = subprocess.Popen(line, cwd=home, **streams, start_new_session=True, preexec_fn=take_terminal)
     os.close(ours)
@@ -395,10 +395,10 @@ def test_a_terminal_that_goes_away_asks_the_run_to_stop(ignored: bool, home: Pat
 @pytest.mark.long
 def test_a_run_that_is_alive_is_not_resumed_beside_itself(home: Path) -> None:
     with under_way(home, "alive", *EXACT) as process:
-        done = unisono(home, "train", "own.py:task", "--run", "alive", "--resume")
+        done = unisono(home, "train", "own.py:task", "--run-dir", "alive", "--resume")
         assert done.returncode == 2
         where = re.escape(
-            f"run = {home / 'alive'}: it is in use by process {process.pid} on host {os.uname().nodename}"
+            f"run_dir = {home / 'alive'}: it is in use by process {process.pid} on host {os.uname().nodename}"
         )
         assert re.fullmatch(f"{where} since .*; wait for that run or end it, or name another directory.\n", done.stderr)
         said(process)
@@ -411,7 +411,7 @@ def test_a_run_that_is_alive_is_not_resumed_beside_itself(home: Path) -> None:
 def test_a_run_whose_launcher_was_killed_is_resumed_at_once(home: Path) -> None:
     with under_way(home, "orphaned", *EXACT, "--checkpoint-every", "5") as process:
         process.kill()
-        done = unisono(home, "train", "own.py:task", "--run", "orphaned", "--resume")
+        done = unisono(home, "train", "own.py:task", "--run-dir", "orphaned", "--resume")
         assert done.returncode == 0, done.stderr
     assert weights(home / "orphaned") == weights(home / "whole")
 
@@ -420,7 +420,7 @@ def test_a_run_whose_launcher_was_killed_is_resumed_at_once(home: Path) -> None:
 
 
 def test_an_error_in_one_worker_is_shown_once_and_first(home: Path) -> None:
-    done = unisono(home, "train", "own.py:task", "--fails", "raise", "--workers", "3", "--run", "raise")
+    done = unisono(home, "train", "own.py:task", "--fails", "raise", "--workers", "3", "--run-dir", "raise")
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     trace = done.stderr[done.stderr.index("Traceback") :]
@@ -434,7 +434,7 @@ def test_an_error_in_one_worker_is_shown_once_and_first(home: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_task_that_calls_sys_exit_has_failed(workers: int, home: Path) -> None:
     name, last = f"exit-{workers}", workers - 1
-    done = unisono(home, "train", "own.py:task", "--fails", "exit", "--run", name, "--workers", str(workers))
+    done = unisono(home, "train", "own.py:task", "--fails", "exit", "--run-dir", name, "--workers", str(workers))
     assert done.returncode == 1, done.stderr
     left = rf"worker {last}: user code called sys\.exit\(0\) on own\.py:\d+ loss after \d+ steps\n"
     assert re.search(left + re.escape(goes_on(home / name)) + "$", done.stderr), done.stderr
@@ -445,7 +445,7 @@ def test_a_task_that_calls_sys_exit_has_failed(workers: int, home: Path) -> None
 def test_a_bad_value_that_comes_late_leaves_the_run_and_its_checkpoints(workers: int, home: Path) -> None:
     name = f"late-{workers}"
     settings = ["--workers", str(workers), "--checkpoint-every", "2", "--load", "Inline()"]
-    done = unisono(home, "train", "own.py:task", "--fails", "weight", "--run", name, *settings)
+    done = unisono(home, "train", "own.py:task", "--fails", "weight", "--run-dir", name, *settings)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     found = re.search(r"worker \d after (\d+) steps: weight = nan: a batch cannot count that much; .*\n", done.stderr)
@@ -461,24 +461,24 @@ def test_a_bad_value_that_comes_late_leaves_the_run_of_a_script(launched: tuple[
     name = f"script-{len(launched)}"
     (home / "script.py").write_text(
         "import sys\n\nimport unisono\nfrom own import task\n\n"
-        "unisono.train(task(fails='weight'), unisono.Config(run=sys.argv[1], load=unisono.Inline()))\n"
+        "unisono.train(task(fails='weight'), unisono.Config(run_dir=sys.argv[1], load=unisono.Inline()))\n"
     )
     line = [sys.executable, *launched, "script.py", name]
     done = subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1, done.stderr
     assert re.search(r"worker \d after \d+ steps: weight = nan: ", done.stderr), done.stderr
-    assert f"the run lies in {home / name}; go on with Config(run='{home / name}', resume=True)" in done.stderr
+    assert f"the run lies in {home / name}; go on with Config(run_dir='{home / name}', resume=True)" in done.stderr
     assert (home / name / "config.toml").exists()
 
 
 def test_a_bad_value_that_comes_first_takes_the_new_run_away(home: Path) -> None:
-    done = unisono(home, "train", "own.py:task", "--fails", "weight at once", "--run", "early")
+    done = unisono(home, "train", "own.py:task", "--fails", "weight at once", "--run-dir", "early")
     assert (done.returncode, (home / "early").exists()) == (2, False), done.stderr
     assert done.stderr.startswith("weight = nan: ")
 
 
 def test_a_loss_that_is_not_a_number_is_one_sentence(home: Path) -> None:
-    done = unisono(home, "train", "own.py:task", "--fails", "nan", "--workers", "2", "--run", "nan")
+    done = unisono(home, "train", "own.py:task", "--fails", "nan", "--workers", "2", "--run-dir", "nan")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
@@ -524,7 +524,7 @@ def test_a_disk_too_small_for_a_checkpoint_does_not_end_the_run(
     """Too small for either worker's part, or for both parts together."""
     words = ("own.py:task", *EXACT, "--steps", "20", "--checkpoint-every", "5", "--width", "20000")
     with disk(tmp_path / "disk", f"size={size}") as at:
-        done = unisono(home, "train", *words, "--run", at / "run")
+        done = unisono(home, "train", *words, "--run-dir", at / "run")
         assert done.returncode == 0, done.stderr
         told = [event["words"] for event in events(at / "run", "checkpoint failed")]
         assert all(done.stderr.count(f"note {words}\n") == 1 for words in told)
@@ -585,13 +585,13 @@ def test_a_disk_that_fills_up_to_the_last_byte_does_not_end_the_run(coming_and_g
 @pytest.mark.root
 def test_a_place_that_cannot_be_written_is_named(home: Path, tmp_path: Path) -> None:
     with disk(tmp_path / "disk", "size=4m") as at:
-        assert unisono(home, "train", "own.py:task", "--steps", "5", "--run", at / "old").returncode == 0
+        assert unisono(home, "train", "own.py:task", "--steps", "5", "--run-dir", at / "old").returncode == 0
         remount(at, 1)
-        for words in (("--run", at / "new"), ("--run", at / "old", "--resume", "--steps", "10")):
+        for words in (("--run-dir", at / "new"), ("--run-dir", at / "old", "--resume", "--steps", "10")):
             done = unisono(home, "train", "own.py:task", *words)
             assert done.returncode == 2
             assert done.stderr.count("\n") == 1, done.stderr
-            assert done.stderr.startswith(f"run = {words[1]}: cannot be written (Read-only file system); ")
+            assert done.stderr.startswith(f"run_dir = {words[1]}: cannot be written (Read-only file system); ")
 
 
 # Bad input, from the command to its exit code.
@@ -615,10 +615,10 @@ WRONG = {
     "text --model.context 18 --workers 2 --layout Layout(context=2)": "length 18 here; write Layout(), or pad or cut "
     "sequences: the nearest length that works is 16",
     "own.py:task --compress Zip()": "compress = Zip(): Zip is not a listed name; known: Auto, ByName, ",
-    "own.py:task --run whole": "whole: the directory exists; add --resume to go on with it",
-    "own.py:task --run nowhere --resume": "there is no such run to resume; leave out --resume to start it",
-    "own.py:task --run whole --resume --width 16": "tensor 'model/0.bias' is float32 [16] here and float32 [32] in",
-    "own.py:task --run whole --resume --seed 5": "seed = 5: the run to resume was started with 0",
+    "own.py:task --run-dir whole": "whole: the directory exists; add --resume to go on with it",
+    "own.py:task --run-dir nowhere --resume": "there is no such run to resume; leave out --resume to start it",
+    "own.py:task --run-dir whole --resume --width 16": "tensor 'model/0.bias' is float32 [16] here and float32 [32] in",
+    "own.py:task --run-dir whole --resume --seed 5": "seed = 5: the run to resume was started with 0",
     "text --text nowhere.txt": "nowhere.txt",
 }
 

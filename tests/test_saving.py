@@ -31,7 +31,7 @@ def scheduled(world: World, build: Callable[[], nn.Module] = noisy, maker: str =
     model = build()
     _, optimizer = world.bind(model, MAKERS[maker](model.parameters()), **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    world.keep("scheduler", scheduler)
+    world.register_state("scheduler", scheduler)
     return model, optimizer, scheduler
 
 
@@ -50,7 +50,7 @@ def loop(
         taken.append(batches.step)
         if batches.step % SAVED == SAVED - 1:
             assert world.save(at) == at / f"step-{batches.step + 1:08d}"
-    world.meet()
+    world.synchronize()
     learned = [s.double().reshape(-1) for p in model.parameters() for _, s in sorted(optimizer.state[p].items())]
     return torch.cat([state(model), *learned, torch.tensor(scheduler.get_last_lr())]), taken
 
@@ -126,7 +126,8 @@ def test_of_several_the_newest_sound_one_counts_and_the_oldest_go(tmp_path: Path
      ({"maker": "sgd"}, "optimizer = SGD: the checkpoint was saved with AdamW"),
      ({"compress": Exact()}, r"compress = Exact\(\): the checkpoint was saved with Cast\(\)"),
      ({"build": net}, r"model = Sequential: the checkpoint is of another one: .*; build the model that was saved"),
-     ({"kept": "other"}, "keep = other: the checkpoint holds scheduler; keep the same by world.keep")],
+     ({"kept": "other"}, "register_state = other: the checkpoint holds scheduler; register the same by "
+      "world.register_state")],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )  # fmt: skip
 def test_another_loop_is_refused(change, words, tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_another_loop_is_refused(change, words, tmp_path: Path) -> None:
         model = change.get("build", noisy)()
         options = {"compress": change["compress"]} if "compress" in change else {}
         _, optimizer = world.bind(model, MAKERS[change.get("maker", "adamw")](model.parameters()), **options)
-        world.keep(change.get("kept", "scheduler"), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+        world.register_state(change.get("kept", "scheduler"), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
         world.load(tmp_path)
         world.steps(data(change.get("samples", 40)), **{**SIZES, **{k: v for k, v in change.items() if k in SIZES}})
 

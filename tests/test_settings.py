@@ -38,16 +38,17 @@ def test_what_cannot_be_combined_is_refused() -> None:
         settle(task(), {"sync_batchnorm": True, "compress": "Exact()"})
     with pytest.raises(InvalidInput, match=r"stepz = 3: there is no such field; did you mean steps"):
         settle(task(stepz=3), {})
-    with pytest.raises(InvalidInput, match="recompute = selective: in a compiled block"):
-        settle(task(), {"recompute": "selective", "compile": True})
+    with pytest.raises(InvalidInput, match="activation_checkpointing = selective: in a compiled block"):
+        settle(task(), {"activation_checkpointing": "selective", "compile": True})
     with pytest.raises(InvalidInput, match=r"precision = bf16_parameters: .* write bf16, or a layout"):
         settle(task(), {"precision": "bf16_parameters"})
 
 
 OTHER = {"seed": 5, "global_batch": 48, "micro_batch": 2, "compress": "Exact(32)", "sync": "AllReduce(4096)",
          "precision": "bf16", "sync_batchnorm": True}  # fmt: skip
-FREE = {"workers": 3, "steps": 9, "lr": 0.3, "clip": 1.0, "schedule": "Cosine()", "keep": 5, "overlap": False,
-        "communicator": "gloo", "threads": 2, "deadline_seconds": 9.0, "checkpoint_every": 4}  # fmt: skip
+FREE = {"workers": 3, "steps": 9, "lr": 0.3, "clip": 1.0, "schedule": "Cosine()", "keep_checkpoints": 5,
+         "overlap": False,
+        "communicator": "gloo", "threads": 2, "timeout_seconds": 9.0, "checkpoint_every": 4}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", IDENTITY)
@@ -71,10 +72,10 @@ def test_in_exact_mode_the_number_of_threads_belongs_to_the_run() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"workers": 4, "most": 3}, "workers = 4: above most = 3"),
-        ({"workers": 2, "fewest": 3}, "fewest = 3: there are never more than 2 workers"),
+        ({"workers": 4, "max_workers": 3}, "workers = 4: above max_workers = 3"),
+        ({"workers": 2, "min_workers": 3}, "min_workers = 3: there are never more than 2 workers"),
         ({"workers": 9}, "workers = 9: a step has only 4 micro-batches, each worker needs one; use at most 4 workers"),
-        ({"workers": "2:8", "global_batch": 64, "micro_batch": 16}, "most = 8: a step has 4 micro-batches"),
+        ({"workers": "2:8", "global_batch": 64, "micro_batch": 16}, "max_workers = 8: a step has 4 micro-batches"),
     ],
 )
 def test_as_many_workers_as_may_come_can_train(given, words) -> None:
@@ -84,5 +85,5 @@ def test_as_many_workers_as_may_come_can_train(given, words) -> None:
 
 
 def test_fewer_workers_may_be_started_than_are_waited_for() -> None:
-    config = settle(task(), {"workers": 1, "fewest": 2, "most": 4})
-    assert (config.workers, config.fewest, config.most) == (1, 2, 4)
+    config = settle(task(), {"workers": 1, "min_workers": 2, "max_workers": 4})
+    assert (config.workers, config.min_workers, config.max_workers) == (1, 2, 4)

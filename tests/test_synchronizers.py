@@ -32,7 +32,7 @@ ROWS: list[Synchronizer] = [
     LocalSGD(every=8, start=4),
     BlockMomentum(every=4),
     DiLoCo(every=8, fragments=2, delay=2),
-    Gossip(meet_every=8),
+    Gossip(synchronize_every=8),
     Gossip(asynchronous=True),
 ]
 COMPRESS = ("Cast()", "Quantize(4)", "Cast('bf16')")

@@ -47,7 +47,7 @@ def test_exact_resumes_bitwise_on_another_number_of_workers(name, tmp_path) -> N
     train(3, task, path, steps=2, compress="Exact()", schedule="Constant()")
     for workers, until in ((1, 3), (4, 5), (2, steps)):
         last = train(
-            workers, task, path, steps=until, compress="Exact()", schedule="Constant()", run=str(path), resume=True
+            workers, task, path, steps=until, compress="Exact()", schedule="Constant()", run_dir=str(path), resume=True
         )
     if task.name == "digits":  # whose own schedule depends on the number of steps
         whole = train(2, task, tmp_path / "again", **settings, compress="Exact()", schedule="Constant()")
@@ -77,7 +77,7 @@ def test_resume_continues_bitwise_without_exact_too(wire, tmp_path) -> None:
     task = source("regression", dropout=0.2, noise=0.1)
     whole = train(2, task, tmp_path / "whole", communicator=wire)
     train(2, task, tmp_path / "parts", steps=3, communicator=wire)
-    last = train(2, task, tmp_path / "parts", communicator=wire, run=str(tmp_path / "parts"), resume=True)
+    last = train(2, task, tmp_path / "parts", communicator=wire, run_dir=str(tmp_path / "parts"), resume=True)
     assert last["weights_sha256"] == whole["weights_sha256"]
     assert last["loss"] == whole["loss"]
 
@@ -98,7 +98,7 @@ def test_loading_in_processes_and_threads_changes_nothing(tmp_path) -> None:
 
 
 def test_checkpoints_are_taken_kept_and_listed(tmp_path) -> None:
-    train(2, source("regression"), tmp_path, checkpoint_every=2, keep=3)
+    train(2, source("regression"), tmp_path, checkpoint_every=2, keep_checkpoints=3)
     assert [step for step, _ in checkpoints(tmp_path / "checkpoints")] == [4, 6, 8]
     assert [e["step"] for e in events(tmp_path, "checkpoint")] == [2, 4, 6, 8]
 
@@ -110,7 +110,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
-    again = train(2, task, tmp_path, run=str(tmp_path), resume=True)
+    again = train(2, task, tmp_path, run_dir=str(tmp_path), resume=True)
     assert again["weights_sha256"] == whole["weights_sha256"]
     assert "part-0.safetensors" in events(tmp_path, "checkpoint damaged")[0]["words"]
     assert events(tmp_path, "resume")[0]["step"] == 4
@@ -136,12 +136,12 @@ def test_what_messages_left_out_is_owed_after_a_resume_too(sync, compress, layou
     train(workers, task, parts, steps=4, workers=workers, **options)
     owed = [name for name in open_newest(parts / "checkpoints", pytest.fail).specs if name.startswith("owed/")]
     assert {int(name.split("/")[1]) for name in owed} == set(range(workers))
-    last = train(workers, task, parts, workers=workers, run=str(parts), resume=True, **options)
+    last = train(workers, task, parts, workers=workers, run_dir=str(parts), resume=True, **options)
     assert last["weights_sha256"] == whole["weights_sha256"]
 
 
 def test_other_workers_owe_nothing_after_a_resume(tmp_path) -> None:
-    options = {"compress": "OneBit()", "micro_batch": 6, "run": str(tmp_path / "run")}
+    options = {"compress": "OneBit()", "micro_batch": 6, "run_dir": str(tmp_path / "run")}
     for workers, steps, layout in ((2, 2, "Layout()"), (1, 4, "Layout()"), (4, 6, "Layout(shard=2)")):
         told = train(workers, source("regression"), tmp_path / "run", workers=workers, steps=steps, layout=layout,
                      resume=steps > 2, **options)  # fmt: skip
@@ -151,20 +151,20 @@ def test_other_workers_owe_nothing_after_a_resume(tmp_path) -> None:
 def test_a_resume_from_another_model_names_the_first_tensor(tmp_path) -> None:
     train(2, source("regression"), tmp_path)
     with pytest.raises(ChildFailed, match=r"resume = .*another model: .*model/0.bias"):
-        train(1, source("wider"), tmp_path, run=str(tmp_path), resume=True)
+        train(1, source("wider"), tmp_path, run_dir=str(tmp_path), resume=True)
 
 
 @pytest.mark.parametrize(("field", "value"), [("seed", 1), ("global_batch", 48), ("compress", "Exact()")])
 def test_a_resume_as_another_run_is_refused(tmp_path, field, value) -> None:
     train(1, source("regression"), tmp_path)
     with pytest.raises(ChildFailed, match=f"{field} = .*the run to resume was started with"):
-        train(1, source("regression"), tmp_path, run=str(tmp_path), resume=True, **{field: value})
+        train(1, source("regression"), tmp_path, run_dir=str(tmp_path), resume=True, **{field: value})
 
 
 def test_a_resume_with_another_optimizer_is_refused(tmp_path) -> None:
     train(1, source("regression", optimizer="sgd"), tmp_path)
     with pytest.raises(ChildFailed, match="optimizer = AdamW: the run to resume was started with SGD, whose state"):
-        train(1, source("regression"), tmp_path, run=str(tmp_path), resume=True)
+        train(1, source("regression"), tmp_path, run_dir=str(tmp_path), resume=True)
 
 
 def test_a_nan_names_step_micro_batch_and_worker_and_all_workers_know(tmp_path) -> None:

@@ -191,14 +191,14 @@ def test_a_hyperparameter_that_another_version_of_torch_does_not_have_is_no_diff
 @pytest.mark.parametrize(
     ("settings", "field"),
     [({"lr": 0.5}, "lr"), ({"sync": "LocalSGD()"}, "sync"), ({"steps": 7}, "steps"), ({"clip": 1.0}, "clip"),
-     ({"threads": 3}, ""), ({"run": "there"}, ""), ({"load": "Threads()"}, ""), ({"device": "cpu"}, "")],
+     ({"threads": 3}, ""), ({"run_dir": "there"}, ""), ({"load": "Threads()"}, ""), ({"device": "cpu"}, "")],
 )  # fmt: skip
 def test_settings_that_change_what_is_computed_are_compared(settings: dict[str, Any], field: str) -> None:
     assert differs(of_config(Config.of(settings)), of_config(Config())) == field
 
 
 def test_settings_of_a_run_that_is_resumed_are_not_compared() -> None:
-    assert not of_config(replace(Config(), resume=True, run="there"))
+    assert not of_config(replace(Config(), resume=True, run_dir="there"))
 
 
 def test_all_is_short(tmp_path: Path) -> None:

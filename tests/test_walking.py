@@ -36,9 +36,9 @@ from unisono.tasks.task import Task, with_data
 SAMPLES, BATCH, STEPS, EPOCHS = 48, 24, 48, 24
 PERIODIC = ["LocalSGD(every=4)", "LocalSGD(every=5,start=7)", "DiLoCo(every=6,outer=Average())",
             "BlockMomentum(every=3,momentum=0)"]  # fmt: skip
-OTHERS = ["DiLoCo(every=6)", "DiLoCo(every=4,fragments=2,delay=1)", "Gossip(meet_every=4)",
-          "Gossip(OnePeerExponential(),meet_every=4)"]  # fmt: skip
-DEALT = ["Gossip(asynchronous=True,meet_every=4)", "Gossip(Complete(),asynchronous=True,meet_every=6)"]
+OTHERS = ["DiLoCo(every=6)", "DiLoCo(every=4,fragments=2,delay=1)", "Gossip(synchronize_every=4)",
+          "Gossip(OnePeerExponential(),synchronize_every=4)"]  # fmt: skip
+DEALT = ["Gossip(asynchronous=True,synchronize_every=4)", "Gossip(Complete(),asynchronous=True,synchronize_every=6)"]
 
 
 class Tally(nn.Module):
@@ -188,7 +188,7 @@ def test_after_a_checkpoint_replicas_are_alike_to_the_last_number(tmp_path: Path
     assert found.weights == whole.weights
 
 
-@pytest.mark.parametrize("sync", ["LocalSGD(every=4)", "Gossip(meet_every=4)", DEALT[0]])
+@pytest.mark.parametrize("sync", ["LocalSGD(every=4)", "Gossip(synchronize_every=4)", DEALT[0]])
 def test_who_leaves_does_so_where_all_meet_and_leaves_its_share(sync: str, tmp_path: Path) -> None:
     def leave(run: VirtualRun) -> None:
         def asked() -> None:

@@ -757,7 +757,7 @@ def test_bind_and_steps_check_by_the_rules_of_config(ask, words) -> None:
     [({"device": "gpu"}, "device = gpu: not one of the choices; choose auto or cpu or cuda"),
      ({"communicator": "mpi"}, "communicator = mpi: not one of the choices"),
      ({"threads": -1}, "threads = -1: below 0"),
-     ({"deadline_seconds": 0}, "deadline_seconds = 0: not a positive number")],
+     ({"timeout_seconds": 0}, "timeout_seconds = 0: not a positive number")],
     ids=str,
 )  # fmt: skip
 def test_join_checks_by_the_rules_of_config(given_, words) -> None:

@@ -103,7 +103,7 @@ def network(directory: Path) -> Iterator[Network]:
 
 def undisturbed(directory: Path, words: Sequence[str]) -> dict[str, Any]:
     """What the run comes to on one worker of this host."""
-    command = [sys.executable, "-m", "unisono", "train", *words, "--run", directory / "undisturbed"]
+    command = [sys.executable, "-m", "unisono", "train", *words, "--run-dir", directory / "undisturbed"]
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return _summary(directory / "undisturbed")
 
@@ -115,7 +115,7 @@ def attacked(directory: Path, words: Sequence[str], seconds: float) -> tuple[dic
     unisono = [sys.executable, "-m", "unisono"]
     with network(directory) as net:
         listening = ["--workers", "2:4", "--listen", f"{ADDRESSES[0]}:{COORDINATOR}", "--certificate", "new"]
-        train = net.start(0, "train", [*unisono, "train", *words, *listening, "--run", run], UNISONO_TOKEN=token)
+        train = net.start(0, "train", [*unisono, "train", *words, *listening, "--run-dir", run], UNISONO_TOKEN=token)
         _until(lambda: (run / "coordinator" / "contact.json").exists(), train, "the coordinator is up")
         pin = json.loads((run / "coordinator" / "contact.json").read_text())["authority"]
         join = [*unisono, "join", f"https://{ADDRESSES[0]}:{COORDINATOR}", "--authority", pin, "--task", "digits"]

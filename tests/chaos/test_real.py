@@ -15,7 +15,7 @@ from unisono.cli import main
 def test_a_kill_a_freeze_and_a_newcomer_change_nothing(tmp_path: Path, capsys) -> None:
     counts = {"kill": 1, "freeze": 1, "join": 1, "partition": 0, "drain": 0, "coordinator": 0, "seed": 4}
     faults = [f"--{name}={count}" for name, count in counts.items()]
-    words = ["--workers", "3", "--run", str(tmp_path / "runs"), "--json", str(tmp_path / "found.json")]
+    words = ["--workers", "3", "--run-dir", str(tmp_path / "runs"), "--json", str(tmp_path / "found.json")]
     code = main(["chaos", f"{slow.__file__}:task", *faults, *words])
     said = capsys.readouterr()
     assert code == 0, said

@@ -98,7 +98,7 @@ DOORS = ("network", "nearby")
 def target(door: str) -> Iterator[Target]:
     """A server that has been told a number, and the promise that it still knows it in the end; all who come from
     now on come by the same `door`."""
-    hosting = Hosting(deadline_seconds=60.0)
+    hosting = Hosting(timeout_seconds=60.0)
     try:
         (line,) = hosting.serve(SingleWorker(), 1, "tests.comm.actors:Echo", {"largest_bytes": LARGEST_BYTES})
         place = line._place  # type: ignore[attr-defined]

@@ -89,7 +89,7 @@ class Never:
 
 def group_of_one(kind: str) -> Communicator:
     if kind == "gloo":
-        return TorchGroup(c10d.HashStore(), 0, 1, deadline_seconds=TEN_MINUTES)
+        return TorchGroup(c10d.HashStore(), 0, 1, timeout_seconds=TEN_MINUTES)
     return share_memory(c10d.HashStore(), 0, 1, TEN_MINUTES)
 
 

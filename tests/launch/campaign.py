@@ -188,7 +188,7 @@ def conduct(subject: Subject, directory: Path, moments: int, seed: int = 0) -> l
 
 def training(workers: int, steps: int, task: str = "digits") -> Subject:
     """A run that writes a checkpoint every 5 steps."""
-    command = (sys.executable, "-m", "unisono", "train", task, "--run", "{directory}/run")
+    command = (sys.executable, "-m", "unisono", "train", task, "--run-dir", "{directory}/run")
     options = f"--workers {workers} --steps {steps} --checkpoint-every 5 --compress Exact()".split()
 
     def summary(at: Path) -> Any:

@@ -51,7 +51,7 @@ MORE = [
     ("Layout(replicate=2)", 2, TEXT, {}),
     ("Layout(replicate=2, shard=2)", 4, TEXT, {}),
     ("Layout(shard=2)", 2, TEXT, {"precision": "bf16_parameters"}),
-    ("Layout(shard=2)", 2, TEXT, {"recompute": "blocks"}),
+    ("Layout(shard=2)", 2, TEXT, {"activation_checkpointing": "blocks"}),
     ("Layout(shard=2, context=2)", 4, TEXT, {}),
     ("Layout(context=2, tensor=2)", 4, TEXT, {"global_batch": 8, "micro_batch": 8}),
     ("Layout(shard=2)", 4, TEXT, {}),

@@ -253,7 +253,7 @@ def test_what_nobody_uses_stays_as_it_is(tmp_path: Path) -> None:
     settings = {"steps": 3, "checkpoint_every": 3}
     for layout, workers in (("Layout()", 1), ("Layout(shard=2)", 2), ("Layout(shard=2)", 4)):
         path = tmp_path / f"{layout}{workers}"
-        train("odd", {"optimizer": "adamw"}, workers, path, layout=layout, run=str(path), **settings)
+        train("odd", {"optimizer": "adamw"}, workers, path, layout=layout, run_dir=str(path), **settings)
         opened = open_newest(path / "checkpoints", lambda damage: pytest.fail(str(damage)))
         assert opened is not None
         assert torch.equal(opened.read("model/spare"), torch.ones(2))

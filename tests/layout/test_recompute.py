@@ -52,7 +52,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 def built(name: str, kind: str) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[name][0]()
-    compute = BlockOptions(recompute=kind)
+    compute = BlockOptions(activation_checkpointing=kind)
     compute.check(model)
     for block in blocks(model):
         compute.prepare(block)
@@ -152,8 +152,10 @@ def test_a_model_without_blocks_is_refused() -> None:
             super().__init__()
             self.layer = nn.Linear(2, 2)
 
-    with pytest.raises(InvalidInput, match="recompute = blocks: Plain has no list or sequence of blocks"):
-        BlockOptions(recompute="blocks").check(Plain())
+    with pytest.raises(
+        InvalidInput, match="activation_checkpointing = blocks: Plain has no list or sequence of blocks"
+    ):
+        BlockOptions(activation_checkpointing="blocks").check(Plain())
     with pytest.raises(InvalidInput, match=r"compile = True: Plain has no list .* one by one"):
         BlockOptions(compile=True).check(Plain())
     BlockOptions(compile=True, whole=True).check(Plain())

@@ -90,7 +90,7 @@ def _step(rank: int, size: int, path: str, layout: Layout, compute: BlockOptions
 
 
 def step(tmp_path: Path, layout: Layout, compute: BlockOptions = FP32) -> list[dict[str, Any]]:
-    path = tmp_path / f"{layout}-{compute.precision}-{compute.recompute}"
+    path = tmp_path / f"{layout}-{compute.precision}-{compute.activation_checkpointing}"
     path.mkdir()
     return run(layout.workers, _step, str(path), layout, compute)
 
@@ -135,7 +135,9 @@ def test_parameters_travel_in_bf16_and_gradients_in_fp32(tmp_path: Path) -> None
 
 
 def test_blocks_that_compute_again_gather_no_more(tmp_path: Path) -> None:
-    plain, again = (step(tmp_path, Layout(shard=2), BlockOptions(recompute=kind)) for kind in ("none", "blocks"))
+    plain, again = (
+        step(tmp_path, Layout(shard=2), BlockOptions(activation_checkpointing=kind)) for kind in ("none", "blocks")
+    )
     assert again[0]["count"] == plain[0]["count"]
     assert again[0]["losses"] == plain[0]["losses"]
     for name, expected in plain[0]["sums"].items():

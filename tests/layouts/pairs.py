@@ -85,7 +85,13 @@ class Resumed:
 
     def _train(self, way: Way, path: Path, steps: int, **settings: Any) -> Run:
         workers, layout = way
-        given = {"layout": layout, "steps": steps, "checkpoint_every": 1, "keep": STEPS, "run": str(path)}
+        given = {
+            "layout": layout,
+            "steps": steps,
+            "checkpoint_every": 1,
+            "keep_checkpoints": STEPS,
+            "run_dir": str(path),
+        }
         return run("odd", TASK, workers, path, **given, **settings)
 
 

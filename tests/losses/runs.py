@@ -45,7 +45,7 @@ def trains(task: str, workers: int, judge: Callable[[Path], str], *more: str) ->
 
     def words(run: Path, over: Path) -> list[str]:
         return ["train", f"{ROOT}/tests/losses/tasks.py:{task}", "--over", str(over), "--workers", str(workers),
-                "--threads", "1", "--record-seconds", "0", "--run", str(run), *more]  # fmt: skip
+                "--threads", "1", "--record-seconds", "0", "--run-dir", str(run), *more]  # fmt: skip
 
     return Kind(words, judge, judge in (same_losses, same_bits))
 
@@ -55,7 +55,7 @@ def loops(sync: str, judge: Callable[[Path], str]) -> Kind:
 
     def words(run: Path, over: Path) -> list[str]:
         script = [f"{ROOT}/tests/losses/loop.py", str(run), str(over), sync]
-        return ["launch", "--workers", "3", "--run", str(run), *script]
+        return ["launch", "--workers", "3", "--run-dir", str(run), *script]
 
     return Kind(words, judge, False)
 
@@ -109,7 +109,7 @@ def calm(run: Path) -> Path:
 
 KINDS = {
     "shard": trains("gpt", 4, same_losses, "--layout", "Layout(shard=2)"),
-    "shard, all of them": trains("gpt", 4, same_bits, "--layout", "Layout(shard=2)", "--fewest", "4"),
+    "shard, all of them": trains("gpt", 4, same_bits, "--layout", "Layout(shard=2)", "--min-workers", "4"),
     "shard, tensor": trains("gpt", 4, same_bits, "--layout", "Layout(shard=2,tensor=2)"),
     "tensor": trains("gpt", 4, same_losses, "--layout", "Layout(tensor=2)"),
     "pipeline": trains("gpt", 4, same_losses, "--layout", "Layout(pipeline=2)", "--checkpoint-every", "10"),
@@ -118,8 +118,8 @@ KINDS = {
     "LocalSGD": trains("tally", 3, counts, "--sync", "LocalSGD(every=4)"),
     "BlockMomentum": trains("tally", 3, counts, "--sync", "BlockMomentum(every=8,momentum=0)"),
     "DiLoCo": trains("tally", 3, counts, "--sync", "DiLoCo(every=6,outer=Average())"),
-    "Gossip": trains("tally", 3, all_steps, "--sync", "Gossip(meet_every=4)"),
-    "Gossip, asynchronous": trains("tally", 3, all_steps, "--sync", "Gossip(asynchronous=True,meet_every=4)"),
+    "Gossip": trains("tally", 3, all_steps, "--sync", "Gossip(synchronize_every=4)"),
+    "Gossip, asynchronous": trains("tally", 3, all_steps, "--sync", "Gossip(asynchronous=True,synchronize_every=4)"),
     "loop, AllReduce": loops("AllReduce()", counts),
     "loop, LocalSGD": loops("LocalSGD(every=4)", counts),
 }

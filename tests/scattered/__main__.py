@@ -42,7 +42,7 @@ def lose_one(layout: str, path: Path, chance: random.Random, sync: str) -> str:
     """What differs; empty if nothing does."""
     workers = (4 if layout.count("=2") > 1 else 2) * (1 if sync == "AllReduce()" else 2)
     optimizer = "sgd" if sync == "AllReduce()" else "plain"
-    settings = {"optimizer": optimizer, "layout": layout, "sync": sync, "steps": STEPS, "fewest": workers}
+    settings = {"optimizer": optimizer, "layout": layout, "sync": sync, "steps": STEPS, "min_workers": workers}
     with under_way("gpt", path / "calm", workers, **settings) as run:
         calm = run.result()["weights_sha256"], run.losses[STEPS]
     with under_way("gpt", path / "rough", workers, **settings) as run:

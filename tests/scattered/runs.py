@@ -144,7 +144,7 @@ def under_way(task: str, path: Path, workers: int, optimizer: str = "sgd", **set
     """A task of `tests.layouts.tasks`, by workers 0, 1, ..."""
     path.mkdir(parents=True, exist_ok=True)
     source = NamedTask(f"tests.layouts.tasks:{task}", {"optimizer": optimizer}, ROOT)
-    settings = {"threads": 1, "workers": workers, "deadline_seconds": 30.0, **settings}
+    settings = {"threads": 1, "workers": workers, "timeout_seconds": 30.0, **settings}
     policy = policy_of(settle(source.load(), settings))
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(tempfile.TemporaryDirectory())

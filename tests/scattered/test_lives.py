@@ -89,11 +89,11 @@ def test_a_lost_worker_takes_its_replica_out_and_survivors_make_others(calm, tmp
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("sync", "optimizer"),
-    [("LocalSGD(every=4)", "plain"), ("DiLoCo(every=4)", "plain"), ("Gossip(meet_every=4)", "adamw")],
+    [("LocalSGD(every=4)", "plain"), ("DiLoCo(every=4)", "plain"), ("Gossip(synchronize_every=4)", "adamw")],
 )
 def test_replicas_that_walk_take_the_round_again(sync, optimizer, tmp_path) -> None:
     """Two of two workers each; another comes in place of the lost one before they go on."""
-    settings = {"layout": LAYOUT, "sync": sync, "steps": STEPS, "fewest": 4}
+    settings = {"layout": LAYOUT, "sync": sync, "steps": STEPS, "min_workers": 4}
     with under_way("gpt", tmp_path / "calm", 4, optimizer, **settings) as run:
         whole = run.result()["weights_sha256"], run.losses[STEPS]
     with under_way("gpt", tmp_path / "rough", 4, optimizer, **settings) as run:
@@ -110,7 +110,7 @@ def test_replicas_that_walk_take_the_round_again(sync, optimizer, tmp_path) -> N
 
 
 def test_who_leaves_hands_its_part_over(tmp_path) -> None:
-    with without_end(tmp_path, 2, most=3) as run:
+    with without_end(tmp_path, 2, max_workers=3) as run:
         run.until(4)
         run.start(["2"])
         run.kill("1", signal.SIGTERM)
@@ -122,7 +122,7 @@ def test_who_leaves_hands_its_part_over(tmp_path) -> None:
 
 @pytest.mark.long
 def test_without_copies_there_is_the_disk(calm, tmp_path) -> None:
-    with under_way("gpt", tmp_path, 2, layout=LAYOUT, steps=STEPS, copies=False, checkpoint_every=4) as run:
+    with under_way("gpt", tmp_path, 2, layout=LAYOUT, steps=STEPS, memory_checkpoints=False, checkpoint_every=4) as run:
         run.until(LOST_AT + 1)
         run.kill("1")
         run.start(["1.2"])

@@ -65,7 +65,7 @@ def in_a_process(
     rank: int, size: int, steps: int, sync: Synchronizer, compress: Compressor, kind: str, url: str
 ) -> tuple[float, list[tuple[int, int]]]:
     """The lesson as one of `size` real workers learns it: the loss at its end, and what was computed here."""
-    comm = connect(rank, size, rendezvous=url, local_size=size, kind=kind, deadline_seconds=30)
+    comm = connect(rank, size, rendezvous=url, local_size=size, kind=kind, timeout_seconds=30)
     try:
         return Lesson(steps).learn(comm, sync, compress)[:2]
     finally:

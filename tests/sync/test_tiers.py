@@ -23,7 +23,7 @@ def _train(
     rank: int, size: int, place: str, kind: str, sync: Synchronizer, compress: Compressor
 ) -> tuple[list[float], str, int, bool]:
     torch.set_num_threads(1)
-    comm = connect(rank, size, rendezvous=place, local_size=LOCAL, kind=kind, deadline_seconds=60.0)
+    comm = connect(rank, size, rendezvous=place, local_size=LOCAL, kind=kind, timeout_seconds=60.0)
     try:
         losses, digest, _ = train(comm, sync, compress, adamw)
         return losses, digest, comm.bytes_sent, comm.tiers("asked") is not None
@@ -80,7 +80,7 @@ def _not_sharing(rank: int, size: int, place: str) -> tuple[bool, float, str]:
         return memory
 
     module.share_memory = refuse
-    comm = connect(rank, size, rendezvous=place, local_size=LOCAL, deadline_seconds=60.0)
+    comm = connect(rank, size, rendezvous=place, local_size=LOCAL, timeout_seconds=60.0)
     try:
         total = float(comm.sum(torch.tensor([float(rank)])).wait())
         return comm.tiers("asked") is not None, total, " ".join(said)
@@ -90,7 +90,7 @@ def _not_sharing(rank: int, size: int, place: str) -> tuple[bool, float, str]:
 
 def _until_lost(rank: int, size: int, place: str) -> tuple[int, ...] | None:
     torch.set_num_threads(1)
-    comm = connect(rank, size, rendezvous=place, local_size=LOCAL, deadline_seconds=20.0)
+    comm = connect(rank, size, rendezvous=place, local_size=LOCAL, timeout_seconds=20.0)
 
     def die(model, step) -> None:
         if rank == 3:

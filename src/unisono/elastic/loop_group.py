@@ -222,7 +222,7 @@ class ElasticGroup:
     group of one until its own loop begins. It then receives the group's state.
 
     Args:
-        communicator, deadline_seconds: as for `unisono.join`.
+        communicator, timeout_seconds: as for `unisono.join`.
         connect: connects the workers that the run starts with.
     """
 
@@ -232,11 +232,11 @@ class ElasticGroup:
         device: torch.device,
         watch: ThreadTracker,
         communicator: str,
-        deadline_seconds: float,
+        timeout_seconds: float,
         connect: Callable[[], Communicator],
     ) -> None:
         self._given, self._device, self._watch = given, device, watch
-        self._communicator, self._deadline_seconds = communicator, deadline_seconds
+        self._communicator, self._timeout_seconds = communicator, timeout_seconds
         self._views: ElasticSession | None = None
         self._state: TrainingState | None = None
         self._comm: Communicator | None = None
@@ -310,7 +310,7 @@ class ElasticGroup:
         self._end_watchdog()  # from now on the coordinator sees when this worker is stuck
         former, self._comm = self._comm, None
         self._views = ElasticSession(
-            self._given.worker, self._communicator, self._deadline_seconds, self._given.contact, self._watch
+            self._given.worker, self._communicator, self._timeout_seconds, self._given.contact, self._watch
         )
         met = self._meet(self._views)
         if former is not None:

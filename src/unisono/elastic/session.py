@@ -78,9 +78,9 @@ class StaticSession:
 
     changing = parting = leaving = False
 
-    def __init__(self, worker: Worker, communicator: str, deadline_seconds: float, watch: ThreadTracker) -> None:
+    def __init__(self, worker: Worker, communicator: str, timeout_seconds: float, watch: ThreadTracker) -> None:
         self._worker, self._left = worker, 1
-        self._communicator, self._deadline_seconds = communicator, deadline_seconds
+        self._communicator, self._timeout_seconds = communicator, timeout_seconds
         self._watchdog = Watchdog(watch)  # nobody else sees when this worker is stuck
         who = worker.identity
         self.rank, self.view = who.rank, View(1, tuple(map(str, range(who.size))))
@@ -96,7 +96,7 @@ class StaticSession:
     def meeting(self, device: torch.device) -> Meeting:
         who = self._worker.identity
         hosts = in_blocks(who.size, who.local_size)
-        return Meeting(who.rank, hosts, who.rendezvous, self._communicator, device, self._deadline_seconds)
+        return Meeting(who.rank, hosts, who.rendezvous, self._communicator, device, self._timeout_seconds)
 
     def met(self, step: int, digest: str) -> None:
         pass
@@ -146,12 +146,12 @@ class ElasticSession:
         self,
         worker: Worker,
         communicator: str,
-        deadline_seconds: float,
+        timeout_seconds: float,
         contact: CoordinatorAddress,
         watch: ThreadTracker,
     ) -> None:
         self._worker = worker
-        self._communicator, self._deadline_seconds = communicator, deadline_seconds
+        self._communicator, self._timeout_seconds = communicator, timeout_seconds
         self._door = open_door(contact.meets_at, contact.url, contact.token)
         self._name, self._contact = worker.name, contact
         self.view, self.rank = View(), 0
@@ -202,7 +202,7 @@ class ElasticSession:
         hosts = [place.host for place in self.view.places]
         where = at_attempt(self.view.places[0].meets_at, self.view.number)
         self._meeting = Meeting(self.rank, hosts, where, self._communicator, device,
-                                self._deadline_seconds, abort=self._abort, token=self._contact.token,
+                                self._timeout_seconds, abort=self._abort, token=self._contact.token,
                                 encrypted=self._contact.secure)  # fmt: skip
         return self._meeting
 

@@ -91,7 +91,7 @@ def _work(worker: WorkerContext, order: RunSpec) -> dict[str, Any] | None:
         life.build()
     if order.contact:
         admit(order.contact, worker, life.traits(), lambda: worker.stop.requested or worker.stop.leaving)
-    how = (config.communicator, config.deadline_seconds)
+    how = (config.communicator, config.timeout_seconds)
     views = ElasticSession(worker, *how, order.contact, watch) if order.contact else StaticSession(worker, *how, watch)
     with life.lock, views:
         result = life.go_through(views)
@@ -198,7 +198,7 @@ class WorkerRun:
             if self.order.path is None:  # no launcher of ours has the path, and could say how to resume
                 stack.enter_context(resumable(place.path))
             stack.enter_context(self._late())
-            keeps = bool(self.order.contact) and self.config.copies
+            keeps = bool(self.order.contact) and self.config.memory_checkpoints
             wires = _wires(meeting, comm, feed.places, comm.rank, stack, keeps)
             stack.callback(wires.close)
             if wires.torch:
@@ -237,7 +237,7 @@ class WorkerRun:
         record = _recorder(self.worker, comm, path, config.record_seconds)
         stack.callback(record.close)
         tell = _teller(self.worker, comm, record)
-        make = partial(self.make_writer, keep=config.keep, on_event=tell, attempt=place.life)
+        make = partial(self.make_writer, keep=config.keep_checkpoints, on_event=tell, attempt=place.life)
         writer = _writer(make, comm, config, place, stack, wires.spread)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
         judge = self.judge = self.judge or AnomalyDetector(config.bad_step)
@@ -375,7 +375,7 @@ def _begin(persistence: Checkpointer, found: Opened | None, path: Path) -> int:
     except CheckpointMismatch as error:
         raise InvalidInput(
             "resume", str(path), f"the checkpoint belongs to another model: {error}", "give the task and the arguments "
-            "that the run was started with, or start a run of its own with another --run") from error  # fmt: skip
+            "that the run was started with, or start a run of its own with another --run-dir") from error  # fmt: skip
 
 
 def _wires(
@@ -474,7 +474,7 @@ def _writer(
     if spread and len(place.writers) < comm.size:
         raise InvalidInput(
             "layout", show(config.layout), f"every worker writes its own part of a checkpoint, and {place.path} is not "
-            f"the same directory on all {comm.size}", "give --run a directory that all hosts share")  # fmt: skip
+            f"the same directory on all {comm.size}", "give --run-dir a directory that all hosts share")  # fmt: skip
     if comm.rank not in place.writers:
         return None
     rank, size = place.writers.index(comm.rank), len(place.writers)
@@ -556,7 +556,7 @@ def _newest(
     try:
         found = newest(path / CHECKPOINTS, partial(_damaged, record), verified)
     except CheckpointDamaged as error:
-        raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
+        raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run-dir") from error
     if found is None:
         record.event("resume", words="there is no checkpoint yet: starting from the beginning")
         return None
@@ -570,6 +570,6 @@ def _newest(
         if before[name] != meta[name]:
             raise InvalidInput(
                 name, meta[name], f"the run to resume was started with {before[name]}, {reason}",
-                "give the task as it was, or start a run of its own with another --run")  # fmt: skip
+                "give the task as it was, or start a run of its own with another --run-dir")  # fmt: skip
     record.event("resume", step=found.step, words=f"going on from the checkpoint of step {found.step}")
     return found

@@ -115,7 +115,7 @@ def load(comm: Communicator, directory: Path, state: TrainingState, plan: Plan) 
                            "build the model that was saved") from error  # fmt: skip
     kept = broadcast_tensors(comm, _kept(found))
     if kept:
-        state.kept.give(kept, "the checkpoint holds", "keep the same by world.keep, before world.load")
+        state.kept.give(kept, "the checkpoint holds", "register the same by world.register_state, before world.load")
     state.reached = replace(Progress(steps), shared=persistence.shared)
     return Recalled(meta, persistence.owed)
 
