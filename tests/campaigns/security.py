@@ -37,7 +37,7 @@ import psutil
 from benchmarks.harness import environment
 
 from tests.campaigns import hostile_files
-from tests.campaigns.strangers import TRACE
+from tests.campaigns.attackers import TRACE
 from unisono.membership.certificate import certified, fingerprint
 from unisono.membership.endpoint import Endpoint
 
@@ -188,7 +188,7 @@ def _strangers(
     net: Network, host: int, name: str, address: str, *more: str, **environ: str
 ) -> tuple[subprocess.Popen[bytes], Path]:
     report = net.directory / f"{name}.json"
-    words = [sys.executable, "-m", "tests.campaigns.strangers", "--address", address, "--coordinator", COORDINATOR]
+    words = [sys.executable, "-m", "tests.campaigns.attackers", "--address", address, "--coordinator", COORDINATOR]
     # As another user, it is to find this package all the same.
     return net.start(host, name, [*words, "--report", report, *more], PYTHONPATH=str(Path.cwd()), **environ), report
 
@@ -207,7 +207,7 @@ def _hostile_coordinator(net: Network, unisono: Sequence[str], pin: str, token: 
     theirs.mkdir()
     certified(Endpoint(ADDRESSES[2], makes_certificate=True), theirs / "certificate.pem", theirs / "key.pem")
     assert fingerprint(theirs / "certificate.pem") != pin
-    words = [sys.executable, "-m", "tests.campaigns.strangers", "--serve", theirs, "--coordinator", HOSTILE]
+    words = [sys.executable, "-m", "tests.campaigns.attackers", "--serve", theirs, "--coordinator", HOSTILE]
     served = net.start(2, "hostile", [*words, "--report", theirs / "heard"], PYTHONPATH=str(Path.cwd()))
     _until(lambda: (theirs / "heard").exists(), served, "the hostile coordinator is up")
     wrong = []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ignoring
+from tests.support.processes import ignoring
 from unisono.cli.token import token
 from unisono.errors import InvalidInput
 from unisono.membership import CoordinatorAddress

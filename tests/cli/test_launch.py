@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.played import Said
+from tests.support.fake_run import Said
 from unisono.cli.launch import Launch, read
 
 Unisono = Callable[..., Said]

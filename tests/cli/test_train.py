@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.played import Played, Result, Said
+from tests.support.fake_run import Played, Result, Said
 from unisono.errors import Diverged, InvalidInput, WorkerFailed
 from unisono.launch.stop_request import Interrupted
 from unisono.observe import write_config

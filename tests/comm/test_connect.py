@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.comm.laws import start_sum
-from tests.launch.observation import within
-from tests.processes import run, start
+from tests.support.leftovers import within
+from tests.support.processes import run, start
 from unisono.comm import Abort, SharedMemory, SingleWorker, TorchGroup, connect
 from unisono.comm.rendezvous.address import Rendezvous, open_store, own_address, parse_rendezvous
 from unisono.comm.rendezvous.store_exchange import StoreExchange

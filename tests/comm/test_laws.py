@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.comm import laws
-from tests.launch.observation import within
-from tests.processes import run, start
+from tests.support.leftovers import within
+from tests.support.processes import run, start
 from unisono.comm import Communicator, SingleWorker, connect, simulate
 from unisono.errors import CommunicationError, MessageMismatch, PeerLost
 

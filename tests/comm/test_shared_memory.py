@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests.comm.laws import STARTS, start_sum
-from tests.launch.observation import within
-from tests.processes import run, start
+from tests.support.leftovers import within
+from tests.support.processes import run, start
 from unisono.comm import SharedMemory, TorchGroup, connect
 from unisono.comm.abort import Abort
 from unisono.comm.connect import Meeting

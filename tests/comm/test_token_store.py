@@ -13,9 +13,9 @@ from contextlib import closing, suppress
 import pytest
 import torch
 
-from tests.comm.actors import Echo
-from tests.launch.observation import within
-from tests.processes import run
+from tests.support.actors import Echo
+from tests.support.leftovers import within
+from tests.support.processes import run
 from unisono.comm import Abort, Meeting, at_attempt, in_blocks, open_door
 from unisono.comm.actors.listener import ListeningSockets, listen
 from unisono.comm.rendezvous.prefix_store import Prefixed

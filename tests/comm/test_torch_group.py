@@ -18,8 +18,8 @@ from torch._C import _distributed_c10d as c10d
 
 from tests.comm.laws import start_sum
 from tests.comm.test_shared_memory import open_files
-from tests.launch.observation import within
-from tests.processes import run
+from tests.support.leftovers import within
+from tests.support.processes import run
 from unisono.comm import Abort, connect
 from unisono.comm.process_sockets import listening
 from unisono.comm.rendezvous.directory_store import DirectoryStore

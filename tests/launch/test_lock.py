@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
-from tests.launch.observation import within
+from tests.support import processes
+from tests.support.leftovers import within
 from unisono.errors import InvalidInput
 from unisono.launch import lock
 from unisono.launch.lock import LOCK, Holder, fresh, held

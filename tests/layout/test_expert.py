@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.layout import mixtures
 from tests.layout.mixtures import CONTEXT, MODELS, VOCABULARY, differ, losses, mixture
-from tests.processes import run
-from tests.training import train
+from tests.support.processes import run
+from tests.support.training_runs import train
 from unisono.checkpoint import fingerprint
 from unisono.errors import InvalidInput
 from unisono.layout import Layout, RankMesh, Sample, WholeTensors

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.compress.table import TABLE as COMPRESSORS
-from tests.compress.table import Row
-from tests.processes import run as run_processes
-from tests.sync.lesson import Lesson, in_a_process
+from tests.compress.laws import TABLE as COMPRESSORS
+from tests.compress.laws import Row
+from tests.support.processes import run as run_processes
+from tests.sync.regression_task import Lesson, in_a_process
 from tests.sync.test_topology import matrix
 from unisono import notation
 from unisono.comm import Communicator, Link, simulate
