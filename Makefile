@@ -91,15 +91,15 @@ bench: $(DEVELOP) ## run every benchmark, with its peers, and say which claims h
 
 .PHONY: campaign
 campaign: $(DEVELOP) ## kill a training run at MOMENTS random moments, and see that it always resumes
-	$(BIN)/python -m tests.launch.campaign --moments $(MOMENTS)
+	$(BIN)/python -m tests.campaigns.kills --moments $(MOMENTS)
 
 .PHONY: chaos
 chaos: $(DEVELOP) ## try 100 seeds of faults on made-up runs of two tasks, and 20 on real ones (an hour)
-	$(BIN)/python -m tests.chaos.campaign --virtual 100 --real 20
+	$(BIN)/python -m tests.campaigns.chaos --virtual 100 --real 20
 
 .PHONY: layouts
 layouts: $(DEVELOP) ## train models of every kind under every layout, and on from what every other has saved
-	$(BIN)/python -m tests.layouts
+	$(BIN)/python -m tests.campaigns.layouts
 
 # The oldest versions that pyproject.toml admits. Tests that need newer tools of their own are left out.
 LOWEST := .venv-lowest/bin/python
@@ -110,10 +110,10 @@ lowest: $(DEVELOP) ## run what uses the core dependencies with the oldest versio
 	$(LOWEST) -m pip install --quiet -r requirements/lowest.txt 'setuptools>=77.0.3' \
 		pytest pytest-xdist pytest-timeout hypothesis psutil safetensors httpx2
 	$(LOWEST) -m pip install --quiet --no-deps -e .
-	$(LOWEST) -m pytest -n auto -m 'not long and not alone' tests/membership tests/cli tests/data tests/test_gathering.py \
-		tests/comm/test_token_store.py tests/comm/test_protection.py tests/comm/test_hostile.py \
-		tests/comm/test_service.py tests/checkpoint/test_round_trip.py \
-		--ignore tests/membership/test_fuzz.py --ignore tests/membership/test_quick.py
+	$(LOWEST) -m pytest -n auto -m 'not long and not alone' tests/membership tests/cli tests/data \
+		tests/run/test_elastic_run.py tests/comm/test_token_store.py tests/comm/test_protection.py \
+		tests/comm/test_hostile_peers.py tests/comm/test_actors.py tests/checkpoint/test_round_trip.py \
+		--ignore tests/membership/test_fuzz.py --ignore tests/membership/test_heartbeat_protocol.py
 
 .PHONY: system
 system:

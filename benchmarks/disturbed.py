@@ -142,7 +142,7 @@ def command(way: str, folder: Path, *, workers: int = WORKERS, torchft: str = ""
     if way == UNISONO:
         task = f"{PEERS / 'tallied.py'}:task"
         return [str(BIN / "unisono"), "train", task, f"--folder={folder}", f"--workers={workers}",
-                f"--run={folder / 'run'}", "--steps=1000000", "--threads=1"]  # fmt: skip
+                f"--run-dir={folder / 'run'}", "--steps=1000000", "--threads=1"]  # fmt: skip
     script = [str(PEERS / "by_restart.py"), way, f"--folder={folder}"]
     if way == TORCHFT:
         return [sys.executable, *script, f"--workers={workers}", f"--torchft={torchft}"]

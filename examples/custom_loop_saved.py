@@ -18,7 +18,7 @@ model = nn.Sequential(nn.Linear(2, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = world.bind(model, optimizer, compress=unisono.Exact())
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-world.keep("scheduler", scheduler)
+world.register_state("scheduler", scheduler)
 world.load(directory)  # the newest checkpoint, if there is one
 
 for batches in world.steps(points(3000, seed=0), global_batch=60, steps=steps):  # from the step after it

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.tables import short_form
+from tests.support.short_form import short_form
 
 # Whoever started the tests may ignore signals, as nohup does and a script that starts them in the background; commands
 # that tests start would inherit that, and ignore what tests send them. A handler is not inherited, and does as little.

@@ -121,7 +121,16 @@ def train(
     at = lab.hosts[0].home / f"run{next(_numbers)}"
     words: list[str | Path]
     if way.ours:
-        words = ["train", "text", *_options(run, "--model."), *shlex.split(way.words), "--threads", "1", "--run", at]
+        words = [
+            "train",
+            "text",
+            *_options(run, "--model."),
+            *shlex.split(way.words),
+            "--threads",
+            "1",
+            "--run-dir",
+            at,
+        ]
         watch = Watch(lab, lambda: of_run(at), target, stop_after or float("inf"))
         run_workers(lab, [BIN / "unisono", *words], timeout_seconds=timeout_seconds, until=watch.enough)
         summary, trace = at / "summary.json", of_run(at)

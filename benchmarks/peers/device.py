@@ -56,7 +56,8 @@ def ours(asked: argparse.Namespace) -> float:
             task,
             unisono.Config(
                 steps=asked.steps, global_batch=asked.batch, micro_batch=asked.batch, precision="bf16",
-                compile=asked.compile, device=asked.device, threads=1, run=f"{folder}/run"), quiet=True)  # fmt: skip
+                compile=asked.compile, device=asked.device, threads=1,
+                run_dir=f"{folder}/run"), quiet=True)  # fmt: skip
     assert result is not None  # this process is nobody's worker
     return result.step_seconds_median
 

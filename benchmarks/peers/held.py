@@ -118,8 +118,8 @@ def train(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
         global_batch=4,
         micro_batch=1,
         threads=1,
-        run=f"{folder}/run",
-        copies=False,  # of other workers' parts, which are no part of the layout
+        run_dir=f"{folder}/run",
+        memory_checkpoints=False,  # of other workers' parts, which are no part of the layout
     )
     try:
         result = unisono.train(task, config, quiet=True)

@@ -109,7 +109,7 @@ def ours(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
         compress=parse("compress", asked.compress, COMPRESSORS),
         balance=asked.balance,
         threads=1,
-        run=f"{folder}/run",
+        run_dir=f"{folder}/run",
     )
     result = unisono.train(task, config, quiet=True)
     assert result is not None  # this process is nobody's worker

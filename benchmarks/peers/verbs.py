@@ -23,7 +23,7 @@ def main() -> None:
     torch.set_num_threads(1)
     comm = connect(
         who.rank, who.size, rendezvous=who.rendezvous, local_size=who.local_size, kind="gloo",
-        device=torch.device("cpu"), deadline_seconds=120)  # fmt: skip
+        device=torch.device("cpu"), timeout_seconds=120)  # fmt: skip
 
     def took(start: Callable[[], Any]) -> float:
         times = []

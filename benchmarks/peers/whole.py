@@ -69,7 +69,7 @@ def ours(asked: argparse.Namespace) -> dict[str, float]:
     sizes = {"global_batch": asked.workers * asked.batch, "micro_batch": asked.batch}
     elastic = asked.elastic == "on"
     config = unisono.Config(
-        workers=asked.workers, elastic=elastic, steps=asked.steps, threads=1, run="run",
+        workers=asked.workers, elastic=elastic, steps=asked.steps, threads=1, run_dir="run",
         compress=parse("compress", asked.compress, COMPRESSORS), **sizes)  # fmt: skip
     result = unisono.train(task, config, quiet=True)
     assert result is not None  # this process is nobody's worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -40,13 +41,13 @@ class Config(_Given):
     task's defaults, then to the library's.
 
     Args:
-        workers: processes to start, one device each; 2:8 also says `fewest` and `most`.
-        fewest: workers below which nothing is trained, where they may come and go.
-        most: workers above which further ones stand by; None: as many as `workers`.
+        workers: processes to start, one device each; 2:8 also sets `min_workers` and `max_workers`.
+        min_workers: workers below which nothing is trained, where they may come and go.
+        max_workers: workers above which further ones stand by; None: as many as `workers`.
         elastic: workers that die are replaced, others may join and leave, and training goes on, where `sync` is
             AllReduce(), or, with the whole model on each worker, LocalSGD(), BlockMomentum(), DiLoCo() or Gossip().
-        copies: where a replica lies on several workers, each keeps another one's part in its memory as well, on another
-            host where there is one, so that no part is lost with a worker.
+        memory_checkpoints: where a replica is sharded over several workers, each holds another one's shard in its
+            memory as well, on another host where there is one, so that no shard is lost with a worker.
         steps: optimizer steps; excludes `epochs`.
         epochs: passes over the data, a fraction allowed; rounded down to whole steps.
         global_batch: samples of one step over all workers (64).
@@ -62,40 +63,41 @@ class Config(_Given):
         clip: largest norm of the mean gradient; None does not clip.
         schedule: factor on the learning rate as a function of the step.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
-        keep: how many checkpoints to keep, the newest.
+        keep_checkpoints: how many checkpoints to keep, the newest.
         evaluate_every: steps between evaluations; 0 evaluates at the end only.
         record_seconds: time between two steps that are written down, in ``events.jsonl`` and for TensorBoard; 0 writes
             every step.
-        run: the run's directory. Default: ``runs/<task>-<date>``.
-        resume: go on from the newest sound checkpoint of `run`.
+        run_dir: the run's directory. Default: ``runs/<task>-<date>``.
+        resume: go on from the newest sound checkpoint of `run_dir`.
         device: ``auto``, ``cpu`` or ``cuda``.
         communicator: ``auto``, ``shared_memory``, ``gloo`` or ``nccl``.
         overlap: exchange gradients while backward still runs.
         threads: compute threads per worker; 0 shares the cores among the workers of a host, or takes 1 with
             ``Exact()``, where the number of threads is part of the run's identity.
         load: how samples are fetched; None measures the first micro-batch and chooses.
-        compile: run the model through ``torch.compile``; under a layout, and with `recompute`, block by block.
-        recompute: what is computed once more in backward, so that memory need not hold it from the forward pass on
-            (activation checkpointing): ``none``, ``blocks`` (all that is inside the blocks of the model's lists and
-            sequences; about a third more to compute) or ``selective`` (all but products of matrices, attention and
-            sums over workers; less memory saved, little more to compute).
+        compile: run the model through ``torch.compile``; under a layout, and with `activation_checkpointing`, block
+            by block.
+        activation_checkpointing: which activations are computed again in backward instead of being stored: ``none``,
+            ``blocks`` (all inside the blocks of the model's lists and sequences; about a third more to compute) or
+            ``selective`` (all but products of matrices, attention and sums over workers; less memory saved, little
+            more to compute).
         sync_batchnorm: batch normalisation over the workers' concurrent micro-batches.
         balance: whether a faster worker computes more of a step's micro-batches: ``on``, ``off``, or ``auto``, which is
             on with ``Exact()``. Without that, sums round differently depending on who computed what, and a run is no
             more the same to the bit when it is repeated.
         remove_slower_than: a worker that lastingly takes more than so many times as long for a micro-batch as the
             others (above 1) has to leave; None removes nobody.
-        deadline_seconds: how long a silent peer is waited for.
+        timeout_seconds: how long a silent peer is waited for.
         bad_step: what becomes of a step whose loss or gradient is not finite, or whose loss leaps.
-        compare_every: steps between comparisons of the replicas, bit for bit; one that differs from most is given their
-            state. 0 compares none.
+        compare_replicas_every: steps between comparisons of the replicas, bit for bit; one that differs from the
+            majority receives their state. 0 compares none.
     """
 
     workers: int = 1
-    fewest: int = 1
-    most: int | None = None
+    min_workers: int = 1
+    max_workers: int | None = None
     elastic: bool = True
-    copies: bool = True
+    memory_checkpoints: bool = True
     steps: int | None = None
     epochs: float | None = None
     global_batch: int | None = None
@@ -109,10 +111,10 @@ class Config(_Given):
     clip: float | None = None
     schedule: Schedule | None = None
     checkpoint_every: int = 0
-    keep: int = 2
+    keep_checkpoints: int = 2
     evaluate_every: int = 0
     record_seconds: float = 0.1
-    run: str | None = None
+    run_dir: str | None = None
     resume: bool = False
     device: str = "auto"
     communicator: str = "auto"
@@ -120,13 +122,13 @@ class Config(_Given):
     threads: int = 0
     load: Load | None = None
     compile: bool = False
-    recompute: str = "none"
+    activation_checkpointing: str = "none"
     sync_batchnorm: bool = False
     balance: str = "auto"
     remove_slower_than: float | None = None
-    deadline_seconds: float = 300.0
+    timeout_seconds: float = 300.0
     bad_step: BadStep = Stop()
-    compare_every: int = 0
+    compare_replicas_every: int = 0
 
     def __post_init__(self) -> None:
         _check(dict(_values(self)))
@@ -144,7 +146,9 @@ class Config(_Given):
         """This config with the fields of `mapping` in place of its own; `mapping` is read as by `of`."""
         for name in mapping:
             if name not in FIELDS:
-                raise InvalidInput(name, mapping[name], "there is no such field", notation.nearest(name, list(FIELDS)))
+                new = notation.RENAMED_SETTINGS.get(name)
+                cure = f"write {new}" if new else notation.nearest(name, list(FIELDS))
+                raise InvalidInput(name, mapping[name], "there is no such field", cure)
         written = {name: read(name, value) for name, value in ranged(mapping).items()}
         return dataclasses.replace(self, **written, given=self.given | written.keys())
 
@@ -188,26 +192,26 @@ NOTED: dict[str, dict[str, type]] = {
 INSIDE: dict[str, dict[str, type]] = {"sync": PARTS}  # what else may be written inside a field's value
 CHOICES = {
     "precision": ("fp32", "bf16", "bf16_parameters"),
-    "recompute": ("none", "blocks", "selective"),
+    "activation_checkpointing": ("none", "blocks", "selective"),
     "device": ("auto", "cpu", "cuda"),
     "communicator": ("auto", "shared_memory", "gloo", "nccl"),
     "balance": ("auto", "on", "off"),
 }
 _AT_LEAST = {
     "workers": 1,
-    "fewest": 1,
-    "most": 1,
+    "min_workers": 1,
+    "max_workers": 1,
     "steps": 1,
     "global_batch": 1,
     "micro_batch": 1,
     "checkpoint_every": 0,
-    "keep": 1,
+    "keep_checkpoints": 1,
     "evaluate_every": 0,
-    "compare_every": 0,
+    "compare_replicas_every": 0,
     "threads": 0,
     "seed": 0,
 }
-_ABOVE_ZERO = ("epochs", "lr", "clip", "deadline_seconds")
+_ABOVE_ZERO = ("epochs", "lr", "clip", "timeout_seconds")
 
 
 def read(name: str, value: Any) -> Any:
@@ -245,7 +249,19 @@ def ranged(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     fewest, _, most = (part.strip() for part in said.partition(":"))
     if not (fewest.isdecimal() and most.isdecimal()):
         raise InvalidInput("workers", said, "not from one whole number to another", "write 2:8, or a number")
-    return {**settings, "workers": int(fewest), "fewest": int(fewest), "most": int(most)}
+    return {**settings, "workers": int(fewest), "min_workers": int(fewest), "max_workers": int(most)}
+
+
+def current(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` as `Config.mapping` of this or an earlier version wrote them, in the names of this version.
+
+    Values in the notation are written anew, as far as this version knows them.
+    """
+    found = notation.current_names(settings)
+    for name in NOTED.keys() & found.keys():
+        with contextlib.suppress(InvalidInput):
+            found[name] = _plain(name, read(name, found[name]))
+    return found
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -16,6 +16,19 @@ from typing import Any
 
 from unisono.errors import InvalidInput
 
+RENAMED_SETTINGS = {
+    "fewest": "min_workers",
+    "most": "max_workers",
+    "copies": "memory_checkpoints",
+    "keep": "keep_checkpoints",
+    "run": "run_dir",
+    "recompute": "activation_checkpointing",
+    "deadline_seconds": "timeout_seconds",
+    "compare_every": "compare_replicas_every",
+}
+"""Fields of `Config` in a ``config.toml`` or a checkpoint of an earlier version, and their names today."""
+RENAMED_ARGUMENTS = {"Gossip": {"meet_every": "synchronize_every"}}
+"""By class: arguments as text of an earlier version has them, and their names today."""
 _LONGEST = 20_000  # characters; deeper nesting than they allow is no value of ours
 
 
@@ -60,6 +73,18 @@ def show(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(parts)})"
 
 
+def current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` of this or an earlier version, under the names of this version.
+
+    Raises:
+        InvalidInput: a setting is given under both names.
+    """
+    for name in settings.keys() & RENAMED_SETTINGS.keys():
+        if RENAMED_SETTINGS[name] in settings:
+            raise InvalidInput(name, settings[name], f"{RENAMED_SETTINGS[name]} is given too", "give one of the two")
+    return {RENAMED_SETTINGS.get(name, name): value for name, value in settings.items()}
+
+
 def nearest(word: str, words: Mapping[str, Any] | list[str]) -> str:
     """A listed word that `word` may have meant, as the end of a sentence."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
@@ -93,7 +118,11 @@ def _value(field: str, text: str, node: ast.expr, names: Mapping[str, type]) -> 
     if any(k.arg is None for k in node.keywords) or any(isinstance(a, ast.Starred) for a in node.args):
         raise InvalidInput(field, text, "stars cannot be unpacked here", "write the arguments out")
     arguments = [_value(field, text, a, names) for a in node.args]
-    keywords = {k.arg: _value(field, text, k.value, names) for k in node.keywords if k.arg}
+    renamed = RENAMED_ARGUMENTS.get(node.func.id, {})
+    given = [(renamed.get(k.arg, k.arg), k.value) for k in node.keywords if k.arg]
+    if twice := [name for name, _ in given if [other for other, _ in given].count(name) > 1]:
+        raise InvalidInput(field, text, f"{twice[0]} is given twice", "write it once")
+    keywords = {name: _value(field, text, value, names) for name, value in given}
     try:
         return names[node.func.id](*arguments, **keywords)
     except (TypeError, ValueError) as error:

@@ -51,7 +51,7 @@ LOG = logging.getLogger("unisono")
 
 
 def join(
-    *, device: str = "auto", communicator: str = "auto", threads: int = 0, deadline_seconds: float = 300.0
+    *, device: str = "auto", communicator: str = "auto", threads: int = 0, timeout_seconds: float = 300.0
 ) -> World:
     """Meet the other workers; alone, where no launcher started this process.
 
@@ -64,14 +64,14 @@ def join(
             is not there.
         UnisonoError: multiprocessing started this process (a DataLoader worker by spawn or forkserver, say), and the
             script that it imports has no ``if __name__ == "__main__":`` around this call.
-        PeerLost: the others did not come within `deadline_seconds`.
+        PeerLost: the others did not come within `timeout_seconds`.
     """
-    asked = checked(device=device, communicator=communicator, threads=threads, deadline_seconds=deadline_seconds)
+    asked = checked(device=device, communicator=communicator, threads=threads, timeout_seconds=timeout_seconds)
     who = claim()
     where = choose_device(asked["device"], who.local_rank)
     torch.set_num_threads(asked["threads"] or fair_threads(who.local_size))
     watch, given = ThreadTracker(), takes_part()
-    kind, seconds = asked["communicator"], asked["deadline_seconds"]
+    kind, seconds = asked["communicator"], asked["timeout_seconds"]
     meet = partial(
         connect,
         who.rank,
@@ -80,7 +80,7 @@ def join(
         local_size=who.local_size,
         kind=kind,
         device=where,
-        deadline_seconds=seconds,
+        timeout_seconds=seconds,
     )
     if given is not None:
         return World(ElasticLoopGroup(given, where, watch, kind, seconds, meet), where, watch)
@@ -156,27 +156,28 @@ class World:
         self._loop = CustomLoop(self._group, self._watch, state, backward_passes, options)
         return model, optimizer
 
-    def keep(self, name: str, thing: Stateful) -> None:
-        """Have `thing`, a learning-rate scheduler for instance, go along with model and optimizer: a worker that comes
-        later has its state from the others, and it goes back with a step that was not taken. Between `bind` and
-        `steps`, on all workers alike.
+    def register_state(self, name: str, stateful: Stateful) -> None:
+        """Make `stateful`, such as a learning-rate scheduler, part of the state of this run.
+
+        A worker that joins later receives it, checkpoints contain it, and it is rolled back with a step that did not
+        count. To be called on all workers alike, between `bind` and `steps`.
 
         Args:
-            name: of its own.
-            thing: has ``state_dict()``, of numbers, texts, tensors, lists and dictionaries, copied at every step, and
-                ``load_state_dict(state)``.
+            name: unique among those registered.
+            stateful: has ``state_dict()``, of numbers, texts, tensors, lists and dictionaries, copied at every step,
+                and ``load_state_dict(state)``.
 
         Raises:
-            InvalidInput: it has not.
+            InvalidInput: it lacks one of these methods.
         """
         if self._loop is None or self._loop.planned:
-            raise UnisonoError("call world.keep between world.bind and world.steps")
+            raise UnisonoError("call world.register_state between world.bind and world.steps")
         assert self._loop.state.extra is not None
-        self._loop.state.extra.add(name, thing)
+        self._loop.state.extra.add(name, stateful)
 
     def save(self, directory: str | os.PathLike[str], *, keep: int = 2) -> Path | None:
-        """Collective, between two steps: write a checkpoint of model, optimizer, synchronizer, what is kept by `keep`,
-        and the number of steps taken, from which `load` goes on.
+        """Collective, between two steps: write a checkpoint of model, optimizer, synchronizer, registered state, and
+        the number of steps taken, from which `load` goes on.
 
         Returns when it lies on disk, with its directory; None, if it could not be written (a warning is logged) or a
         worker was lost meanwhile. Where replicas take steps of their own, they meet first.
@@ -190,13 +191,13 @@ class World:
         """
         if self._loop is None:
             raise UnisonoError("world.save needs the model: call world.bind(model, optimizer) first")
-        most = checked(keep=keep)["keep"]
-        return self._loop.unless_lost(partial(self._loop.save, Path(directory), most))
+        check_whole("keep", keep, 1)
+        return self._loop.unless_lost(partial(self._loop.save, Path(directory), keep))
 
     def load(self, directory: str | os.PathLike[str]) -> int:
-        """Collective, between `bind` (and `keep`) and the first step: go on from the newest sound checkpoint in
-        `directory`, on any number of workers. Returns the steps that it holds; 0, and nothing has changed, where there
-        is none yet.
+        """Collective, between `bind` (and `register_state`) and the first step: go on from the newest sound checkpoint
+        in `directory`, on any number of workers. Returns the steps that it holds; 0, and nothing has changed, where
+        there is none yet.
 
         `steps` then begins with the step after those. Hyperparameters of the optimizer's groups are part of the state.
         In a worker that comes later, nothing is read, and 0 returned: it
@@ -300,11 +301,11 @@ class World:
         finally:
             loader.close()
 
-    def meet(self) -> None:
-        """All workers call it alike, between two steps: afterwards all have the same weights and optimizer state.
+    def synchronize(self) -> None:
+        """Collective, between two steps: makes weights and optimizer state equal on all workers.
 
-        Under ``AllReduce()`` they always have; `steps` does it at its end. Where a worker was lost, only once the next
-        step is asked for.
+        Under ``AllReduce()`` they always are; `steps` does it at its end. After the loss of a worker this does nothing
+        until the next step is asked for.
         """
         if self._loop is not None:
             self._loop.unless_lost(self._loop.synchronize)
@@ -399,6 +400,6 @@ def _check_kinds(model: Any, optimizer: Any) -> None:
         raise InvalidInput(
             "model", type(model).__name__, "not a torch.nn.Module", "write world.bind(model, optimizer)")  # fmt: skip
     if not isinstance(optimizer, Optimizer):
-        also = ', and world.keep("scheduler", scheduler)' if isinstance(optimizer, LRScheduler) else ""
+        also = ', and world.register_state("scheduler", scheduler)' if isinstance(optimizer, LRScheduler) else ""
         raise InvalidInput("optimizer", type(optimizer).__name__, "not a torch.optim.Optimizer",
                            f"write world.bind(model, optimizer){also}")  # fmt: skip

@@ -37,7 +37,7 @@ import psutil
 from benchmarks.harness import environment
 
 from tests.campaigns import hostile_files
-from tests.campaigns.strangers import TRACE
+from tests.campaigns.attackers import TRACE
 from unisono.membership.certificate import certified, fingerprint
 from unisono.membership.endpoint import Endpoint
 
@@ -103,7 +103,7 @@ def network(directory: Path) -> Iterator[Network]:
 
 def undisturbed(directory: Path, words: Sequence[str]) -> dict[str, Any]:
     """What the run comes to on one worker of this host."""
-    command = [sys.executable, "-m", "unisono", "train", *words, "--run", directory / "undisturbed"]
+    command = [sys.executable, "-m", "unisono", "train", *words, "--run-dir", directory / "undisturbed"]
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return _summary(directory / "undisturbed")
 
@@ -115,7 +115,7 @@ def attacked(directory: Path, words: Sequence[str], seconds: float) -> tuple[dic
     unisono = [sys.executable, "-m", "unisono"]
     with network(directory) as net:
         listening = ["--workers", "2:4", "--listen", f"{ADDRESSES[0]}:{COORDINATOR}", "--certificate", "new"]
-        train = net.start(0, "train", [*unisono, "train", *words, *listening, "--run", run], UNISONO_TOKEN=token)
+        train = net.start(0, "train", [*unisono, "train", *words, *listening, "--run-dir", run], UNISONO_TOKEN=token)
         _until(lambda: (run / "coordinator" / "contact.json").exists(), train, "the coordinator is up")
         pin = json.loads((run / "coordinator" / "contact.json").read_text())["authority"]
         join = [*unisono, "join", f"https://{ADDRESSES[0]}:{COORDINATOR}", "--authority", pin, "--task", "digits"]
@@ -188,7 +188,7 @@ def _strangers(
     net: Network, host: int, name: str, address: str, *more: str, **environ: str
 ) -> tuple[subprocess.Popen[bytes], Path]:
     report = net.directory / f"{name}.json"
-    words = [sys.executable, "-m", "tests.campaigns.strangers", "--address", address, "--coordinator", COORDINATOR]
+    words = [sys.executable, "-m", "tests.campaigns.attackers", "--address", address, "--coordinator", COORDINATOR]
     # As another user, it is to find this package all the same.
     return net.start(host, name, [*words, "--report", report, *more], PYTHONPATH=str(Path.cwd()), **environ), report
 
@@ -207,7 +207,7 @@ def _hostile_coordinator(net: Network, unisono: Sequence[str], pin: str, token: 
     theirs.mkdir()
     certified(Endpoint(ADDRESSES[2], makes_certificate=True), theirs / "certificate.pem", theirs / "key.pem")
     assert fingerprint(theirs / "certificate.pem") != pin
-    words = [sys.executable, "-m", "tests.campaigns.strangers", "--serve", theirs, "--coordinator", HOSTILE]
+    words = [sys.executable, "-m", "tests.campaigns.attackers", "--serve", theirs, "--coordinator", HOSTILE]
     served = net.start(2, "hostile", [*words, "--report", theirs / "heard"], PYTHONPATH=str(Path.cwd()))
     _until(lambda: (theirs / "heard").exists(), served, "the hostile coordinator is up")
     wrong = []

@@ -13,10 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.checkpoint.layouts import LAYOUTS, save_parts, tensors
+from tests.checkpoint.sharded_states import LAYOUTS, save_parts, tensors
 from tests.checkpoint.test_damage import flip
-from tests.checkpoint.whole import load
-from tests.cli.played import Said
+from tests.support.checkpoints import load
+from tests.support.fake_run import Said
 from unisono.checkpoint import fingerprint, open_checkpoint
 from unisono.cli import main
 

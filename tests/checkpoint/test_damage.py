@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.checkpoint.states import numbered, save, unexpected
-from tests.checkpoint.whole import load, load_newest
+from tests.support.checkpoints import load, load_newest
 from unisono.checkpoint import fingerprint
 from unisono.checkpoint.manifest import seal, unseal
 from unisono.errors import CheckpointDamaged

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tests.checkpoint.states import numbered, save, unexpected
-from tests.checkpoint.whole import load_newest
-from tests.processes import run
+from tests.support.checkpoints import load_newest
+from tests.support.processes import run
 from unisono.checkpoint import Event, Writer, WriteStatus, fingerprint
 from unisono.errors import CheckpointError
 

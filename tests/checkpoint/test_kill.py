@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.states import unexpected
-from tests.checkpoint.whole import load, load_newest
-from tests.processes import start
+from tests.support.checkpoints import load, load_newest
+from tests.support.processes import start
 from unisono.checkpoint import Writer, checkpoints, fingerprint
 
 PLACES = (os.path.join("unisono", "checkpoint", ""), os.path.join("unisono", "atomic.py"))

@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.layouts import LAYOUTS, Holdings, holders, locals_of, save_parts, tensors, wrong
+from tests.checkpoint.sharded_states import LAYOUTS, Holdings, holders, locals_of, save_parts, tensors, wrong
 from tests.checkpoint.states import every_kind, numbered, save, unexpected
-from tests.checkpoint.whole import load
+from tests.support.checkpoints import load
 from unisono.checkpoint import (
     Box,
     Writer,

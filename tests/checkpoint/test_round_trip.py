@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 
 from tests.checkpoint.states import every_kind, numbered, save, unexpected
-from tests.checkpoint.whole import load, load_newest
-from tests.processes import run
+from tests.support.checkpoints import load, load_newest
+from tests.support.processes import run
 from unisono.checkpoint import Event, Writer, WriteStatus, checkpoints, compare, fingerprint
 from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.errors import CheckpointMismatch

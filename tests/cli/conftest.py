@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cli.played import Played, Said
+from tests.support.fake_run import Played, Said
 from unisono import run as package
 from unisono.cli import main
 

@@ -66,7 +66,7 @@ def test_without_a_word_everything_befalls_a_run(own: str) -> None:
         ("--coordinator http://here:1", "--coordinator = http://here:1: not a whole number from 0"),
         ("--seeds 0", "--seeds = 0: nothing is tried"),
         ("--listen 10.0.0.1 --certificate none", "its coordinator is one of its own; leave out where it is"),
-        ("--virtual --resume --run here", "resume = True: each run is one of ours"),
+        ("--virtual --resume --run-dir here", "resume = True: each run is one of ours"),
         ("--virtual --no-elastic", "workers of such a run cannot come and go"),
         ("--virtual --sync ParameterServer() --compress Cast()", "workers of such a run cannot come and go"),
         ("--virtual --workers 1", "use two workers or more"),
@@ -76,7 +76,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(
     unisono: Any, own: str, tmp_path: Path, line: str, words: str
 ) -> None:
     said = unisono(
-        "chaos", own, *shlex.split(line.replace("here", str(tmp_path / "here"), 1) if "--run" in line else line)
+        "chaos", own, *shlex.split(line.replace("here", str(tmp_path / "here"), 1) if "--run-dir" in line else line)
     )
     assert said.code == 2, said
     assert words in said.err

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.cli.played import Said
+from tests.support.fake_run import Said
 from unisono.cli.config_fields import fields
 from unisono.tasks import TASKS
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ignoring
+from tests.support.processes import ignoring
 from unisono.cli.token import token
 from unisono.errors import InvalidInput
 from unisono.membership import CoordinatorAddress
@@ -134,8 +134,11 @@ def test_started_again_it_knows_the_view(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--minimum", "3", "--maximum", "2"], "--expected = 3: not between --minimum 3 and --maximum 2"),
-        (["--minimum", "0"], "--minimum = 0: not a whole number from 1"),
+        (
+            ["--min-workers", "3", "--max-workers", "2"],
+            "--expected-workers = 3: not between --min-workers 3 and --max-workers 2",
+        ),
+        (["--min-workers", "0"], "--min-workers = 0: not a whole number from 1"),
         (["--port", "70000"], "port = 70000: above 65535"),
         (["--host", "192.0.2.1", "--certificate", "none"], "listen = 192.0.2.1:0: Cannot assign requested address"),
         (["--host", "192.0.2.1", "--make-certificate"], "listen = 192.0.2.1:0: Cannot assign requested address"),

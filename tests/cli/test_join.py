@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.membership.test_attendance import TOKEN as THEIRS
-from tests.membership.test_attendance import serving
+from tests.membership.test_client import TOKEN as THEIRS
+from tests.membership.test_client import serving
 from unisono.cli.status import heading
 from unisono.membership import CoordinatorAddress, StateVersion, View, ViewStatus
 from unisono.membership import contact_file as card
@@ -69,12 +69,12 @@ def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, calling
         ("coordinator --host 0.0.0.0", "give --certificate FILE and --key FILE, --certificate new (one is made), "),
         ("join https://a:1 --authority sha256:12", "--authority = sha256:12: no fingerprint of a certificate; write"),
         ("join http://127.0.0.1:1 --task a --script b", "--script = b: --task is given too"),
-        ("join", "URL = (nothing): one run is needed; write unisono join URL, or --run DIR."),
+        ("join", "URL = (nothing): one run is needed; write unisono join URL, or --run-dir DIR."),
         ("join http://127.0.0.1:1 --workers none", "--workers = none: not a whole number from 1"),
         ("join http://127.0.0.1:1 --worker 2", "did you mean --workers?"),
-        ("status", "write unisono status URL, or --run DIR."),
-        ("status http://127.0.0.1:1 --run here", "one run is needed"),
-        ("status --run nowhere", "run = nowhere: no coordinator of it is up; name a run that is under way."),
+        ("status", "write unisono status URL, or --run-dir DIR."),
+        ("status http://127.0.0.1:1 --run-dir here", "one run is needed"),
+        ("status --run-dir nowhere", "run_dir = nowhere: no coordinator of it is up; name a run that is under way."),
         ("status http://127.0.0.1:1", "coordinator = http://127.0.0.1:1: nobody answers there"),
         ("status here", "coordinator = here: no address of one"),
     ],
@@ -94,7 +94,7 @@ def test_without_a_token_nobody_is_asked(unisono, monkeypatch) -> None:
 def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) -> None:
     with serving(tmp_path / "state") as served:
         card.keep(tmp_path, CoordinatorAddress(served.url, THEIRS))
-        assert unisono("status", "--run", str(tmp_path)).out == "no view yet: 0 workers are here\n"
+        assert unisono("status", "--run-dir", str(tmp_path)).out == "no view yet: 0 workers are here\n"
         line = HttpConnection(CoordinatorAddress(served.url, THEIRS))
         for worker in ("a", "b"):
             line.post("/v1/beat", {"worker": worker, "count": 1}, WordMessage)
@@ -102,8 +102,8 @@ def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) ->
         line.post("/v1/beat", {"worker": "a", "count": 2, "works_in": 1, "standing": standing}, WordMessage)
         line.post("/v1/beat", {"worker": "b", "count": 2, "works_in": 1, "leaving": True}, WordMessage)
         line.post("/v1/beat", {"worker": "c", "count": 1}, WordMessage)
-        said = unisono("status", "--run", str(tmp_path)).out
-        told = json.loads(unisono("status", "--run", str(tmp_path), "--json").out)
+        said = unisono("status", "--run-dir", str(tmp_path)).out
+        told = json.loads(unisono("status", "--run-dir", str(tmp_path), "--json").out)
         line.close()
     assert said.startswith("view 1: 2 workers from step 0; it ")
     assert re.search(r"a +in view 1 +1,200 +\d+\.\d s ago", said)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.played import Said
+from tests.support.fake_run import Said
 from unisono.cli.launch import Launch, read
 
 Unisono = Callable[..., Said]
@@ -35,8 +35,8 @@ def test_logs_have_a_place_of_their_own(script: Path) -> None:
 
 
 def test_a_run_has_a_place_and_workers_a_range(script: Path) -> None:
-    asked = read(["--workers", "2:4", "--run", "r", "loop.py"])
-    assert asked == Launch(Path("loop.py"), (), 2, Path("r/logs"), Path("r"), fewest=2, most=4)
+    asked = read(["--workers", "2:4", "--run-dir", "r", "loop.py"])
+    assert asked == Launch(Path("loop.py"), (), 2, Path("r/logs"), Path("r"), min_workers=2, max_workers=4)
     assert asked.largest == 4
     assert not read(["--no-elastic", "--workers", "2", "loop.py"]).elastic
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.played import Said
-from tests.processes import ignoring
+from tests.support.fake_run import Said
+from tests.support.processes import ignoring
 
 Unisono = Callable[..., Said]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.membership.test_attendance import TOKEN, serving
+from tests.membership.test_client import TOKEN, serving
 from unisono.cli import main
 from unisono.membership import Agent, CoordinatorAddress, Policy, StateVersion
 from unisono.membership.client import CoordinatorClient
@@ -29,7 +29,7 @@ def test_a_run_under_way_says_what_each_does_on_which_line_and_where_the_time_we
                         spent=lambda: spent) as attendance:  # fmt: skip
             assert attendance.next_view() is not None
             attendance.met(1, 0, "")  # with which it tells where the time went
-            assert main(["status", "--run", str(run)]) == 0
+            assert main(["status", "--run-dir", str(run)]) == 0
     said = capsys.readouterr().out
     assert "waits for its data since 2.5 s at own.py:31 __getitem__" in " ".join(said.split())
     assert "after the start: 60% compute, 40% data" in said
@@ -40,7 +40,7 @@ def test_a_run_that_is_over_says_where_the_time_went(tmp_path: Path, capsys) -> 
     ledger = [{"start": 1.0, "compute": 8.0, "communication": 1.0}, {"start": 1.5, "compute": 8.5}]
     summary = {"steps": 1200, "wall_seconds": 12.0, "ledger": ledger, "ending": "all 1,200 steps are done"}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert main(["status", "--run", str(tmp_path)]) == 0
+    assert main(["status", "--run-dir", str(tmp_path)]) == 0
     first, _, *table, shares = capsys.readouterr().out.splitlines()
     assert first == "the run has ended after 12.0 s, all 1,200 steps are done"
     assert [row.split() for row in table] == [
@@ -53,7 +53,7 @@ def test_a_run_that_is_over_says_where_the_time_went(tmp_path: Path, capsys) -> 
 
 def test_of_a_run_that_never_was_nothing_is_said(tmp_path: Path, capsys) -> None:
     shutil.rmtree(tmp_path)
-    assert main(["status", "--run", str(tmp_path)]) == 2
+    assert main(["status", "--run-dir", str(tmp_path)]) == 2
     assert "no coordinator of it is up" in capsys.readouterr().err
 
 
@@ -75,7 +75,7 @@ def test_what_a_worker_says_of_itself_is_shown_as_it_is(tmp_path: Path, capsys) 
         ) as attendance:
             assert attendance.next_view() is not None
             attendance.met(1, 0, "")
-            assert main(["status", "--run", str(run)]) == 0
+            assert main(["status", "--run-dir", str(run)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "waits for [/x] [bold] since 2.5 s at [red]own.py:31 [link=http://a]" in shown
 
@@ -83,5 +83,5 @@ def test_what_a_worker_says_of_itself_is_shown_as_it_is(tmp_path: Path, capsys) 
 def test_a_summary_that_somebody_wrote_does_not_reach_the_terminal_as_orders(tmp_path: Path, capsys) -> None:
     written = {"steps": 1, "wall_seconds": 1.0, "ledger": [], "ending": "\x1b]0;title\x07"}
     (tmp_path / "summary.json").write_text(json.dumps(written))
-    assert main(["status", "--run", str(tmp_path)]) == 0
+    assert main(["status", "--run-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[0] == r"the run has ended after 1.0 s, \x1b]0;title\x07"

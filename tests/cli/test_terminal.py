@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.played import Played, Result, Said
-from tests.processes import ignoring
+from tests.support.fake_run import Played, Result, Said
+from tests.support.processes import ignoring
 
 Unisono = Callable[..., Said]
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.played import Played, Result, Said
+from tests.support.fake_run import Played, Result, Said
 from unisono.errors import Diverged, InvalidInput, WorkerFailed
 from unisono.launch.stop_request import Interrupted
 from unisono.observe import write_config
@@ -88,12 +88,14 @@ def test_the_task_on_the_command_line_beats_the_file(unisono: Unisono, played: P
 def test_the_config_of_a_run_can_be_used_again(unisono: Unisono, played: Played, tmp_path: Path) -> None:
     from unisono.config import Config
 
-    config = Config.of({"workers": 2, "steps": 5, "clip": 1.0, "compress": "Exact()", "run": "runs/a", "resume": True})
+    config = Config.of(
+        {"workers": 2, "steps": 5, "clip": 1.0, "compress": "Exact()", "run_dir": "runs/a", "resume": True}
+    )
     arguments = {"text": ["a b", "ö"], "model": {"layers": "4", "dropout": None}}
     write_config(tmp_path, config.mapping(), "text", arguments)
     assert unisono("train", "--config", str(tmp_path / "config.toml")).code == 0
     assert played.settings is not None
-    assert Config.of(played.settings) == Config.of({**config.mapping(), "run": None, "resume": False})
+    assert Config.of(played.settings) == Config.of({**config.mapping(), "run_dir": None, "resume": False})
     assert played.source is not None
     assert played.source.name == "text"
     assert played.source.arguments == {"text": ["a b", "ö"], "model": {"layers": "4"}}
@@ -179,7 +181,7 @@ def test_the_traceback_of_a_worker_comes_first_and_once(unisono: Unisono, played
     played.act = raising(WorkerFailed(2, "ValueError: bad", trace))
     said = unisono("train", "digits")
     assert said.code == 1
-    going_on = "the run lies in runs/a b; go on with  unisono train --run 'runs/a b' --resume\n"
+    going_on = "the run lies in runs/a b; go on with  unisono train --run-dir 'runs/a b' --resume\n"
     assert said.err.endswith(f"{trace}\n\nworker 2 failed: ValueError: bad\n{going_on}")
     assert said.err.count("Traceback") == 1
 
@@ -196,7 +198,7 @@ def test_an_interrupted_run_says_where_it_lies_and_how_to_go_on(unisono: Unisono
     said = unisono("train", "digits")
     assert said.code == 130
     assert "interrupted by SIGINT: stopped on request after 87 of 200 steps\n" in said.err
-    assert "unisono train --run 'runs/a b' --resume\n" in said.err
+    assert "unisono train --run-dir 'runs/a b' --resume\n" in said.err
     assert said.out == ""
 
 

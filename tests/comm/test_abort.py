@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.comm import laws
-from tests.comm.actors import Echo
-from tests.processes import start
+from tests.support.actors import Echo
+from tests.support.processes import start
 from unisono.comm import Abort, ActorMessage, Meeting
 from unisono.errors import PeerLost
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.comm.laws import start_sum
-from tests.launch.observation import within
-from tests.processes import run, start
+from tests.support.leftovers import within
+from tests.support.processes import run, start
 from unisono.comm import Abort, SharedMemory, SingleWorker, TorchGroup, connect
 from unisono.comm.rendezvous.address import Rendezvous, open_store, own_address, parse_rendezvous
 from unisono.comm.rendezvous.store_exchange import StoreExchange
@@ -86,7 +86,7 @@ def test_what_cannot_work_is_refused_before_anybody_waits(arguments: dict[str, A
 
 
 def kinds(rank: int, size: int, url: str, local_size: int) -> str:
-    comm = connect(rank, size, rendezvous=url, local_size=local_size, deadline_seconds=20)
+    comm = connect(rank, size, rendezvous=url, local_size=local_size, timeout_seconds=20)
     work, good = start_sum(comm, torch.float32, (3,))
     assert good(work.wait())
     comm.close()
@@ -103,7 +103,7 @@ def attempts(rank: int, size: int, url: str) -> int:
     """What an earlier attempt left in the store is not seen by a later one."""
     total = 0
     for attempt in range(3):
-        comm = connect(rank, size, rendezvous=f"{url}?attempt={attempt}", local_size=1, deadline_seconds=20)
+        comm = connect(rank, size, rendezvous=f"{url}?attempt={attempt}", local_size=1, timeout_seconds=20)
         total += int(comm.sum(torch.tensor([rank + attempt])).wait())
         comm.close()
     return total
@@ -120,7 +120,7 @@ def free_port() -> int:
 
 
 def over_tcp(rank: int, size: int, port: int, local_size: int) -> list[str]:
-    comm = connect(rank, size, rendezvous=f"tcp://127.0.0.1:{port}", local_size=local_size, deadline_seconds=20)
+    comm = connect(rank, size, rendezvous=f"tcp://127.0.0.1:{port}", local_size=local_size, timeout_seconds=20)
     work, good = start_sum(comm, torch.float32, (3,))
     assert good(work.wait())
     lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
@@ -159,7 +159,7 @@ def test_a_port_that_is_taken_is_refused_with_a_cure() -> None:
 def test_who_does_not_come_is_lost_within_the_deadline(kind: str, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(PeerLost) as caught:
-        connect(0, 2, rendezvous=f"file://{tmp_path}", local_size=2, kind=kind, deadline_seconds=0.5)
+        connect(0, 2, rendezvous=f"file://{tmp_path}", local_size=2, kind=kind, timeout_seconds=0.5)
     assert time.monotonic() - began < 5
     assert caught.value.ranks == (1,)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.comm import laws
-from tests.launch.observation import within
-from tests.processes import run, start
+from tests.support.leftovers import within
+from tests.support.processes import run, start
 from unisono.comm import Communicator, SingleWorker, connect, simulate
 from unisono.errors import CommunicationError, MessageMismatch, PeerLost
 
@@ -37,11 +37,11 @@ def connected(
     size: int,
     kind: str,
     url: str,
-    deadline_seconds: float,
+    timeout_seconds: float,
     law: Callable[..., Any],
     *args: Any,
 ) -> Any:
-    comm = connect(rank, size, rendezvous=url, local_size=size, kind=kind, deadline_seconds=deadline_seconds)
+    comm = connect(rank, size, rendezvous=url, local_size=size, kind=kind, timeout_seconds=timeout_seconds)
     try:
         assert type(comm).__name__ == {"gloo": "TorchGroup", "shared_memory": "SharedMemory"}[kind]
         return law(comm, *args)
@@ -151,13 +151,13 @@ def test_a_killed_peer_is_lost_at_every_verb(kind: str, verb: str, in_the_middle
 @pytest.mark.parametrize("verb", laws.STARTS)
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
 def test_a_silent_peer_is_lost_at_every_verb_within_the_deadline(kind: str, verb: str, tmp_path: Path) -> None:
-    size, deadline_seconds = 3, 1.0
-    args = (kind, f"file://{tmp_path}", deadline_seconds, survive, verb, signal.SIGSTOP, False, tmp_path)
+    size, timeout_seconds = 3, 1.0
+    args = (kind, f"file://{tmp_path}", timeout_seconds, survive, verb, signal.SIGSTOP, False, tmp_path)
     with start(size, connected, *args) as workers:
         results = workers.results(lost={size - 1})
     for error, seconds, later in results[: size - 1]:
         assert error is not None
-        assert seconds < deadline_seconds + 1.0
+        assert seconds < timeout_seconds + 1.0
         if kind == "shared_memory":
             assert error.ranks == (size - 1,)
         assert [type(each) for each in later] == [PeerLost] * 5

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.comm.hostile import Target, target
+from tests.campaigns.hostile_peers import Target, target
 from unisono.comm import ActorMessage
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.client import ActorAddress, SocketConnection, connect_line

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests.comm.laws import STARTS, start_sum
-from tests.launch.observation import within
-from tests.processes import run, start
+from tests.support.leftovers import within
+from tests.support.processes import run, start
 from unisono.comm import SharedMemory, TorchGroup, connect
 from unisono.comm.abort import Abort
 from unisono.comm.connect import Meeting
@@ -30,8 +30,8 @@ from unisono.comm.shared_memory.peer_processes import PeerProcesses
 from unisono.errors import PeerLost
 
 
-def joined(rank: int, size: int, directory: str, deadline_seconds: float = 20.0) -> Any:
-    return connect(rank, size, rendezvous=f"file://{directory}", local_size=size, deadline_seconds=deadline_seconds)
+def joined(rank: int, size: int, directory: str, timeout_seconds: float = 20.0) -> Any:
+    return connect(rank, size, rendezvous=f"file://{directory}", local_size=size, timeout_seconds=timeout_seconds)
 
 
 def mappings() -> list[tuple[int, int]]:
@@ -235,7 +235,7 @@ def test_memory_whose_owner_is_gone_is_that_of_a_lost_peer(tmp_path: Path) -> No
 def one_notices(rank: int, size: int, directory: str) -> float:
     """Worker 2 is silent; worker 0's deadline is short, worker 1's is long, yet it does not wait for its
     own."""
-    comm = joined(rank, size, directory, deadline_seconds=1.0 if rank == 0 else 50.0)
+    comm = joined(rank, size, directory, timeout_seconds=1.0 if rank == 0 else 50.0)
     comm.gather(torch.zeros(1)).wait()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -326,7 +326,7 @@ def test_a_silent_peer_is_lost_after_the_deadline(polls):
             work.wait()
         return error.value.ranks, comm.now()
 
-    assert simulate(3, worker, deadline_seconds=10.0)[:2] == [((2,), 10.0)] * 2
+    assert simulate(3, worker, timeout_seconds=10.0)[:2] == [((2,), 10.0)] * 2
 
 
 def test_bad_arguments_are_named():

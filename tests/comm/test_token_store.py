@@ -13,9 +13,9 @@ from contextlib import closing, suppress
 import pytest
 import torch
 
-from tests.comm.actors import Echo
-from tests.launch.observation import within
-from tests.processes import run
+from tests.support.actors import Echo
+from tests.support.leftovers import within
+from tests.support.processes import run
 from unisono.comm import Abort, Meeting, at_attempt, in_blocks, open_door
 from unisono.comm.actors.listener import ListeningSockets, listen
 from unisono.comm.rendezvous.prefix_store import Prefixed
@@ -32,9 +32,9 @@ def server() -> Iterator[StoreServer]:
 
 
 def reached(
-    server: StoreServer, token: str = TOKEN, deadline_seconds: float = 20.0, abort: Abort | None = None
+    server: StoreServer, token: str = TOKEN, timeout_seconds: float = 20.0, abort: Abort | None = None
 ) -> TokenStore:
-    return TokenStore("127.0.0.1", server.port, token, deadline_seconds, abort or Abort())
+    return TokenStore("127.0.0.1", server.port, token, timeout_seconds, abort or Abort())
 
 
 def test_what_one_has_written_another_reads(server: StoreServer) -> None:
@@ -53,7 +53,7 @@ def test_what_one_has_written_another_reads(server: StoreServer) -> None:
 
 def test_a_key_that_does_not_come_is_waited_for_until_the_deadline(server: StoreServer) -> None:
     with pytest.raises(PeerLost, match="did not come within the deadline"):
-        reached(server, deadline_seconds=0.05).get("key")
+        reached(server, timeout_seconds=0.05).get("key")
     ours, theirs = reached(server), reached(server)
     later = threading.Timer(0.05, lambda: theirs.set("key", "value"))
     later.start()

@@ -18,8 +18,8 @@ from torch._C import _distributed_c10d as c10d
 
 from tests.comm.laws import start_sum
 from tests.comm.test_shared_memory import open_files
-from tests.launch.observation import within
-from tests.processes import run
+from tests.support.leftovers import within
+from tests.support.processes import run
 from unisono.comm import Abort, connect
 from unisono.comm.process_sockets import listening
 from unisono.comm.rendezvous.directory_store import DirectoryStore
@@ -29,9 +29,9 @@ from unisono.comm.torch_groups.process_group import Device, TorchGroup, gloo
 from unisono.errors import PeerLost
 
 
-def joined(rank: int, size: int, directory: str, deadline_seconds: float = 20.0) -> Any:
+def joined(rank: int, size: int, directory: str, timeout_seconds: float = 20.0) -> Any:
     url = f"file://{directory}"
-    return connect(rank, size, rendezvous=url, local_size=size, kind="gloo", deadline_seconds=deadline_seconds)
+    return connect(rank, size, rendezvous=url, local_size=size, kind="gloo", timeout_seconds=timeout_seconds)
 
 
 def stay_apart(rank: int, size: int, directory: str) -> None:
@@ -120,7 +120,7 @@ def close_in_the_middle(rank: int, size: int, directory: str) -> float:
 
     Worker 1 asks only afterwards: two different messages would be a mismatch.
     """
-    comm = joined(rank, size, directory, deadline_seconds=50.0)
+    comm = joined(rank, size, directory, timeout_seconds=50.0)
     comm.gather(torch.zeros(1)).wait()
     closed = Path(directory, "closed")
     if rank == 0:
@@ -156,7 +156,7 @@ class Stuck:
 
 
 def not_woken(rank: int, size: int, directory: str) -> tuple[str, float]:
-    comm = joined(rank, size, directory, deadline_seconds=8.0)
+    comm = joined(rank, size, directory, timeout_seconds=8.0)
     comm._wires = {0: "socket:[of a peer that is gone]"}
     began = time.monotonic()
     try:
@@ -208,7 +208,7 @@ def reached_while_workers_meet(rank: int, size: int, directory: str) -> dict[str
     store = Prefixed("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
     if rank == 0:
         with suppress(PeerLost):
-            TorchGroup(store, rank, size, deadline_seconds=10.0)
+            TorchGroup(store, rank, size, timeout_seconds=10.0)
         return {}
     store.set("here/1", json.dumps(["127.0.0.1"]))
     ends = json.loads(store.get("listening/0"))
@@ -232,7 +232,7 @@ def garbled(rank: int, size: int, directory: str, words: str) -> str:
         store.set("here/1", json.dumps(["127.0.0.1"]))
         return ""
     try:
-        TorchGroup(store, rank, size, deadline_seconds=10.0)
+        TorchGroup(store, rank, size, timeout_seconds=10.0)
     except PeerLost as error:
         return str(error)
     return "it was taken"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.compress.table import TABLE, Row
+from tests.compress.laws import TABLE, Row
 from unisono import notation
 from unisono.comm import simulate
 from unisono.compress import (

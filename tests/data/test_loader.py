@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from tests.processes import context
+from tests.support.processes import context
 from unisono.data import Inline, Loader, MicroBatchPlan, Processes, Threads, assign
 from unisono.errors import InvalidInput
 

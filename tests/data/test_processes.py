@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from tests.processes import run
+from tests.support.processes import run
 from unisono.data import Inline, Loader, MicroBatchPlan, Processes
 from unisono.data.remote_exception import Raised
 from unisono.errors import InvalidInput, LoadingFailed

@@ -53,7 +53,7 @@ def said(at: Path, script: str, *words: str, code: int = 0) -> str:
     return done.stdout
 
 
-LAUNCH = ("-m", "unisono", "launch", "--workers", "2", "--run", "run")
+LAUNCH = ("-m", "unisono", "launch", "--workers", "2", "--run-dir", "run")
 LOADING = """
 import sys
 import torch
@@ -97,7 +97,7 @@ import unisono
 
 if len(sys.argv) == 1:
     world = unisono.join(threads=1, device="cpu")
-    for words in ([], ["-m", "unisono", "launch", "--workers", "2", "--run", "inner"]):
+    for words in ([], ["-m", "unisono", "launch", "--workers", "2", "--run-dir", "inner"]):
         if world.rank == 0:
             command = [sys.executable, *words, __file__, "child"]
             print(subprocess.run(command, capture_output=True, text=True, check=True).stdout, end="")

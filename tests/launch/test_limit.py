@@ -23,10 +23,10 @@ def test_as_many_as_fit_are_started() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "train digits --workers 1000000 --global-batch 1000000 --micro-batch 1 --run run",
-        "train digits --workers 1000000000000 --global-batch 1000000000000 --micro-batch 1 --run run",
-        "launch --workers 1000000 --run run script.py",
-        "train digits --workers 9 --run run",
+        "train digits --workers 1000000 --global-batch 1000000 --micro-batch 1 --run-dir run",
+        "train digits --workers 1000000000000 --global-batch 1000000000000 --micro-batch 1 --run-dir run",
+        "launch --workers 1000000 --run-dir run script.py",
+        "train digits --workers 9 --run-dir run",
     ],
 )
 def test_nothing_is_created(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -39,6 +39,6 @@ def test_nothing_is_created(command: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_so_is_one_in_the_configuration_of_a_run_that_is_resumed(tmp_path: Path, capsys) -> None:
     (tmp_path / "config.toml").write_text("workers = 1000000\nglobal_batch = 1000000\nmicro_batch = 1\n")
-    assert main(["train", "digits", "--run", str(tmp_path), "--resume"]) == 2
+    assert main(["train", "digits", "--run-dir", str(tmp_path), "--resume"]) == 2
     assert "workers = 1000000" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]

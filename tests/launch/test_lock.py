@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
-from tests.launch.observation import within
+from tests.support import processes
+from tests.support.leftovers import within
 from unisono.errors import InvalidInput
 from unisono.launch import lock
 from unisono.launch.lock import LOCK, Holder, fresh, held
@@ -58,8 +58,8 @@ def test_a_second_command_is_refused_with_who_holds_it_and_since_when(tmp_path) 
             taken(tmp_path)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(named(tmp_path).since))
         assert str(refused.value) == (
-            f"run = {tmp_path}: it is in use by process {workers.processes[0].pid} on host {os.uname().nodename} since "
-            f"{since}; wait for that run or end it, or name another directory."
+            f"run_dir = {tmp_path}: it is in use by process {workers.processes[0].pid} on host {os.uname().nodename} "
+            f"since {since}; wait for that run or end it, or name another directory."
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from tests.training import HERE, differ, losses
+from tests.support.training_runs import HERE, differ, losses
 from unisono import Evaluation, Task
 from unisono.tasks.builtin.gpt import GPT, Experts
 from unisono.tasks.source import NamedTask

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
-from tests.layouts.corners import Experts
-from tests.layouts.tasks import VOCABULARY
-from tests.processes import run
+from tests.support.corner_models import Experts
+from tests.support.layout_models import VOCABULARY
+from tests.support.processes import run
 from unisono.errors import InvalidInput
 from unisono.layout.context import (
     SequenceSplit,

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.layout import mixtures
 from tests.layout.mixtures import CONTEXT, MODELS, VOCABULARY, differ, losses, mixture
-from tests.processes import run
-from tests.training import train
+from tests.support.processes import run
+from tests.support.training_runs import train
 from unisono.checkpoint import fingerprint
 from unisono.errors import InvalidInput
 from unisono.layout import Layout, RankMesh, Sample, WholeTensors
@@ -165,10 +165,10 @@ def test_each_worker_holds_whole_experts_whose_gradients_are_of_all_tokens(worke
 
 def test_a_mixture_on_several_workers_learns_what_it_does_on_one_and_its_checkpoints_open_there(tmp_path) -> None:
     task, run = mixture("ours", "adamw"), str(tmp_path / "parts")
-    alone = losses(tmp_path / "alone", 1, task, run=str(tmp_path / "alone"))
-    train(2, task, tmp_path / "parts", steps=4, workers=2, layout="Layout(expert=2)", run=run)
-    train(1, task, tmp_path / "parts", steps=8, workers=1, run=run, resume=True)
-    parts = losses(tmp_path / "parts", 2, task, layout="Layout(expert=2)", run=run, resume=True)
+    alone = losses(tmp_path / "alone", 1, task, run_dir=str(tmp_path / "alone"))
+    train(2, task, tmp_path / "parts", steps=4, workers=2, layout="Layout(expert=2)", run_dir=run)
+    train(1, task, tmp_path / "parts", steps=8, workers=1, run_dir=run, resume=True)
+    parts = losses(tmp_path / "parts", 2, task, layout="Layout(expert=2)", run_dir=run, resume=True)
     assert differ(parts, alone) <= SAME
 
 

@@ -26,7 +26,7 @@ from tests.layout.pipelines import (
     whole,
     work,
 )
-from tests.processes import run
+from tests.support.processes import run
 from unisono.errors import InvalidInput
 from unisono.layout.pipeline import (
     SCHEDULES,

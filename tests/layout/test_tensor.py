@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from tests.processes import run
+from tests.support.processes import run
 from unisono.errors import InvalidInput
 from unisono.layout.tensor import TensorPlan, apply, derive, given, refusal, verify
 from unisono.layout.tensor.attention_heads import local_sizes

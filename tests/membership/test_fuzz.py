@@ -1,5 +1,4 @@
-"""What may be sent to the coordinator by whoever reaches it: a short form of `tests.membership.fuzz`, connections that
-hang, and TLS."""
+"""Malformed requests to the coordinator, hanging connections, TLS: a short `tests.campaigns.membership_fuzz`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from tests.membership.fuzz import BEARER, PATIENT, POLICY, TOKEN, exchange, play, serving
+from tests.campaigns.membership_fuzz import BEARER, PATIENT, POLICY, TOKEN, exchange, play, serving
 from unisono.membership.endpoint import Endpoint
 from unisono.membership.proof import RequestSigner
 from unisono.membership.server import request_timeout as hurry

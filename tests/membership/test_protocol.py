@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.membership.world import Network, World
+from tests.membership.virtual_cluster import Network, World
 from unisono.membership import Ended, Policy, ViewStatus
 
 CALM = Policy(minimum=1, expected=4, maximum=6, patience_seconds=5.0)

@@ -153,7 +153,7 @@ def test_the_summary_on_a_terminal_is_a_panel_that_loses_nothing(width: int) -> 
 
 
 def test_the_command_to_resume_survives_a_shell() -> None:
-    assert resume_command("runs/a b") == "unisono train --run 'runs/a b' --resume"
+    assert resume_command("runs/a b") == "unisono train --run-dir 'runs/a b' --resume"
     assert resume_command("r", 5).endswith("--resume --steps 5")
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.compress.table import TABLE as COMPRESSORS
-from tests.compress.table import Row
-from tests.processes import run as run_processes
-from tests.sync.lesson import Lesson, in_a_process
+from tests.compress.laws import TABLE as COMPRESSORS
+from tests.compress.laws import Row
+from tests.support.processes import run as run_processes
+from tests.sync.regression_task import Lesson, in_a_process
 from tests.sync.test_topology import matrix
 from unisono import notation
 from unisono.comm import Communicator, Link, simulate
@@ -197,7 +197,7 @@ def test_push_sum_finds_the_mean_where_parts_are_uneven() -> None:
 
 def test_control_words_are_agreed_on_where_workers_meet() -> None:
     def run(comm: Communicator) -> list[list[float] | None]:
-        walker, heard = Walker(comm, Gossip(meet_every=3), Cast(), 0.1), []
+        walker, heard = Walker(comm, Gossip(synchronize_every=3), Cast(), 0.1), []
         for _ in range(7):
             walker.step()
             heard.append(walker.change.control if walker.change.agreed else None)
@@ -414,7 +414,7 @@ def test_a_letter_that_is_too_short_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"meet_every": 0}, "meet_every=0 is not a whole number from 1"),
+        ({"synchronize_every": 0}, "synchronize_every=0 is not a whole number from 1"),
         ({"topology": OnePeerExponential(), "push_sum": False}, "push_sum=False: in the directed OnePeerExponential"),
         ({"asynchronous": True, "push_sum": True}, "push_sum=True: asynchronous partners"),
     ],

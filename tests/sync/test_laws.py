@@ -38,7 +38,7 @@ WALKING: list[Synchronizer] = [
     BlockMomentum(3),
     DiLoCo(3),
     DiLoCo(4, fragments=3, delay=2),
-    Gossip(meet_every=2),
+    Gossip(synchronize_every=2),
     Gossip(OnePeerExponential()),
     Gossip(asynchronous=True),
     ParameterServer(staleness=1),

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from tests.comm.test_laws import connected
-from tests.compress.table import TABLE
-from tests.pairs import learn, loss_of, network
-from tests.processes import run
+from tests.compress.laws import TABLE
+from tests.support.pair_task import learn, loss_of, network
+from tests.support.processes import run
 from tests.sync.nets import adamw, advance, bound, plain, sgd, train
 from unisono import notation
 from unisono.checkpoint import fingerprint

@@ -58,7 +58,7 @@ class ProcessGround:
         write_config(given, self.settings, self.source.absolute(), self.source.arguments)
         with ExitStack() as stack:
             elsewhere = stack.enter_context(NetworkNamespace()) if schedule.count(FaultKind.PARTITION) else None
-            words = ["train", "--config", str(given / "config.toml"), "--run", str(self.directory / name)]
+            words = ["train", "--config", str(given / "config.toml"), "--run-dir", str(self.directory / name)]
             words += ["--listen", elsewhere.address, "--certificate", "none"] if elsewhere else []
             train = Command(words, self.directory / f"{name}.log")
             stack.callback(train.end)
@@ -203,7 +203,7 @@ class _FaultInjector:
     def _join(self, elsewhere: NetworkNamespace | None) -> None:
         number = len(self._joined) + 1
         logs = self.run.parent / f"{self.run.name}-joined-{number}"
-        words = ["join", "--run", str(self.run), "--logs", str(logs)]
+        words = ["join", "--run-dir", str(self.run), "--logs", str(logs)]
         before = elsewhere.command([]) if elsewhere else []
         self._joined.append(Command(words, logs.with_suffix(".log"), before))
 

@@ -17,7 +17,7 @@ from unisono.tasks.task import Task
 
 QUIET = FaultSchedule(0, ())
 _DEFAULTS = {"workers": 4, "compress": "Exact()", "checkpoint_every": 10}
-_OF_OURS = ("run", "resume")
+_OF_OURS = ("run_dir", "resume")
 
 
 class Ground(Protocol):
@@ -83,7 +83,7 @@ def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[FaultKind,
         raise InvalidInput(
             "task", task.name, "workers of such a run cannot come and go",
             f"use two workers or more, elastic, with {RECOVERING}")  # fmt: skip
-    return settings if config.most is not None else {**settings, "most": _most(config, wanted)}
+    return settings if config.max_workers is not None else {**settings, "max_workers": _most(config, wanted)}
 
 
 def depends(task: Task, settings: Mapping[str, Any]) -> str:

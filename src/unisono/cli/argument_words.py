@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from unisono.errors import InvalidInput, UnisonoError, WorkerFailed
-from unisono.notation import nearest
+from unisono.notation import RENAMED_SETTINGS, nearest
+
+RENAMED: Mapping[str, str] = {
+    **{f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_SETTINGS.items()},
+    "--no-copies": "--no-memory-checkpoints",
+}
+"""Options of an earlier version, and what to write today."""
 
 
-def read(words: Sequence[str], known: Mapping[str, bool]) -> tuple[dict[str, str], list[str]]:
+def read(
+    words: Sequence[str], known: Mapping[str, bool], renamed: Mapping[str, str] = RENAMED
+) -> tuple[dict[str, str], list[str]]:
     """The options among `words`, and what else there is.
 
     Args:
         known: every option, and whether a value follows it.
+        renamed: options of an earlier version, and what to write today.
 
     Raises:
         InvalidInput: an unknown option, or one without its value.
@@ -26,14 +35,19 @@ def read(words: Sequence[str], known: Mapping[str, bool]) -> tuple[dict[str, str
             continue
         name, equals, value = word.partition("=")
         if name not in known:
-            cure = nearest(name, list(known)) if known else "leave it out"
-            raise InvalidInput(name, value or "(nothing)", "there is no such option", cure)
+            raise unknown(name, value, list(known), renamed)
         if equals and not known[name]:
             raise InvalidInput(name, value, "it takes no value", f"write {name}")
         if known[name] and not equals and not left:
             raise InvalidInput(name, "(nothing)", "a value is missing", f"write {name} VALUE")
         found[name] = value if equals or not known[name] else left.pop(0)
     return found, rest
+
+
+def unknown(name: str, value: str, known: Sequence[str], renamed: Mapping[str, str] = RENAMED) -> InvalidInput:
+    """The error for option `name`, which is not `known`."""
+    cure = f"write {renamed[name]}" if name in renamed else nearest(name, list(known)) if known else "leave it out"
+    return InvalidInput(name, value or "(nothing)", "there is no such option", cure)
 
 
 def single(rest: Sequence[str], name: str, needed: str, cure: str) -> str:

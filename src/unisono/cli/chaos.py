@@ -48,7 +48,7 @@ how it is tried
   --virtual          on made-up processes, network and clock, in this process: the trainer and the protocol are the
                      real ones, and a seed gives the same to the bit again. A second for a small run
   --json FILE        write what happened and what was compared there
-  --run DIR          keep the runs in DIR; else they are kept only where something differs
+  --run-dir DIR      keep the runs in DIR; else they are kept only where something differs
 
 4 workers, unless you say otherwise, and a checkpoint each 10 steps. A process takes seconds to start: take so many
 --steps that an undisturbed run lasts 20 s or more, and a --micro-batch small enough for those who join (each worker of
@@ -103,7 +103,7 @@ def chaos(words: list[str]) -> int:
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    with _kept(asked.request.settings.get("run")) as (directory, keep):
+    with _kept(asked.request.settings.get("run_dir")) as (directory, keep):
         found: list[Trial] = []
         for trial in _tried(asked, directory, console):
             found.append(trial)
@@ -161,7 +161,7 @@ def _tried(asked: ChaosRequest, directory: Path, console: Console) -> Iterator[T
 
     wanted = {**asked.wanted, FaultKind.PARTITION: _cuts(asked, console)}
     task = asked.request.source.load(FIELDS)
-    settings = {name: value for name, value in asked.request.settings.items() if name != "run"}
+    settings = {name: value for name, value in asked.request.settings.items() if name != "run_dir"}
     settings = settings_of(task, settings, wanted)
     ground = _ground(asked, task, settings, directory)
     with console.status("training in peace"):
@@ -228,7 +228,7 @@ def _kept(run: str | None) -> Iterator[tuple[Path, Any]]:
     if run:
         path = Path(run).absolute()
         if path.exists():
-            raise InvalidInput("run", run, "the directory exists", "name another")
+            raise InvalidInput("run_dir", run, "the directory exists", "name another")
         path.mkdir(parents=True, mode=0o700)
         try:
             yield path, lambda: None

@@ -29,17 +29,25 @@ host. It ends on Ctrl-C, SIGTERM and SIGHUP; started again with the same --state
   --state FILE        where its decisions lie [coordinator.sqlite]
   --certificate FILE  of this host, for TLS, with --key FILE; none: plain HTTP, which is not encrypted
   --make-certificate  make one, beside --state; others know it by its fingerprint, which is printed (--certificate new)
-  --minimum N         workers below which nothing is trained [1]
-  --maximum N         workers above which further ones stand by [as many as come]
-  --expected N        workers that the first view waits for, for 30 s [--minimum]
-  --unit N            workers of one replica, for runs with a --layout; a view has whole replicas [1]
-  --shares N          micro-batches of a step, by those that a replica computes at once: the number of replicas divides
+  --min-workers N     workers below which nothing is trained [1]
+  --max-workers N     workers above which further ones stand by [as many as come]
+  --expected-workers N
+                      workers that the first view waits for, for 30 s [--min-workers]
+  --replica-size N    workers of one replica, for runs with a --layout; a view has whole replicas [1]
+  --micro-batches N   micro-batches of a step, by those that a replica computes at once: the number of replicas divides
                       it, where a layout has all of them take as many [any number]
   --token-file FILE   holds the run's token [{VARIABLE} of the environment, or a new one,
                       which is kept beside --state, readable for this user only]
 """
-_OPTIONS = ("--host", "--port", "--state", "--certificate", "--key", "--minimum", "--maximum", "--expected",
-            "--unit", "--shares", "--token-file")  # fmt: skip
+_OPTIONS = ("--host", "--port", "--state", "--certificate", "--key", "--min-workers", "--max-workers",
+            "--expected-workers", "--replica-size", "--micro-batches", "--token-file")  # fmt: skip
+_RENAMED = {
+    "--minimum": "--min-workers",
+    "--maximum": "--max-workers",
+    "--expected": "--expected-workers",
+    "--unit": "--replica-size",
+    "--shares": "--micro-batches",
+}  # options of an earlier version, and what to write today
 
 
 def coordinator(words: list[str]) -> int:
@@ -51,7 +59,7 @@ def coordinator(words: list[str]) -> int:
     if "--help" in words or "-h" in words:
         print(USAGE, end="")
         return 0
-    options, rest = read(words, {**dict.fromkeys(_OPTIONS, True), "--make-certificate": False})
+    options, rest = read(words, {**dict.fromkeys(_OPTIONS, True), "--make-certificate": False}, _RENAMED)
     if "--make-certificate" in options:
         options.setdefault("--certificate", NEW)
     if rest:
@@ -104,17 +112,20 @@ def policy_of(options: Mapping[str, str]) -> Policy:
     Raises:
         InvalidInput: numbers that contradict each other.
     """
-    least = whole("--minimum", options.get("--minimum", "1"))
-    first = whole("--expected", options.get("--expected", str(least)))
-    most = whole("--maximum", options.get("--maximum", str(Policy().maximum)))
+    least = whole("--min-workers", options.get("--min-workers", "1"))
+    first = whole("--expected-workers", options.get("--expected-workers", str(least)))
+    most = whole("--max-workers", options.get("--max-workers", str(Policy().maximum)))
     if not least <= first <= most:
         raise InvalidInput(
-            "--expected", first, f"not between --minimum {least} and --maximum {most}", "choose them in that order"
+            "--expected-workers", first, f"not between --min-workers {least} and --max-workers {most}",
+            "choose them in that order")  # fmt: skip
+    replica_size = whole("--replica-size", options.get("--replica-size", "1"))
+    micro_batches = whole("--micro-batches", options.get("--micro-batches", "0"), 0)
+    if most < replica_size:
+        raise InvalidInput(
+            "--max-workers", most, f"below one replica of --replica-size {replica_size}", "write a multiple of that"
         )
-    unit, shares = whole("--unit", options.get("--unit", "1")), whole("--shares", options.get("--shares", "0"), 0)
-    if most < unit:
-        raise InvalidInput("--maximum", most, f"below one replica of --unit {unit}", "write a multiple of that")
-    return Policy(minimum=least, expected=first, maximum=most, unit=unit, shares=shares)
+    return Policy(minimum=least, expected=first, maximum=most, unit=replica_size, shares=micro_batches)
 
 
 def _print(words: str) -> None:

@@ -20,7 +20,7 @@ from unisono.run.consent import Consent
 USAGE = f"""\
 usage: unisono join URL --task NAME [--workers N] [options]
        unisono join URL --script FILE [--workers N] [options]
-       unisono join --run DIR [--workers N]
+       unisono join --run-dir DIR [--workers N]
 
 Have workers of this host take part in a run that is under way: it may come to its end without them, and they without
 it. URL is that of its coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both itself. At Ctrl-C or
@@ -39,7 +39,7 @@ and --script, the command shows the run's task on a terminal and asks.
   --logs DIR         where what they print goes [runs/<host>-<number>/logs]
 """
 _CONSENT = ("--task", "--script", "--directory")
-REACHING = ("--run", "--token-file", "--authority")  # options that say where a coordinator is
+REACHING = ("--run-dir", "--token-file", "--authority")  # options that say where a coordinator is
 
 
 def join(words: list[str]) -> int:
@@ -75,12 +75,12 @@ def reached(options: Mapping[str, str], rest: list[str], command: str) -> Coordi
     Raises:
         InvalidInput: not one URL or one run.
     """
-    if len(rest) + ("--run" in options) != 1:
+    if len(rest) + ("--run-dir" in options) != 1:
         given = " ".join(rest) or "(nothing)"
-        raise InvalidInput("URL", given, "one run is needed", f"write unisono {command} URL, or --run DIR")
+        raise InvalidInput("URL", given, "one run is needed", f"write unisono {command} URL, or --run-dir DIR")
     if rest:
         return contact(rest[0], options)
-    return contact_in(Path(options["--run"]))
+    return contact_in(Path(options["--run-dir"]))
 
 
 def _consent(options: Mapping[str, str], display: Display) -> Consent:
@@ -105,7 +105,11 @@ def _consent(options: Mapping[str, str], display: Display) -> Consent:
     seen = sys.stdin.isatty() and sys.stderr.isatty()
     directory = str(Path(options.get("--directory", ".")).absolute())
     return Consent(
-        options.get("--task", ""), options.get("--script", ""), "--run" in options, asks if seen else None, directory
+        options.get("--task", ""),
+        options.get("--script", ""),
+        "--run-dir" in options,
+        asks if seen else None,
+        directory,
     )
 
 

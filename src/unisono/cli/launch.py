@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.cli.argument_words import whole
+from unisono.cli.argument_words import unknown, whole
 from unisono.cli.coordinator_options import OPTIONS as CALLING
 from unisono.cli.coordinator_options import calling
 from unisono.errors import InvalidInput
@@ -24,7 +24,6 @@ from unisono.launch.process import age_seconds
 from unisono.membership import Policy
 from unisono.membership.contact_file import forget, refused
 from unisono.membership.endpoint import CoordinatorOptions
-from unisono.notation import nearest
 
 PRELOAD = (*LAUNCHER_PRELOAD, "unisono.world")
 
@@ -38,7 +37,7 @@ set, so that a script that calls torch.distributed.init_process_group() runs too
 RANK.
 
   --workers N            processes to start; 2:4 goes on with 2 at least, and others may join up to 4 [1]
-  --run DIR              the run's directory [runs/<script>-<date>]
+  --run-dir DIR          the run's directory [runs/<script>-<date>]
   --logs DIR             where the logs go [DIR/logs]
   --no-elastic           a worker that is lost ends the run
   --debug RANK           the worker that reads from this terminal, and whose breakpoint() has it [one that is alone]
@@ -46,7 +45,7 @@ RANK.
                          are as in unisono train --help
 """
 _STOP_SECONDS = 10.0
-_VALUES = ("--workers", "--run", "--logs", "--debug", *CALLING)
+_VALUES = ("--workers", "--run-dir", "--logs", "--debug", *CALLING)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Launch:
         workers: processes.
         logs: directory for the workers' output.
         run: directory for all else; one that the user does not name gets another name where that is taken.
-        fewest, most: workers, if some come and go; None: as many as there are processes.
+        min_workers, max_workers: workers, if some come and go; None: as many as there are processes.
         elastic: whether they may.
         calling: where they find their coordinator, if that is said.
         debug: the worker that has the terminal, if that is said.
@@ -70,8 +69,8 @@ class Launch:
     workers: int
     logs: Path
     run: Path
-    fewest: int = 1
-    most: int | None = None
+    min_workers: int = 1
+    max_workers: int | None = None
     elastic: bool = True
     calling: CoordinatorOptions | None = None
     named: bool = True
@@ -80,7 +79,7 @@ class Launch:
     @property
     def largest(self) -> int:
         """Workers that may be there at a time."""
-        return self.workers if self.most is None else self.most
+        return self.workers if self.max_workers is None else self.max_workers
 
 
 def launch(words: list[str]) -> int:
@@ -158,8 +157,8 @@ def _may_come_and_go(
     """What workers need to do so, if they may."""
     if not asked.elastic or (asked.largest == 1 and asked.calling is None):
         return nullcontext()
-    first = max(asked.workers, asked.fewest)
-    policy = Policy(minimum=asked.fewest, maximum=asked.largest, expected=first)
+    first = max(asked.workers, asked.min_workers)
+    policy = Policy(minimum=asked.min_workers, maximum=asked.largest, expected=first)
     script = [str(asked.script.absolute()), *asked.arguments]
     order = {"task": "", "script": script, "run": str(asked.run.absolute()), "began": began}
     calling = asked.calling or CoordinatorOptions()
@@ -179,18 +178,18 @@ def read(words: list[str]) -> Launch:
     if not script.is_file():
         raise InvalidInput("script", rest[0], "there is no such file", "check the path")
     logs = options.get("--logs")
-    run = Path(options.get("--run") or logs or f"runs/{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    workers, fewest, most = _workers(options.get("--workers", "1"))
+    run = Path(options.get("--run-dir") or logs or f"runs/{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    workers, min_workers, max_workers = _workers(options.get("--workers", "1"))
     check_count(workers, "--workers")
     elastic, where = "--no-elastic" not in options, calling({n: v for n, v in options.items() if n in CALLING})
-    if not elastic and (most is not None or where is not None):
+    if not elastic and (max_workers is not None or where is not None):
         raise InvalidInput("--no-elastic", "(given)", "then no worker can come or go",
                            "leave it out, or give one number of workers and no coordinator")  # fmt: skip
-    found, named = Path(logs) if logs else run / "logs", bool(logs or options.get("--run"))
+    found, named = Path(logs) if logs else run / "logs", bool(logs or options.get("--run-dir"))
     debug = whole("--debug", options["--debug"], 0) if "--debug" in options else None
     if debug is not None and debug >= workers:
         raise InvalidInput("--debug", debug, f"there are workers 0 to {workers - 1}", "choose one of them")
-    return Launch(script, tuple(rest[1:]), workers, found, run, fewest, most, elastic, where, named, debug)
+    return Launch(script, tuple(rest[1:]), workers, found, run, min_workers, max_workers, elastic, where, named, debug)
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -202,8 +201,7 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
             found[name] = ""
             continue
         if name not in _VALUES:
-            known = [*_VALUES, "--no-elastic"]
-            raise InvalidInput(name, value or "(nothing)", "there is no such option", nearest(name, known))
+            raise unknown(name, value, [*_VALUES, "--no-elastic"])
         if not equals and not rest:
             raise InvalidInput(name, "(nothing)", "a value is missing", f"write {name} VALUE")
         found[name] = value if equals else rest.pop(0)
@@ -214,7 +212,9 @@ def _workers(text: str) -> tuple[int, int, int | None]:
     """How many are started, how many there are at least, and at most."""
     if ":" not in text:
         return whole("--workers", text), 1, None
-    fewest, most = (whole("--workers", part) for part in text.split(":", 1))
-    if fewest > most:
-        raise InvalidInput("--workers", text, f"there are never more than {most}", "write for instance --workers 2:4")
-    return fewest, fewest, most
+    min_workers, max_workers = (whole("--workers", part) for part in text.split(":", 1))
+    if min_workers > max_workers:
+        raise InvalidInput(
+            "--workers", text, f"there are never more than {max_workers}", "write for instance --workers 2:4"
+        )
+    return min_workers, min_workers, max_workers

@@ -15,7 +15,7 @@ from unisono.cli.coordinator_options import calling
 from unisono.cli.train_options import Given
 from unisono.errors import InvalidInput
 from unisono.membership.endpoint import CoordinatorOptions
-from unisono.notation import nearest
+from unisono.notation import RENAMED_SETTINGS, current_names, nearest
 from unisono.tasks import TASKS
 from unisono.tasks.arguments import merged, nested
 from unisono.tasks.source import NamedTask
@@ -70,9 +70,9 @@ def request(given: Given) -> Request:
 
 def _earlier(given: Given, settings: Mapping[str, Any]) -> str | None:
     """The file of the run that is resumed, where no task is named: it knows what was trained."""
-    if given.task or not settings.get("resume") or not settings.get("run"):
+    if given.task or not settings.get("resume") or not settings.get("run_dir"):
         return None
-    file = Path(settings["run"], "config.toml")
+    file = Path(settings["run_dir"], "config.toml")
     return str(file) if file.is_file() else None
 
 
@@ -94,7 +94,7 @@ def read_file(path: str, known: Mapping[str, Field]) -> tuple[str | None, dict[s
     if not isinstance(arguments, dict):
         raise InvalidInput("task", arguments, f"in {path} it is not a table", '[task] with name = "…" below it')
     name = arguments.pop("name", None)
-    settings = {key.replace("-", "_"): value for key, value in content.items()}
+    settings = current_names({key.replace("-", "_"): value for key, value in content.items()})
     for key, value in settings.items():
         if key not in known:
             raise InvalidInput(key, value, f"{path} has a field that is not known", nearest(key, [*known, "task"]))
@@ -114,6 +114,8 @@ def read_sets(sets: Sequence[str], known: Mapping[str, Field]) -> tuple[dict[str
         if not (equals and key):
             raise InvalidInput("--set", word, "not KEY=VALUE", "write for instance --set lr=0.001")
         key = key.strip().replace("-", "_")
+        if key in RENAMED_SETTINGS:
+            raise InvalidInput("--set", word, "there is no such setting", f"write {RENAMED_SETTINGS[key]}={value}")
         (settings if key in known else arguments)[key] = _listed(word, value.strip())
     return settings, arguments
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 USAGE = f"""\
 usage: unisono status URL [options]
-       unisono status --run DIR
+       unisono status --run-dir DIR
 
 Say who takes part in a run, how far each is, what it does on which line of your code, where its time went, and what
 happened lately. URL is that of the run's coordinator, whose token {VARIABLE} holds; a run that lies in DIR says both
@@ -50,7 +50,7 @@ def status(words: list[str]) -> int:
         print(USAGE, end="")
         return 0
     options, rest = read(words, dict.fromkeys(REACHING, True) | {"--json": False})
-    if "--run" in options and not rest and (over := _summary(Path(options["--run"]))):
+    if "--run-dir" in options and not rest and (over := _summary(Path(options["--run-dir"]))):
         print(json.dumps(over, indent=2) if "--json" in options else "\n".join(_ended(over)))
         return 0
     where = reached(options, rest, "status")

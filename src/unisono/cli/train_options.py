@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from unisono.cli.argument_words import RENAMED, unknown
 from unisono.cli.config_fields import Field, fields
 from unisono.cli.coordinator_options import OPTIONS as CALLING
 from unisono.errors import InvalidInput
@@ -83,6 +84,8 @@ def split(words: Sequence[str], known: Mapping[str, int]) -> tuple[list[str], li
         if not word.startswith("-"):
             alone.append(word)
             continue
+        if name in RENAMED:
+            raise unknown(name, value, list(known))
         if not word.startswith("--") or name in known:
             after = 0 if equals else known.get(name, 0)
             ours += [word, *rest[:after]]
@@ -148,7 +151,7 @@ def _add(group: argparse._ArgumentGroup, field: Field) -> None:
 
 def _metavar(field: Field) -> str:
     plain = {"int": "N", "float": "X", "str": "NAME"}
-    return {"run": "DIR"}.get(field.name, plain.get(field.kind.removesuffix(" | None"), "VALUE"))
+    return {"run_dir": "DIR"}.get(field.name, plain.get(field.kind.removesuffix(" | None"), "VALUE"))
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

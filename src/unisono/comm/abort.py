@@ -59,7 +59,7 @@ class Abort:
         wake()
         return lambda: None
 
-    def run(self, during: str, call: Callable[[], T], deadline_seconds: float | None = None) -> T:
+    def run(self, during: str, call: Callable[[], T], timeout_seconds: float | None = None) -> T:
         """The result or the error of ``call()``, which listens to nobody, and so has a thread of its own.
 
         Once this is set, or the deadline has passed, it is left alone, and what it makes later is dropped.
@@ -82,9 +82,9 @@ class Abort:
         forget = self.then(lambda: answers.put(None))
         try:
             threading.Thread(target=answer, name=f"{during}, may be left alone", daemon=True).start()
-            answered = answers.get(timeout=deadline_seconds)
+            answered = answers.get(timeout=timeout_seconds)
         except Empty:
-            raise PeerLost([], during, f"no answer within the deadline of {deadline_seconds:g} s") from None
+            raise PeerLost([], during, f"no answer within the deadline of {timeout_seconds:g} s") from None
         finally:
             over = True
             forget()

@@ -45,7 +45,7 @@ def connect(
     local_size: int,
     kind: str = "auto",
     device: torch.device | None = None,
-    deadline_seconds: float = 60.0,
+    timeout_seconds: float = 60.0,
 ) -> Communicator:
     """The wire between this worker and its peers; returns when all peers are there.
 
@@ -56,7 +56,7 @@ def connect(
         kind: one of `KINDS`; ``auto`` is NCCL on CUDA, else shared memory where all workers run on one host,
         else gloo.
         device: where payloads live.
-        deadline_seconds: how long a peer may stay silent, now and in every verb.
+        timeout_seconds: how long a peer may stay silent, now and in every verb.
 
     Raises:
         InvalidInput: what was asked for cannot work here.
@@ -65,7 +65,7 @@ def connect(
     if not 0 <= rank < size:
         raise InvalidInput("rank", rank, f"is not one of the {size} workers", f"write 0 to {size - 1}")
     hosts, where = in_blocks(size, local_size), device or torch.device("cpu")
-    return Meeting(rank, hosts, rendezvous, kind, where, deadline_seconds).among(range(size))
+    return Meeting(rank, hosts, rendezvous, kind, where, timeout_seconds).among(range(size))
 
 
 def in_blocks(size: int, local_size: int) -> list[str]:
@@ -79,7 +79,7 @@ class Meeting:
     Args:
         rank: this worker's number.
         hosts: where each worker is; those of one name share memory and loopback.
-        rendezvous, kind, device, deadline_seconds: those of `connect`.
+        rendezvous, kind, device, timeout_seconds: those of `connect`.
         abort: once it is set, what is made here fails, and so does whoever waits here.
         token: shared by all workers of the run; a TCP rendezvous is then a store that only they can reach.
         encrypted: whether messages to servers and other actors on other hosts are encrypted too.
@@ -96,14 +96,14 @@ class Meeting:
         rendezvous: str,
         kind: str,
         device: torch.device,
-        deadline_seconds: float,
+        timeout_seconds: float,
         *,
         abort: Abort | None = None,
         token: str = "",
         encrypted: bool = False,
     ) -> None:
         self._rank, self._hosts, self._abort = rank, tuple(hosts), abort or Abort()
-        self._kind, self._device, self._deadline_seconds = kind, device, deadline_seconds
+        self._kind, self._device, self._timeout_seconds = kind, device, timeout_seconds
         self._token, self._encrypted = token, encrypted
         _choose(kind, self._hosts, rank, device)
         self.complete = len(hosts) == 1
@@ -113,7 +113,7 @@ class Meeting:
         self._address = own_address(self._place)
         # Workers may meet at one place several times, one run after the other: each time has keys of its own.
         _meetings[rendezvous] += 1
-        store = open_store(self._place, rank, deadline_seconds, self._abort, token)
+        store = open_store(self._place, rank, timeout_seconds, self._abort, token)
         self._store = Prefixed(f"meeting/{_meetings[rendezvous]}", store)
 
     def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
@@ -142,12 +142,12 @@ class Meeting:
         if chosen == "shared_memory":
             try:
                 within = Prefixed("memory", store)
-                return share_memory(within, rank, size, self._deadline_seconds, self._abort)
+                return share_memory(within, rank, size, self._timeout_seconds, self._abort)
             except MemoryUnavailable as reason:
                 chosen = "gloo"
                 if rank == 0:
                     LOG.warning("shared memory cannot be used (%s): using gloo instead", reason)
-        reach = partial(TorchGroup, address=self._address, deadline_seconds=self._deadline_seconds, abort=self._abort,
+        reach = partial(TorchGroup, address=self._address, timeout_seconds=self._timeout_seconds, abort=self._abort,
                         secret=self._token, encrypted=self._encrypted)  # fmt: skip
         group = reach(
             Prefixed(chosen, store),
@@ -158,7 +158,7 @@ class Meeting:
             service_address="127.0.0.1" if len(set(hosts)) == 1 else self._address,
         )
         if self._kind == "auto" and chosen == "gloo" and _several_on_each(hosts):
-            share = partial(share_memory, deadline_seconds=self._deadline_seconds, abort=self._abort)
+            share = partial(share_memory, timeout_seconds=self._timeout_seconds, abort=self._abort)
             divide(group, store, hosts, reach, share)
         return group
 
@@ -169,11 +169,11 @@ class Meeting:
             PeerLost: not all of them came within the deadline, or it was broken off before they had.
         """
         store = Prefixed("world", self._store)
-        notices = StoreExchange(store, self._deadline_seconds, self._abort)
+        notices = StoreExchange(store, self._timeout_seconds, self._abort)
         size = len(self._hosts)
         notices.exchange("here", self._rank, size, True, bool)
         return TorchWorld(
-            store, self._rank, size, self._address, self._device, self._deadline_seconds, self._abort)  # fmt: skip
+            store, self._rank, size, self._address, self._device, self._timeout_seconds, self._abort)  # fmt: skip
 
 
 def divide(
@@ -213,11 +213,11 @@ def divide(
 
 
 def share_memory(
-    store: c10d.Store, rank: int, size: int, deadline_seconds: float, abort: Abort | None = None
+    store: c10d.Store, rank: int, size: int, timeout_seconds: float, abort: Abort | None = None
 ) -> SharedMemory:
     """A communicator of workers of one host, or on all of them the same `MemoryUnavailable`."""
     abort = abort or Abort()
-    board, notices = SharedMemoryMap(size), StoreExchange(store, deadline_seconds, abort)
+    board, notices = SharedMemoryMap(size), StoreExchange(store, timeout_seconds, abort)
     number, token, memory, failure = -1, 0, None, ""
     try:
         try:
@@ -247,8 +247,8 @@ def share_memory(
     assert memory is not None
     peers = PeerProcesses({other: pid for other, (pid, _) in enumerate(workers) if other != rank})
     host = Host(store, peers, there.pid, board.words(memory))
-    family = Family(hosting=Hosting(deadline_seconds=deadline_seconds, abort=abort), abort=abort)
-    return SharedMemory(rank, size, memory, host, deadline_seconds, family)
+    family = Family(hosting=Hosting(timeout_seconds=timeout_seconds, abort=abort), abort=abort)
+    return SharedMemory(rank, size, memory, host, timeout_seconds, family)
 
 
 @dataclass(frozen=True)

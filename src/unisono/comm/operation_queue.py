@@ -96,10 +96,10 @@ class OperationQueue:
     silence is not held against its peers.
     """
 
-    def __init__(self, family: Family, deadline_seconds: float) -> None:
+    def __init__(self, family: Family, timeout_seconds: float) -> None:
         self._family = family
         family.lanes.append(self)
-        self._deadline_seconds = deadline_seconds
+        self._timeout_seconds = timeout_seconds
         self._queue: deque[Operation[Any]] = deque()
         self._failure: CommunicationError | None = None
         self._progress = 0
@@ -167,7 +167,7 @@ class OperationQueue:
         if self._fruitless_since is None:
             self._fruitless_since = now
         lost = self._lost(now, self._queue[0])
-        if lost is None and now - self._fruitless_since > self._deadline_seconds:
+        if lost is None and now - self._fruitless_since > self._timeout_seconds:
             lost = self._overdue(self._queue[0])
         if lost is not None and not self._move():
             self._fail(lost)
@@ -234,7 +234,7 @@ class OperationQueue:
         return ()
 
     def _overdue(self, operation: Operation[Any]) -> PeerLost:
-        return PeerLost((), operation.verb, f"no answer within the deadline of {self._deadline_seconds:g} s")
+        return PeerLost((), operation.verb, f"no answer within the deadline of {self._timeout_seconds:g} s")
 
     def _verbs(self) -> Verbs:
         """This lane, for the few words that services need."""

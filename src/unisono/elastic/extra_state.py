@@ -64,7 +64,7 @@ class ExtraState:
         names = {name.partition("/")[0] for name in tensors}
         if names != self._things.keys():
             here, there = (", ".join(sorted(each - {_GROUPS})) or "nothing" for each in (set(self._things), names))
-            raise InvalidInput("keep", here, f"{theirs} {there}", cure)
+            raise InvalidInput("register_state", here, f"{theirs} {there}", cure)
         for name, thing in self._things.items():
             thing.load_state_dict(read(name, tensors))
 

@@ -161,5 +161,5 @@ def _refused(directory: Path, other: Holder | None) -> InvalidInput:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other.since))
         who = f"{workers}process {other.process} on host {other.host}{ended} since {since}"
     return InvalidInput(
-        "run", str(directory), f"it is in use by {who}", "wait for that run or end it, or name another directory"
+        "run_dir", str(directory), f"it is in use by {who}", "wait for that run or end it, or name another directory"
     )

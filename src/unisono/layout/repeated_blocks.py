@@ -34,7 +34,7 @@ class BlockOptions:
     """
 
     precision: str = "fp32"
-    recompute: str = "none"
+    activation_checkpointing: str = "none"
     compile: bool = False
     whole: bool = False
     change: Callable[[nn.Module], nn.Module] = as_it_is
@@ -42,16 +42,17 @@ class BlockOptions:
     @property
     def changes_backward(self) -> bool:
         """Whether the backward pass of a block is more than autograd's over its own operations."""
-        return self.recompute != "none" or self.compile
+        return self.activation_checkpointing != "none" or self.compile
 
     def check(self, model: nn.Module) -> None:
         """Raise `InvalidInput` if `model` has no blocks, and something is to be done with them."""
         if blocks(model):
             return
         problem, cure = f"{type(model).__name__} has no list or sequence of blocks", "keep its layers in a ModuleList"
-        if self.recompute != "none":
-            raise InvalidInput("recompute", self.recompute, f"{problem}, and one that is computed again as a whole "
-                               "saves nothing", f"leave it out, or {cure}")  # fmt: skip
+        if self.activation_checkpointing != "none":
+            raise InvalidInput("activation_checkpointing", self.activation_checkpointing,
+                               f"{problem}, and one that is computed again as a whole saves nothing",
+                               f"leave it out, or {cure}")  # fmt: skip
         if self.compile and not self.whole:
             raise InvalidInput("compile", True, f"{problem}, and here they are compiled one by one",
                                f"leave it out, or {cure}")  # fmt: skip
@@ -60,7 +61,7 @@ class BlockOptions:
         """Change what `block` does when it is called, in place."""
         if self.compile and not self.whole:
             block.forward = compiled(block.forward)
-        if self.recompute != "none":
+        if self.activation_checkpointing != "none":
             from unisono.layout.activation_checkpoint import recompute  # imports more of torch than others need
 
-            recompute(block, self.recompute)
+            recompute(block, self.activation_checkpointing)

@@ -46,7 +46,7 @@ def directory(run: Path) -> Path:
 
 def refused(run: Path, error: OSError) -> InvalidInput:
     """Nothing can be written there."""
-    return InvalidInput("run", str(run), f"cannot be written ({error.strerror})", "name another directory")
+    return InvalidInput("run_dir", str(run), f"cannot be written ({error.strerror})", "name another directory")
 
 
 def contact_in(run: Path) -> CoordinatorAddress:
@@ -58,7 +58,7 @@ def contact_in(run: Path) -> CoordinatorAddress:
     try:
         return CoordinatorAddress(**json.loads((run / DIRECTORY / CONTACT).read_text()))
     except (OSError, ValueError, TypeError):
-        raise InvalidInput("run", str(run), "no coordinator of it is up", "name a run that is under way") from None
+        raise InvalidInput("run_dir", str(run), "no coordinator of it is up", "name a run that is under way") from None
 
 
 def joining(contact: CoordinatorAddress, *words: str) -> str:

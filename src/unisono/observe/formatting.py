@@ -89,4 +89,4 @@ def resume_command(run: str, steps: int | None = None) -> str:
     """The command that goes on with the run that lies in `run`, up to `steps` if that is given."""
     path = shlex.quote(run)
     longer = f" --steps {steps}" if steps is not None else ""
-    return f"unisono train --run {path} --resume{longer}"
+    return f"unisono train --run-dir {path} --resume{longer}"

@@ -13,7 +13,7 @@ from unisono.observe.event_log import plain
 from unisono.system import atomic_files as atomic
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
-_NOT_AGAIN = ("run", "resume")  # of this run, not of one that is made like it
+_NOT_AGAIN = ("run_dir", "resume")  # of this run, not of one that is made like it
 
 
 def write_config(directory: Path, settings: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ def check(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]
 def check_task(task: Task, config: Config, places: RankMesh, sample: Sample) -> bool:
     """Raise `InvalidInput` where the model or the optimizer of `task` does not allow the layout of `config`. Returns
     `needs_wholes`."""
-    compute = BlockOptions(config.precision, config.recompute, config.compile)
+    compute = BlockOptions(config.precision, config.activation_checkpointing, config.compile)
     model = check_model(partial(model_of, task), places, sample, compute)
     dims = {p.dim() for p in model.parameters() if p.requires_grad}
     return needs_wholes(task.optimizer, dims, config.layout, choose_device(config.device, 0))

@@ -173,7 +173,7 @@ def _imagine(
     Args:
         whole: whether the optimizer steps tensors whole that are cut.
     """
-    build, compute = partial(model_of, task), BlockOptions(config.precision, config.recompute)
+    build, compute = partial(model_of, task), BlockOptions(config.precision, config.activation_checkpointing)
     try:
         with imagined(build, places, rank, sample, device, compute, memory=False) as worker:
             return _holdings(task, config, places, rank, worker, work, whole)
@@ -309,7 +309,8 @@ def _uncounted(config: Config) -> list[str]:
         "a run cuts stages by the time that they take, which may be elsewhere": (
             config.layout.pipeline > 1 and not config.layout.cuts
         ),
-        "blocks that are computed again hold their inputs, which activations leave out": config.recompute != "none",
+        "blocks that are computed again hold their inputs, which activations leave out": config.activation_checkpointing
+        != "none",
         "sync_batchnorm sends statistics, which messages leave out": config.sync_batchnorm,
     }
     return [words for words, applies in left_out.items() if applies]

@@ -114,7 +114,7 @@ def forecast(task: Task, config: Config, cluster: Cluster, tell: Tell = lambda m
         DataFeed(task, config, 0, config.workers, stack)  # what is wrong with the plan is said before threads start
     lives = simulate(
         config.workers, _live, task, config, cluster, tell, link=cluster.link(config.workers),
-        seed=config.seed, deadline_seconds=_PATIENCE_SECONDS)  # fmt: skip
+        seed=config.seed, timeout_seconds=_PATIENCE_SECONDS)  # fmt: skip
     return summed(lives)
 
 

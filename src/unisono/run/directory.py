@@ -17,6 +17,7 @@ from unisono.config import Config
 from unisono.errors import InvalidInput
 from unisono.launch.lock import LOCK, Holder, fresh, held
 from unisono.membership.contact_file import forget
+from unisono.notation import current_names
 from unisono.observe import write_config
 from unisono.observe.record_files import CONFIG, SUMMARY
 from unisono.run.spec import TaskSource
@@ -37,8 +38,8 @@ def claimed(config: Config, source: TaskSource, holder: Holder) -> Iterator[Path
         InvalidInput: the run is there and nobody said resume, or is not there and somebody did; another command holds
             the directory; or it cannot be made.
     """
-    if config.resume and not config.run:
-        raise InvalidInput("resume", True, "which run is not said", "add --run DIR")
+    if config.resume and not config.run_dir:
+        raise InvalidInput("resume", True, "which run is not said", "add --run-dir DIR")
     path, missing = _chosen(config, source)
     _check(path, config)
     try:
@@ -67,15 +68,15 @@ def resumable(path: Path) -> Iterator[None]:
     except InvalidInput:
         raise
     except Exception as error:
-        error.add_note(f"the run lies in {path}; go on with Config(run={str(path)!r}, resume=True)")
+        error.add_note(f"the run lies in {path}; go on with Config(run_dir={str(path)!r}, resume=True)")
         raise
 
 
 def _chosen(config: Config, source: TaskSource) -> tuple[Path, list[Path]]:
     """The run's directory, made where the user does not name it; and which of it and its parents were not there."""
-    path = Path(config.run).absolute() if config.run else _default(source.name)
+    path = Path(config.run_dir).absolute() if config.run_dir else _default(source.name)
     missing = [place for place in (path, *path.parents) if not place.exists()]
-    if config.run:
+    if config.run_dir:
         return path, missing
     with _written(path):
         path = fresh(path)
@@ -85,9 +86,11 @@ def _chosen(config: Config, source: TaskSource) -> tuple[Path, list[Path]]:
 def _check(path: Path, config: Config) -> None:
     """Raise `InvalidInput` if there is no run to resume in `path`, or one where a new one is to begin."""
     if config.resume and not _begun(path):
-        raise InvalidInput("run", str(path), "there is no such run to resume", "leave out --resume to start it")
+        raise InvalidInput("run_dir", str(path), "there is no such run to resume", "leave out --resume to start it")
     if not config.resume and not _is_free(path):
-        raise InvalidInput("run", str(path), "the directory exists", "add --resume to go on with it, or name another")
+        raise InvalidInput(
+            "run_dir", str(path), "the directory exists", "add --resume to go on with it, or name another"
+        )
 
 
 @contextlib.contextmanager
@@ -125,7 +128,7 @@ def _written(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InvalidInput(
-            "run", str(path), f"cannot be written ({error.strerror})", "name another directory"
+            "run_dir", str(path), f"cannot be written ({error.strerror})", "name another directory"
         ) from None
 
 
@@ -158,13 +161,15 @@ def with_earlier(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         InvalidInput: the run's ``config.toml`` cannot be read.
     """
-    if str(settings.get("resume", False)).lower() != "true" or not settings.get("run"):
+    if str(settings.get("resume", False)).lower() != "true" or not settings.get("run_dir"):
         return settings
-    file = Path(settings["run"]) / CONFIG
+    file = Path(settings["run_dir"]) / CONFIG
     if not file.exists():
         return settings
     try:
-        earlier = tomllib.loads(file.read_text())
+        earlier = current_names(tomllib.loads(file.read_text()))
+    except InvalidInput:
+        raise
     except (OSError, ValueError) as error:
         raise InvalidInput("resume", str(file), f"cannot be read ({error})", "mend it, or take it away") from None
     earlier.pop("task", None)

@@ -46,7 +46,7 @@ class RunLocation:
         if config.layout.workers > 1 and len(self.writers) < comm.size:
             raise InvalidInput(
                 "layout", show(config.layout), f"every worker writes its own part of a checkpoint, and {self.path} is "
-                f"not the same directory on all {comm.size}", "give --run a directory that all hosts "
+                f"not the same directory on all {comm.size}", "give --run-dir a directory that all hosts "
                 "share")  # fmt: skip
         if comm.rank not in self.writers:
             return None

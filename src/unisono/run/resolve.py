@@ -43,8 +43,9 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
         raise InvalidInput(
             "sync_batchnorm", True, "its statistics depend on which micro-batches run at once, so the result depends "
             "on the number of workers, which Exact() promises that it does not", "leave one out")  # fmt: skip
-    if config.recompute == "selective" and config.compile:
-        raise InvalidInput("recompute", config.recompute, "in a compiled block there are no single operations to keep",
+    if config.activation_checkpointing == "selective" and config.compile:
+        raise InvalidInput("activation_checkpointing", config.activation_checkpointing,
+                           "in a compiled block there are no single operations to keep",
                            "write blocks, or leave compile out")  # fmt: skip
     if config.layout.workers > 1:
         _check_spread(config)
@@ -57,22 +58,24 @@ def settle(task: Task, given: Mapping[str, Any]) -> Config:
 
 def _check_workers(config: Config) -> None:
     """Raise `InvalidInput` where as many workers as may come could not train."""
-    most = config.workers if config.most is None else config.most
+    most = config.workers if config.max_workers is None else config.max_workers
     if config.workers > most:
-        raise InvalidInput("workers", config.workers, f"above most = {most}", "start fewer, or give a larger most")
-    if config.fewest > most:
         raise InvalidInput(
-            "fewest",
-            config.fewest,
+            "workers", config.workers, f"above max_workers = {most}", "start fewer, or give a larger max_workers"
+        )
+    if config.min_workers > most:
+        raise InvalidInput(
+            "min_workers",
+            config.min_workers,
             f"there are never more than {most} workers",
-            "give a larger most, as in --workers 2:8",
+            "give a larger max_workers, as in --workers 2:8",
         )
     assert config.global_batch is not None
     assert config.micro_batch is not None
     micro_batches = config.global_batch // config.micro_batch
-    if config.most is not None and micro_batches < most:
+    if config.max_workers is not None and micro_batches < most:
         raise InvalidInput(
-            "most", most, f"a step has {micro_batches} micro-batches, and every worker takes one at least",
+            "max_workers", most, f"a step has {micro_batches} micro-batches, and every worker takes one at least",
             "use fewer, or a smaller micro_batch")  # fmt: skip
     if config.layout.workers == 1:
         check_enough(micro_batches, config.workers)
@@ -110,7 +113,7 @@ def check_same_run(config: Config, before: Mapping[str, Any]) -> None:
     if name := first_difference(now, before):
         raise InvalidInput(
             name, now.get(name), f"the run to resume was started with {before.get(name)}",
-            "leave it out, or start a run of its own with another --run")  # fmt: skip
+            "leave it out, or start a run of its own with another --run-dir")  # fmt: skip
     if isinstance(config.compress, Exact) and config.threads != before.get("threads", 0):
         raise InvalidInput(
             "threads", config.threads, f"the run to resume was started with {before.get('threads', 0)}, and in exact "

@@ -40,7 +40,7 @@ def resumable_checkpoint(config: Config, path: Path, meta: Mapping[str, Any], re
     try:
         found = newest(path / CHECKPOINTS, partial(_report_damage, record), verified)
     except CheckpointDamaged as error:
-        raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run") from error
+        raise InvalidInput("resume", str(path), str(error), "start a run of its own with another --run-dir") from error
     if found is None:
         record.event("resume", words="there is no checkpoint yet: starting from the beginning")
         return None
@@ -54,7 +54,7 @@ def resumable_checkpoint(config: Config, path: Path, meta: Mapping[str, Any], re
         if before[name] != meta[name]:
             raise InvalidInput(
                 name, meta[name], f"the run to resume was started with {before[name]}, {reason}",
-                "give the task as it was, or start a run of its own with another --run")  # fmt: skip
+                "give the task as it was, or start a run of its own with another --run-dir")  # fmt: skip
     record.event("resume", step=found.step, words=f"going on from the checkpoint of step {found.step}")
     return found
 
@@ -72,7 +72,7 @@ def load_checkpoint(checkpointer: Checkpointer, found: Opened | None, path: Path
     except CheckpointMismatch as error:
         raise InvalidInput("resume", str(path), f"the checkpoint belongs to another model: {error}", "give the task "
                            "and the arguments that the run was started with, or start a run of its own with another "
-                           "--run") from error  # fmt: skip
+                           "--run-dir") from error  # fmt: skip
 
 
 def _report_damage(record: Recorder, error: CheckpointDamaged) -> None:

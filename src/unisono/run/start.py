@@ -187,15 +187,16 @@ def _may_come_and_go(
     """
     if recovers(config):
         told = lambda words: on_message(0, {"kind": "notice", "text": words})
-        alone = max(config.workers, config.most or 1) == 1 and calling is None
+        alone = max(config.workers, config.max_workers or 1) == 1 and calling is None
         return (
             contextlib.nullcontext()
             if alone
             else gathered(config, order, server, told, calling or CoordinatorOptions())
         )
-    if config.fewest > 1 or config.most not in (None, config.workers) or calling is not None:
+    if config.min_workers > 1 or config.max_workers not in (None, config.workers) or calling is not None:
         raise InvalidInput(
-            "workers", f"{config.fewest}:{config.most or config.workers}", "in this run none can come or go",
+            "workers", f"{config.min_workers}:{config.max_workers or config.workers}",
+            "in this run none can come or go",
             f"give one number; or leave elastic on, with {RECOVERING}")  # fmt: skip
     return contextlib.nullcontext()
 

@@ -95,10 +95,10 @@ def _run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
             if recovers(config) and config.layout.workers == 1:
                 run.build()
             admit(spec.contact, worker, run.traits(), lambda: worker.stop.requested or worker.stop.leaving)
-            session = ElasticSession(worker, config.communicator, config.deadline_seconds, spec.contact, tracker)
+            session = ElasticSession(worker, config.communicator, config.timeout_seconds, spec.contact, tracker)
         else:
             stack.callback(Watchdog(tracker).close)  # no coordinator sees when this worker is stuck
-            session = StaticSession.connecting(worker, config.communicator, config.deadline_seconds)
+            session = StaticSession.connecting(worker, config.communicator, config.timeout_seconds)
         stack.callback(session.close)
         result = run.run(session)
         return dataclasses.asdict(result) if result else None
@@ -177,7 +177,7 @@ class WorkerRun:
             if self.spec.path is None:  # no launcher has the path, and could say how to resume
                 stack.enter_context(resumable(location.path))
             stack.enter_context(self._noting_steps())
-            copies = bool(self.spec.contact) and self.config.copies
+            copies = bool(self.spec.contact) and self.config.memory_checkpoints
             groups = _process_groups(rendezvous, comm, feed.places, comm.rank, stack, copies)
             stack.callback(groups.close)
             if groups.torch:
@@ -238,7 +238,7 @@ class WorkerRun:
     ) -> Checkpointer:  # fmt: skip
         comm, config, state = groups.everybody, self.config, self.state
         report = _checkpoint_reporter(self.worker, comm, record)
-        make = partial(self._make_writer, keep=config.keep, on_event=report, attempt=location.attempt)
+        make = partial(self._make_writer, keep=config.keep_checkpoints, on_event=report, attempt=location.attempt)
         writer = location.writer(make, comm, config, stack)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(state.optimizer).__name__}
         parts = Parts(state.local.parts, state.local.stepped) if groups.spread else None

@@ -143,7 +143,7 @@ class BoundPartners(BoundSynchronizer):
     """Asynchronous gossip in its world; see `BoundSynchronizer` for the order of calls.
 
     Args:
-        meet_every: steps that are dealt out before all meet; 0: as many as are asked for.
+        synchronize_every: steps that are dealt out before all meet; 0: as many as are asked for.
     """
 
     synchronous = False
@@ -157,10 +157,10 @@ class BoundPartners(BoundSynchronizer):
         topology: Topology,
         micro_batches: int,
         seed: int,
-        meet_every: int = 0,
+        synchronize_every: int = 0,
     ) -> None:
         self._gradients, self._parameters, self._comm = LocalGradients(parameters), parameters, comm
-        self._topology, self._seed, self._meet_every = topology, seed, meet_every
+        self._topology, self._seed, self._synchronize_every = topology, seed, synchronize_every
         self._weights = Weights(parameters, compress)
         at_once = max(len(topology.sends(rank, comm.size, 0)) for rank in range(min(2, comm.size)))
         neighbours = topology.turns(comm.size) * at_once
@@ -188,7 +188,7 @@ class BoundPartners(BoundSynchronizer):
         return PartnersStep(self, self._parameters, self._gradients.settle().control)
 
     def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
-        every = self._meet_every
+        every = self._synchronize_every
         return self._dealing.shares(first, min(until, every * (first // every + 1)) if every else until, stop)
 
     @property

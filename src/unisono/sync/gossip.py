@@ -49,9 +49,9 @@ class Gossip:
         asynchronous: ask one neighbour, drawn anew each step, and wait for nobody (see `partner`); work is dealt out,
             so that a faster worker computes more.
         push_sum: mix a weight with the weights; None: where the topology is directed.
-        meet_every: steps from one exchange of control words to the next. Only there workers learn of each other's
-            losses and wish to stop, and checkpoints are taken. Asynchronously, the steps from one meeting of all to the
-            next where workers may come and go, and without meaning elsewhere.
+        synchronize_every: steps from one exchange of control words to the next. Only there workers learn of each
+            other's losses and wish to stop, and checkpoints are taken. Asynchronously, the steps from one
+            synchronization to the next in elastic runs, and without meaning elsewhere.
         seed: of the draw of neighbours.
 
     With a compressor that keeps no bits a worker holds two more copies of the weights per neighbour, asynchronously
@@ -64,12 +64,12 @@ class Gossip:
     topology: Topology = Ring()
     asynchronous: bool = False
     push_sum: bool | None = None
-    meet_every: int = 64
+    synchronize_every: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.meet_every, int) or self.meet_every < 1:
-            raise ValueError(f"meet_every={self.meet_every!r} is not a whole number from 1")
+        if not isinstance(self.synchronize_every, int) or self.synchronize_every < 1:
+            raise ValueError(f"synchronize_every={self.synchronize_every!r} is not a whole number from 1")
         if self.asynchronous and self.push_sum:
             raise ValueError("push_sum=True: asynchronous partners both take the same part of each other; leave it out")
         if self.push_sum is False and self.topology.directed and not self.asynchronous:
@@ -80,7 +80,7 @@ class Gossip:
     ) -> BoundSynchronizer:
         """See `Synchronizer.bind`."""
         if self.asynchronous:
-            every = self.meet_every if loop.awaits else 0
+            every = self.synchronize_every if loop.awaits else 0
             return BoundPartners(parameters, comm, compress, self.topology, loop.micro_batches, self.seed, every)
         return BoundGossip(parameters, comm, compress, self, loop.control)
 
@@ -101,7 +101,7 @@ class BoundGossip(BoundSynchronizer):
     ) -> None:
         self._gradients, self._parameters, self.comm = LocalGradients(parameters), parameters, comm
         self._silence = [0.0] * control
-        self._topology, self._meet_every = value.topology, value.meet_every
+        self._topology, self._synchronize_every = value.topology, value.synchronize_every
         self._turns = self._topology.turns(comm.size)
         self._push_sum = self._topology.directed if value.push_sum is None else value.push_sum
         self._weights = Weights(parameters, compress)
@@ -152,7 +152,7 @@ class BoundGossip(BoundSynchronizer):
 
     def meets(self) -> bool:
         """Whether control words are exchanged in this step."""
-        return (self._step + 1) % self._meet_every == 0
+        return (self._step + 1) % self._synchronize_every == 0
 
     def take(self, step: Callable[[], Any]) -> Any:
         """Mix, and take the optimizer's own `step` from there: with push-sum it moves the numerators."""

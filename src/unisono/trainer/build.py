@@ -125,7 +125,9 @@ def build(
     """
     lane = comm.channel("batchnorm") if config.sync_batchnorm else None
     change = partial(synchronize_batchnorm, comm=lane) if lane else as_it_is
-    compute = BlockOptions(config.precision, config.recompute, config.compile, _compiled_whole(config), change)
+    compute = BlockOptions(
+        config.precision, config.activation_checkpointing, config.compile, _compiled_whole(config), change
+    )
     seed_compute(stream(config.seed, 0, 0, "init"))
     if mesh is not None and sample is not None:
         from unisono.layout.parallelize import lay  # imports more of torch than others need
@@ -172,7 +174,7 @@ def _check_offloaded(config: Config, places: RankMesh, device: torch.device) -> 
 
 def _compiled_whole(config: Config) -> bool:
     """Else block by block: between blocks others have to have a hand in what is computed."""
-    return config.layout.workers == 1 and config.recompute == "none"
+    return config.layout.workers == 1 and config.activation_checkpointing == "none"
 
 
 def model_of(task: Task) -> nn.Module:
@@ -243,7 +245,7 @@ def bind(
         guard = StepValidator(
             replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
             worker_of=feed.shares.worker_of, name_of=session.worker_name, clips=config.clip is not None,
-            compare_every=config.compare_every, places=feed.places.alike)  # fmt: skip
+            compare_replicas_every=config.compare_replicas_every, places=feed.places.alike)  # fmt: skip
         made = trainer(
             model=held.model,
             replica=replica,
@@ -276,19 +278,20 @@ def bind(
 
 def drops(config: Config) -> bool:
     """Whether steps of such a run may be dropped."""
-    return not isinstance(config.bad_step, Stop) or config.compare_every > 0
+    return not isinstance(config.bad_step, Stop) or config.compare_replicas_every > 0
 
 
 def _check_dropping(config: Config, replica: Replica) -> None:
     sync = show(config.sync)
     if drops(config) and not replica.synchronous:
-        field = "compare_every" if isinstance(config.bad_step, Stop) else "bad_step"
+        field = "compare_replicas_every" if isinstance(config.bad_step, Stop) else "bad_step"
         raise InvalidInput(
             field, show(getattr(config, field)), f"with {sync} replicas walk by themselves, and no step is all "
             "workers' together", "leave it out, or use AllReduce()")  # fmt: skip
     together = isinstance(config.sync, AllReduce)
-    if config.compare_every and not together:
-        raise InvalidInput("compare_every", config.compare_every, f"with {sync} workers do not keep the state",
+    if config.compare_replicas_every and not together:
+        raise InvalidInput("compare_replicas_every", config.compare_replicas_every,
+                           f"with {sync} workers do not keep the state",
                            "leave it out, or use AllReduce()")  # fmt: skip
     if isinstance(config.bad_step, RollBack) and not (together and config.layout.workers == 1):
         raise InvalidInput(

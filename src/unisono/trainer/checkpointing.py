@@ -29,6 +29,7 @@ from unisono.checkpoint import (
 )
 from unisono.comm import Communicator
 from unisono.comm.text import broadcast_text, gather_text
+from unisono.config import current
 from unisono.elastic.agreement import start_alike
 from unisono.elastic.model_state import load_state, names_of, state_of, weights_of
 from unisono.elastic.state_transfer import Parts, Progress
@@ -389,7 +390,7 @@ class Checkpointer:
 def history(found: Opened) -> Mapping[str, Any]:
     """What the run that wrote a checkpoint said about itself; nothing where weights were made into a checkpoint."""
     meta = found.meta
-    return meta if isinstance(meta, Mapping) and "config" in meta else {}
+    return {**meta, "config": current(meta["config"])} if isinstance(meta, Mapping) and "config" in meta else {}
 
 
 def _check_size(specs: Mapping[str, Spec]) -> None:

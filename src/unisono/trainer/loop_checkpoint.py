@@ -116,7 +116,7 @@ def load(comm: Communicator, directory: Path, state: TrainingState, plan: Plan) 
                            "build the model that was saved") from error  # fmt: skip
     kept = broadcast_tensors(comm, _kept(found))
     if kept:
-        _extra(state).give(kept, "the checkpoint holds", "keep the same by world.keep, before world.load")
+        _extra(state).give(kept, "the checkpoint holds", "register the same by world.register_state, before world.load")
     state.progress = Progress(steps, shared=persistence.shared)
     return Recalled(meta, persistence.owed)
 

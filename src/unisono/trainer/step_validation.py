@@ -40,7 +40,7 @@ class StepValidator:
         worker_of: who computes a step's micro-batch.
         name_of: what the worker of a rank is called.
         clips: whether norms are computed anyhow.
-        compare_every: steps between two comparisons of the replicas; 0 compares none.
+        compare_replicas_every: steps between two comparisons of the replicas; 0 compares none.
         places: the workers at each place of all replicas.
 
     Attributes:
@@ -56,7 +56,7 @@ class StepValidator:
     worker_of: Callable[[int, int], int]
     name_of: Callable[[int], str]
     clips: bool
-    compare_every: int
+    compare_replicas_every: int
     places: Sequence[Sequence[int]]
     digest: float = 0.0
 
@@ -74,7 +74,9 @@ class StepValidator:
         Raises:
             Diverged: the run is to end there.
         """
-        different = self._different([each.digest for each in decode(step.extra or [])]) if self.compare_every else []
+        different = (
+            self._different([each.digest for each in decode(step.extra or [])]) if self.compare_replicas_every else []
+        )
         if different:
             step.drop()
             return False, self._heal(t, different)
@@ -92,12 +94,12 @@ class StepValidator:
     def between(self, done: int) -> None:
         """All workers are between two steps, and `done` are done; what they compare travels with the next one's control
         word, before a checkpoint that was just taken is committed."""
-        due = self.compare_every and (done % self.compare_every == 0 or done == self.persistence.last)
+        due = self.compare_replicas_every and (done % self.compare_replicas_every == 0 or done == self.persistence.last)
         self.digest = self.replica.digest() if due else 0.0
 
     def finish(self, done: int) -> None:
         """After the last step: compare once more, before the last checkpoint is committed. Raises `Diverged`."""
-        if self.compare_every:
+        if self.compare_replicas_every:
             mine = torch.tensor([self.replica.digest()], dtype=torch.float64)
             different = self._different(self.comm.gather(mine).wait().view(-1).tolist())
             if different:

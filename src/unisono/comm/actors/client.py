@@ -261,7 +261,7 @@ def connect_line(
     place: ActorAddress,
     token: bytes,
     sender: int,
-    deadline_seconds: float,
+    timeout_seconds: float,
     count: Count = not_counted,
     run: Run = directly,
     abort: Abort | None = None,
@@ -272,12 +272,12 @@ def connect_line(
         PeerLost: nobody is there, or nobody who knows the token, within the deadline (and the time that a
             process may take to start); or it was broken off.
     """
-    abort, until = abort or Abort(), time.monotonic() + max(deadline_seconds, _START_SECONDS)
+    abort, until = abort or Abort(), time.monotonic() + max(timeout_seconds, _START_SECONDS)
     while True:
         left = until - time.monotonic()
         try:
             trusted = abort.run("connect", partial(_introduced, place, token, sender, max(left, 0.01), abort))
-            _set_options(trusted.wire, deadline_seconds)
+            _set_options(trusted.wire, timeout_seconds)
             return SocketConnection(trusted, place, count, run)
         except OSError as error:
             # Nobody listens any more: a place is told only after somebody does.
@@ -327,11 +327,11 @@ def _user(wire: socket.socket) -> int:
     return int(user)
 
 
-def _set_options(wire: socket.socket, deadline_seconds: float) -> None:
+def _set_options(wire: socket.socket, timeout_seconds: float) -> None:
     """Block in the kernel, which alone keeps the time: that is what makes one system call carry a whole message."""
     wire.settimeout(None)
     if wire.family != socket.AF_UNIX:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    timeout = struct.pack("@ll", int(deadline_seconds), int(deadline_seconds % 1 * 1e6) + 1)
+    timeout = struct.pack("@ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6) + 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         wire.setsockopt(socket.SOL_SOCKET, option, timeout)

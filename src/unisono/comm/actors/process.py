@@ -32,7 +32,7 @@ class ServerProcess:
     """The worker's side.
 
     Args:
-        order: number, service, config, token, encrypted and deadline_seconds; see `unisono.comm.actors.process_main`.
+        order: number, service, config, token, encrypted and timeout_seconds; see `unisono.comm.actors.process_main`.
         doors: where the actor will answer.
     """
 

@@ -44,7 +44,7 @@ def main(orders: IO[bytes]) -> None:
     desk = ActorServer(load(order["service"], number, order["config"]), number, _not_counted)
     doors = [socket.socket(fileno=fd) for fd in order["fds"]]
     ActorListener(doors, token, number, desk.largest_bytes, desk.welcome, order["encrypted"])
-    patience = order["deadline_seconds"]
+    patience = order["timeout_seconds"]
     desk.meet([connect_line(place, token, -1 - number, patience, run=desk.call_back) for place in places])
     watch.join()
 

@@ -51,7 +51,7 @@ class Hosting:
 
     Args:
         address: of this host, by which the peers reach it; nothing listens on any other.
-        deadline_seconds: how long an actor may be silent.
+        timeout_seconds: how long an actor may be silent.
         abort: breaks off what waits for actors.
         secret: the run's token, if there is one. The actors' token is then derived from it and from a nonce of worker
             0, so that it does not travel over the communicator.
@@ -61,12 +61,12 @@ class Hosting:
     def __init__(
         self,
         address: str = "127.0.0.1",
-        deadline_seconds: float = 60.0,
+        timeout_seconds: float = 60.0,
         abort: Abort | None = None,
         secret: str = "",
         encrypted: bool = False,
     ) -> None:
-        self._address, self._deadline_seconds = address, deadline_seconds
+        self._address, self._timeout_seconds = address, timeout_seconds
         self._secret, self._encrypted = secret, encrypted
         self._abort = abort or Abort()
         self._token = b""
@@ -108,7 +108,7 @@ class Hosting:
             with closing(ListeningSockets.open(self._address)) as doors:
                 order = {
                     **{"number": number, "service": service, "config": dict(config), "token": token.hex()},
-                    **{"deadline_seconds": self._deadline_seconds, "encrypted": self._encrypted},
+                    **{"timeout_seconds": self._timeout_seconds, "encrypted": self._encrypted},
                 }
                 process = ServerProcess(order, doors.sockets)
                 self._open.callback(process.close)
@@ -130,7 +130,7 @@ class Hosting:
 
     def _connect(self, place: ActorAddress, sender: int, run: Run, leaves: bool) -> SocketConnection:
         count = partial(self._count, leaves)
-        line = connect_line(place, self._token, sender, self._deadline_seconds, count, run, self._abort)
+        line = connect_line(place, self._token, sender, self._timeout_seconds, count, run, self._abort)
         self._open.callback(self._abort.then(lambda: line.break_off(self._abort.why)))
         self._open.callback(line.close)
         return line

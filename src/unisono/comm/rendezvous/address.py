@@ -67,18 +67,18 @@ def at_attempt(url: str, attempt: int) -> str:
     return f"{url}{'&' if '?' in url else '?'}attempt={attempt}"
 
 
-def open_store(place: Rendezvous, rank: int, deadline_seconds: float, abort: Abort, token: str = "") -> c10d.Store:
+def open_store(place: Rendezvous, rank: int, timeout_seconds: float, abort: Abort, token: str = "") -> c10d.Store:
     """The store of all peers at `place`; over TCP and with a `token`, that of `unisono.comm.rendezvous.token_store`.
 
     Raises:
         InvalidInput: worker 0 cannot serve at that address, or the directory cannot be made.
         PeerLost: nobody serves there within the deadline, or it was broken off.
     """
-    timeout = timedelta(seconds=deadline_seconds)
+    timeout = timedelta(seconds=timeout_seconds)
     if place.directory:
-        store = _directory_store(place, deadline_seconds, abort)
+        store = _directory_store(place, timeout_seconds, abort)
     elif token:
-        store = TokenStore(place.host, place.port, token, deadline_seconds, abort)
+        store = TokenStore(place.host, place.port, token, timeout_seconds, abort)
     else:
         store = _tcp_store(place, rank, timeout, abort)
     store.set_timeout(timeout)
@@ -96,11 +96,11 @@ def own_address(place: Rendezvous) -> str:
         return str(probe.getsockname()[0])
 
 
-def _directory_store(place: Rendezvous, deadline_seconds: float, abort: Abort) -> c10d.Store:
+def _directory_store(place: Rendezvous, timeout_seconds: float, abort: Abort) -> c10d.Store:
     directory = Path(place.directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return DirectoryStore(directory / (_STORE + quote(place.attempt, safe="")), deadline_seconds, abort)
+        return DirectoryStore(directory / (_STORE + quote(place.attempt, safe="")), timeout_seconds, abort)
     except OSError as error:
         raise InvalidInput("rendezvous", place.directory, str(error), "write a directory that is yours") from error
 

@@ -21,16 +21,16 @@ class DirectoryStore(c10d.Store):
     middle of a record, keeps all others inside torch, where they hold Python's own lock and hear nobody.
 
     Args:
-        deadline_seconds: how long a key may take to come.
+        timeout_seconds: how long a key may take to come.
         abort: breaks off the waiting for it.
 
     Raises:
         OSError: the directory cannot be made.
     """
 
-    def __init__(self, directory: Path, deadline_seconds: float, abort: Abort) -> None:
+    def __init__(self, directory: Path, timeout_seconds: float, abort: Abort) -> None:
         super().__init__()
-        self._directory, self._deadline_seconds, self._abort = directory, deadline_seconds, abort
+        self._directory, self._timeout_seconds, self._abort = directory, timeout_seconds, abort
         directory.mkdir(mode=0o700, exist_ok=True)
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
@@ -57,7 +57,7 @@ class DirectoryStore(c10d.Store):
 
     def wait(self, keys: list[str], timeout: object = None) -> None:
         """As torch's, but that the deadline is this store's own."""
-        await_keys(self, [(-1, key) for key in keys], self._deadline_seconds, self._abort)
+        await_keys(self, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
     def _path(self, key: str) -> Path:
         return self._directory / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()

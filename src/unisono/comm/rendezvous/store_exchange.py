@@ -23,13 +23,13 @@ class Breakable(c10d.Store):
     it over keeps it as well.
 
     Args:
-        deadline_seconds: how long a key may take to come.
+        timeout_seconds: how long a key may take to come.
         abort: breaks off the waiting.
     """
 
-    def __init__(self, store: c10d.Store, deadline_seconds: float, abort: Abort) -> None:
+    def __init__(self, store: c10d.Store, timeout_seconds: float, abort: Abort) -> None:
         super().__init__()
-        self._store, self._deadline_seconds, self._abort = store, deadline_seconds, abort
+        self._store, self._timeout_seconds, self._abort = store, timeout_seconds, abort
 
     def set(self, key: str, value: Any) -> None:
         """As torch's."""
@@ -42,20 +42,20 @@ class Breakable(c10d.Store):
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         """As torch's, but that the deadline is this store's own."""
-        await_keys(self._store, [(-1, key) for key in keys], self._deadline_seconds, self._abort)
+        await_keys(self._store, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
 
-def await_keys(store: c10d.Store, keys: Sequence[tuple[int, str]], deadline_seconds: float, abort: Abort) -> None:
+def await_keys(store: c10d.Store, keys: Sequence[tuple[int, str]], timeout_seconds: float, abort: Abort) -> None:
     """Look at `store` again and again, until each rank has written its key there; rank -1 is nobody in particular.
 
     Raises:
         PeerLost: it was broken off, or the deadline has passed; then it names those who did not come.
     """
-    end, attempt, missing = time.monotonic() + deadline_seconds, 0, keys
+    end, attempt, missing = time.monotonic() + timeout_seconds, 0, keys
     while missing := [(rank, key) for rank, key in missing if not store.check([key])]:
         abort.check("connect")
         if time.monotonic() > end:
-            detail = f"did not come within the deadline of {deadline_seconds:g} s"
+            detail = f"did not come within the deadline of {timeout_seconds:g} s"
             raise PeerLost([rank for rank, _ in missing if rank >= 0], "connect", detail)
         time.sleep(_BACKOFF.seconds(attempt))
         attempt += 1
@@ -66,12 +66,12 @@ class StoreExchange:
 
     Args:
         store: of the workers that meet; it is looked at again and again, as to wait in it is to listen to nobody.
-        deadline_seconds: how long a notice may take to come.
+        timeout_seconds: how long a notice may take to come.
         abort: breaks off the waiting.
     """
 
-    def __init__(self, store: c10d.Store, deadline_seconds: float, abort: Abort) -> None:
-        self._store, self._deadline_seconds, self._abort = store, deadline_seconds, abort
+    def __init__(self, store: c10d.Store, timeout_seconds: float, abort: Abort) -> None:
+        self._store, self._timeout_seconds, self._abort = store, timeout_seconds, abort
 
     def say(self, key: str, value: Any) -> None:
         """`value`, as JSON can carry it, is there for everybody from now on. Raises as `hear`."""
@@ -93,7 +93,7 @@ class StoreExchange:
         return self.hear(((other, f"{name}/{other}") for other in range(size)), read)
 
     def _collect(self, wanted: list[tuple[int, str]], read: Callable[[Any], T]) -> list[T]:
-        await_keys(self._store, wanted, self._deadline_seconds, self._abort)
+        await_keys(self._store, wanted, self._timeout_seconds, self._abort)
         return [self._read(rank, key, read) for rank, key in wanted]
 
     def _read(self, rank: int, key: str, read: Callable[[Any], T]) -> T:
@@ -105,6 +105,6 @@ class StoreExchange:
     def _run(self, call: Callable[[], T]) -> T:
         """``call()``, which the store may keep for ever: who serves it, or holds its lock, may have been stopped."""
         try:
-            return self._abort.run("connect", call, self._deadline_seconds + _GRACE_SECONDS)
+            return self._abort.run("connect", call, self._timeout_seconds + _GRACE_SECONDS)
         except RuntimeError as error:
             raise PeerLost([], "connect", f"the meeting place is gone: {str(error).splitlines()[0]}") from error

@@ -49,19 +49,19 @@ class TokenStore(c10d.Store):
     """The store that a `StoreServer` serves at `address` and `port`, for as long as something refers to this.
 
     Args:
-        deadline_seconds: how long `get` and `wait` wait for a key, and every call for an answer.
+        timeout_seconds: how long `get` and `wait` wait for a key, and every call for an answer.
         abort: ends that waiting.
 
     Raises:
         PeerLost: nobody who knows the token serves there.
     """
 
-    def __init__(self, address: str, port: int, token: str, deadline_seconds: float, abort: Abort) -> None:
+    def __init__(self, address: str, port: int, token: str, timeout_seconds: float, abort: Abort) -> None:
         super().__init__()
-        self._deadline_seconds, self._abort = deadline_seconds, abort
+        self._timeout_seconds, self._abort = timeout_seconds, abort
         place = ActorAddress(0, f"the store at {address}:{port}", 0, address, port, 0)
         number = secrets.randbits(_NUMBER_BITS)
-        self._line = connect_line(place, _key(token), number, deadline_seconds, abort=abort)
+        self._line = connect_line(place, _key(token), number, timeout_seconds, abort=abort)
         forget = abort.then(_breaking(self._line, abort))
         weakref.finalize(self, _end, forget, self._line)
 
@@ -81,7 +81,7 @@ class TokenStore(c10d.Store):
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         """As torch's, but that the deadline is this store's own."""
-        await_keys(self, [(-1, key) for key in keys], self._deadline_seconds, self._abort)
+        await_keys(self, [(-1, key) for key in keys], self._timeout_seconds, self._abort)
 
     def _asked(self, message: ActorMessage) -> dict[str, Any]:
         return dict(self._line.call(message).wait().fields)

@@ -77,10 +77,10 @@ class SharedMemory(OperationQueue):
         size: int,
         memory: Tensor,
         host: Host,
-        deadline_seconds: float,
+        timeout_seconds: float,
         family: Family | None = None,
     ) -> None:
-        super().__init__(family or Family(hosting=Hosting(deadline_seconds=deadline_seconds)), deadline_seconds)
+        super().__init__(family or Family(hosting=Hosting(timeout_seconds=timeout_seconds)), timeout_seconds)
         self.rank, self.size = rank, size
         self._board, self._host, self._memory = SharedMemoryMap(size), host, memory
         self._words = self._board.words(memory)
@@ -142,7 +142,7 @@ class SharedMemory(OperationQueue):
         memory, reason = self._begin("lane", self._map("lane", head, self._board.nbytes)).wait()
         if memory is None:
             raise MemoryUnavailable(f"no shared memory for lane {name!r}: {reason}")
-        lane = SharedMemory(self.rank, self.size, memory, self._host, self._deadline_seconds, self._family)
+        lane = SharedMemory(self.rank, self.size, memory, self._host, self._timeout_seconds, self._family)
         lane.name = name
         return lane
 
@@ -475,7 +475,7 @@ class SharedMemory(OperationQueue):
             raise PeerLost([0], verb, "it has closed its end")
 
     def _overdue(self, operation: Operation[Any]) -> PeerLost:
-        detail = f"silent beyond the deadline of {self._deadline_seconds:g} s"
+        detail = f"silent beyond the deadline of {self._timeout_seconds:g} s"
         return PeerLost(self._behind(operation), operation.verb, detail)
 
     def _fail(self, error: CommunicationError) -> None:

@@ -189,8 +189,8 @@ class VirtualCall(VirtualWork):
         """Its sender was lost before it arrived."""
         return self.sender >= 0 and self._world.is_lost(self.sender)
 
-    def overdue(self, deadline_seconds: float) -> PeerLost:
-        return PeerLost([self.to.rank], self.verb, f"{self.to.name} was silent for {deadline_seconds:g} s")
+    def overdue(self, timeout_seconds: float) -> PeerLost:
+        return PeerLost([self.to.rank], self.verb, f"{self.to.name} was silent for {timeout_seconds:g} s")
 
     def wait(self) -> ActorMessage:
         """As the contract; moves the clock to when the answer is there."""

@@ -39,7 +39,7 @@ def simulate(
     *arguments: Any,
     link: Link | Sequence[Link] = Link(),
     seed: int = 0,
-    deadline_seconds: float = 300.0,
+    timeout_seconds: float = 300.0,
 ) -> list[T]:
     """Run ``function(comm, *arguments)`` once per virtual worker; the results in the order of ranks.
 
@@ -48,13 +48,13 @@ def simulate(
         function: what a worker does; `comm` is its `Simulated` communicator.
         link: of all workers, or one each.
         seed: of each worker's random generators (torch's default one and Python's), together with its rank.
-        deadline_seconds: how long, on the made-up clock, a silent peer is waited for.
+        timeout_seconds: how long, on the made-up clock, a silent peer is waited for.
 
     Raises:
         BaseException: the first failure of a worker by virtual time, as it is. (A worker that fails counts as
             lost: the others see `PeerLost`.) See `outcomes` for all of them.
     """
-    world = SimulatedWorld(size, link, deadline_seconds)
+    world = SimulatedWorld(size, link, timeout_seconds)
     results = world.run(function, arguments, seed)
     if world.failures:
         raise world.failures[0]
@@ -67,17 +67,17 @@ def outcomes(
     *arguments: Any,
     link: Link | Sequence[Link] = Link(),
     seed: int = 0,
-    deadline_seconds: float = 300.0,
+    timeout_seconds: float = 300.0,
 ) -> list[T | BaseException]:
     """As `simulate`, but a worker that fails has its exception in place of its result."""
-    return SimulatedWorld(size, link, deadline_seconds).run(function, arguments, seed)
+    return SimulatedWorld(size, link, timeout_seconds).run(function, arguments, seed)
 
 
 class SimulatedWorld:
     """All virtual workers and what is under way between them; serves one run."""
 
-    def __init__(self, size: int, link: Link | Sequence[Link], deadline_seconds: float) -> None:
-        self.size, self.deadline_seconds = size, deadline_seconds
+    def __init__(self, size: int, link: Link | Sequence[Link], timeout_seconds: float) -> None:
+        self.size, self.timeout_seconds = size, timeout_seconds
         self.links = [link] * size if isinstance(link, Link) else list(link)
         if size < 1 or len(self.links) != size:
             raise ValueError(f"size={size} with {len(self.links)} links: one worker or more, one link each")
@@ -185,7 +185,7 @@ class SimulatedWorld:
         """Until the first of `works` is there, or the deadline of one has passed, which fails it."""
         self.check(rank)
         self._waits[rank] = works
-        deadline = min(work.start for work in works) + self.deadline_seconds
+        deadline = min(work.start for work in works) + self.timeout_seconds
         self.turns.wait(rank, min(work.finish for work in works), deadline)
         del self._waits[rank]
         self.check(rank)
@@ -194,8 +194,8 @@ class SimulatedWorld:
     def expire(self, works: Iterable[VirtualWork]) -> None:
         """Fail those of `works` that are not settled within the deadline."""
         for work in works:
-            if not work.settled and self.turns.now >= work.start + self.deadline_seconds:
-                self._fail([work], work.overdue(self.deadline_seconds))
+            if not work.settled and self.turns.now >= work.start + self.timeout_seconds:
+                self._fail([work], work.overdue(self.timeout_seconds))
 
     def silent(self, part: _PendingVerb[Any]) -> list[int]:
         """Peers that have not come to the message of `part`."""
@@ -320,8 +320,8 @@ class _PendingVerb(VirtualWork, Generic[T]):
             "broadcast": others * size if self.header.root == self.rank else 0,
         }.get(self.header.verb, _bytes(x for rank, x in self.xs.items() if rank != self.rank))
 
-    def overdue(self, deadline_seconds: float) -> PeerLost:
-        return PeerLost(self._world.silent(self), self.verb, f"silent for {deadline_seconds:g} s")
+    def overdue(self, timeout_seconds: float) -> PeerLost:
+        return PeerLost(self._world.silent(self), self.verb, f"silent for {timeout_seconds:g} s")
 
     def wait(self) -> T:
         """As the contract; moves the clock to the finish time if that is later."""

@@ -51,7 +51,7 @@ class VirtualWork:
         """As an error names it."""
         raise NotImplementedError
 
-    def overdue(self, deadline_seconds: float) -> PeerLost:
+    def overdue(self, timeout_seconds: float) -> PeerLost:
         """The error when nothing has come within the deadline."""
         raise NotImplementedError
 

@@ -62,10 +62,10 @@ class TorchWorld:
         size: int,
         address: str,
         device: torch.device,
-        deadline_seconds: float,
+        timeout_seconds: float,
         abort: Abort | None = None,
     ) -> None:
-        self._address, self._deadline_seconds = address, deadline_seconds
+        self._address, self._timeout_seconds = address, timeout_seconds
         self._abort, self._wires, self._lock = abort or Abort(), dict[int, str](), threading.Lock()
         self._stores: list[c10d.Store] = [store]  # torch and gloo have only what C++ knows of them
         gc.collect()  # modules that talked through the groups of the world before lie in circles
@@ -81,7 +81,7 @@ class TorchWorld:
                 store=store,
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=deadline_seconds),
+                timeout=timedelta(seconds=timeout_seconds),
             )
         except RuntimeError as error:
             self.close()
@@ -147,15 +147,15 @@ class TorchWorld:
         while not self._closed.wait(_LOOK_SECONDS):
             now, before, call = time.monotonic(), call, _call_of(self._thread)
             since = since if call is not None and call == before else now
-            if now - since > _LET_GO_SECONDS or now - began > self._deadline_seconds:
+            if now - since > _LET_GO_SECONDS or now - began > self._timeout_seconds:
                 LOG.critical("torch's groups did not let go for %.3g s: this process ends", now - began)
                 os._exit(STUCK)
 
     def _group(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
         """As torch asks a backend for each group; gloo connects all pairs at once."""
-        notices = StoreExchange(store, self._deadline_seconds, self._abort)
+        notices = StoreExchange(store, self._timeout_seconds, self._abort)
         (device,), ends = open_devices(notices, rank, size, self._address, 1)
-        waiting = Breakable(Prefixed("gloo", store), self._deadline_seconds, self._abort)
+        waiting = Breakable(Prefixed("gloo", store), self._timeout_seconds, self._abort)
         forget = self._abort.then(lambda: shut(connected(ends)))
         try:
             made = partial(gloo, waiting, rank, size, device, timeout.total_seconds())

@@ -72,7 +72,7 @@ class TorchGroup(OperationQueue):
         device: where payloads live (NCCL).
         address: the address of this host by which the peers reach it.
         service_address: the same for actors; None: `address`.
-        deadline_seconds: how long a peer may stay silent, at start and in every verb.
+        timeout_seconds: how long a peer may stay silent, at start and in every verb.
         abort: breaks off all that waits, now and later.
         secret, encrypted: those of `Hosting`.
 
@@ -90,7 +90,7 @@ class TorchGroup(OperationQueue):
         backend: str = "gloo",
         device: torch.device | None = None,
         address: str = "127.0.0.1",
-        deadline_seconds: float = 60.0,
+        timeout_seconds: float = 60.0,
         service_address: str | None = None,
         abort: Abort | None = None,
         secret: str = "",
@@ -99,9 +99,9 @@ class TorchGroup(OperationQueue):
     ) -> None:
         if family is None:
             abort = abort or Abort()
-            hosting = Hosting(service_address or address, deadline_seconds, abort, secret, encrypted)
+            hosting = Hosting(service_address or address, timeout_seconds, abort, secret, encrypted)
             family = Family(hosting=hosting, abort=abort)
-        super().__init__(family, deadline_seconds)
+        super().__init__(family, timeout_seconds)
         self.rank, self.size = rank, size
         self._store: c10d.Store | None = store
         self._backend, self._address = backend, address
@@ -116,7 +116,7 @@ class TorchGroup(OperationQueue):
         self._waiting: Breakable | None = None  # gloo has only what C++ knows of it
         self._unabort: Callable[[], None] = lambda: None
         _check_backend(backend)
-        notices = StoreExchange(store, deadline_seconds, family.abort)
+        notices = StoreExchange(store, timeout_seconds, family.abort)
         devices, ends = open_devices(notices, rank, size, address, 3 if backend == "nccl" else 2)
         forget = family.abort.then(lambda: shut(connected(ends)))
         try:
@@ -131,11 +131,11 @@ class TorchGroup(OperationQueue):
 
     def _connect(self, store: c10d.Store, devices: Sequence[Device]) -> tuple[Any, Any, Any]:
         """The groups of headers, of payloads, and of payloads that lie here."""
-        waiting = Breakable(store, self._deadline_seconds, self._family.abort)
+        waiting = Breakable(store, self._timeout_seconds, self._family.abort)
 
         def over(name: str, device: Device) -> Any:
             self._family.abort.check("connect")
-            return gloo(Prefixed(name, waiting), self.rank, self.size, device, self._deadline_seconds)
+            return gloo(Prefixed(name, waiting), self.rank, self.size, device, self._timeout_seconds)
 
         headers = over("headers", devices[0])
         if self._backend == "gloo":
@@ -148,7 +148,7 @@ class TorchGroup(OperationQueue):
     def _nccl(self, store: c10d.Store) -> Any:
         made: Any = c10d.ProcessGroupNCCL
         options = made.Options()
-        options._timeout = timedelta(seconds=self._deadline_seconds)
+        options._timeout = timedelta(seconds=self._timeout_seconds)
         with torch.cuda.device(self._device):
             return made(store, self.rank, self.size, options)
 
@@ -227,7 +227,7 @@ class TorchGroup(OperationQueue):
             backend=self._backend,
             device=self._device,
             address=self._address,
-            deadline_seconds=self._deadline_seconds,
+            timeout_seconds=self._timeout_seconds,
             family=self._family,
         )
         lane.name = name
@@ -354,7 +354,7 @@ class TorchGroup(OperationQueue):
             time.sleep(_BACKOFF.seconds(attempt))
             return
         with suppress(RuntimeError):  # the next poll sees it, be it a timeout or an error
-            handle.wait(timedelta(seconds=min(_SLICE_SECONDS, self._deadline_seconds)))
+            handle.wait(timedelta(seconds=min(_SLICE_SECONDS, self._timeout_seconds)))
 
     def _lost(self, now: float, operation: Operation[Any]) -> PeerLost | None:
         """Backends close a broken connection, but do not always wake what waits for it.
@@ -368,7 +368,7 @@ class TorchGroup(OperationQueue):
             return None
         self._torn_since = self._torn_since or now
         since = max(self._torn_since, self._fruitless_since or now)
-        if now - since < min(_LONGEST_TORN_SECONDS, self._deadline_seconds / 8):
+        if now - since < min(_LONGEST_TORN_SECONDS, self._timeout_seconds / 8):
             return None
         return PeerLost((), operation.verb, "a connection was closed")
 
@@ -441,7 +441,7 @@ def open_devices(
     return devices, frozenset(end for each in told for end in each)
 
 
-def gloo(store: c10d.Store, rank: int, size: int, device: Device, deadline_seconds: float) -> Any:
+def gloo(store: c10d.Store, rank: int, size: int, device: Device, timeout_seconds: float) -> Any:
     """torch's process group of these workers over gloo, each through its `device`. All pairs are connected, and the
     listening socket refuses further connections: gloo would keep their descriptors, and abort when there are no more.
 
@@ -452,12 +452,12 @@ def gloo(store: c10d.Store, rank: int, size: int, device: Device, deadline_secon
     made: Any = c10d.ProcessGroupGloo  # the stubs know nothing of options
     options = made._Options()
     options._devices = [device.made]
-    options._timeout = timedelta(seconds=deadline_seconds)
+    options._timeout = timedelta(seconds=timeout_seconds)
     group = made(store, rank, size, options)
     refuse_connections(device.end)
     if rank == 0:
         store.set("word", secrets.token_hex(32))
-    _authenticate(group, store.get("word"), rank, size, deadline_seconds)
+    _authenticate(group, store.get("word"), rank, size, timeout_seconds)
     return group
 
 
@@ -471,7 +471,7 @@ def _check_backend(backend: str) -> None:
         raise InvalidInput("backend", backend, "this build of torch does not have it", "write gloo")
 
 
-def _authenticate(group: Any, word: bytes, rank: int, size: int, deadline_seconds: float) -> None:
+def _authenticate(group: Any, word: bytes, rank: int, size: int, timeout_seconds: float) -> None:
     """Exchange an HMAC under `word` over each pair: gloo takes the first connection that names a peer's number for that
     peer. It is a barrier as well: a worker that closes at once must not break off a peer that still connects."""
 
@@ -482,7 +482,7 @@ def _authenticate(group: Any, word: bytes, rank: int, size: int, deadline_second
     mine = proofs((rank, other) for other in range(size))
     expected, told = proofs((other, rank) for other in range(size)), torch.empty_like(mine)
     options = c10d.AllToAllOptions()
-    options.timeout = timedelta(seconds=deadline_seconds)
+    options.timeout = timedelta(seconds=timeout_seconds)
     group.alltoall_base(told, mine, [], [], options).wait()
     wrong = (told != expected).view(size, -1).any(1).nonzero().flatten().tolist()
     if wrong:

@@ -1,0 +1,59 @@
+"""Who comes to an actor, and goes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+
+from tests.support.actors import Echo
+from unisono.comm import ActorMessage
+from unisono.comm.actors import wire_format as frames
+from unisono.comm.actors.handshake import ConnectionTerms, Trusted
+from unisono.comm.actors.protection import Direction, Protection
+from unisono.comm.actors.server import ActorServer
+
+
+class SlowToGrasp(Echo):
+    """Takes its time over the news that somebody is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.grasped = threading.Event(), threading.Event()
+
+    def lost(self, sender: int) -> None:
+        self.told.set()
+        self.grasped.wait()
+        super().lost(sender)
+
+
+def bare(wire: socket.socket) -> Trusted:
+    """A connection as it is between processes of one host."""
+    return Trusted(wire, ConnectionTerms(1 << 20, Protection.NONE), Direction(), Direction())
+
+
+def test_who_sees_its_connection_end_may_come_back_at_once() -> None:
+    actor = SlowToGrasp()
+    desk = ActorServer(actor, 0, lambda sender, nbytes: None)
+    desk.meet([])
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10.0)
+    desk.welcome(bare(theirs), 7)
+    ours.sendall(bytes(64))  # a message it is not
+    assert actor.told.wait(10.0)
+    ours.setblocking(False)
+    with pytest.raises(BlockingIOError):  # the end is not to be seen before the actor knows of it
+        ours.recv(1)
+    ours.settimeout(10.0)
+    actor.grasped.set()
+    with closing(ours):
+        assert ours.recv(1) == b""
+    again, theirs = socket.socketpair()
+    again.settimeout(10.0)
+    with closing(again):
+        desk.welcome(bare(theirs), 7)
+        again.sendall(b"".join(frames.encode(ActorMessage("value"))))
+        assert again.recv(4) == b"uni1"
+    desk.close()

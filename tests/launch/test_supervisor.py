@@ -1,0 +1,360 @@
+"""Workers are killed, leave, fail and hang, and so do the coordinator and the launcher: what becomes of the others."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.test_launcher_exit import await_running, code, toy
+from tests.support.leftovers import processes, within
+from unisono.errors import UnisonoError, WorkerFailed
+from unisono.launch import CoordinatorProcess, ElasticOptions, Interrupted, launch
+from unisono.launch import supervisor as crew
+from unisono.launch.failure import Failure
+from unisono.launch.restart_policy import JoinedLauncher, RestartFailed
+from unisono.membership import CoordinatorAddress, Policy
+from unisono.membership.endpoint import Endpoint
+from unisono.membership.protocol import StepCount
+
+PRELOAD = ("unisono.membership.client", "tests.support.elastic_targets")
+Act = tuple[Callable[["Drill"], bool], Callable[["Drill"], object]]
+
+
+class Drill:
+    """A run of three, to which `acts` happen one after the other, each as soon as its condition holds."""
+
+    def __init__(self, path: Path, acts: Sequence[Act] = (), **policy: Any) -> None:
+        self.path, self.acts = path, list(acts)
+        self.finish = path / "finish"
+        self.pids: dict[str, int] = {}
+        self.views: dict[str, tuple[int, frozenset[str]]] = {}
+        self.notices: list[str] = []
+        self.lock = threading.Lock()
+        # Whoever is not heard of for long is noticed only after seconds: what is told of the dead comes first.
+        self.policy = Policy(**{"expected": 3, "maximum": 3, "beat_seconds": 2.0, **policy})
+
+    def run(self, target: str = "train", *arguments: Any) -> list[Any]:
+        with CoordinatorProcess(
+            Endpoint(), self.policy, self.path / "state", "a token", self.log, self.notices.append
+        ) as here:
+            self.coordination = here
+            contact = CoordinatorAddress(here.url, "a token")
+            given = (contact, str(self.finish), *arguments)
+            return launch(
+                f"tests.support.elastic_targets:{target}", given, 3, logs=self.path / "logs", preload=PRELOAD,
+                on_message=self.hear, elastic=ElasticOptions(contact, here), stop_seconds=5.0)  # fmt: skip
+
+    @property
+    def log(self) -> Path:
+        return self.path / "coordinator.log"
+
+    def join(self, name: str) -> Callable[[], list[Any]]:
+        """One more worker, of another launcher; to be called for its results."""
+        contact, results = CoordinatorAddress(self.coordination.url, "a token"), []
+        thread = threading.Thread(target=lambda: results.extend(launch(
+            "tests.support.elastic_targets:train", (contact, str(self.finish)), 1, logs=self.path / "others",
+            preload=PRELOAD, on_message=self.hear, elastic=ElasticOptions(contact, launcher=name))))  # fmt: skip
+        thread.start()
+        return lambda: [thread.join(), results][1]
+
+    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+        with self.lock:
+            self.take(message)
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        if "pid" in message:
+            self.pids[message["name"]] = message["pid"]
+        elif "view" in message:
+            self.views[message["name"]] = message["view"], frozenset(message["members"])
+        elif message["kind"] == "notice":
+            self.notices.append(message["text"])
+        while self.acts and self.acts[0][0](self):
+            self.acts.pop(0)[1](self)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pids[name], number)
+
+
+def together(*names: str) -> Callable[[Drill], bool]:
+    """All of them are in one view, and nobody else is."""
+    return lambda drill: (
+        {drill.views.get(name, name) for name in names}
+        in ({(number, frozenset(names))} for number, _ in drill.views.values())
+    )
+
+
+def killed(name: str, number: int = signal.SIGKILL) -> Callable[[Drill], object]:
+    return lambda drill: drill.kill(name, number)
+
+
+def done(drill: Drill) -> None:
+    drill.finish.touch()
+
+
+def test_who_is_killed_is_replaced_and_the_run_comes_to_its_end(tmp_path) -> None:
+    drill = Drill(tmp_path, [
+        (together("0", "1", "2"), killed("1")),
+        (together("0", "1.2", "2"), killed("1.2", signal.SIGSEGV)),
+        (together("0", "1.3", "2"), killed("0")),
+        (together("0.2", "1.3", "2"), done),
+    ])  # fmt: skip
+    results = drill.run()
+    assert results[0]["name"] in ("0.2", "1.3", "2")
+    assert len(results) == 3
+    assert not drill.acts
+    assert drill.notices[0] == ("worker 1 was killed by SIGKILL (out of memory?): 2 go on, another one is started")
+    assert drill.notices[1].startswith("worker 1.2 was killed by SIGSEGV")
+    assert "1 has ended" in drill.log.read_text()
+
+
+def test_the_logs_of_one_place_are_one_file(tmp_path) -> None:
+    drill = Drill(tmp_path, [(together("0", "1", "2"), killed("1")), (together("0", "1.2", "2"), done)])
+    drill.run()
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"worker-{place}.log" for place in range(3)}
+
+
+def test_who_is_asked_to_leave_is_not_replaced(tmp_path) -> None:
+    drill = Drill(tmp_path, [
+        (together("0", "1", "2"), killed("1", signal.SIGTERM)),
+        (lambda drill: together("0", "2")(drill) and bool(drill.notices), done),
+    ])  # fmt: skip
+    results = drill.run()
+    assert [result is None for result in results] in ([False, False, True], [False, True, True])
+    assert drill.notices == ["worker 1 has left: 2 go on"]
+    assert set(drill.pids) == {"0", "1", "2"}
+
+
+def test_when_all_have_left_the_run_was_interrupted(tmp_path) -> None:
+    with pytest.raises(
+        Interrupted, match="SIGTERM: every worker was asked to leave before the run was over"
+    ) as stopped:
+        Drill(tmp_path).run("leave")
+    assert stopped.value.exit_code == 143
+
+
+def test_a_coordinator_that_is_killed_comes_back_at_the_same_place_and_knows_what_it_knew(tmp_path) -> None:
+    def strike(drill: Drill) -> None:
+        drill.url = drill.coordination.url
+        os.kill(drill.coordination.pid, signal.SIGKILL)
+        drill.kill("2")
+
+    drill = Drill(tmp_path, [(together("0", "1", "2"), strike), (together("0", "1", "2.2"), done)])
+    results = drill.run()
+    assert results[0] is not None
+    assert drill.coordination.url == drill.url
+    assert any(words.startswith("the coordinator was killed by SIGKILL") for words in drill.notices)
+    assert any(words.startswith("worker 2 was killed") for words in drill.notices)
+    formed = re.findall(r"view (\d+): ", drill.log.read_text())
+    assert formed == [str(1 + number) for number in range(len(formed))]
+
+
+def test_another_launcher_has_workers_take_part_and_leave(tmp_path) -> None:
+    def call(drill: Drill) -> None:
+        drill.results = drill.join("other")
+
+    drill = Drill(tmp_path, [
+        (together("0", "1", "2"), call),
+        (together("0", "1", "2", "other:0"), killed("other:0")),
+        (together("0", "1", "2", "other:0.2"), killed("other:0.2", signal.SIGTERM)),
+        (together("0", "1", "2"), done),
+    ], maximum=4)  # fmt: skip
+    assert drill.run()[0] is not None
+    assert drill.results() == [None]
+    assert not drill.acts
+    assert [words.partition(":")[0] for words in drill.notices] == ["worker other", "worker other"]
+
+
+@pytest.mark.short(1)
+@pytest.mark.parametrize(("how", "reason"), [("killed", "killed by SIGKILL"), ("gone", "ended with exit code 3")])
+def test_a_place_where_everybody_dies_at_once_ends_the_run(how, reason, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(crew, "_END_SECONDS", 0.5)
+    drill = Drill(tmp_path)  # the first view waits for three
+    with pytest.raises(WorkerFailed, match=f"worker 1 failed: {reason}"):
+        drill.run("train_unless", 1, how)
+    assert [name for name in drill.pids if name.startswith("1")] == ["1", "1.2", "1.3"]
+
+
+@pytest.mark.parametrize(("how", "said"), [("wrong", "ValueError: the user's own"), ("lost", "worker 1 lost during")])
+def test_what_would_be_raised_again_ends_the_run(how, said, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(crew, "_END_SECONDS", 0.5)
+    drill = Drill(tmp_path)
+    with pytest.raises(WorkerFailed, match=said):
+        drill.run("train_unless", 1, how)
+    assert set(drill.pids) <= {"0", "1", "2"}
+
+
+def test_who_hangs_when_the_result_is_there_is_killed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(crew, "_PART_SECONDS", 0.5)
+    assert Drill(tmp_path).run("stay") == [{"name": "0"}, None, None]
+
+
+def test_ctrl_c_stops_all_and_takes_nobody_for_dead(tmp_path) -> None:
+    drill = Drill(tmp_path, [(together("0", "1", "2"), lambda drill: os.kill(os.getpid(), signal.SIGINT))])
+    with pytest.raises(Interrupted) as stopped:
+        drill.run()
+    assert any(result["stopped"] for result in stopped.value.results if result)
+    assert set(drill.pids) == {"0", "1", "2"}
+
+
+def test_a_coordinator_that_cannot_begin_ends_the_run_with_its_reason(tmp_path) -> None:
+    (tmp_path / "state").write_text("no such file" * 100)
+    with pytest.raises(UnisonoError, match="file is not a database"):
+        Drill(tmp_path).run()
+
+
+def test_nothing_of_a_run_stays(tmp_path) -> None:
+    drill = Drill(tmp_path, [(lambda drill: len(drill.pids) == 3, done)])
+    drill.run()
+    assert within(5, lambda: not processes(str(tmp_path)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_when_the_launcher_ends(number: signal.Signals, tmp_path) -> None:
+    marker = f"toy-{uuid.uuid4().hex}"
+    with toy(marker, tmp_path, "", module="tests.support.toy_elastic_launcher") as launcher:
+        await_running(launcher)
+        roles = ("launcher", "forkserver", "coordinator", "worker 0", "worker 1", "worker 2")
+        assert set(processes(marker).values()) == {f"{marker} {role}" for role in roles}
+        launcher.send_signal(number)
+    assert launcher.returncode == code(number)
+
+
+class Nobody:
+    """Does not care which processes there are."""
+
+    count = StepCount()
+
+    def latest(self) -> StepCount:
+        return self.count
+
+    def goes_on(self, without: Set[str]) -> bool:
+        return False
+
+    def began(self, worker: str, pid: int) -> None:
+        pass
+
+    def ended(self, worker: str) -> None:
+        pass
+
+
+def fallen(place: int, at_seconds: float = 0.0) -> Failure:
+    return Failure(place, at_seconds, "killed by SIGKILL")
+
+
+STEP = {"kind": "step"}
+
+
+def causes(succession: RestartFailed, places: Sequence[int]) -> list[str]:
+    """Why the run is given up after each of these deaths; empty where it goes on."""
+    found = [succession.lost(fallen(place), 3, 99.0).cause for place in places]
+    return ["" if cause is None else cause.error().args[0] for cause in found]
+
+
+def test_losses_without_a_step_between_them_are_what_counts() -> None:
+    succession = RestartFailed(4, Nobody())
+    for _ in range(3):
+        assert causes(succession, [1, 1]) == [""] * 2
+        succession.heard(STEP)
+    assert causes(succession, [1, 2, 1]) == [""] * 3
+    assert causes(succession, [1]) == [
+        "worker 1 failed: killed by SIGKILL; 3 processes of worker 1 were lost in a row without a step in between "
+        "(the limit is 3)"
+    ]
+
+
+def test_many_dead_all_over_the_place_end_a_run_too() -> None:
+    found = causes(RestartFailed(4, Nobody()), [0, 1, 2, 3] * 2)
+    assert found[:-1] == [""] * 7
+    assert found[-1] == (
+        "worker 0 failed: killed by SIGKILL; 8 processes of 4 workers were lost in a row without a step in between "
+        "(the limit is 8)"
+    )
+
+
+@pytest.mark.parametrize("kind", [RestartFailed, JoinedLauncher])
+def test_steps_of_a_run_whose_worker_0_is_another_launchers_count(kind: type[RestartFailed]) -> None:
+    elsewhere = Nobody()
+    succession = kind(4, elsewhere)
+    for step in range(9):
+        elsewhere.count = StepCount(step + 1, step + 1)
+        assert causes(succession, [1]) == [""]
+    assert [bool(each) for each in causes(succession, [1, 1])] == [False, True]
+
+
+def test_before_a_run_is_given_up_the_coordinator_is_asked() -> None:
+    """What it said of itself may be some seconds old."""
+
+    class Late(Nobody):
+        def latest(self) -> StepCount:
+            self.count = StepCount(1, 1)
+            return self.count
+
+    found = causes(RestartFailed(4, Late()), [1] * 6)
+    assert [bool(each) for each in found] == [False] * 5 + [True]
+
+
+def test_steps_that_are_lost_each_time_do_not_count_for_ever() -> None:
+    """As where each process dies in the same step, and those before it are taken again."""
+    elsewhere = Nobody()
+    succession = RestartFailed(4, elsewhere)
+    found = []
+    for death in range(14):
+        elsewhere.count = StepCount(10 * death, 7)
+        found += causes(succession, [1])
+        succession.heard(STEP)
+    assert found[:9] == [""] * 9
+    assert found[9] == (
+        "worker 1 failed: killed by SIGKILL; 10 processes of worker 1 were lost in a row with no step beyond step 7 "
+        "(the limit is 10)"
+    )
+
+
+@pytest.mark.parametrize("kind", [RestartFailed, JoinedLauncher])
+def test_a_replacement_with_another_task_is_refused_and_the_others_go_on(kind: type[RestartFailed]) -> None:
+    refused = replace(fallen(1), said=("Unlike", ["samples", "8", "the run has 9", "give every host the same"]))
+    succession = kind(2, Nobody())
+    succession.name(1)
+    assert succession.lost(refused, 1, 1.0).cause is refused, "one of the first"
+    succession.name(1)
+    found = succession.lost(refused, 1, 1.0)
+    assert found.words.startswith("worker 1.2 cannot take part, 1 goes on without it: samples = 8: the run has 9")
+    assert found.cause is None
+    assert found.another_in_seconds is None
+    assert succession.lost(refused, 0, 1.0).cause is refused, "nobody is left"
+
+
+def test_a_launcher_that_joined_lacks_nothing() -> None:
+    assert JoinedLauncher(4, Nobody()).lacking([None]) == ""
+
+
+def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
+    others = Nobody()
+    succession = RestartFailed(4, others)
+    pauses = []
+    for step in range(9):
+        pauses.append(succession.lost(fallen(1), 3, 0.0).another_in_seconds)
+        others.count = StepCount(step + 1, step + 1)
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    for step in range(9, 1200):  # as often as it may be in a run of days
+        assert succession.lost(fallen(1), 3, 0.0).another_in_seconds == 60
+        others.count = StepCount(step + 1, step + 1)
+    assert succession.lost(fallen(1), 3, 99.0).another_in_seconds == 0
+
+
+def test_who_lived_for_a_while_has_had_its_pause() -> None:
+    """What counts is how often the others are held up."""
+    succession = RestartFailed(4, Nobody())
+    pauses = []
+    for _ in range(6):
+        pauses.append(succession.lost(fallen(1), 3, 7.0).another_in_seconds)
+        succession.heard(STEP)
+    assert pauses == [0, 0, 0, 0, 1, 9]

@@ -1,0 +1,106 @@
+"""Beats that are heard past ASGI: what is answered is the same, and connections end as they should."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.campaigns.membership_fuzz import PATIENT, TOKEN, serving
+from tests.membership.test_fuzz import is_closed
+from unisono.membership.server.service import HeartbeatRoute
+
+LATER = {"worker": "a", "count": 2, "knows": 0, "knows_over": "now"}  # knows all there is to know, and waits
+
+
+def request(
+    message: object, path: str = "/v1/beat", version: str = "1.1", token: str = TOKEN, extra: str = ""
+) -> bytes:
+    body = json.dumps(message)
+    head = f"POST {path} HTTP/{version}\r\nhost: a\r\nauthorization: Bearer {token}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return f"{head}{extra}\r\n{body}".encode()
+
+
+@contextmanager
+def connected(folder: Path) -> Iterator[socket.socket]:
+    with serving(folder / "state", PATIENT) as url:
+        parts = urlsplit(url)
+        with socket.create_connection((parts.hostname, parts.port), 20.0) as wire:
+            yield wire
+
+
+def answered(wire: socket.socket) -> tuple[bytes, bytes]:
+    """The first line of the answer, and its body."""
+    said = b""
+    while b"\r\n\r\n" not in said:
+        said += (more := wire.recv(1 << 16))
+        assert more, said
+        said = said.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    head, _, body = said.partition(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    while len(body) < length:
+        body += wire.recv(1 << 16)
+    return head.split(b"\r\n")[0], body
+
+
+@pytest.mark.parametrize("how", [
+    {}, {"path": "/v1/beat?"}, {"extra": "expect: 100-continue\r\n"}, {"extra": "connection: close\r\n"},
+    {"version": "1.0"},
+], ids=["as workers do", "a path of another look", "to be continued", "closing", "an old version"])  # fmt: skip
+def test_a_beat_is_answered_alike_however_it_comes(how, tmp_path) -> None:
+    with connected(tmp_path) as wire:
+        wire.sendall(request({"worker": "a", "count": 1}, **how))
+        line, body = answered(wire)
+        assert line == b"HTTP/1.1 200 OK"
+        assert json.loads(body)["view"]["number"] == 0
+
+
+@pytest.mark.parametrize(("message", "token", "status"), [
+    ({"worker": "a"}, TOKEN, b"422"), ({"worker": "a", "count": 1}, "another", b"401"), ([], TOKEN, b"422"),
+])  # fmt: skip
+def test_what_is_wrong_is_said(message, token, status, tmp_path) -> None:
+    with connected(tmp_path) as wire:
+        wire.sendall(request(message, token=token))
+        assert status in answered(wire)[0]
+
+
+def test_what_fails_is_an_error_of_the_server(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(HeartbeatRoute, "hear", lambda *_: 1 / 0)
+    with connected(tmp_path) as wire:
+        wire.sendall(request({"worker": "a", "count": 1}))
+        assert b" 500 " in answered(wire)[0]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_beats_and_other_calls_take_turns_on_one_connection(tmp_path) -> None:
+    with connected(tmp_path) as wire:
+        for count in (1, 2, 3):
+            wire.sendall(request({"worker": "a", "count": count}))
+            assert b" 200 " in answered(wire)[0]
+            wire.sendall(request({"worker": "x"}, "/v1/gone"))
+            assert b" 204 " in wire.recv(1 << 16)
+
+
+def test_who_asks_again_before_it_is_answered_is_hung_up_on(tmp_path) -> None:
+    with connected(tmp_path) as wire:
+        wire.sendall(request(LATER) + request(LATER))
+        assert is_closed(wire)
+
+
+def test_that_who_waits_has_hung_up_is_noticed(tmp_path, monkeypatch) -> None:
+    noticed, heard, hung_up = threading.Event(), threading.Event(), HeartbeatRoute.hung_up
+    hear = HeartbeatRoute.hear
+    monkeypatch.setattr(HeartbeatRoute, "hear", lambda *given: (hear(*given), heard.set())[0])
+    monkeypatch.setattr(HeartbeatRoute, "hung_up", lambda *given: (hung_up(*given), noticed.set())[0])
+    with connected(tmp_path) as wire:
+        wire.sendall(request(LATER))
+        assert heard.wait(20)
+        wire.close()
+        assert noticed.wait(20)

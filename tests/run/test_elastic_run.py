@@ -1,0 +1,270 @@
+"""A run's coordinator: where it lies, who may ask it, and what those who join are told to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unisono.config import Config
+from unisono.errors import InvalidInput
+from unisono.launch import CoordinatorProcess
+from unisono.launch.coordinator_setup import rallied
+from unisono.membership import CoordinatorAddress, Policy
+from unisono.membership.certificate import certified, pin
+from unisono.membership.contact_file import contact_in
+from unisono.membership.endpoint import CoordinatorOptions, Endpoint
+from unisono.membership.http_client import HttpConnection, NoBody, ask
+from unisono.membership.messages import OrderMessage, StatusMessage, WordMessage
+from unisono.run.consent import Consent
+from unisono.run.elastic_run import Script, called, gathered, policy_of
+from unisono.run.spec import PickledTask, RunSpec
+from unisono.tasks.source import NamedTask
+
+TOKEN = "as long as it has to be"
+OURS = Consent(own=True)
+SETTINGS = {"workers": "2:4", "compress": "Exact()"}
+
+
+def order(path: Path, source: Any = None) -> RunSpec:
+    (path / "logs").mkdir(exist_ok=True)
+    return RunSpec(source or NamedTask("digits", {"hidden": "8"}), SETTINGS, path, 5.0)
+
+
+def server(path: Path) -> Any:
+    """As far as a forkserver is looked at."""
+    return SimpleNamespace(meeting=str(path))
+
+
+def notices() -> tuple[list[str], Any]:
+    said: list[str] = []
+    return said, said.append
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_config_says_of_who_is_present() -> None:
+    assert policy_of(Config(workers=4)) == Policy(minimum=1, maximum=4, expected=4)
+    assert policy_of(Config.of({"workers": "2:8"})) == Policy(minimum=2, maximum=8, expected=2)
+    assert policy_of(Config(workers=1, min_workers=2, max_workers=3)) == Policy(minimum=2, maximum=3, expected=2)
+
+
+def test_who_joins_is_told_what_the_others_were_and_meets_them_in_a_directory_of_its_own(tmp_path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    given, (said, told) = order(tmp_path), notices()
+    with gathered(Config(workers=2), given, server(here), told) as elastic:
+        contact = contact_in(tmp_path)
+        assert contact == elastic.contact
+        assert contact.meets_at == f"file://{here}"
+        found = called(contact, server(there), OURS)
+        assert found == RunSpec(given.source, SETTINGS, tmp_path, 5.0, found.contact)
+        assert found.contact == CoordinatorAddress(contact.url, contact.token, f"file://{there}")
+        shutil.rmtree(here)  # as on another host
+        found = called(contact, server(there), OURS)
+        assert found.contact == CoordinatorAddress(contact.url, contact.token, "")
+    assert said == []
+
+
+def test_only_its_owner_reads_what_lies_there_and_the_way_in_goes_with_the_coordinator(tmp_path) -> None:
+    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print):
+        directory = tmp_path / "coordinator"
+        assert mode(directory) == 0o700
+        assert {path.name: mode(path) for path in directory.iterdir() if path.suffix in (".json", ".sqlite")} == {
+            "1.sqlite": 0o600,
+            "contact.json": 0o600,
+        }
+    with pytest.raises(InvalidInput, match="no coordinator of it is up"):
+        contact_in(tmp_path)
+
+
+def _view(contact: CoordinatorAddress) -> int:
+    told = ask(contact, "/v1/status", StatusMessage)
+    assert told is not None
+    return told.view.number
+
+
+def _order(contact: CoordinatorAddress) -> OrderMessage:
+    told = ask(contact, "/v1/order", OrderMessage)
+    assert told is not None
+    return told
+
+
+def test_each_life_of_a_run_has_a_file_of_its_own(tmp_path) -> None:
+    for _ in range(2):
+        with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print) as elastic:
+            assert _view(elastic.contact) == 0
+            HttpConnection(elastic.contact).post("/v1/beat", {"worker": "0", "count": 1}, WordMessage)
+            HttpConnection(elastic.contact).post("/v1/beat", {"worker": "1", "count": 1}, WordMessage)
+            assert _view(elastic.contact) == 1
+    assert {path.name for path in (tmp_path / "coordinator").glob("*.sqlite")} == {"1.sqlite", "2.sqlite"}
+
+
+def test_a_task_that_was_carried_cannot_be_joined(tmp_path) -> None:
+    source = PickledTask("mine", b"never to be opened here")
+    with gathered(Config(workers=2), order(tmp_path, source), server(tmp_path), print) as elastic:
+        assert "never" not in _order(elastic.contact).model_dump_json()
+        with pytest.raises(InvalidInput, match="a task that a Python program made"):
+            called(elastic.contact, server(tmp_path), OURS)
+
+
+def test_a_task_that_is_not_here_is_refused_before_anything_starts(tmp_path) -> None:
+    file = tmp_path / "task.py"
+    file.touch()
+    with gathered(Config(workers=2), order(tmp_path, NamedTask(f"{file}:made")), server(tmp_path), print) as elastic:
+        called(elastic.contact, server(tmp_path), OURS)
+        file.unlink()
+        with pytest.raises(InvalidInput, match="there is no file"):
+            called(elastic.contact, server(tmp_path), OURS)
+
+
+def test_a_script_is_run_by_who_joins_if_it_lies_there(tmp_path) -> None:
+    script, told = tmp_path / "loop.py", {"task": "", "run": str(tmp_path), "began": 1.0}
+    script.touch()
+    (tmp_path / "logs").mkdir()
+    words = [str(script), "--lr", "1"]
+    with rallied(Policy(expected=2), {**told, "script": words}, tmp_path, server(tmp_path), print) as elastic:
+        assert called(elastic.contact, server(tmp_path), OURS) == Script(
+            script, words[1:], str(tmp_path), elastic.contact
+        )
+        script.unlink()
+        with pytest.raises(InvalidInput, match="the run is that of a script, which this host does not have"):
+            called(elastic.contact, server(tmp_path), OURS)
+
+
+def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
+    policy, log = Policy(expected=2, maximum=4), tmp_path / "log"
+    with CoordinatorProcess(Endpoint(), policy, tmp_path / "state", TOKEN, log, print) as coordination:
+        contact = CoordinatorAddress(coordination.url, TOKEN)
+        with pytest.raises(InvalidInput, match="no run has been started there yet"):
+            called(contact, server(tmp_path), OURS)
+        calling = CoordinatorOptions(elsewhere=contact)
+        for _ in range(2):  # the same may be said again
+            with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
+                assert elastic.coordination is None
+                assert contact_in(tmp_path) == elastic.contact
+        assert called(contact, server(tmp_path), OURS).settings == SETTINGS
+        other = order(tmp_path, NamedTask("text"))
+        with (
+            pytest.raises(InvalidInput, match="it is another run's"),
+            gathered(Config(workers=2), other, server(tmp_path), print, calling),
+        ):
+            pass
+        with pytest.raises(InvalidInput, match="it is not that of the coordinator"):
+            called(CoordinatorAddress(coordination.url, "another"), server(tmp_path), OURS)
+    with pytest.raises(InvalidInput, match="nobody answers there"):
+        called(contact, server(tmp_path), OURS)
+
+
+def test_what_no_order_is_is_refused(tmp_path) -> None:
+    with CoordinatorProcess(Endpoint(), Policy(), tmp_path / "state", TOKEN, tmp_path / "log", print) as coordination:
+        line = HttpConnection(CoordinatorAddress(coordination.url, TOKEN))
+        sound = {"task": "digits", "settings": {"steps": 3}}
+        for wrong in ({}, [], {**sound, "pickled": "x"}, {**sound, "task": 5}, {**sound, "run": "x" * 5000}):
+            answer = line.ask("PUT", "/v1/order", wrong, NoBody)
+            assert answer is not None
+            assert answer.status == 422
+        deep: dict[str, Any] = {}
+        for _ in range(400):
+            deep = {"x": deep}
+        answer = line.ask("PUT", "/v1/order", {**sound, "arguments": deep}, NoBody)
+        assert answer is not None
+        assert answer.status == 422
+        answer = line.ask("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}}, NoBody)
+        assert answer is None or answer.status == 413
+
+
+def test_a_coordinator_that_was_killed_a_thousand_times_is_started_again(tmp_path) -> None:
+    notices: list[str] = []
+    with CoordinatorProcess(
+        Endpoint(), Policy(), tmp_path / "state", TOKEN, tmp_path / "log", notices.append
+    ) as coordination:
+        first, coordination._short = coordination.pid, 5000
+        os.kill(first, signal.SIGKILL)
+        coordination.attend()
+        assert coordination.pid != first
+    assert len(notices) == 1
+    assert "was killed by SIGKILL" in notices[0]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is missing")
+def test_over_tls_only_whom_the_authority_vouches_for_is_believed(tmp_path) -> None:
+    for name in ("ours", "theirs"):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj",
+             "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / f"{name}.key", "-out",
+             tmp_path / f"{name}.pem"], check=True, capture_output=True)  # fmt: skip
+    ours, theirs = tmp_path / "ours.pem", tmp_path / "theirs.pem"
+    calling = CoordinatorOptions(Endpoint(certificate=ours, key=tmp_path / "ours.key"), TOKEN, str(ours))
+    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
+        assert elastic.contact.url.startswith("https://127.0.0.1:")
+        assert _order(elastic.contact).task == "digits"
+        for authority in (str(theirs), ""):
+            stranger = CoordinatorAddress(elastic.contact.url, TOKEN, authority=authority)
+            with pytest.raises(InvalidInput, match="its certificate is not known here"):
+                ask(stranger, "/v1/order", OrderMessage)
+    with pytest.raises(InvalidInput, match="no certificate that can be read"):
+        HttpConnection(CoordinatorAddress("https://127.0.0.1:1", TOKEN, authority=str(tmp_path / "ours.key")))
+
+
+def test_with_a_certificate_of_its_own_it_is_known_by_the_fingerprint_and_nobody_else_is(tmp_path) -> None:
+    said, told = notices()
+    calling = CoordinatorOptions(Endpoint("0.0.0.0", makes_certificate=True), TOKEN)
+    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), told, calling) as elastic:
+        url, authority = elastic.contact.url, elastic.contact.authority
+        here = replace(elastic.contact, url=f"https://127.0.0.1:{url.rpartition(':')[2]}")
+        assert _order(here).task == "digits"
+        assert said == [
+            f"others join with  unisono join {url} --authority {authority} --task digits  and the token in "
+            f"{tmp_path / 'coordinator' / 'contact.json'}"
+        ]
+        with pytest.raises(InvalidInput, match="its certificate is not known here"):
+            ask(replace(here, authority=pin(b"another")), "/v1/order", OrderMessage)
+    assert stat.S_IMODE((tmp_path / "coordinator" / "key.pem").stat().st_mode) == 0o600
+
+
+def test_whoever_answers_with_another_certificate_is_told_nothing(tmp_path) -> None:
+    theirs = certified(Endpoint(makes_certificate=True), tmp_path / "theirs.pem", tmp_path / "theirs.key")
+    context, heard = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), []
+    context.load_cert_chain(str(theirs.certificate), str(theirs.key))
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def serve() -> None:
+            wire, _ = door.accept()
+            with context.wrap_socket(wire, server_side=True) as secured:
+                heard.append(secured.recv(1000))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        contact = CoordinatorAddress(
+            f"https://127.0.0.1:{door.getsockname()[1]}", TOKEN, authority=pin(b"the coordinator's")
+        )
+        with pytest.raises(InvalidInput, match="its certificate is not known here"):
+            ask(contact, "/v1/order", OrderMessage)
+        thread.join()
+    assert heard == [b""]
+
+
+def test_one_that_listens_for_others_says_how_they_join(tmp_path) -> None:
+    said, told = notices()
+    calling = CoordinatorOptions(Endpoint("0.0.0.0"), TOKEN)
+    with gathered(Config(workers=2), order(tmp_path), server(tmp_path), told, calling) as elastic:
+        assert elastic.contact.meets_at == ""
+        assert elastic.contact.token == TOKEN
+        assert said == [
+            f"others join with  unisono join {elastic.contact.url} --authority none --task digits  and the token in "
+            f"{tmp_path / 'coordinator' / 'contact.json'}"
+        ]

@@ -1,0 +1,33 @@
+"""A launcher to be killed: ``python -m tests.support.toy_launcher MARKER LOGS TARGET [PRELOAD …]``.
+
+Prints ``starting``, then one line for each worker that runs; ends with the exit code of the interruption.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from unisono.launch import Interrupted, launch
+
+
+def main(marker: str, logs: str, target: str, *preload: str) -> int:
+    print("starting", flush=True)
+    try:
+        launch(
+            f"tests.support.launch_targets:{target}",
+            workers=3,
+            logs=Path(logs),
+            preload=preload,
+            name=marker,
+            on_message=lambda rank, message: print("running", rank, flush=True),
+            stop_seconds=1.0,
+        )
+    except Interrupted as error:
+        print("interrupted", list(error.results), flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

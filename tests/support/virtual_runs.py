@@ -1,0 +1,101 @@
+"""Whole trainings by virtual workers, with checkpoints on a real disk, and a hand in what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.bad_steps import AnomalyDetector
+from unisono.checkpoint import Writer, fingerprint, newest, verified
+from unisono.comm import Simulated, outcomes
+from unisono.comm.process_groups import ProcessGroups
+from unisono.config import Config
+from unisono.elastic.model_state import weights_of
+from unisono.elastic.training_state import TrainingState
+from unisono.observe import NullRecorder
+from unisono.run.resolve import settle
+from unisono.tasks.task import Task
+from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.checkpointing import Checkpointer
+from unisono.trainer.loop import Trainer
+
+Tamper = Callable[[int, int, Trainer], None]  # given the rank, the steps done and the trainer, between two steps
+
+
+class Remembering(NullRecorder):
+    """A record in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+
+    def event(self, event: str, /, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+
+@dataclass(frozen=True)
+class Life:
+    """What a worker came to."""
+
+    weights: str
+    optimizer: dict[str, Tensor]
+    loss: float
+    steps: int
+    skipped: tuple[int, ...]
+    healed: int
+    events: list[Mapping[str, Any]]
+
+
+def live(
+    workers: int, task: Task, path: Path, tamper: Tamper | None = None, *, resume: bool = False, **settings: Any
+) -> list[Life | BaseException]:
+    """What each of `workers` virtual workers came to, by rank."""
+    config = settle(task, {"compress": "Exact()", "load": "Inline()", **settings})
+    return outcomes(workers, _life, task, config, path, tamper, resume)
+
+
+def lived(workers: int, task: Task, path: Path, tamper: Tamper | None = None, **settings: Any) -> Life:
+    """As `live`, of worker 0, where all come to the same."""
+    lives = live(workers, task, path, tamper, **settings)
+    for each in lives:
+        if isinstance(each, BaseException):
+            raise each
+    found = [each for each in lives if isinstance(each, Life)]
+    assert len({(life.weights, life.skipped, life.healed) for life in found}) == 1
+    return found[0]
+
+
+def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tamper | None, resume: bool) -> Life:
+    with contextlib.ExitStack() as stack:
+        feed = DataFeed(task, config, comm.rank, comm.size, stack)
+        held, optimizer = build(task, config, torch.device("cpu"), comm)
+        writer = Writer(
+            path / "checkpoints", comm.rank, comm.size, config.keep_checkpoints, lambda event: None, attempt="1"
+        )
+        stack.callback(writer.close)
+        found = partial(newest, path / "checkpoints", lambda error: None, verified)
+        meta = {"config": config.mapping()}
+        persistence = Checkpointer(
+            writer, held.local, optimizer, comm.channel("checkpoint"), config.checkpoint_every, meta,
+            judge=AnomalyDetector(config.bad_step), newest=found)  # fmt: skip
+        persistence.broadcast_initial_weights()
+        first = persistence.resume(found() if resume and comm.rank == 0 else None)
+        record = Remembering()
+        state = TrainingState(held, optimizer)
+        state.set_steps(first)
+        trainer = bind(
+            task, config, feed, state, ProcessGroups.whole(comm), persistence=persistence, record=record,
+            device=torch.device("cpu"))  # fmt: skip
+        if tamper:
+            record.step = lambda done, steps, fields: tamper(comm.rank, done, trainer)  # type: ignore[method-assign]
+        outcome = trainer.run()
+        tensors, judge = trainer.replica.state, persistence.judge
+        return Life(
+            fingerprint(weights_of(held.local)), {n: t.clone() for n, t in tensors.items() if n.startswith("/")},
+            outcome.loss, outcome.steps, tuple(sorted(judge.skipped)), judge.healed, record.events)  # fmt: skip
