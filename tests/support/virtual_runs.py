@@ -87,7 +87,7 @@ def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tampe
         first = persistence.resume(found() if resume and comm.rank == 0 else None)
         record = Remembering()
         trainer = bind(
-            task, config, feed, held, optimizer, ProcessGroups.whole(comm), persistence=persistence, record=record,
+            task, config, feed, held, optimizer, ProcessGroups.replicated(comm), persistence=persistence, record=record,
             device=torch.device("cpu"), first_step=first)  # fmt: skip
         if tamper:
             record.step = lambda done, steps, fields: tamper(comm.rank, done, trainer)  # type: ignore[method-assign]

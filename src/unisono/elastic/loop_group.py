@@ -425,7 +425,7 @@ class ElasticGroup:
     def _connect(self, views: ElasticSession) -> Communicator:
         members = views.view.members
         self.rank, self.size = in_order(members).index(members[views.rank]), len(members)
-        comm = self._use(views.meeting(self._device).among(range(self.size)))
+        comm = self._use(views.meeting(self._device).connect(range(self.size)))
         if self.rank == 0:  # whose words are those that are shown
             sys.stdout.flush()
             self._given.worker.report({"kind": "speaks", "at": os.fstat(1).st_size})

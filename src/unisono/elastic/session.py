@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 import torch
 
-from unisono.comm import Abort, Communicator, Meeting, TorchWorld, at_attempt, host_name, in_blocks, open_door
+from unisono.comm import Abort, Communicator, Rendezvous, TorchWorld, for_attempt, host_name, in_blocks, open_store
 from unisono.elastic.presence import Presence
 from unisono.elastic.worker_context import Worker
 from unisono.errors import CommunicationError, PeerLost
@@ -26,14 +26,14 @@ from unisono.observe.rate_limit import RateLimit
 log = logging.getLogger("unisono")
 
 
-class MeetingPlace(Protocol):
-    """The part of a `Meeting` that is used here."""
+class RendezvousPoint(Protocol):
+    """The part of a `Rendezvous` that is used here."""
 
-    def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
-        """See `Meeting`."""
+    def connect(self, ranks: Sequence[int], name: str = "") -> Communicator:
+        """See `Rendezvous`."""
 
     def open_world(self) -> TorchWorld:
-        """See `Meeting`."""
+        """See `Rendezvous`."""
 
 
 class Session(Presence, Protocol):
@@ -50,7 +50,7 @@ class Session(Presence, Protocol):
     def next(self) -> bool:
         """Wait for the next view with this worker; False if there will be none."""
 
-    def meeting(self, device: torch.device) -> MeetingPlace:
+    def meeting(self, device: torch.device) -> RendezvousPoint:
         """The rendezvous of the view's members."""
 
     def met(self, step: int, digest: str) -> None:
@@ -93,10 +93,10 @@ class StaticSession:
         self._left -= 1
         return self._left == 0
 
-    def meeting(self, device: torch.device) -> Meeting:
+    def meeting(self, device: torch.device) -> Rendezvous:
         who = self._worker.identity
         hosts = in_blocks(who.size, who.local_size)
-        return Meeting(who.rank, hosts, who.rendezvous, self._communicator, device, self._timeout_seconds)
+        return Rendezvous(who.rank, hosts, who.rendezvous, self._communicator, device, self._timeout_seconds)
 
     def met(self, step: int, digest: str) -> None:
         pass
@@ -152,10 +152,10 @@ class ElasticSession:
     ) -> None:
         self._worker = worker
         self._communicator, self._timeout_seconds = communicator, timeout_seconds
-        self._door = open_door(contact.meets_at, contact.url, contact.token)
+        self._door = open_store(contact.meets_at, contact.url, contact.token)
         self._name, self._contact = worker.name, contact
         self.view, self.rank = View(), 0
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         self._pace = RateLimit(_TELL_SECONDS)
         self._sent_away = False
         self._abort, self._broken_off, self._lock = Abort(), 0, threading.Lock()
@@ -198,10 +198,10 @@ class ElasticSession:
                  len(view.members))  # fmt: skip
         return True
 
-    def meeting(self, device: torch.device) -> Meeting:
+    def meeting(self, device: torch.device) -> Rendezvous:
         hosts = [place.host for place in self.view.places]
-        where = at_attempt(self.view.places[0].meets_at, self.view.number)
-        self._meeting = Meeting(self.rank, hosts, where, self._communicator, device,
+        where = for_attempt(self.view.places[0].meets_at, self.view.number)
+        self._meeting = Rendezvous(self.rank, hosts, where, self._communicator, device,
                                 self._timeout_seconds, abort=self._abort, token=self._contact.token,
                                 encrypted=self._contact.secure)  # fmt: skip
         return self._meeting

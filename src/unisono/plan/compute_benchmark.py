@@ -40,7 +40,7 @@ def share_seconds(task: Task, config: Config) -> float:
         held, optimizer = build(task, config, device, comm)
         persistence = Checkpointer(None, held.local, optimizer, comm, 0, {})
         began = time.monotonic()
-        trainer = bind(task, config, feed, held, optimizer, ProcessGroups.whole(comm), persistence=persistence,
+        trainer = bind(task, config, feed, held, optimizer, ProcessGroups.replicated(comm), persistence=persistence,
                        record=NullRecorder(), device=device,
                        presence=Unchanging(lambda: time.monotonic() - began > _ENOUGH_SECONDS))  # fmt: skip
         trainer.run(0)

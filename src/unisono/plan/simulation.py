@@ -231,7 +231,7 @@ def _train(
         feed,
         held,
         optimizer,
-        ProcessGroups.whole(comm),
+        ProcessGroups.replicated(comm),
         persistence=persistence,
         record=record,
         device=device,

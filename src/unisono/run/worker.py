@@ -35,7 +35,7 @@ from unisono.comm.process_groups import ProcessGroups
 from unisono.comm.text import broadcast_text
 from unisono.config import Config, recovers, walks
 from unisono.elastic.admission import admit, compare
-from unisono.elastic.session import ElasticSession, MeetingPlace, Session, StaticSession
+from unisono.elastic.session import ElasticSession, RendezvousPoint, Session, StaticSession
 from unisono.elastic.sharded_recovery import ShardedRecovery
 from unisono.elastic.sharded_state import ShardedModel
 from unisono.elastic.snapshot import Snapshot
@@ -186,7 +186,7 @@ class WorkerRun:
         """
         with contextlib.ExitStack() as stack:
             meeting, size = views.meeting(self.device), len(views.view.members)
-            comm = meeting.among(range(size))
+            comm = meeting.connect(range(size))
             stack.callback(comm.close)
             if not views.changing:  # in an elastic run, a worker that differs was refused at admission
                 compare(comm, self.traits)
@@ -202,7 +202,7 @@ class WorkerRun:
             wires = _wires(meeting, comm, feed.places, comm.rank, stack, keeps)
             stack.callback(wires.close)
             if wires.torch:
-                stack.enter_context(wires.torch.heard())
+                stack.enter_context(wires.torch.translate_errors())
                 stack.callback(self._put_down)
             trainer, first_step = self._set_up(views, feed, wires, place, stack)
             self.worker.stop.listen()
@@ -229,26 +229,26 @@ class WorkerRun:
         self, views: Session, feed: DataFeed, wires: ProcessGroups, place: _RunLocation, stack: contextlib.ExitStack
     ) -> tuple[Trainer, int]:
         """Build and bind everything; returns the trainer and the number of steps in the state."""
-        comm, config, path = wires.everybody, self.config, place.path
-        mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if wires.spread else (None, None)
-        self.built = self.built or build(self.task, config, self.device, wires.lanes, mesh, sample, wires.inside)
+        comm, config, path = wires.world, self.config, place.path
+        mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if wires.is_sharded else (None, None)
+        self.built = self.built or build(self.task, config, self.device, wires.batch, mesh, sample, wires.model)
         held, optimizer = self.built
         parts = Parts(held.parts, held.stepped)
         record = _recorder(self.worker, comm, path, config.record_seconds)
         stack.callback(record.close)
         tell = _teller(self.worker, comm, record)
         make = partial(self.make_writer, keep=config.keep_checkpoints, on_event=tell, attempt=place.life)
-        writer = _writer(make, comm, config, place, stack, wires.spread)
+        writer = _writer(make, comm, config, place, stack, wires.is_sharded)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(optimizer).__name__}
         judge = self.judge = self.judge or AnomalyDetector(config.bad_step)
         persistence = Checkpointer(
             writer, held.local, optimizer, comm.channel("checkpoint"), config.checkpoint_every, meta,
-            parts if wires.spread else None, wires.replicas.channel("start") if wires.spread else None,
+            parts if wires.is_sharded else None, wires.dp_replicate.channel("start") if wires.is_sharded else None,
             judge=judge, newest=partial(_sound, path, record))  # fmt: skip
         view = views.view
         laid, hosts = ShardedModel(held.local, parts, optimizer), [place.host for place in view.places]
         taken = None
-        if view.start.view and wires.spread:
+        if view.start.view and wires.is_sharded:
             taken = self.keeper.assemble(comm, laid, judge, hosts)
         elif view.start.view:
             taken = self._take_over(view, comm, held.local, optimizer, judge)
@@ -263,9 +263,9 @@ class WorkerRun:
             self.milestone = self.milestone or Snapshot()
             self.milestone.take(held.local, optimizer, reached)
         self.reached, first_step = reached, reached.steps
-        if wires.spread:
+        if wires.is_sharded:
             copies = self.keeper.begin(
-                view.number, first_step, laid, judge, comm.channel("keeping"), wires.copies, hosts,
+                view.number, first_step, laid, judge, comm.channel("keeping"), wires.peer_copies, hosts,
                 feed.places.of(comm.rank).replica if self.milestone else None)  # fmt: skip
             stack.callback(copies.close if copies else lambda: None)
         # The coordinator's count of steps does not decrease when training rolls back.
@@ -278,7 +278,7 @@ class WorkerRun:
             device=self.device, first_step=first_step, presence=views, watch=self.watch,
             milestone=self.milestone)  # fmt: skip
         trainer.last_loss = self.reached.loss
-        if wires.spread:
+        if wires.is_sharded:
             trainer.on_commit = lambda parting: self.keeper.after_step(self._now(trainer), parting=parting)
         return trainer, first_step
 
@@ -379,24 +379,24 @@ def _begin(persistence: Checkpointer, found: Opened | None, path: Path) -> int:
 
 
 def _wires(
-    meeting: MeetingPlace, comm: Communicator, places: RankMesh, rank: int, stack: contextlib.ExitStack, keeps: bool
+    meeting: RendezvousPoint, comm: Communicator, places: RankMesh, rank: int, stack: contextlib.ExitStack, keeps: bool
 ) -> ProcessGroups:
     """Collective: the process groups of the layout. `keeps`: with one for memory checkpoints."""
     if places.layout.workers == 1:
-        return ProcessGroups.whole(comm)
+        return ProcessGroups.replicated(comm)
     world = meeting.open_world()
     stack.callback(world.close)
     here = places.of(rank)
     return ProcessGroups(
         comm,
-        replicas=meeting.among(places.along(rank, "replica"), "replicas"),
-        inside=meeting.among(places.along(rank, *AXES), "inside"),
-        lanes=meeting.among(places.along(rank, "replica", *SIDE_BY_SIDE), "lanes"),
-        shards=meeting.among(places.along(rank, *SIDE_BY_SIDE), "shards"),
-        speaks=here.tensor == 0,
-        weighs=here.tensor == here.context == here.pipeline == 0,
+        dp_replicate=meeting.connect(places.along(rank, "replica"), "dp_replicate"),
+        model=meeting.connect(places.along(rank, *AXES), "model"),
+        batch=meeting.connect(places.along(rank, "replica", *SIDE_BY_SIDE), "batch"),
+        dp_shard=meeting.connect(places.along(rank, *SIDE_BY_SIDE), "dp_shard"),
+        reports_loss=here.tensor == 0,
+        reports_weight=here.tensor == here.context == here.pipeline == 0,
         torch=world,
-        copies=meeting.among(range(places.workers), "copies") if keeps else None,
+        peer_copies=meeting.connect(range(places.workers), "peer_copies") if keeps else None,
     )
 
 

@@ -212,9 +212,9 @@ def bind(
     Raises:
         InvalidInput: what is asked for cannot be combined.
     """
-    comm = wires.everybody
+    comm = wires.world
     replica = Replica(
-        held.local, optimizer, wires.replicas, held=held, wires=wires, sync=config.sync, compress=config.compress,
+        held.local, optimizer, wires.dp_replicate, held=held, wires=wires, sync=config.sync, compress=config.compress,
         micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config),
