@@ -30,7 +30,7 @@ class Store:
         self._adds = adds
         self._held: dict[int, torch.Tensor] = {}
 
-    def meet(self, lines: Sequence[ActorConnection]) -> None:
+    def connected(self, lines: Sequence[ActorConnection]) -> None:
         """Needs nobody."""
 
     def lost(self, sender: int) -> None:

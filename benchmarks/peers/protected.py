@@ -21,7 +21,7 @@ import torch
 from unisono.comm import ActorConnection, ActorMessage, Answer
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.client import ActorAddress, SocketConnection, directly, not_counted
-from unisono.comm.actors.handshake import ConnectionTerms, Trusted
+from unisono.comm.actors.handshake import ConnectionTerms, TrustedConnection
 from unisono.comm.actors.protection import Direction, Protected, Protection
 from unisono.comm.actors.server import ActorServer
 
@@ -35,7 +35,7 @@ class Adding:
     def __init__(self) -> None:
         self._held: dict[int, torch.Tensor] = {}
 
-    def meet(self, lines: Sequence[ActorConnection]) -> None:
+    def connected(self, lines: Sequence[ActorConnection]) -> None:
         """Needs nobody."""
 
     def lost(self, sender: int) -> None:
@@ -50,11 +50,11 @@ class Adding:
         answer(ActorMessage("sum", {}, [x]))
 
 
-def connection(wire: socket.socket, way: str) -> Trusted:
+def connection(wire: socket.socket, way: str) -> TrustedConnection:
     """Both ends have one key: it is the cost that counts here."""
     mode = Protection[way.upper()]
     made: Callable[[], Direction] = partial(Protected, KEY, mode is Protection.ENCRYPTED) if mode else Direction
-    return Trusted(wire, ConnectionTerms(frames.LARGEST_BYTES, mode), made(), made())
+    return TrustedConnection(wire, ConnectionTerms(frames.LARGEST_BYTES, mode), made(), made())
 
 
 def serve(core: int, way: str, port: int) -> None:
@@ -62,7 +62,7 @@ def serve(core: int, way: str, port: int) -> None:
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     desk = ActorServer(Adding(), 0, lambda sender, nbytes: None)
-    desk.meet([])
+    desk.connected([])
     with socket.create_connection(("127.0.0.1", port)) as wire:
         desk.welcome(connection(wire, way), 0)
         desk._connections[0]._thread.join()  # until the client goes

@@ -24,7 +24,7 @@ from unisono.comm import ActorConnection, ActorMessage, SingleWorker
 from unisono.comm.actors import handshake as trust
 from unisono.comm.actors import wire_format as frames
 from unisono.comm.actors.listener import abstract
-from unisono.comm.actors.services import Hosting
+from unisono.comm.actors.services import ActorHost
 from unisono.comm.actors.wire_format import BrokenMessage
 
 LARGEST_BYTES = 1 << 22
@@ -69,7 +69,7 @@ class Target:
 class Client:
     """One that was let in, and says whatever it likes: its tags are right."""
 
-    trusted: trust.Trusted
+    trusted: trust.TrustedConnection
 
     def __enter__(self) -> Client:
         return self
@@ -98,7 +98,7 @@ DOORS = ("network", "nearby")
 def target(door: str) -> Iterator[Target]:
     """A server that has been told a number, and the promise that it still knows it in the end; all who come from
     now on come by the same `door`."""
-    hosting = Hosting(timeout_seconds=60.0)
+    hosting = ActorHost(timeout_seconds=60.0)
     try:
         (line,) = hosting.serve(SingleWorker(), 1, "tests.support.actors:Echo", {"largest_bytes": LARGEST_BYTES})
         place = line._place  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import torch
 from tests.comm import laws
 from tests.support.actors import Echo
 from tests.support.processes import start
-from unisono.comm import Abort, ActorMessage, Meeting
+from unisono.comm import Abort, ActorMessage, Rendezvous
 from unisono.errors import PeerLost
 
 WHY = "the view is over"
@@ -26,13 +26,13 @@ DEADLINE_SECONDS = 60.0
 def test_the_first_reason_stays_and_everybody_is_woken_once() -> None:
     abort, woken = Abort(), []
     abort.check("sum")
-    abort.then(lambda: woken.append("kept"))
-    abort.then(lambda: woken.append("taken back"))()
+    abort.add_callback(lambda: woken.append("kept"))
+    abort.add_callback(lambda: woken.append("taken back"))()
     abort.set(WHY)
     abort.set("another")
-    abort.then(lambda: woken.append("too late"))
+    abort.add_callback(lambda: woken.append("too late"))
     assert woken == ["kept", "too late"]
-    assert abort.why == WHY
+    assert abort.reason == WHY
     with pytest.raises(PeerLost, match=f"a worker lost during sum: {WHY}"):
         abort.check("sum")
     with pytest.raises(ValueError, match="say why"):
@@ -75,7 +75,7 @@ VERBS = dict.fromkeys(("shared_memory", "gloo"), (*laws.STARTS, "lane", "host", 
 def meet(rank: int, size: int, kind: str, place: str, abort: Abort) -> Any:
     way = "auto" if kind == "tiers" else kind
     hosts, device = HOSTS[kind], torch.device("cpu")
-    return Meeting(rank, hosts, f"file://{place}", way, device, DEADLINE_SECONDS, abort=abort).among(range(size))
+    return Rendezvous(rank, hosts, f"file://{place}", way, device, DEADLINE_SECONDS, abort=abort).connect(range(size))
 
 
 def wait(comm: Any, lines: list[Any], verb: str) -> None:
@@ -87,7 +87,7 @@ def wait(comm: Any, lines: list[Any], verb: str) -> None:
     elif verb == "call":
         lines[-1].call(ActorMessage("echo")).wait()
     elif verb == "within":
-        comm.tiers("t").within.sum(torch.zeros(3)).wait()
+        comm.hierarchy("t").intra_node.sum(torch.zeros(3)).wait()
     else:
         laws.STARTS[verb](comm, torch.float32, (50_000,))[0].wait()
         comm.gather(torch.zeros(1)).wait()  # what one has sent and another has received may be all that they need

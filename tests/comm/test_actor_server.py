@@ -11,7 +11,7 @@ import pytest
 from tests.support.actors import Echo
 from unisono.comm import ActorMessage
 from unisono.comm.actors import wire_format as frames
-from unisono.comm.actors.handshake import ConnectionTerms, Trusted
+from unisono.comm.actors.handshake import ConnectionTerms, TrustedConnection
 from unisono.comm.actors.protection import Direction, Protection
 from unisono.comm.actors.server import ActorServer
 
@@ -29,15 +29,15 @@ class SlowToGrasp(Echo):
         super().lost(sender)
 
 
-def bare(wire: socket.socket) -> Trusted:
+def bare(wire: socket.socket) -> TrustedConnection:
     """A connection as it is between processes of one host."""
-    return Trusted(wire, ConnectionTerms(1 << 20, Protection.NONE), Direction(), Direction())
+    return TrustedConnection(wire, ConnectionTerms(1 << 20, Protection.NONE), Direction(), Direction())
 
 
 def test_who_sees_its_connection_end_may_come_back_at_once() -> None:
     actor = SlowToGrasp()
     desk = ActorServer(actor, 0, lambda sender, nbytes: None)
-    desk.meet([])
+    desk.connected([])
     ours, theirs = socket.socketpair()
     ours.settimeout(10.0)
     desk.welcome(bare(theirs), 7)

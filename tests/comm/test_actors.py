@@ -20,7 +20,7 @@ from tests.support.actors import Echo
 from tests.support.leftovers import within
 from tests.support.processes import run, start
 from unisono.comm import ActorConnection, ActorMessage, Communicator, Link, Simulated, SingleWorker, outcomes, simulate
-from unisono.comm.actors.client import ActorAddress, connect_line
+from unisono.comm.actors.client import ActorAddress, connect_actor
 from unisono.comm.actors.listener import ActorListener, ListeningSockets, listen
 from unisono.comm.actors.wire_format import DTYPES, encode, nbytes
 from unisono.comm.host import host_name
@@ -164,7 +164,7 @@ def test_laws(kind: str, size: int, tmp_path: Path) -> None:
 def all_laws_over_the_network(comm: Communicator, encrypted: bool) -> None:
     """As between hosts; this process is another after every test."""
     ListeningSockets.open = staticmethod(lambda address: ListeningSockets([listen(address)], ""))  # type: ignore[method-assign]
-    comm._family.hosting._encrypted = encrypted  # type: ignore[attr-defined]
+    comm._channels.actor_host._encrypted = encrypted  # type: ignore[attr-defined]
     all_laws(comm)
 
 
@@ -185,7 +185,7 @@ def test_who_is_not_nearby_comes_over_the_network() -> None:
             (doors.nearby, "another host", socket.AF_INET),  # where anybody may have bound that name
         ):
             place = ActorAddress(0, "server 0", 0, *doors.endpoint, os.getpid(), nearby, host)
-            connect_line(place, b"token", 0, 10.0).close()
+            connect_actor(place, b"token", 0, 10.0).close()
             assert families.get(timeout=10.0) == family
         reception.close()
 

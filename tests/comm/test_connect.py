@@ -18,7 +18,7 @@ from tests.comm.laws import start_sum
 from tests.support.leftovers import within
 from tests.support.processes import run, start
 from unisono.comm import Abort, SharedMemory, SingleWorker, TorchGroup, connect
-from unisono.comm.rendezvous.address import Rendezvous, open_store, own_address, parse_rendezvous
+from unisono.comm.rendezvous.address import RendezvousAddress, connect_store, own_address, parse_rendezvous
 from unisono.comm.rendezvous.store_exchange import StoreExchange
 from unisono.errors import InvalidInput, PeerLost
 
@@ -28,14 +28,14 @@ PROMPT_SECONDS = 20.0
 @pytest.mark.parametrize(
     ("url", "place"),
     [
-        ("file:///private/place", Rendezvous(directory="/private/place")),
-        ("file:///private/place?attempt=3", Rendezvous(directory="/private/place", attempt="3")),
-        ("tcp://host:29500", Rendezvous(host="host", port=29500)),
-        ("tcp://[::1]:80?attempt=2", Rendezvous(host="::1", port=80, attempt="2")),
-        ("tcp://10.0.0.1:1?served=1", Rendezvous(host="10.0.0.1", port=1, served=True)),
+        ("file:///private/place", RendezvousAddress(directory="/private/place")),
+        ("file:///private/place?attempt=3", RendezvousAddress(directory="/private/place", attempt="3")),
+        ("tcp://host:29500", RendezvousAddress(host="host", port=29500)),
+        ("tcp://[::1]:80?attempt=2", RendezvousAddress(host="::1", port=80, attempt="2")),
+        ("tcp://10.0.0.1:1?served=1", RendezvousAddress(host="10.0.0.1", port=1, served=True)),
     ],
 )
-def test_meeting_places(url: str, place: Rendezvous) -> None:
+def test_meeting_places(url: str, place: RendezvousAddress) -> None:
     assert parse_rendezvous(url) == place
 
 
@@ -169,7 +169,7 @@ WRITERS = 4  # each of which is about to write whenever another one is done
 
 def write_until_struck(rank: int, size: int, path: Path, blow: signal.Signals) -> list[str]:
     """Writers say one thing after the other until they are stopped or die; what the others tell each other then."""
-    store = open_store(parse_rendezvous(f"file://{path}/place"), rank, PROMPT_SECONDS, Abort())
+    store = connect_store(parse_rendezvous(f"file://{path}/place"), rank, PROMPT_SECONDS, Abort())
     notices = StoreExchange(store, PROMPT_SECONDS, Abort())
     if rank < WRITERS:
         threading.Timer(0.2, lambda: os.kill(os.getpid(), blow)).start()

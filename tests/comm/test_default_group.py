@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.leftovers import within
 from tests.support.processes import run, start
-from unisono.comm import Abort, Meeting, TorchWorld, at_attempt, in_blocks
+from unisono.comm import Abort, Rendezvous, TorchWorld, for_attempt, in_blocks
 from unisono.comm.process_sockets import listening
 from unisono.comm.rendezvous.store_exchange import StoreExchange
 from unisono.comm.torch_groups.default_group import STUCK
@@ -37,9 +37,9 @@ DEADLINE_SECONDS = 60.0
 def sent(rank: int, size: int, path: str) -> list[int]:
     """After: connecting; a sum over all; a sum over all in a group made later; what is none of torch's."""
     before = dict(os.environ)
-    meeting = Meeting(rank, in_blocks(size, size), f"file://{path}", "gloo", torch.device("cpu"), 60.0)
+    meeting = Rendezvous(rank, in_blocks(size, size), f"file://{path}", "gloo", torch.device("cpu"), 60.0)
     world, numbers = meeting.open_world(), torch.ones(NUMBERS)
-    own, found = meeting.among(range(size)), []
+    own, found = meeting.connect(range(size)), []
 
     def settled() -> int:
         own.gather(torch.zeros(1)).wait()  # else what was sent last may be on its way
@@ -70,14 +70,16 @@ def test_the_kernel_counts_what_torchs_groups_send(tmp_path) -> None:
 
 
 def meet(rank: int, size: int, path: str, view: int, abort: Abort) -> TorchWorld:
-    where = at_attempt(f"file://{path}", view)
+    where = for_attempt(f"file://{path}", view)
     device = torch.device("cpu")
-    return Meeting(rank, ["here"] * size, where, "gloo", device, DEADLINE_SECONDS, abort=abort).open_world()
+    return Rendezvous(rank, ["here"] * size, where, "gloo", device, DEADLINE_SECONDS, abort=abort).open_world()
 
 
 def stay(rank: int, size: int, path: str) -> None:
     abort = Abort()
-    world = Meeting(rank, ["here"] * size, f"file://{path}", "gloo", torch.device("cpu"), 2.0, abort=abort).open_world()
+    world = Rendezvous(
+        rank, ["here"] * size, f"file://{path}", "gloo", torch.device("cpu"), 2.0, abort=abort
+    ).open_world()
     dist.all_reduce(torch.ones(1))
     abort.set(WHY)
     if rank:
@@ -137,7 +139,7 @@ def gather_until_told(rank: int, size: int, path: str, views: int) -> float:
             abort.set(WHY)
 
         threading.Timer(chance.uniform(0.002, 0.02), tell).start()
-        with pytest.raises(PeerLost), world.heard():
+        with pytest.raises(PeerLost), world.translate_errors():
             gather_on_and_on()
         longest = max(longest, time.monotonic() - told[0]) if told else longest
         world.close()
@@ -202,14 +204,14 @@ def lose(rank: int, size: int, path: str, verb: str, how: signal.Signals) -> tup
             abort.set(WHY)
 
         threading.Timer(0.2, tell).start()
-    with pytest.raises(PeerLost) as caught, world.heard():
+    with pytest.raises(PeerLost) as caught, world.translate_errors():
         wait(verb, group, size - 1)
     seconds = time.monotonic() - told[0]
     world.close()
     again, one = meet(rank, size - 1, path, 2, Abort()), torch.ones(1)
     dist.all_reduce(one)
     assert one == size - 1
-    with pytest.raises(ZeroDivisionError), again.heard():  # what has nothing to do with it stays what it is
+    with pytest.raises(ZeroDivisionError), again.translate_errors():  # what has nothing to do with it stays what it is
         print(1 / 0)
     again.close()
     del group, world, again

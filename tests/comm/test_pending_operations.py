@@ -110,7 +110,7 @@ def wait_in_vain(comm: Communicator, siblings: int, clock: Clock, monkeypatch: p
     lanes: list[Any] = [comm.channel(str(number)) for number in range(1 + siblings)]
     for module in (conversation, torch_group, shared_memory):
         monkeypatch.setattr(module, "time", clock)
-    first, *_ = [lane._begin("sum", steps()) for lane in lanes]
+    first, *_ = [lane._enqueue("sum", steps()) for lane in lanes]
     return first
 
 
@@ -132,5 +132,5 @@ def test_the_pause_after_any_number_of_attempts_is_short(comm, siblings, monkeyp
         operation = wait_in_vain(comm, siblings, clock, patched)
         for attempt in (0, 1, 7_000, 8_000, 1_200_000, 10**12):
             before = clock.now
-            operation._conversation._pause(attempt, operation)
+            operation._queue._pause(attempt, operation)
             assert clock.now - before <= 0.05, attempt

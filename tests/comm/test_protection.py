@@ -14,7 +14,7 @@ import torch
 from tests.campaigns.hostile_peers import Target, target
 from unisono.comm import ActorMessage
 from unisono.comm.actors import wire_format as frames
-from unisono.comm.actors.client import ActorAddress, SocketConnection, connect_line
+from unisono.comm.actors.client import ActorAddress, SocketConnection, connect_actor
 from unisono.comm.actors.handshake import ConnectionTerms, Untrusted, challenge, introduce, judge
 from unisono.comm.actors.message_stream import Inbox, Outbox
 from unisono.comm.actors.protection import SEGMENT_BYTES, SINGLE_BYTES, TAG_BYTES, Direction, Protected, Protection
@@ -192,7 +192,7 @@ def relayed(server: Target, alter: Callable[[bytes, bool], bytes]) -> Iterator[t
     with closing(Relay(server.address, alter)) as relay:
         place: ActorAddress = server.line._place  # type: ignore[attr-defined]
         through = replace(place, address="127.0.0.1", port=relay.port, nearby="")
-        with closing(connect_line(through, server.token, 1000, 20.0)) as line:
+        with closing(connect_actor(through, server.token, 1000, 20.0)) as line:
             yield line, relay
 
 

@@ -22,7 +22,7 @@ from tests.support.leftovers import within
 from tests.support.processes import run, start
 from unisono.comm import SharedMemory, TorchGroup, connect
 from unisono.comm.abort import Abort
-from unisono.comm.connect import Meeting
+from unisono.comm.connect import Rendezvous
 from unisono.comm.shared_memory import communicator as shared_memory
 from unisono.comm.shared_memory.memfd import open_of
 from unisono.comm.shared_memory.memory_map import BufferSlice, SharedMemoryMap
@@ -255,7 +255,9 @@ def open_late(rank: int, size: int, directory: str) -> None:
     """Worker 0 breaks off, and closes the file, before worker 1 has opened it."""
     abort, opens, closed = Abort(), Path(directory, "opens"), Path(directory, "closed")
     hosts, device = ["here"] * size, torch.device("cpu")
-    comm = Meeting(rank, hosts, f"file://{directory}/meeting", "auto", device, 20.0, abort=abort).among(range(size))
+    comm = Rendezvous(rank, hosts, f"file://{directory}/meeting", "auto", device, 20.0, abort=abort).connect(
+        range(size)
+    )
 
     def late(pid: int, number: int, nbytes: int) -> torch.Tensor:
         opens.touch()

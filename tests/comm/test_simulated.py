@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.comm import Link, Lost, Simulated, outcomes, simulate
-from unisono.comm.link_model import CROWDED, exchange_seconds, gather_seconds, sum_seconds
+from unisono.comm.link_model import CONTENTION, exchange_seconds, gather_seconds, sum_seconds
 from unisono.errors import MessageMismatch, PeerLost
 
 SLOW = Link(bytes_per_second=1e3, latency_seconds=0.5)
@@ -126,7 +126,7 @@ def test_a_slow_link_slows_the_ring_and_messages_of_a_link_follow_each_other():
 
 def test_exchange_costs_what_the_busiest_link_carries():
     links = {0: SLOW, 1: Link(1e6, 0.0), 2: Link(1e6, 0.0)}
-    assert exchange_seconds(links, {(1, 0): 1000, (2, 0): 500, (0, 0): 9e9}) == pytest.approx(0.5 + CROWDED * 1.5)
+    assert exchange_seconds(links, {(1, 0): 1000, (2, 0): 500, (0, 0): 9e9}) == pytest.approx(0.5 + CONTENTION * 1.5)
     assert exchange_seconds(links, {(1, 0): 1000}) == pytest.approx(0.5 + 1.0)  # alone on the link
     assert exchange_seconds(links, {(0, 0): 9e9}) == 0.0
 

@@ -22,7 +22,16 @@ from tests.comm.test_abort import DEADLINE_SECONDS, PROMPT_SECONDS, WHY
 from tests.comm.test_shared_memory import mappings, open_files
 from tests.support.leftovers import within
 from tests.support.processes import run, start
-from unisono.comm import Abort, Meeting, MeetingStore, SharedMemory, TorchGroup, at_attempt, host_name, open_door
+from unisono.comm import (
+    Abort,
+    Rendezvous,
+    RendezvousStore,
+    SharedMemory,
+    TorchGroup,
+    for_attempt,
+    host_name,
+    open_store,
+)
 from unisono.comm.rendezvous.address import parse_rendezvous
 from unisono.comm.rendezvous.store_exchange import StoreExchange
 from unisono.errors import InvalidInput, PeerLost
@@ -32,8 +41,8 @@ TOKEN = "a token that the run's workers know"
 
 
 def meet(rank: int, hosts: Sequence[str], url: str, kind: str = "auto", abort: Abort | None = None) -> Any:
-    meeting = Meeting(rank, hosts, url, kind, CPU, DEADLINE_SECONDS, abort=abort, token=TOKEN)
-    return meeting.among(range(len(hosts)))
+    meeting = Rendezvous(rank, hosts, url, kind, CPU, DEADLINE_SECONDS, abort=abort, token=TOKEN)
+    return meeting.connect(range(len(hosts)))
 
 
 # Hosts.
@@ -43,12 +52,12 @@ def tiers_of(rank: int, size: int, hosts: str, url: str) -> Any:
     comm = meet(rank, list(hosts), url)
     work, good = start_sum(comm, torch.float32, (5,))
     assert good(work.wait())
-    tiers, name = comm.tiers("t"), type(comm).__name__
+    tiers, name = comm.hierarchy("t"), type(comm).__name__
     within_host = None
     if tiers:
-        within_host = tiers.within.gather(torch.tensor([rank])).wait().view(-1).tolist()
-        if tiers.between:
-            within_host.append(tiers.between.gather(torch.tensor([rank])).wait().view(-1).tolist())
+        within_host = tiers.intra_node.gather(torch.tensor([rank])).wait().view(-1).tolist()
+        if tiers.inter_node:
+            within_host.append(tiers.inter_node.gather(torch.tensor([rank])).wait().view(-1).tolist())
     comm.gather(torch.zeros(1)).wait()
     comm.close()
     return name, within_host
@@ -71,19 +80,19 @@ def test_who_shares_a_host_need_not_be_neighbours(hosts: str, expected: list[Any
 def test_all_on_one_host_share_memory_and_others_cannot(tmp_path: Path) -> None:
     assert run(2, tiers_of, "aa", f"file://{tmp_path}/place") == [(SharedMemory.__name__, None)] * 2
     with pytest.raises(InvalidInput, match="only 2 of 3 workers run on this host"):
-        Meeting(0, list("aba"), "file:///nowhere", "shared_memory", CPU, 1.0)
+        Rendezvous(0, list("aba"), "file:///nowhere", "shared_memory", CPU, 1.0)
 
 
 # Doors.
 
 
 def test_a_place_of_all_is_everybodys_door() -> None:
-    door = open_door("file:///private/place", "http://127.0.0.1:80", TOKEN)
+    door = open_store("file:///private/place", "http://127.0.0.1:80", TOKEN)
     assert door.url == "file:///private/place"
     door.close()
     for meets_at, towards in (("nowhere", "http://h:1"), ("", "no url")):
         with pytest.raises(InvalidInput):
-            open_door(meets_at, towards, TOKEN)
+            open_store(meets_at, towards, TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -91,18 +100,18 @@ def test_a_place_of_all_is_everybodys_door() -> None:
     [("file:///d", "file:///d?attempt=17"), ("tcp://h:1?served=1", "tcp://h:1?served=1&attempt=17")],
 )
 def test_a_place_has_many_times(url: str, expected: str) -> None:
-    assert at_attempt(url, 17) == expected
+    assert for_attempt(url, 17) == expected
     assert parse_rendezvous(expected).attempt == "17"
 
 
 def through_doors(rank: int, size: int, directory: Path) -> list[str]:
     """Each opens a door; they meet at each of them, in turn."""
-    door = open_door("", "http://127.0.0.1:9", TOKEN)
+    door = open_store("", "http://127.0.0.1:9", TOKEN)
     (directory / f"door-{rank}").write_text(door.url)
     assert within(DEADLINE_SECONDS, lambda: len([f for f in directory.glob("door-*") if f.read_text()]) == size)
     doors = [(directory / f"door-{each}").read_text() for each in range(size)]
     for number, url in enumerate(doors * 2):
-        comm = meet((rank - number) % size, ["a"] * size, at_attempt(url, number), "gloo")
+        comm = meet((rank - number) % size, ["a"] * size, for_attempt(url, number), "gloo")
         work, good = start_sum(comm, torch.float32, (5,))
         assert good(work.wait())
         comm.gather(torch.zeros(1)).wait()
@@ -170,20 +179,20 @@ def place_of_all(rank: int, lost: int, through: str, directory: Path) -> str:
         return f"file://{directory}/place"
     told = directory / "door"
     if rank == lost:
-        DOORS.append(open_door("", "http://127.0.0.1:9", TOKEN))
+        DOORS.append(open_store("", "http://127.0.0.1:9", TOKEN))
         (directory / "being told").write_text(DOORS[0].url)
         (directory / "being told").rename(told)
     assert within(DEADLINE_SECONDS, told.exists)
     return told.read_text()
 
 
-DOORS: list[MeetingStore] = []  # of this process
+DOORS: list[RendezvousStore] = []  # of this process
 
 
 def meet_the_lost(rank: int, size: int, lost: int, kind: str, through: str, moment: str, blow: int, at: Path) -> Any:
     """What was raised, how long after it was broken off, and whether nothing is left."""
     url, hosts = place_of_all(rank, lost, through, at), ["a"] * size
-    meet(rank, hosts, at_attempt(url, 1), kind).close()  # libraries start and open what they keep
+    meet(rank, hosts, for_attempt(url, 1), kind).close()  # libraries start and open what they keep
     gc.collect()
     before, abort, told, comm = what_is_left(), Abort(), list[float](), None
 
@@ -199,7 +208,7 @@ def meet_the_lost(rank: int, size: int, lost: int, kind: str, through: str, mome
     breaking = threading.Thread(target=break_off)
     breaking.start()
     with pytest.raises(PeerLost) as caught:  # noqa: PT012 (one of both)
-        comm = meet(rank, hosts, at_attempt(url, 2), kind, abort)
+        comm = meet(rank, hosts, for_attempt(url, 2), kind, abort)
         comm.gather(torch.zeros(1)).wait()
     seconds = time.monotonic() - told[0] if told else 0.0  # a peer that is dead may be missed before
     breaking.join()
@@ -248,7 +257,7 @@ def many_views(rank: int, size: int, kind: str, url: str, views: int) -> Any:
 
     for number in range(1, views + 1):
         abort = Abort()
-        comm = meet(rank, ["a"] * size, at_attempt(url, number), kind, abort)
+        comm = meet(rank, ["a"] * size, for_attempt(url, number), kind, abort)
         lane, x = comm.channel("a"), comm.allocate(1000, torch.float32)
         work, good = start_sum(lane, torch.float32, (50,))
         assert good(work.wait())

@@ -16,9 +16,9 @@ import torch
 from tests.support.actors import Echo
 from tests.support.leftovers import within
 from tests.support.processes import run
-from unisono.comm import Abort, Meeting, at_attempt, in_blocks, open_door
+from unisono.comm import Abort, Rendezvous, for_attempt, in_blocks, open_store
 from unisono.comm.actors.listener import ListeningSockets, listen
-from unisono.comm.rendezvous.prefix_store import Prefixed
+from unisono.comm.rendezvous.prefix_store import PrefixedStore
 from unisono.comm.rendezvous.token_store import StoreServer, TokenStore
 from unisono.errors import PeerLost
 
@@ -46,8 +46,8 @@ def test_what_one_has_written_another_reads(server: StoreServer) -> None:
     assert ours.get("text") == b"is bytes"
     assert ours.check(["key", "text"])
     assert not ours.check(["key", "other"])
-    assert not Prefixed("a", ours).check(["key"])
-    Prefixed("a", ours).set("key", "3")
+    assert not PrefixedStore("a", ours).check(["key"])
+    PrefixedStore("a", ours).set("key", "3")
     assert theirs.get("a/key") == b"3"
 
 
@@ -118,8 +118,8 @@ def test_a_connection_ends_with_the_store(server: StoreServer) -> None:
 
 def meet(rank: int, size: int, kind: str, place: str) -> list[float]:
     """The sums of a first wire, and of one between all in torch's world."""
-    meeting = Meeting(rank, in_blocks(size, size), place, kind, torch.device("cpu"), 20.0, token=TOKEN)
-    comm = meeting.among(range(size))
+    meeting = Rendezvous(rank, in_blocks(size, size), place, kind, torch.device("cpu"), 20.0, token=TOKEN)
+    comm = meeting.connect(range(size))
     world = meeting.open_world()
     found = comm.sum(torch.ones(1)).wait().tolist()
     total = torch.ones(1)
@@ -132,15 +132,15 @@ def meet(rank: int, size: int, kind: str, place: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
 def test_workers_meet_there(kind: str) -> None:
-    with closing(open_door("", "http://127.0.0.1:9", TOKEN)) as door:
-        assert run(3, meet, kind, at_attempt(door.url, 7)) == [[3.0, 3.0]] * 3
+    with closing(open_store("", "http://127.0.0.1:9", TOKEN)) as door:
+        assert run(3, meet, kind, for_attempt(door.url, 7)) == [[3.0, 3.0]] * 3
 
 
 def secure(rank: int, size: int, place: str, encrypted: bool) -> bool:
     """Whether what this worker says to an actor on another host is encrypted."""
-    meeting = Meeting(rank, ["a", "b"], place, "gloo", torch.device("cpu"), 20.0, token=TOKEN, encrypted=encrypted)
+    meeting = Rendezvous(rank, ["a", "b"], place, "gloo", torch.device("cpu"), 20.0, token=TOKEN, encrypted=encrypted)
     ListeningSockets.open = staticmethod(lambda address: ListeningSockets([listen(address)], ""))  # type: ignore[method-assign]
-    comm = meeting.among(range(size))
+    comm = meeting.connect(range(size))
     lines = comm.host(Echo(rank))
     found = {line._outbox._outgoing._encrypted for line in lines}  # type: ignore[attr-defined]
     comm.gather(torch.zeros(1)).wait()
@@ -150,5 +150,5 @@ def secure(rank: int, size: int, place: str, encrypted: bool) -> bool:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_messages_to_other_hosts_are_encrypted_where_the_run_asks_for_it(encrypted: bool) -> None:
-    with closing(open_door("", "http://127.0.0.1:9", TOKEN)) as door:
-        assert run(2, secure, at_attempt(door.url, 1), encrypted) == [encrypted] * 2
+    with closing(open_store("", "http://127.0.0.1:9", TOKEN)) as door:
+        assert run(2, secure, for_attempt(door.url, 1), encrypted) == [encrypted] * 2

@@ -23,8 +23,8 @@ from tests.support.processes import run
 from unisono.comm import Abort, connect
 from unisono.comm.process_sockets import listening
 from unisono.comm.rendezvous.directory_store import DirectoryStore
-from unisono.comm.rendezvous.prefix_store import Prefixed
-from unisono.comm.rendezvous.store_exchange import Breakable
+from unisono.comm.rendezvous.prefix_store import PrefixedStore
+from unisono.comm.rendezvous.store_exchange import AbortableStore
 from unisono.comm.torch_groups.process_group import Device, TorchGroup, gloo
 from unisono.errors import PeerLost
 
@@ -160,7 +160,7 @@ def not_woken(rank: int, size: int, directory: str) -> tuple[str, float]:
     comm._wires = {0: "socket:[of a peer that is gone]"}
     began = time.monotonic()
     try:
-        comm._begin("sum", comm._until("sum", comm._under_way(Stuck()), released=False)).wait()
+        comm._enqueue("sum", comm._until("sum", comm._under_way(Stuck()), released=False)).wait()
     except PeerLost as error:
         comm.close()
         return str(error), time.monotonic() - began
@@ -205,7 +205,7 @@ def test_who_comes_after_all_have_met_is_not_let_in(tmp_path: Path) -> None:
 
 def reached_while_workers_meet(rank: int, size: int, directory: str) -> dict[str, int]:
     """By how many of its connections each address reaches where gloo of the first worker listens."""
-    store = Prefixed("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
+    store = PrefixedStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
     if rank == 0:
         with suppress(PeerLost):
             TorchGroup(store, rank, size, timeout_seconds=10.0)
@@ -226,7 +226,7 @@ def test_while_workers_meet_only_their_addresses_reach_them(tmp_path: Path) -> N
 
 def garbled(rank: int, size: int, directory: str, words: str) -> str:
     """What the first worker says of a second one, in whose place somebody has written `words`."""
-    store = Prefixed("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
+    store = PrefixedStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
     if rank == 1:
         store.set("listening/1", words)
         store.set("here/1", json.dumps(["127.0.0.1"]))
@@ -265,8 +265,8 @@ class Liar(c10d.Store):
 
 def in_anothers_place(rank: int, size: int, directory: str) -> str:
     """What is said by who meets somebody that does not know the word."""
-    store = Prefixed("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
-    waiting = Breakable(store, 10.0, Abort())
+    store = PrefixedStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
+    waiting = AbortableStore(store, 10.0, Abort())
     try:
         gloo(Liar(waiting) if rank == 1 else waiting, rank, size, Device.open("127.0.0.1", ["127.0.0.1"]), 10.0)
     except PeerLost as error:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unisono.comm import simulate
-from unisono.comm.link_model import CROWDED
+from unisono.comm.link_model import CONTENTION
 from unisono.comm.link_model import Link as Wires
 from unisono.compress import Auto, Cast, Compressor, CompressorMemory, OneBit, Quantize, TopK
 from unisono.compress.cost_model import (
@@ -159,7 +159,7 @@ def test_each_decision_is_one_sentence_with_its_figures(caplog) -> None:
     said = [record.message for record in caplog.records]
     assert len(said) == 2  # one for each bucket, by one worker
     assert "a bucket of 50000 numbers: " in said[0]
-    assert f"{25 / CROWDED:.3g} Mbit/s" in said[0]  # what all to all gets out of it
+    assert f"{25 / CONTENTION:.3g} Mbit/s" in said[0]  # what all to all gets out of it
     for word in ("ms of latency", "ms of arithmetic", "a step takes", "would take", " took "):
         assert word in said[0]
 

@@ -356,7 +356,7 @@ def test_what_cannot_be_kept_is_named() -> None:
     with pytest.raises(InvalidInput, match="name = a/b: taken, empty or with a slash"):
         kept.add("a/b", scheduler)
     kept.add("scheduler", scheduler)
-    with pytest.raises(InvalidInput, match="keep = nothing: the others keep scheduler"):
+    with pytest.raises(InvalidInput, match="register_state = nothing: the others keep scheduler"):
         ExtraState(optimizer).give(kept.take())
 
 

@@ -30,7 +30,7 @@ def members_of_the_next(rank: int, size: int, contact: CoordinatorAddress, path:
     )
     with ElasticSession(worker, "auto", 60.0, contact, ThreadTracker()) as views:
         assert views.next_view()
-        views.rendezvous(torch.device("cpu")).among([0, 1]).close()
+        views.rendezvous(torch.device("cpu")).connect([0, 1]).close()
         wait_for_the_other("met")
         views.end_view("", PeerLost([1 - views.rank], "sum", "it has closed its end"))
         assert views.next_view()

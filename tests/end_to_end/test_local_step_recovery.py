@@ -136,8 +136,8 @@ def killed(*when: float, after: float = 0.3) -> Faults:
 
     def plan(run: VirtualRun) -> None:
         for number, at in enumerate(when):
-            run.turns.at(at, lambda number=number: run.kill(number))  # type: ignore[misc]
-            run.turns.at(at + after, lambda number=number: run.begin(3 + number))  # type: ignore[misc]
+            run.scheduler.at(at, lambda number=number: run.kill(number))  # type: ignore[misc]
+            run.scheduler.at(at + after, lambda number=number: run.begin(3 + number))  # type: ignore[misc]
 
     return plan
 
@@ -194,7 +194,7 @@ def test_who_leaves_does_so_where_all_meet_and_leaves_its_share(sync: str, tmp_p
             run.processes[1].leave_requested = True
             run.processes[1].do(run.processes[1].agent.leave())
 
-        run.turns.at(1.0, asked)
+        run.scheduler.at(1.0, asked)
 
     found = story(tally(), sync, tmp_path, leave)
     assert found.results[1] is None
@@ -208,8 +208,8 @@ def test_who_leaves_does_so_where_all_meet_and_leaves_its_share(sync: str, tmp_p
 def test_who_is_left_alone_goes_on_with_the_outer_optimizer(tmp_path: Path) -> None:
     def all_but_one(run: VirtualRun) -> None:
         for number in range(2):
-            run.turns.at(0.8, lambda number=number: run.kill(number))  # type: ignore[misc]
-        run.turns.at(1.2, lambda: run.begin(3))
+            run.scheduler.at(0.8, lambda number=number: run.kill(number))  # type: ignore[misc]
+        run.scheduler.at(1.2, lambda: run.begin(3))
 
     found = story(net(), "DiLoCo(every=3)", tmp_path, all_but_one)
     assert [len(view.members) for view in found.views] == [3, 1, 2]

@@ -23,7 +23,7 @@ class Echo:
         self.watching: list[Answer] = []
         self.total = torch.zeros(0)
 
-    def meet(self, lines: Sequence[ActorConnection]) -> None:
+    def connected(self, lines: Sequence[ActorConnection]) -> None:
         self.lines = lines
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
@@ -75,7 +75,7 @@ class Echo:
             else:
                 answer(ActorMessage("forwarded", said.fields, said.tensors))
 
-        self.lines[after].tell(ActorMessage("echo", {"by": self.number}, message.tensors), then)
+        self.lines[after].send(ActorMessage("echo", {"by": self.number}, message.tensors), then)
 
     def silent(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """Never answers."""

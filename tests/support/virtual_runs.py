@@ -90,7 +90,7 @@ def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tampe
         state = TrainingState(held, optimizer)
         state.set_steps(first)
         trainer = bind(
-            task, config, feed, state, ProcessGroups.whole(comm), persistence=persistence, record=record,
+            task, config, feed, state, ProcessGroups.replicated(comm), persistence=persistence, record=record,
             device=torch.device("cpu"))  # fmt: skip
         if tamper:
             record.step = lambda done, steps, fields: tamper(comm.rank, done, trainer)  # type: ignore[method-assign]

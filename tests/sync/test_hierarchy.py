@@ -26,7 +26,7 @@ def _train(
     comm = connect(rank, size, rendezvous=place, local_size=LOCAL, kind=kind, timeout_seconds=60.0)
     try:
         losses, digest, _ = train(comm, sync, compress, adamw)
-        return losses, digest, comm.bytes_sent, comm.tiers("asked") is not None
+        return losses, digest, comm.bytes_sent, comm.hierarchy("asked") is not None
     finally:
         comm.close()
 
@@ -83,7 +83,7 @@ def _not_sharing(rank: int, size: int, place: str) -> tuple[bool, float, str]:
     comm = connect(rank, size, rendezvous=place, local_size=LOCAL, timeout_seconds=60.0)
     try:
         total = float(comm.sum(torch.tensor([float(rank)])).wait())
-        return comm.tiers("asked") is not None, total, " ".join(said)
+        return comm.hierarchy("asked") is not None, total, " ".join(said)
     finally:
         comm.close()
 

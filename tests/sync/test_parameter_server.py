@@ -304,7 +304,7 @@ def test_it_learns_with_every_compressor(sync, compress) -> None:
 def test_weights_come_compressed_where_gradients_go_compressed() -> None:
     def run(comm, compress, steps):
         learn(comm, ParameterServer(), compress, steps)
-        return comm.world.stations, comm.bytes_sent
+        return comm.world.hosts, comm.bytes_sent
 
     def sent(compress, steps):
         """What worker 1 sends, and what the servers answer is not counted: as long as what it sends."""
@@ -559,7 +559,7 @@ def counted_through_a_loss(comm, sync, lost, seconds, together) -> tuple[float, 
     """Counts in steps that last a second; `lost` goes after so many `seconds`."""
     replica = counting(comm, sync, micro_batches=4)
     if comm.rank == 0:
-        comm.world.turns.at(comm.now() + seconds, lambda: comm.world.lose_server(lost))
+        comm.world.scheduler.at(comm.now() + seconds, lambda: comm.world.lose_server(lost))
     mine, times = range(comm.rank * 2, comm.rank * 2 + 2), []
     for _ in range(8):
         one_step(replica, mine, before=lambda: comm.compute(0.01))
@@ -588,7 +588,7 @@ def test_a_server_that_is_lost_loses_nothing_that_was_acknowledged(lost, seconds
 def test_a_copy_goes_on_with_the_same_bits(compress, seconds) -> None:
     def run(comm, lose):
         if lose and comm.rank == 0:
-            comm.world.turns.at(seconds, lambda: comm.world.lose_server(1))
+            comm.world.scheduler.at(seconds, lambda: comm.world.lose_server(1))
         replica = bound(comm, ParameterServer(servers=3, slice_bytes=300), compress, adamw)
         advance(replica, comm, 0, 3)
         comm.compute(0.1)
@@ -617,7 +617,7 @@ class FakeLine:
     def __init__(self, to: ParameterServerActor, sender: int) -> None:
         self.to, self.sender, self.gone = to, sender, False
 
-    def tell(self, message, then) -> None:
+    def send(self, message, then) -> None:
         then(None) if self.gone else self.to.receive(self.sender, message, then)
 
 
@@ -629,7 +629,7 @@ def servers_of(sync, numel=6, workers=2, control=1):
     config = sync._config(slices, torch.optim.SGD([w], 1.0), {"w": 0}, terms)
     servers = [ParameterServerActor(i, config) for i in range(sync.servers)]
     for server in servers:
-        server.meet([FakeLine(each, -1 - server._number) for each in servers])
+        server.connected([FakeLine(each, -1 - server._number) for each in servers])
     for i, each in enumerate(slices):
         said(servers[each.shard], 0, "init", [torch.zeros(each.numel)], shard=each.shard, slice=i, places=[])
     return servers, slices, config["terms"]["groups"]

@@ -735,7 +735,7 @@ def stepping(world: World, **options) -> None:
      (partial(bound, overlap=1), "overlap = 1: not true or false"),
      (swapped, r"model = SGD: not a torch\.nn\.Module; write world\.bind\(model, optimizer\)"),
      (scheduler_as_optimizer, r"optimizer = StepLR: not a torch\.optim\.Optimizer; write world\.bind\(model, "
-      r"optimizer\), and world\.keep\(\"scheduler\", scheduler\)"),
+      r"optimizer\), and world\.register_state\(\"scheduler\", scheduler\)"),
      (closing, "optimizer = LBFGS: its step runs the model several times, through closure, which workers cannot"),
      (partial(stepping, load=4), r"load = 4: not one of Inline, Threads, Processes; write it as in load=Inline\(\)"),
      (partial(stepping, steps=-1), "steps = -1: below 1"),

@@ -68,7 +68,7 @@ class VirtualRun:
         self.most_seconds = most_seconds
         self.policy, self.link, self._network, self._step_seconds = policy, link, network, step_seconds
         self.chance = random.Random(seed)
-        self.turns = VirtualScheduler(processes, seed, self._nobody_goes_on)
+        self.scheduler = VirtualScheduler(processes, seed, self._nobody_goes_on)
         self.processes = [Process(self, number) for number in range(processes)]
         self.views: dict[int, _ViewWorld] = {}
         self.formed: list[View] = []
@@ -90,8 +90,8 @@ class VirtualRun:
                 results[number] = error
             process.end()
 
-        self.turns.at(0.0, self._tick)
-        self.turns.run(alive)
+        self.scheduler.at(0.0, self._tick)
+        self.scheduler.run(alive)
         return results
 
     # What may be done to it, at a moment of the made-up clock.
@@ -105,20 +105,20 @@ class VirtualRun:
         process = self.processes[number]
         process.die()
         if seen:
-            self._later(lambda: self._say(lambda coordinator: coordinator.gone(process.name, self.turns.now)))
+            self._later(lambda: self._say(lambda coordinator: coordinator.gone(process.name, self.scheduler.now)))
 
     def freeze(self, number: int, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after so long."""
-        self.processes[number].frozen_until = self.turns.now + seconds
+        self.processes[number].frozen_until = self.scheduler.now + seconds
 
     def cut(self, number: int, seconds: float) -> None:
         """Nothing reaches the process, nor leaves it, for so long; who waits for it does not learn why."""
-        self.processes[number].cut_until = self.turns.now + seconds
+        self.processes[number].cut_until = self.scheduler.now + seconds
 
     def kill_coordinator(self, seconds: float) -> None:
         """It is gone; the next one has only what was on disk."""
         self._coordinator = None
-        self.turns.at(self.turns.now + seconds, self._start_coordinator)
+        self.scheduler.at(self.scheduler.now + seconds, self._start_coordinator)
 
     # Between agents and coordinator.
 
@@ -129,7 +129,7 @@ class VirtualRun:
         if process.leave_requested:
             process.do(process.agent.leave())
         beat = process.agent.beat()
-        self._later(lambda: self._say(lambda coordinator: coordinator.hear(beat, self.turns.now)))
+        self._later(lambda: self._say(lambda coordinator: coordinator.hear(beat, self.scheduler.now)))
         self._later(lambda: self._answer(process), trips=2)
 
     def _say(self, to: Callable[[Coordinator], Sequence[object]]) -> None:
@@ -155,27 +155,27 @@ class VirtualRun:
         if self.chance.random() < network.lost:
             return
         seconds = sum(self.chance.uniform(network.least_seconds, network.most_seconds) for _ in range(trips))
-        self.turns.at(self.turns.now + seconds, event)
+        self.scheduler.at(self.scheduler.now + seconds, event)
 
     def busy(self, process: Process) -> None:
         """The process computes for a while, in which it may die or freeze."""
-        self.turns.advance(process.number, self.chance.uniform(0, self._step_seconds))
+        self.scheduler.advance(process.number, self.chance.uniform(0, self._step_seconds))
 
     def _tick(self) -> None:
         self.over = self.over or all(process.over or not process.begun for process in self.processes)
-        if self.over or self.turns.now > self.most_seconds:
+        if self.over or self.scheduler.now > self.most_seconds:
             for process in self.processes:
                 process.die()
                 process.wake()
             return
-        self._say(lambda coordinator: coordinator.tick(self.turns.now))
+        self._say(lambda coordinator: coordinator.tick(self.scheduler.now))
         for process in self.processes:
             self.send(process)
         self.look()
-        self.turns.at(self.turns.now + self.policy.beat_seconds, self._tick)
+        self.scheduler.at(self.scheduler.now + self.policy.beat_seconds, self._tick)
 
     def _start_coordinator(self) -> None:
-        self._coordinator = Coordinator(self.policy, self._saved, began=self.turns.now)
+        self._coordinator = Coordinator(self.policy, self._saved, began=self.scheduler.now)
 
     def _nobody_goes_on(self) -> None:
         raise AssertionError("every process waits, and nothing will ever happen")
@@ -199,7 +199,7 @@ class Process:
     @property
     def reachable(self) -> bool:
         """Whether its agent hears and is heard."""
-        now = self._run.turns.now
+        now = self._run.scheduler.now
         return self.begun and not self.dead and not self.over and now >= max(self.frozen_until, self.cut_until)
 
     def begin(self) -> None:
@@ -220,14 +220,14 @@ class Process:
 
     def wake(self) -> None:
         """Let it look again at what it waits for."""
-        self._run.turns.wake(self.number, self._run.turns.now)
+        self._run.scheduler.wake(self.number, self._run.scheduler.now)
 
     def wait(self, until: Callable[[], bool]) -> None:
         """Until that is so. Raises `Lost` once it is dead."""
         while not until():
             if self.dead:
                 raise Lost(f"process {self.name} is dead")
-            self._run.turns.wait(self.number, float("inf"), float("inf"))
+            self._run.scheduler.wait(self.number, float("inf"), float("inf"))
 
     def do(self, actions: Sequence[Action]) -> None:
         """What the agent wants done."""
@@ -253,12 +253,12 @@ class Process:
         self.rank = self.view.members.index(self.name)
         return True
 
-    def rendezvous(self, device: torch.device) -> _VirtualMeeting:
+    def rendezvous(self, device: torch.device) -> _VirtualRendezvous:
         run = self._run
         world = run.views.setdefault(self.view.number, _ViewWorld(run, self.view))
         if run.formed and run.formed[-1].number > self.view.number:
             world.break_off(self)
-        return _VirtualMeeting(world, self.rank)
+        return _VirtualRendezvous(world, self.rank)
 
     @property
     def view_end_requested(self) -> bool:
@@ -308,13 +308,13 @@ class Process:
 
 
 @dataclass(frozen=True)
-class _VirtualMeeting:
-    """Where the members of a view meet; see `Meeting`."""
+class _VirtualRendezvous:
+    """Where the members of a view meet; see `Rendezvous`."""
 
     world: _ViewWorld
     rank: int
 
-    def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
+    def connect(self, ranks: Sequence[int], name: str = "") -> Communicator:
         return Simulated(self.world, self.rank)
 
     def open_world(self) -> TorchWorld:
@@ -324,26 +324,26 @@ class _VirtualMeeting:
 class _Seats:
     """The clock of a run's processes, by the ranks of one view."""
 
-    def __init__(self, turns: VirtualScheduler, numbers: Sequence[int]) -> None:
-        self._turns, self._numbers = turns, numbers
-        self.at, self.own_random, self.drawing_from = turns.at, turns.own_random, turns.drawing_from
+    def __init__(self, scheduler: VirtualScheduler, numbers: Sequence[int]) -> None:
+        self._scheduler, self._numbers = scheduler, numbers
+        self.at, self.own_random, self.drawing_from = scheduler.at, scheduler.own_random, scheduler.drawing_from
 
     @property
     def now(self) -> float:
-        return self._turns.now
+        return self._scheduler.now
 
     @property
     def clock(self) -> list[float]:
-        return [self._turns.clock[number] for number in self._numbers]
+        return [self._scheduler.clock[number] for number in self._numbers]
 
     def wake(self, rank: int, time: float) -> None:
-        self._turns.wake(self._numbers[rank], time)
+        self._scheduler.wake(self._numbers[rank], time)
 
     def wait(self, rank: int, at: float, until: float) -> None:
-        self._turns.wait(self._numbers[rank], at, until)
+        self._scheduler.wait(self._numbers[rank], at, until)
 
     def advance(self, rank: int, seconds: float) -> None:
-        self._turns.advance(self._numbers[rank], seconds)
+        self._scheduler.advance(self._numbers[rank], seconds)
 
 
 class _ViewWorld(SimulatedWorld):
@@ -352,7 +352,7 @@ class _ViewWorld(SimulatedWorld):
     def __init__(self, run: VirtualRun, view: View) -> None:
         super().__init__(len(view.members), run.link, run.most_seconds)
         self._members = [run.processes[int(name)] for name in view.members]
-        self.turns: Any = _Seats(run.turns, [process.number for process in self._members])
+        self.scheduler: Any = _Seats(run.scheduler, [process.number for process in self._members])
         self.broken_off: set[str] = set()
         for process in self._members:
             if process.dead:
@@ -372,9 +372,9 @@ class _ViewWorld(SimulatedWorld):
 
     def check(self, rank: int) -> None:
         process = self._members[rank]
-        still = max(process.frozen_until, process.cut_until) - self.turns.now
+        still = max(process.frozen_until, process.cut_until) - self.scheduler.now
         if still > 0 and not process.dead:
-            self.turns.advance(rank, still)
+            self.scheduler.advance(rank, still)
         if process.dead:
             raise Lost(f"process {process.name} is dead")
         super().check(rank)

@@ -118,7 +118,7 @@ class _Play:
                 raise result
         ended = [result for result in results if isinstance(result, Result)]
         if not ended:
-            raise UnisonoError(f"not over after {self.run.turns.now:.0f} made-up seconds: {self._where()}")
+            raise UnisonoError(f"not over after {self.run.scheduler.now:.0f} made-up seconds: {self._where()}")
         first = ended[0]
         for other in ended:
             if (other.weights_sha256, other.steps) != (first.weights_sha256, first.steps):
@@ -140,7 +140,7 @@ class _Play:
         if len(self.run.formed) > self._glanced:
             self._glanced = len(self.run.formed)
             for _ in range(_GLANCES):
-                self.run.turns.at(self.run.turns.now + self._chance.uniform(0, 0.1), self._look)
+                self.run.scheduler.at(self.run.scheduler.now + self._chance.uniform(0, 0.1), self._look)
         for strike in self._pending.due(self._seen()):
             self._carry_out(strike)
 
@@ -175,13 +175,15 @@ class _Play:
                 said = f"worker {self._another()}"
             case FaultKind.COORDINATOR:
                 run.kill_coordinator(fault.seconds)
-        self.happened.append(FaultRecord.of(strike, run.turns.now, self._step, said))
+        self.happened.append(FaultRecord.of(strike, run.scheduler.now, self._step, said))
 
     def _another(self) -> int:
         """One more process, which is there soon."""
         number = self._next
         self._next += 1
-        self.run.turns.at(self.run.turns.now + self._chance.uniform(*_READY_SECONDS), lambda: self.run.begin(number))
+        self.run.scheduler.at(
+            self.run.scheduler.now + self._chance.uniform(*_READY_SECONDS), lambda: self.run.begin(number)
+        )
         return number
 
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 class Abort:
     """Made before a communicator and handed to it; once set, all that waits there fails with `PeerLost`.
 
-    Whoever waits in slices looks at `why`; who sleeps in the kernel is woken by what `then` was given.
+    Whoever waits in slices looks at `reason`; who sleeps in the kernel is woken by what `add_callback` was given.
     """
 
     def __init__(self) -> None:
@@ -24,18 +24,18 @@ class Abort:
         self._then: dict[object, Callable[[], None]] = {}
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """What `set` was given first; empty until then."""
         return self._why
 
-    def set(self, why: str) -> None:
-        """Break off, for the reason `why`; from any thread. Only the first call does anything."""
-        if not why:
+    def set(self, reason: str) -> None:
+        """Break off, for the reason `reason`; from any thread. Only the first call does anything."""
+        if not reason:
             raise ValueError("why='': say why")
         with self._lock:
             if self._why:
                 return
-            self._why, waiting, self._then = why, list(self._then.values()), {}
+            self._why, waiting, self._then = reason, list(self._then.values()), {}
         for wake in waiting:
             wake()
 
@@ -48,7 +48,7 @@ class Abort:
         """The error of what was broken off in `during`: it says nothing about who is missing."""
         return PeerLost([], during, self._why)
 
-    def then(self, wake: Callable[[], None]) -> Callable[[], None]:
+    def add_callback(self, wake: Callable[[], None]) -> Callable[[], None]:
         """Have ``wake()`` called when it is set, in the thread that sets it (now, where that has happened); returns
         what takes this back. `wake` must not wait for anything."""
         key = object()
@@ -79,7 +79,7 @@ class Abort:
                 if not over:  # else the error would keep its frames, they the answers, and they the error
                     answers.put(error)
 
-        forget = self.then(lambda: answers.put(None))
+        forget = self.add_callback(lambda: answers.put(None))
         try:
             threading.Thread(target=answer, name=f"{during}, may be left alone", daemon=True).start()
             answered = answers.get(timeout=timeout_seconds)

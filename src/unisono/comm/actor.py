@@ -41,7 +41,7 @@ class Actor(Protocol):
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
         """Process `message` of worker `sender` (or of actor ``-1 - i``).
 
-        Call `answer` exactly once: now, or within a later `receive`, `lost` or callback of a `tell`. The tensors are
+        Call `answer` exactly once: now, or within a later `receive`, `lost` or callback of a `send`. The tensors are
         the transport's memory, which the sender's next message overwrites: copy what is kept after the answer. Until
         then the actor may write into them and send them back. The tensors of an answer are read until the sender's
         next message arrives, so do not write into them before. An exception ends that sender's connection only.
@@ -50,7 +50,7 @@ class Actor(Protocol):
     def lost(self, sender: int) -> None:
         """`sender` is lost. Its requests need not be answered."""
 
-    def meet(self, lines: Sequence[ActorConnection]) -> None:
+    def connected(self, lines: Sequence[ActorConnection]) -> None:
         """Called once, before the first message, with connections to all actors of the same `serve`, by number."""
 
 
@@ -68,7 +68,7 @@ class ActorConnection(Protocol):
         the worker that hosts or has started the actor, and its text names the actor.
         """
 
-    def tell(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
+    def send(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
         """For actors: send `message`, and call ``then(answer)`` as if the answer were received; None: the other actor
         is lost. The tensors are copied."""
 

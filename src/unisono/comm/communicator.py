@@ -93,7 +93,7 @@ class Communicator(Services, Protocol):
     def channel(self, name: str) -> Communicator:
         """Collective: a duplicate of this communicator, whose messages do not wait for those of this one."""
 
-    def tiers(self, name: str) -> Hierarchy | None:
+    def hierarchy(self, name: str) -> Hierarchy | None:
         """Collective: with several workers per host and several hosts, a duplicate on two levels; else None."""
 
     def now(self) -> float:

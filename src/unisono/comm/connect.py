@@ -16,12 +16,12 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
-from unisono.comm.actors.services import Hosting
+from unisono.comm.actors.services import ActorHost
 from unisono.comm.communicator import Communicator
 from unisono.comm.hierarchy import Hierarchy, SubCommunicator, among_all
-from unisono.comm.operation_queue import Family
-from unisono.comm.rendezvous.address import open_store, own_address, parse_rendezvous, tidy
-from unisono.comm.rendezvous.prefix_store import Prefixed
+from unisono.comm.operation_queue import ChannelSet
+from unisono.comm.rendezvous.address import connect_store, own_address, parse_rendezvous, tidy
+from unisono.comm.rendezvous.prefix_store import PrefixedStore
 from unisono.comm.rendezvous.store_exchange import StoreExchange
 from unisono.comm.shared_memory.communicator import Host, SharedMemory
 from unisono.comm.shared_memory.memfd import MemoryUnavailable, check_platform, create, open_of
@@ -65,7 +65,7 @@ def connect(
     if not 0 <= rank < size:
         raise InvalidInput("rank", rank, f"is not one of the {size} workers", f"write 0 to {size - 1}")
     hosts, where = in_blocks(size, local_size), device or torch.device("cpu")
-    return Meeting(rank, hosts, rendezvous, kind, where, timeout_seconds).among(range(size))
+    return Rendezvous(rank, hosts, rendezvous, kind, where, timeout_seconds).connect(range(size))
 
 
 def in_blocks(size: int, local_size: int) -> list[str]:
@@ -73,7 +73,7 @@ def in_blocks(size: int, local_size: int) -> list[str]:
     return [f"host {rank // local_size}" for rank in range(size)]
 
 
-class Meeting:
+class Rendezvous:
     """A place where the workers of a run find each other, all of them or some.
 
     Args:
@@ -113,10 +113,10 @@ class Meeting:
         self._address = own_address(self._place)
         # Workers may meet at one place several times, one run after the other: each time has keys of its own.
         _meetings[rendezvous] += 1
-        store = open_store(self._place, rank, timeout_seconds, self._abort, token)
-        self._store = Prefixed(f"meeting/{_meetings[rendezvous]}", store)
+        store = connect_store(self._place, rank, timeout_seconds, self._abort, token)
+        self._store = PrefixedStore(f"meeting/{_meetings[rendezvous]}", store)
 
-    def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
+    def connect(self, ranks: Sequence[int], name: str = "") -> Communicator:
         """The wire between `ranks`, this worker among them: they call it alike, and become ``0 .. len(ranks)-1``.
         Another `name` gives another wire between the same workers.
 
@@ -129,7 +129,7 @@ class Meeting:
         chosen = _choose(self._kind, hosts, rank, self._device)
         if size == 1:
             return SingleWorker(self._device)
-        store = Prefixed("-".join([name, *map(str, ranks)]), self._store)
+        store = PrefixedStore("-".join([name, *map(str, ranks)]), self._store)
         comm = self._connect(store, chosen, rank, hosts)
         if size == len(self._hosts):
             self.complete = True
@@ -141,7 +141,7 @@ class Meeting:
         size = len(hosts)
         if chosen == "shared_memory":
             try:
-                within = Prefixed("memory", store)
+                within = PrefixedStore("memory", store)
                 return share_memory(within, rank, size, self._timeout_seconds, self._abort)
             except MemoryUnavailable as reason:
                 chosen = "gloo"
@@ -150,7 +150,7 @@ class Meeting:
         reach = partial(TorchGroup, address=self._address, timeout_seconds=self._timeout_seconds, abort=self._abort,
                         secret=self._token, encrypted=self._encrypted)  # fmt: skip
         group = reach(
-            Prefixed(chosen, store),
+            PrefixedStore(chosen, store),
             rank,
             size,
             backend=chosen,
@@ -168,7 +168,7 @@ class Meeting:
         Raises:
             PeerLost: not all of them came within the deadline, or it was broken off before they had.
         """
-        store = Prefixed("world", self._store)
+        store = PrefixedStore("world", self._store)
         notices = StoreExchange(store, self._timeout_seconds, self._abort)
         size = len(self._hosts)
         notices.exchange("here", self._rank, size, True, bool)
@@ -195,7 +195,7 @@ def divide(
     within, reason = None, ""
     try:
         with among_all(mine):
-            within = share(Prefixed(f"host/{number}", store), mine.index(group.rank), len(mine))
+            within = share(PrefixedStore(f"host/{number}", store), mine.index(group.rank), len(mine))
     except MemoryUnavailable as error:
         reason = str(error)
     if not group.gather(torch.tensor([within is not None])).wait().all():
@@ -208,8 +208,8 @@ def divide(
     between = None
     if group.rank in leaders:
         with among_all(leaders):
-            between = SubCommunicator(reach(Prefixed("between", store), number, len(leaders)), leaders)
-    group.divide(Hierarchy(SubCommunicator(within, mine), between))
+            between = SubCommunicator(reach(PrefixedStore("between", store), number, len(leaders)), leaders)
+    group.set_hierarchy(Hierarchy(SubCommunicator(within, mine), between))
 
 
 def share_memory(
@@ -247,8 +247,8 @@ def share_memory(
     assert memory is not None
     peers = PeerProcesses({other: pid for other, (pid, _) in enumerate(workers) if other != rank})
     host = Host(store, peers, there.pid, board.words(memory))
-    family = Family(hosting=Hosting(timeout_seconds=timeout_seconds, abort=abort), abort=abort)
-    return SharedMemory(rank, size, memory, host, timeout_seconds, family)
+    channels = ChannelSet(actor_host=ActorHost(timeout_seconds=timeout_seconds, abort=abort), abort=abort)
+    return SharedMemory(rank, size, memory, host, timeout_seconds, channels)
 
 
 @dataclass(frozen=True)

@@ -29,21 +29,21 @@ class Hierarchy:
         between: rank 0 of every host; None on the other workers.
     """
 
-    within: SubCommunicator
-    between: SubCommunicator | None
+    intra_node: SubCommunicator
+    inter_node: SubCommunicator | None
 
     def channel(self, name: str) -> Hierarchy:
         """A second pair of conversations; all workers open the same ones in the same order."""
-        return Hierarchy(self.within.channel(name), self.between.channel(name) if self.between else None)
+        return Hierarchy(self.intra_node.channel(name), self.inter_node.channel(name) if self.inter_node else None)
 
     @property
     def bytes_sent(self) -> int:
         """On both levels."""
-        return self.within.bytes_sent + (self.between.bytes_sent if self.between else 0)
+        return self.intra_node.bytes_sent + (self.inter_node.bytes_sent if self.inter_node else 0)
 
     def close(self) -> None:
         """See `Communicator.close`."""
-        for part in (self.within, self.between):
+        for part in (self.intra_node, self.inter_node):
             if part:
                 part.close()
 

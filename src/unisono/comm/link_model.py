@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-CROWDED = 1.3
+CONTENTION = 1.3
 """How much longer several messages take that share a link in one direction than one of as many bytes: TCP streams do
 not share evenly, and the last one to end decides. Measured for 4 hosts that all send to all: 1.25 to 1.5 at 25 Mbit/s,
 1.15 to 1.3 at 100 Mbit/s, where a ring takes 1.05 to 1.15 (``python -m benchmarks.links``)."""
@@ -50,7 +50,7 @@ def broadcast_seconds(links: Sequence[Link], size_bytes: float) -> float:
 
 def exchange_seconds(links: Mapping[int, Link], sizes_bytes: Mapping[tuple[int, int], float]) -> float:
     """Messages between pairs, ``sizes_bytes[sender, receiver]``, all at once: the busiest link decides, and one that
-    several messages share in one direction is `CROWDED`. What a worker sends to itself is free."""
+    several messages share in one direction is `CONTENTION`. What a worker sends to itself is free."""
     loads: dict[tuple[str, int], list[float]] = {}
     for (sender, receiver), size in sizes_bytes.items():
         if sender != receiver:
@@ -69,4 +69,4 @@ def _slowest(links: Sequence[Link], size_bytes: float) -> float:
 
 
 def _shared(link: Link, sizes_bytes: Sequence[float]) -> float:
-    return link.seconds(sum(sizes_bytes) * (CROWDED if len(sizes_bytes) > 1 else 1.0))
+    return link.seconds(sum(sizes_bytes) * (CONTENTION if len(sizes_bytes) > 1 else 1.0))

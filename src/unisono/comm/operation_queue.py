@@ -1,9 +1,8 @@
-"""Operations under way, in the order in which they were started.
+"""Operations in flight, in the order in which they were started.
 
-An operation's steps are a generator: it yields a `Blocked` where it cannot go on without its peers, and
-returns the result. Whoever polls any operation moves the whole conversation, in order: an operation may pass
-on the turn (``released``) before it is over, once nothing that its successors do can come before what it has
-done.
+The steps of an operation are a generator. It yields a `Blocked` where it cannot continue without its peers, and
+returns the result. Polling any operation advances the whole queue, in order. An operation may let its successors
+start before it has finished (``released``), once nothing that they do can precede what it has done.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from unisono.comm.abort import Abort
 from unisono.comm.actor import Actor, ActorConnection
-from unisono.comm.actors.services import Hosting, Verbs
+from unisono.comm.actors.services import ActorHost
+from unisono.comm.communicator import Communicator
 from unisono.comm.hierarchy import Hierarchy
 from unisono.errors import CommunicationError, PeerLost
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Why an operation cannot go on: `on` is what it waits for, in the terms of its backend."""
+    """Why an operation cannot continue: `on` is what it waits for, in the terms of its backend."""
 
     released: bool
     on: Any
@@ -37,12 +37,12 @@ Steps = Generator[Blocked, None, T]
 
 
 class Operation(Generic[T]):
-    """The `Work` of a `OperationQueue`."""
+    """The `Work` of an `OperationQueue`."""
 
-    __slots__ = ("_conversation", "_result", "_steps", "blocked", "error", "finished", "number", "verb")
+    __slots__ = ("_queue", "_result", "_steps", "blocked", "error", "finished", "number", "verb")
 
-    def __init__(self, conversation: OperationQueue, verb: str, steps: Steps[T], number: int = 0) -> None:
-        self._conversation, self.verb, self._steps, self.number = conversation, verb, steps, number
+    def __init__(self, queue: OperationQueue, verb: str, steps: Steps[T], number: int = 0) -> None:
+        self._queue, self.verb, self._steps, self.number = queue, verb, steps, number
         self.finished = False
         self.error: CommunicationError | None = None
         self.blocked: Blocked | None = None
@@ -50,19 +50,19 @@ class Operation(Generic[T]):
 
     def poll(self) -> bool:
         if not self.finished:
-            self._conversation.advance()
+            self._queue.advance()
         return self.finished
 
     def wait(self) -> T:
         if not self.finished:
-            self._conversation.wait_for(self)
+            self._queue.wait_for(self)
         if self.error is not None:
-            # A copy: the traceback of a kept error would keep its caller's variables, and their memory.
+            # A copy: the traceback of a stored error would keep its caller's variables, and their memory.
             raise copy.copy(self.error)
         return self._result
 
     def step(self) -> bool:
-        """Go on as far as possible; True where the next operation may go on as well."""
+        """Continue as far as possible; True if the next operation may continue as well."""
         if self.finished:
             return True
         try:
@@ -78,114 +78,119 @@ class Operation(Generic[T]):
 
 
 @dataclass
-class Family:
-    """What the lanes of one communicator have in common."""
+class ChannelSet:
+    """What the channels of one communicator share.
 
-    lanes: list[OperationQueue] = field(default_factory=list)
+    Attributes:
+        waiting: the channel in which the training thread waits at the moment.
+    """
+
+    queues: list[OperationQueue] = field(default_factory=list)
     bytes_sent: int = 0
-    hosting: Hosting = field(default_factory=Hosting)
-    tiers: Hierarchy | None = None
-    waiting: OperationQueue | None = None  # the lane in which its thread waits just now
+    actor_host: ActorHost = field(default_factory=ActorHost)
+    hierarchy: Hierarchy | None = None
+    waiting: OperationQueue | None = None
     abort: Abort = field(default_factory=Abort)
 
 
 class OperationQueue:
-    """One lane: a queue of operations, its deadline, and its failure once it has failed.
+    """One channel: a queue of operations, its deadline, and its error once it has failed.
 
-    The deadline counts from the first fruitless poll after the last progress, so that a worker's own long
-    silence is not held against its peers.
+    The deadline counts from the first poll without progress after the last progress. So time that this worker
+    spends without polling does not count against its peers.
     """
 
-    def __init__(self, family: Family, timeout_seconds: float) -> None:
-        self._family = family
-        family.lanes.append(self)
+    def __init__(self, channels: ChannelSet, timeout_seconds: float) -> None:
+        self._channels = channels
+        channels.queues.append(self)
         self._timeout_seconds = timeout_seconds
         self._queue: deque[Operation[Any]] = deque()
         self._failure: CommunicationError | None = None
         self._progress = 0
-        self._fruitless_since: float | None = None
+        self._blocked_since: float | None = None
         self._thread = threading.get_ident()
-        self._begun = 0
+        self._started = 0
         self.name = ""
 
     @property
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """As the contract."""
-        lane = self._family.waiting
+        channel = self._channels.waiting
         try:
-            operation = lane._queue[0] if lane else None
-            missing = lane._missing(operation) if lane and operation else ()
-        except (LookupError, TypeError, ValueError):  # it has just ended, or the lane has
+            operation = channel._queue[0] if channel else None
+            missing = channel._missing(operation) if channel and operation else ()
+        except (LookupError, TypeError, ValueError):  # the operation or its channel has ended in this moment
             return "", ()
-        if lane is None or operation is None:
+        if channel is None or operation is None:
             return "", ()
-        return f"{operation.verb} ({lane.name or 'start'}, message {operation.number})", missing
+        return f"{operation.verb} ({channel.name or 'start'}, message {operation.number})", missing
 
     @property
     def bytes_sent(self) -> int:
-        tiers = self._family.tiers
-        return self._family.bytes_sent + self._family.hosting.bytes_sent + (tiers.bytes_sent if tiers else 0)
+        hierarchy = self._channels.hierarchy
+        own = self._channels.bytes_sent + self._channels.actor_host.bytes_sent
+        return own + (hierarchy.bytes_sent if hierarchy else 0)
 
-    def tiers(self, name: str) -> Hierarchy | None:
-        """As the contract."""
-        return self._family.tiers.channel(name) if self._family.tiers else None
+    def hierarchy(self, name: str) -> Hierarchy | None:
+        return self._channels.hierarchy.channel(name) if self._channels.hierarchy else None
 
     def host(self, actor: Actor) -> list[ActorConnection]:
-        """As the contract; the actor has threads of its own."""
-        return self._family.hosting.host(self._verbs(), actor)
+        """As the contract; the actor runs in threads of its own."""
+        return self._channels.actor_host.host(self._communicator(), actor)
 
     def serve(self, count: int, service: str, config: Mapping[str, Any]) -> list[ActorConnection]:
-        """As the contract; ``config["compute_threads"]``, 1 where it is not there, is how many each process has."""
-        return self._family.hosting.serve(self._verbs(), count, service, config)
+        """As the contract; ``config["compute_threads"]`` is the number of threads of each process (default 1)."""
+        return self._channels.actor_host.serve(self._communicator(), count, service, config)
 
     def now(self) -> float:
         return time.monotonic()
 
-    def _begin(self, verb: str, steps: Steps[T]) -> Operation[T]:
-        operation = Operation(self, verb, steps, self._begun)
-        self._begun += 1
-        self._thread = threading.get_ident()
-        self._heed(verb)
-        if self._failure is not None:
-            operation.fail(self._failure)
-            return operation
-        if not self._queue:
-            self._fruitless_since = None
-        self._queue.append(operation)
-        self._move()
-        return operation
-
     def advance(self) -> None:
-        """Move every operation as far as it goes; fails the lane when a peer is lost, the deadline has passed, or it
-        was broken off."""
+        """Advance every operation as far as possible.
+
+        The channel fails when a peer is lost, the deadline has passed, or the communicator is aborted.
+        """
         if self._queue:
-            self._heed(self._queue[0].verb)
-        if self._move() or not self._queue:
-            self._fruitless_since = None
+            self._check_abort(self._queue[0].verb)
+        if self._advance_operations() or not self._queue:
+            self._blocked_since = None
             return
         now = time.monotonic()
-        if self._fruitless_since is None:
-            self._fruitless_since = now
+        if self._blocked_since is None:
+            self._blocked_since = now
         lost = self._lost(now, self._queue[0])
-        if lost is None and now - self._fruitless_since > self._timeout_seconds:
+        if lost is None and now - self._blocked_since > self._timeout_seconds:
             lost = self._overdue(self._queue[0])
-        if lost is not None and not self._move():
+        if lost is not None and not self._advance_operations():
             self._fail(lost)
 
     def wait_for(self, operation: Operation[Any]) -> None:
-        """Returns when `operation` is over, well or badly."""
-        self._fruitless_since = None
+        """Return when `operation` has finished or failed."""
+        self._blocked_since = None
         attempt = 0
-        self._family.waiting = self
+        self._channels.waiting = self
         try:
             while not operation.poll():
                 self._pause(attempt, self._queue[0])
                 attempt += 1
         finally:
-            self._family.waiting = None
+            self._channels.waiting = None
 
-    def _move(self) -> bool:
-        """Step every operation that has the turn; True if any got further."""
+    def _enqueue(self, verb: str, steps: Steps[T]) -> Operation[T]:
+        operation = Operation(self, verb, steps, self._started)
+        self._started += 1
+        self._thread = threading.get_ident()
+        self._check_abort(verb)
+        if self._failure is not None:
+            operation.fail(self._failure)
+            return operation
+        if not self._queue:
+            self._blocked_since = None
+        self._queue.append(operation)
+        self._advance_operations()
+        return operation
+
+    def _advance_operations(self) -> bool:
+        """Step every operation that is not held up by an earlier one; True if any made progress."""
         before = self._progress
         try:
             for operation in self._queue:
@@ -198,21 +203,21 @@ class OperationQueue:
             self._queue.popleft()
         return self._progress != before
 
-    def _heed(self, verb: str) -> None:
-        """Fail if this was broken off, before anybody hears of `verb`."""
-        if self._family.abort.why and self._failure is None:
-            self._fail(self._family.abort.lost(verb))
+    def _check_abort(self, verb: str) -> None:
+        """Fail if the communicator is aborted, before any peer learns of `verb`."""
+        if self._channels.abort.reason and self._failure is None:
+            self._fail(self._channels.abort.lost(verb))
 
     def _fail(self, error: CommunicationError) -> None:
-        self._refuse(error)
-        self._abandon(error)
+        self._fail_operations(error)
+        self._notify_peers(error)
 
     def _end(self) -> None:
-        """This worker closes the lane: what is under way, and whatever is started later, fails."""
+        """Close this end: operations in flight, and those that are started later, fail."""
         if self._failure is None:
-            self._refuse(PeerLost([], "close", "this end was closed"))
+            self._fail_operations(PeerLost([], "close", "this end was closed"))
 
-    def _refuse(self, error: CommunicationError) -> None:
+    def _fail_operations(self, error: CommunicationError) -> None:
         self._failure = error.with_traceback(None)
         for operation in self._queue:
             if not operation.finished:
@@ -220,28 +225,30 @@ class OperationQueue:
         self._queue.clear()
 
     def _siblings(self) -> list[OperationQueue]:
-        """Other lanes with work to do that this thread may touch: two workers may wait for two lanes in any
-        order."""
+        """Other channels with operations in flight that this thread may advance.
+
+        Two workers may wait for two channels in different orders.
+        """
         me = threading.get_ident()
-        return [lane for lane in self._family.lanes if lane is not self and lane._queue and lane._thread == me]
+        return [other for other in self._channels.queues if other is not self and other._queue and other._thread == me]
 
     def _lost(self, now: float, operation: Operation[Any]) -> PeerLost | None:
-        """The peer that `operation` waits for and that is known to be gone."""
+        """The error if a peer that `operation` waits for is known to be lost."""
         return None
 
     def _missing(self, operation: Operation[Any]) -> tuple[int, ...]:
-        """The peers that have not come to `operation`, as far as that can be seen."""
+        """The peers that have not started `operation`, as far as that is known."""
         return ()
 
     def _overdue(self, operation: Operation[Any]) -> PeerLost:
         return PeerLost((), operation.verb, f"no answer within the deadline of {self._timeout_seconds:g} s")
 
-    def _verbs(self) -> Verbs:
-        """This lane, for the few words that services need."""
+    def _communicator(self) -> Communicator:
+        """This channel as a communicator."""
         raise NotImplementedError
 
     def _pause(self, attempt: int, operation: Operation[Any]) -> None:
         raise NotImplementedError
 
-    def _abandon(self, error: CommunicationError) -> None:
-        """The lane has failed: tell the peers, if that can be done without waiting for any."""
+    def _notify_peers(self, error: CommunicationError) -> None:
+        """Notify the peers that this channel has failed, if that is possible without waiting for them."""

@@ -1,4 +1,4 @@
-"""Who talks with whom in a run whose replicas lie on several workers each."""
+"""The communicators of one worker, where a replica may be laid out over several workers."""
 
 from __future__ import annotations
 
@@ -11,51 +11,53 @@ from unisono.comm import Communicator, SingleWorker, TorchWorld
 class ProcessGroups:
     """One worker's communicators.
 
+    Workers with the same coordinates in two replicas are *corresponding* workers.
+
     Attributes:
-        everybody: all workers of the run.
-        replicas: the workers at the same place of all replicas: what a synchronizer talks through.
-        inside: all workers of this replica.
-        lanes: the workers at the same place of every shard of every replica: all who compute micro-batches of their
-            own, and hold the same buffers.
-        shards: those of this replica among them.
-        speaks, weighs: whether this worker says, of those who compute the same micro-batches, the losses and what
-            they weigh; losses of parts add up.
-        copies: all workers of the run, where they keep copies of each other's parts.
-        torch: the groups that torch's own ways to cut a model talk through, where a replica lies on several workers.
+        world: all workers of the run.
+        dp_replicate: the corresponding workers of all replicas; the group of a synchronizer.
+        model: all workers of this replica.
+        batch: the workers that compute micro-batches of their own, of all replicas and shards; they have equal
+            buffers.
+        dp_shard: the workers of `batch` that belong to this replica.
+        reports_loss, reports_weight: whether this worker reports losses and their weights, of the workers that
+            compute the same micro-batches. Losses of parts add up.
+        peer_copies: all workers of the run, where they keep copies of each other's shards; else None.
+        torch: the groups of torch's own parallel layers, where a replica is laid out over several workers.
     """
 
-    everybody: Communicator
-    replicas: Communicator
-    inside: Communicator
-    lanes: Communicator
-    shards: Communicator
-    speaks: bool = True
-    weighs: bool = True
+    world: Communicator
+    dp_replicate: Communicator
+    model: Communicator
+    batch: Communicator
+    dp_shard: Communicator
+    reports_loss: bool = True
+    reports_weight: bool = True
     torch: TorchWorld | None = None
-    copies: Communicator | None = None
+    peer_copies: Communicator | None = None
 
     @staticmethod
-    def whole(comm: Communicator) -> ProcessGroups:
-        """Each worker is a whole replica."""
-        alone = SingleWorker()
-        return ProcessGroups(comm, comm, alone, comm, alone)
+    def replicated(comm: Communicator) -> ProcessGroups:
+        """The groups of workers that each have a whole replica."""
+        single = SingleWorker()
+        return ProcessGroups(comm, comm, single, comm, single)
 
     @property
-    def spread(self) -> bool:
-        """Whether a replica lies on several workers."""
-        return self.inside.size > 1
+    def is_sharded(self) -> bool:
+        """Whether a replica is laid out over several workers."""
+        return self.model.size > 1
 
     @property
     def bytes_sent(self) -> int:
-        """What left this worker through any of them."""
-        return sum(wire.bytes_sent for wire in self._distinct()) + (self.torch.bytes_sent if self.torch else 0)
+        """Bytes that this worker has sent through all of them."""
+        return sum(comm.bytes_sent for comm in self._distinct()) + (self.torch.bytes_sent if self.torch else 0)
 
     def close(self) -> None:
-        """Give back what the operating system lent."""
-        for wire in self._distinct():
-            wire.close()
+        """Release the sockets, memory and processes of all communicators but `torch`."""
+        for comm in self._distinct():
+            comm.close()
 
     def _distinct(self) -> list[Communicator]:
-        wires = (self.everybody, self.replicas, self.inside, self.lanes, self.shards)
-        copies = (self.copies,) if self.copies else ()
-        return list({id(wire): wire for wire in (*wires, *copies)}.values())
+        comms = [self.world, self.dp_replicate, self.model, self.batch, self.dp_shard]
+        comms += [self.peer_copies] if self.peer_copies else []
+        return list({id(comm): comm for comm in comms}.values())

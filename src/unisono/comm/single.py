@@ -75,7 +75,7 @@ class SingleWorker:
         """As the contract, but that the actors live in this process, and receive within `ActorConnection.call`."""
         return introduce([load(service, number, json.loads(json.dumps(dict(config)))) for number in range(count)])
 
-    def tiers(self, name: str) -> None:
+    def hierarchy(self, name: str) -> None:
         return None
 
     def now(self) -> float:

@@ -10,12 +10,12 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.comm.work import Work
 
-Gathering = Generator[Work[Any], Any, list[str]]
+_TextSteps = Generator[Work[Any], Any, list[str]]
 
 
 def gather_text(comm: Communicator, text: str) -> list[str]:
     """Collective: the `text` of every worker, by rank."""
-    steps = gathering_text(comm, text)
+    steps = gather_text_steps(comm, text)
     work = next(steps)
     while True:
         try:
@@ -25,7 +25,7 @@ def gather_text(comm: Communicator, text: str) -> list[str]:
             return found
 
 
-def gathering_text(comm: Communicator, text: str) -> Gathering:
+def gather_text_steps(comm: Communicator, text: str) -> _TextSteps:
     """The same for a caller that does not wait: it sends in the result of each operation that is yielded."""
     data = text.encode()
     lengths = (yield comm.gather(torch.tensor([len(data)]))).view(-1).tolist()

@@ -175,7 +175,7 @@ class ElasticLoopGroup(LoopGroup):
             return super().connect(view)
         members, me = view.members, view.members[self.session.rank]
         self.rank, self.size = in_order(members).index(me), len(members)
-        comm = self._use(self.session.rendezvous(self._device).among(range(self.size)))
+        comm = self._use(self.session.rendezvous(self._device).connect(range(self.size)))
         if self._former is not None:
             self._former.close()
             self._former = None

@@ -50,7 +50,7 @@ class ReplicatedRecovery:
         self.detector = detector
 
     def restore(self, view: View, groups: ProcessGroups, state: TrainingState) -> bool:
-        return receive(view, groups.everybody, state, self.detector)
+        return receive(view, groups.world, state, self.detector)
 
     def begin(self, view: View, groups: ProcessGroups, state: TrainingState, replica: int) -> None:
         pass

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 import torch
 
-from unisono.comm import Abort, Communicator, Meeting, TorchWorld, at_attempt, host_name, in_blocks, open_door
+from unisono.comm import Abort, Communicator, Rendezvous, TorchWorld, for_attempt, host_name, in_blocks, open_store
 from unisono.elastic.worker_context import Identity, Worker
 from unisono.errors import CommunicationError, PeerLost
 from unisono.membership import Agent, CoordinatorAddress, StateVersion, View, WorkerAddress
@@ -26,9 +26,9 @@ log = logging.getLogger("unisono")
 
 
 class ViewRendezvous(Protocol):
-    """How the members of one view connect. See `unisono.comm.Meeting`."""
+    """How the members of one view connect. See `unisono.comm.Rendezvous`."""
 
-    def among(self, ranks: Sequence[int], name: str = "") -> Communicator:
+    def connect(self, ranks: Sequence[int], name: str = "") -> Communicator:
         """Collective among `ranks`: their communicator."""
 
     def open_world(self) -> TorchWorld:
@@ -127,7 +127,7 @@ class StaticSession:
         hosts = in_blocks(who.size, who.local_size)
         return StaticSession(
             who, lambda: worker.stop.requested,
-            lambda device: Meeting(who.rank, hosts, who.rendezvous, communicator, device, timeout_seconds),
+            lambda device: Rendezvous(who.rank, hosts, who.rendezvous, communicator, device, timeout_seconds),
         )  # fmt: skip
 
     @property
@@ -191,10 +191,10 @@ class ElasticSession:
     ) -> None:
         self._worker = worker
         self._communicator, self._timeout_seconds = communicator, timeout_seconds
-        self._store = open_door(contact.meets_at, contact.url, contact.token)
+        self._store = open_store(contact.meets_at, contact.url, contact.token)
         self._name, self._contact = worker.name, contact
         self.view, self.rank = View(), 0
-        self._rendezvous: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self._report_limit = RateLimit(_REPORT_SECONDS)
         self._leaves = self._closed = False
         self._abort, self._aborted_view, self._lock = Abort(), 0, threading.Lock()
@@ -238,10 +238,10 @@ class ElasticSession:
                  len(view.members))  # fmt: skip
         return True
 
-    def rendezvous(self, device: torch.device) -> Meeting:
+    def rendezvous(self, device: torch.device) -> Rendezvous:
         hosts = [place.host for place in self.view.places]
-        url = at_attempt(self.view.places[0].meets_at, self.view.number)
-        self._rendezvous = Meeting(self.rank, hosts, url, self._communicator, device,
+        url = for_attempt(self.view.places[0].meets_at, self.view.number)
+        self._rendezvous = Rendezvous(self.rank, hosts, url, self._communicator, device,
                                    self._timeout_seconds, abort=self._abort, token=self._contact.token,
                                    encrypted=self._contact.secure)  # fmt: skip
         return self._rendezvous

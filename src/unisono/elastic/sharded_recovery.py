@@ -71,7 +71,7 @@ class ShardedRecovery:
     def restore(self, view: View, groups: ProcessGroups, state: TrainingState) -> bool:
         if not view.start.view:
             return False
-        found = reassemble(groups.everybody, self._former, _sharded(state), [place.host for place in view.places])
+        found = reassemble(groups.world, self._former, _sharded(state), [place.host for place in view.places])
         if found is None:
             return False
         self._found, state.progress, history = found
@@ -80,12 +80,12 @@ class ShardedRecovery:
 
     def begin(self, view: View, groups: ProcessGroups, state: TrainingState, replica: int) -> None:
         # The first copy is taken after one step: a worker that has just joined soon is not the only one with its shard.
-        comm, steps = groups.everybody.channel("keeping"), state.progress.steps
+        comm, steps = groups.world.channel("keeping"), state.progress.steps
         version, self._found = self._found or (view.number, steps), None
         if state.snapshot is not None:  # replicas had different states, and now have their mean
             version = (view.number, steps)
         hosts = [place.host for place in view.places]
-        copies = MemoryCheckpoints(groups.copies, hosts) if groups.copies is not None else None
+        copies = MemoryCheckpoints(groups.peer_copies, hosts) if groups.peer_copies is not None else None
         own = replica if state.snapshot is not None else None
         self._view = _ViewState(
             view.number, version, own, _sharded(state), comm, copies, steps + 1, steps, comm.now())  # fmt: skip

@@ -42,7 +42,7 @@ def share_seconds(task: Task, config: Config) -> float:
         persistence = Checkpointer(None, held.local, optimizer, comm, 0, {})
         began = time.monotonic()
         trainer = bind(
-            task, config, feed, TrainingState(held, optimizer), ProcessGroups.whole(comm), persistence=persistence,
+            task, config, feed, TrainingState(held, optimizer), ProcessGroups.replicated(comm), persistence=persistence,
             record=NullRecorder(), device=device,
             session=StaticSession(stop_requested=lambda: time.monotonic() - began > _ENOUGH_SECONDS))  # fmt: skip
         trainer.run()

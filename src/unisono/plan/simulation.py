@@ -231,7 +231,7 @@ def _train(
         config,
         feed,
         TrainingState(held, optimizer),
-        ProcessGroups.whole(comm),
+        ProcessGroups.replicated(comm),
         persistence=persistence,
         record=record,
         device=device,

@@ -165,7 +165,7 @@ class WorkerRun:
         """
         with contextlib.ExitStack() as stack:
             rendezvous, size = session.rendezvous(self.device), len(session.view.members)
-            comm = rendezvous.among(range(size))
+            comm = rendezvous.connect(range(size))
             stack.callback(comm.close)
             if not session.elastic:  # in an elastic run, a worker that differs was refused at admission
                 compare(comm, self.traits)
@@ -181,7 +181,7 @@ class WorkerRun:
             groups = _process_groups(rendezvous, comm, feed.places, comm.rank, stack, copies)
             stack.callback(groups.close)
             if groups.torch:
-                stack.enter_context(groups.torch.heard())
+                stack.enter_context(groups.torch.translate_errors())
             stack.callback(self._recovers_by(groups).release, self.state)
             trainer = self._build_view(session, attempt, feed, groups, location, stack)
             self.worker.stop.listen()
@@ -194,7 +194,7 @@ class WorkerRun:
         """The `Recovery` of this run, made in its first view."""
         if self._recovery is None:
             detector = AnomalyDetector(self.config.bad_step)
-            self._recovery = ShardedRecovery(detector) if groups.spread else ReplicatedRecovery(detector)
+            self._recovery = ShardedRecovery(detector) if groups.is_sharded else ReplicatedRecovery(detector)
         return self._recovery
 
     def _build_view(
@@ -202,7 +202,7 @@ class WorkerRun:
         stack: contextlib.ExitStack,
     ) -> Trainer:  # fmt: skip
         """Collective: model and optimizer in the state that the view starts from, and their trainer."""
-        comm, config, state, view = groups.everybody, self.config, self.state, session.view
+        comm, config, state, view = groups.world, self.config, self.state, session.view
         if not state.built:
             state.build(*self._build_model(feed, groups))
         record = _recorder(self.worker, comm, location.path, config.record_seconds)
@@ -229,22 +229,22 @@ class WorkerRun:
             session=session, recovery=recovery, watch=self.tracker)  # fmt: skip
 
     def _build_model(self, feed: DataFeed, groups: ProcessGroups) -> tuple[LocalModel, Optimizer]:
-        mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if groups.spread else (None, None)
-        return build(self.task, self.config, self.device, groups.lanes, mesh, sample, groups.inside)
+        mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if groups.is_sharded else (None, None)
+        return build(self.task, self.config, self.device, groups.batch, mesh, sample, groups.model)
 
     def _checkpointer(
         self, feed: DataFeed, groups: ProcessGroups, location: RunLocation, record: Recorder,
         stack: contextlib.ExitStack,
     ) -> Checkpointer:  # fmt: skip
-        comm, config, state = groups.everybody, self.config, self.state
+        comm, config, state = groups.world, self.config, self.state
         report = _checkpoint_reporter(self.worker, comm, record)
         make = partial(self._make_writer, keep=config.keep_checkpoints, on_event=report, attempt=location.attempt)
         writer = location.writer(make, comm, config, stack)
         meta = {"config": config.mapping(), "samples": len(feed.dataset), "optimizer": type(state.optimizer).__name__}
-        parts = Parts(state.local.parts, state.local.stepped) if groups.spread else None
+        parts = Parts(state.local.parts, state.local.stepped) if groups.is_sharded else None
         return Checkpointer(
             writer, state.model, state.optimizer, comm.channel("checkpoint"), config.checkpoint_every, meta,
-            parts, groups.replicas.channel("start") if groups.spread else None,
+            parts, groups.dp_replicate.channel("start") if groups.is_sharded else None,
             judge=self._recovers_by(groups).detector, newest=partial(newest_sound, location.path, record))  # fmt: skip
 
     def _train(self, trainer: Trainer) -> Outcome:
@@ -324,20 +324,20 @@ def _process_groups(
 ) -> ProcessGroups:  # fmt: skip
     """Collective: the process groups of the layout; `copies`: with one for memory checkpoints."""
     if places.layout.workers == 1:
-        return ProcessGroups.whole(comm)
+        return ProcessGroups.replicated(comm)
     world = rendezvous.open_world()
     stack.callback(world.close)
     here = places.of(rank)
     return ProcessGroups(
         comm,
-        replicas=rendezvous.among(places.along(rank, "replica"), "replicas"),
-        inside=rendezvous.among(places.along(rank, *AXES), "inside"),
-        lanes=rendezvous.among(places.along(rank, "replica", *SIDE_BY_SIDE), "lanes"),
-        shards=rendezvous.among(places.along(rank, *SIDE_BY_SIDE), "shards"),
-        speaks=here.tensor == 0,
-        weighs=here.tensor == here.context == here.pipeline == 0,
+        dp_replicate=rendezvous.connect(places.along(rank, "replica"), "dp_replicate"),
+        model=rendezvous.connect(places.along(rank, *AXES), "model"),
+        batch=rendezvous.connect(places.along(rank, "replica", *SIDE_BY_SIDE), "batch"),
+        dp_shard=rendezvous.connect(places.along(rank, *SIDE_BY_SIDE), "dp_shard"),
+        reports_loss=here.tensor == 0,
+        reports_weight=here.tensor == here.context == here.pipeline == 0,
         torch=world,
-        copies=rendezvous.among(range(places.workers), "copies") if copies else None,
+        peer_copies=rendezvous.connect(range(places.workers), "peer_copies") if copies else None,
     )
 
 

@@ -62,7 +62,7 @@ class GossipActor:
             self._pairs: dict[tuple[int, str], Pair] = {}
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """``meet``: a letter, which is answered with one."""
+        """``connected``: a letter, which is answered with one."""
         pair = self._pair(sender, "asked by")
         pair.theirs.take(message.tensors[0].to(self._cuts[0].device))
         with self._lock:
@@ -74,7 +74,7 @@ class GossipActor:
     def lost(self, sender: int) -> None:
         pass
 
-    def meet(self, lines: Sequence[ActorConnection]) -> None:
+    def connected(self, lines: Sequence[ActorConnection]) -> None:
         pass
 
     def ask(self, peer: int, line: ActorConnection) -> Work[ActorMessage]:

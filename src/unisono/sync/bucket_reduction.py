@@ -43,12 +43,12 @@ def by_tiers(tiers: Hierarchy, how: How) -> How:
         memory: CompressorMemory,
         dtype: torch.dtype,
     ) -> Mean:
-        summed = yield tiers.within.sum(total)
-        if tiers.between is None:
+        summed = yield tiers.intra_node.sum(total)
+        if tiers.inter_node is None:
             mean = torch.empty(total.numel(), dtype=dtype, device=total.device)
         else:
-            mean = yield from how(compress, summed.clone(), spans, tiers.between, memory, dtype)
-        return (yield tiers.within.broadcast(mean))  # type: ignore[no-any-return]
+            mean = yield from how(compress, summed.clone(), spans, tiers.inter_node, memory, dtype)
+        return (yield tiers.intra_node.broadcast(mean))  # type: ignore[no-any-return]
 
     return steps
 
@@ -82,8 +82,8 @@ class BucketedReduction:
         tail = len(parameters) + 8 * control
         # What takes more than one message starts the later ones when polled, which no two workers do at the same
         # moment: such buckets have a conversation of their own, in which one is over before the next begins.
-        tiers = comm.tiers("hops")
-        self._peers = tiers.between.size if tiers and tiers.between else comm.size
+        tiers = comm.hierarchy("hops")
+        self._peers = tiers.inter_node.size if tiers and tiers.inter_node else comm.size
         add_up = [how is mean and c.compress.adds_up for c in cuts]
         lane = comm if tiers or all(add_up) else comm.channel("hops")
         self._gradients = [
@@ -254,7 +254,7 @@ class Bucket:
         self.cut, self._tail, self._tiers, self._how = plan, tail, tiers, how
         self._comm, self._lane = comm, lane
         self.memory = CompressorMemory()
-        self.total = (tiers.within if tiers else comm).allocate(
+        self.total = (tiers.intra_node if tiers else comm).allocate(
             plan.numel + tail, plan.compress.total_dtype(plan.dtype)
         )
         self.parts = views(self.total, plan.spans)

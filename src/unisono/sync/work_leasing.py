@@ -74,7 +74,7 @@ class LeaseServer:
     def lost(self, sender: int) -> None:
         pass
 
-    def meet(self, lines: object) -> None:
+    def connected(self, lines: object) -> None:
         pass
 
 
@@ -106,7 +106,7 @@ class Turnstile:
     def lost(self, sender: int) -> None:
         pass
 
-    def meet(self, lines: object) -> None:
+    def connected(self, lines: object) -> None:
         pass
 
 

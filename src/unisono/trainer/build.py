@@ -208,10 +208,10 @@ def bind(
     Raises:
         InvalidInput: what is asked for cannot be combined.
     """
-    comm, held, optimizer = wires.everybody, state.local, state.optimizer
+    comm, held, optimizer = wires.world, state.local, state.optimizer
     session = session or StaticSession()
     replica = Replica(
-        held.local, optimizer, wires.replicas, held=held, wires=wires, sync=config.sync, compress=config.compress,
+        held.local, optimizer, wires.dp_replicate, held=held, wires=wires, sync=config.sync, compress=config.compress,
         micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config),

@@ -52,7 +52,7 @@ class Replica:
         listener: called with the name of each parameter whose gradient is complete, before the synchronizer gets it;
             given where backward is run by the user's own loop.
         held: this worker's shard of the replica, where it is sharded; `model` is then ``held.local``.
-        wires: the process groups of a sharded replica; `comm` is then ``wires.replicas``.
+        wires: the process groups of a sharded replica; `comm` is then ``wires.dp_replicate``.
         lazy: whether weights may arrive during the forward pass, module by module, if the synchronizer can do so. No
             effect in the user's own loop, which may read weights at any time.
         drops: whether steps may be dropped. A gradient that the compressor cannot represent then sets the loss of its
@@ -84,7 +84,7 @@ class Replica:
     ) -> None:
         check_fit(model, optimizer)
         self.model, self.optimizer = model, optimizer
-        self.held, self._wires = held or LocalModel.whole(model), wires or ProcessGroups.whole(comm)
+        self.held, self._wires = held or LocalModel.whole(model), wires or ProcessGroups.replicated(comm)
         self._count, self._reference, self._clip, self._drops = micro_batches, reference, clip, drops
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         compress = compress.for_sums_of(micro_batches)
@@ -96,8 +96,8 @@ class Replica:
                         reference)  # fmt: skip
             self._sync = sync.bind(parameters, comm.channel("gradients"), compress, loop)
         # Weighted losses make autograd's own sum the mean, where it is this worker's or this replica's alone.
-        self._local = self._sync.local_gradients and listener is None and not self._wires.spread
-        self._weighted = self._local or self._wires.spread
+        self._local = self._sync.local_gradients and listener is None and not self._wires.is_sharded
+        self._weighted = self._local or self._wires.is_sharded
         self._comm = comm.channel("meeting")
         chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
         self.has_residuals = comm.size > 1 and not all(each.adds_up and not each.owes for each in chosen)
@@ -106,8 +106,8 @@ class Replica:
         self._names = {id(p): name for name, p in parameters.items()}
         self._asking: LazyParameters | None = None
         self.waited_seconds = 0.0
-        side_by_side = self._wires.lanes if self.synchronous else self._wires.shards
-        together = self.synchronous or self._wires.spread
+        side_by_side = self._wires.batch if self.synchronous else self._wires.dp_shard
+        together = self.synchronous or self._wires.is_sharded
         lane = side_by_side.channel("statistics") if together else None
         pieces = {0: self.held.model} if self.held.pipeline is None else self.held.pipeline.stages
         statistics = {
@@ -123,7 +123,7 @@ class Replica:
                 self._sync.lazy_parameters
                 and lazy
                 and listener is None
-                and not self._wires.spread
+                and not self._wires.is_sharded
                 and LazyParameters.fits(model)
             ):
                 self._asking = LazyParameters(model, self._names, self._awaited)
@@ -135,7 +135,7 @@ class Replica:
     @property
     def spread(self) -> bool:
         """Whether the replica is sharded over several workers."""
-        return self._wires.spread
+        return self._wires.is_sharded
 
     @property
     def micro_batches(self) -> int:
@@ -231,11 +231,11 @@ class Replica:
             for statistics in self._statistics.values():
                 statistics.send()
             self._said = control = self._control + (extra or [])
-            if self._wires.spread:
+            if self._wires.is_sharded:
                 n, silent = self._count, [0.0] * self._count
-                control[:n] = control[:n] if self._wires.speaks else silent
-                control[n : 2 * n] = control[n : 2 * n] if self._wires.weighs else silent
-                self._word = self._wires.inside.sum(torch.tensor(control, dtype=torch.float64))
+                control[:n] = control[:n] if self._wires.reports_loss else silent
+                control[n : 2 * n] = control[n : 2 * n] if self._wires.reports_weight else silent
+                self._word = self._wires.model.sum(torch.tensor(control, dtype=torch.float64))
                 if not isinstance(self._sync, LocalGradients):
                     self._close_spread()  # it travels on with the gradients
             else:
@@ -294,10 +294,10 @@ class Replica:
 
     def norm(self, change: PendingUpdate) -> float:
         """The 2-norm of `change` over all of the replica's parameters."""
-        if not self._wires.spread:
+        if not self._wires.is_sharded:
             return change.norm()
         square = torch.tensor([change.norm(self.held.elsewhere) ** 2], dtype=torch.float64)
-        return math.sqrt(float(self._wires.inside.sum(square).wait()))
+        return math.sqrt(float(self._wires.model.sum(square).wait()))
 
     @property
     def state(self) -> dict[str, Tensor]:

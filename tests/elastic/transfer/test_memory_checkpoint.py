@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.support.processes import start
 from unisono.checkpoint import Box, TensorShard
-from unisono.comm import Abort, Communicator, Meeting, at_attempt, simulate
+from unisono.comm import Abort, Communicator, Rendezvous, for_attempt, simulate
 from unisono.elastic.transfer import LocalTensors, MemoryCheckpoints, hand_over, newest
 from unisono.elastic.transfer.buddies import keepers
 from unisono.errors import PeerLost, StateMissing
@@ -152,7 +152,7 @@ def test_who_is_lost_with_their_keeper_is_missed_by_name() -> None:
 def go_on(rank: int, size: int, kind: str, hosts: str, url: str) -> Any:
     """Worker 2 dies as soon as it has offered its state; the others go back to the newest step that is whole."""
     abort, device = Abort(), torch.device("cpu")
-    comm = Meeting(rank, hosts, at_attempt(url, 1), kind, device, 60.0, abort=abort).among(range(size))
+    comm = Rendezvous(rank, hosts, for_attempt(url, 1), kind, device, 60.0, abort=abort).connect(range(size))
     copies = MemoryCheckpoints(comm.channel("copies"), hosts, round_bytes=500)
     for step in range(1, 6):
         copies.offer(step, part(step, rank, size), {"step": step})
@@ -164,7 +164,7 @@ def go_on(rank: int, size: int, kind: str, hosts: str, url: str) -> Any:
     abort.set("worker 2 is gone")
     copies.close()
     comm.close()
-    again = Meeting(rank, hosts[:2], at_attempt(url, 2), kind, device, 60.0).among(range(2))
+    again = Rendezvous(rank, hosts[:2], for_attempt(url, 2), kind, device, 60.0).connect(range(2))
     step = newest(again, copies)
     assert step is not None
     found = hand_over(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.processes import run
 from unisono.checkpoint import Box, TensorShard
-from unisono.comm import Communicator, Meeting, simulate
+from unisono.comm import Communicator, Rendezvous, simulate
 from unisono.elastic.transfer import LocalTensors, digest, hand_over
 from unisono.errors import StateDamaged, StateMissing
 
@@ -164,7 +164,7 @@ LARGE = {f"model/{i}": torch.arange(700_000.0).view(700, 1000) + i for i in rang
 
 
 def take(rank: int, size: int, kind: str, url: str) -> tuple[bool, int]:
-    comm = Meeting(rank, ["h"] * size, url, kind, torch.device("cpu"), 60.0).among(range(size))
+    comm = Rendezvous(rank, ["h"] * size, url, kind, torch.device("cpu"), 60.0).connect(range(size))
     new = rank == size - 1
     before = comm.bytes_sent
     found = hand_over(comm, [] if new else [LocalTensors(LARGE)], whole(LARGE) if new else {}, round_bytes=2 << 20)

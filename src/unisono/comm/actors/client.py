@@ -23,7 +23,7 @@ from unisono.comm.abort import Abort
 from unisono.comm.actor import ActorMessage
 from unisono.comm.actors import handshake as trust
 from unisono.comm.actors import wire_format as frames
-from unisono.comm.actors.handshake import Trusted, Untrusted
+from unisono.comm.actors.handshake import TrustedConnection, Untrusted
 from unisono.comm.actors.listener import abstract
 from unisono.comm.actors.message_stream import Arrival, Inbox, Outbox
 from unisono.comm.actors.wire_format import BrokenMessage, Buffer
@@ -108,10 +108,10 @@ class SocketConnection:
         trusted: the connection, blocking, with the deadline as its timeouts in the kernel.
         place: what is at the other end.
         count: called with the bytes of each message that leaves.
-        run: how a callback of `tell` is to be called, for instance with the actor's attention.
+        run: how a callback of `send` is to be called, for instance with the actor's attention.
     """
 
-    def __init__(self, trusted: Trusted, place: ActorAddress, count: Count, run: Run) -> None:
+    def __init__(self, trusted: TrustedConnection, place: ActorAddress, count: Count, run: Run) -> None:
         self.pid = place.pid
         self._wire, self._place, self._count, self._run = trusted.wire, place, count, run
         self._inbox = Inbox(trusted.wire, trusted.terms.largest_bytes, trusted.incoming)
@@ -128,7 +128,7 @@ class SocketConnection:
     def call(self, message: ActorMessage) -> Call:
         return self._start(message, None)
 
-    def tell(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
+    def send(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
         copied = ActorMessage(message.kind, message.fields, [x.detach().clone() for x in message.tensors])
         self._start(copied, then)
 
@@ -257,7 +257,7 @@ class SocketConnection:
         return [call.then for call in calls if call.then is not None]
 
 
-def connect_line(
+def connect_actor(
     place: ActorAddress,
     token: bytes,
     sender: int,
@@ -286,10 +286,12 @@ def connect_line(
             time.sleep(_RETRY_SECONDS)
 
 
-def _introduced(place: ActorAddress, token: bytes, sender: int, timeout_seconds: float, abort: Abort) -> Trusted:
+def _introduced(
+    place: ActorAddress, token: bytes, sender: int, timeout_seconds: float, abort: Abort
+) -> TrustedConnection:
     """A connection to `place` that is trusted at both ends."""
     wire = _reach(place, timeout_seconds)
-    forget = abort.then(partial(_shut, wire))
+    forget = abort.add_callback(partial(_shut, wire))
     try:
         return trust.introduce(wire, token, sender, place.number)
     except BaseException:

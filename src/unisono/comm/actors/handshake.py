@@ -43,7 +43,7 @@ class ConnectionTerms:
 
 
 @dataclass(frozen=True)
-class Trusted:
+class TrustedConnection:
     """A connection after the handshake, as one end sees it."""
 
     wire: socket.socket
@@ -77,13 +77,13 @@ def judge(token: bytes, challenged: bytes, claimed: bytes, actor: int, terms: Co
     return sender, said + _proof(token, b"server", challenged + claimed + said)
 
 
-def admitted(wire: socket.socket, token: bytes, said: bytes, terms: ConnectionTerms) -> Trusted:
+def admitted(wire: socket.socket, token: bytes, said: bytes, terms: ConnectionTerms) -> TrustedConnection:
     """The server's end of `wire`, once challenge and claim, `said`, were found to be right."""
     incoming, outgoing = _directions(token, said, terms.protection)
-    return Trusted(wire, terms, incoming, outgoing)
+    return TrustedConnection(wire, terms, incoming, outgoing)
 
 
-def introduce(wire: socket.socket, token: bytes, sender: int, actor: int) -> Trusted:
+def introduce(wire: socket.socket, token: bytes, sender: int, actor: int) -> TrustedConnection:
     """The client's side, within the timeout of `wire`.
 
     Raises:
@@ -101,7 +101,7 @@ def introduce(wire: socket.socket, token: bytes, sender: int, actor: int) -> Tru
     if terms.protection is Protection.NONE and wire.family != socket.AF_UNIX:
         raise Untrusted("it was reached by its local name from another host or user")
     outgoing, incoming = _directions(token, challenged + claimed, terms.protection)
-    return Trusted(wire, terms, incoming, outgoing)
+    return TrustedConnection(wire, terms, incoming, outgoing)
 
 
 def _directions(token: bytes, said: bytes, protection: Protection) -> tuple[Direction, Direction]:

@@ -33,7 +33,7 @@ class Backlog:
 
 
 class DirectCall:
-    """The `Work` of a `DirectLine`."""
+    """The `Work` of a `DirectConnection`."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -50,7 +50,7 @@ class DirectCall:
         return self.answer
 
 
-class DirectLine:
+class DirectConnection:
     """The `ActorConnection` of `sender` to an actor in the same thread. Tensors are copied both ways: neither end can
     spoil the other's."""
 
@@ -65,7 +65,7 @@ class DirectLine:
         self._hand_in(message, call, lambda: None)
         return call
 
-    def tell(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
+    def send(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
         call = DirectCall(message.kind)
         self._hand_in(message, call, lambda: self._backlog.add(lambda: then(call.answer)))
 
@@ -104,8 +104,8 @@ def introduce(actors: Sequence[Actor]) -> list[ActorConnection]:
     """Make `actors` known to each other; lines of worker 0 to all of them."""
     backlog = Backlog()
     for number, actor in enumerate(actors):
-        actor.meet([DirectLine(other, -1 - number, backlog) for other in actors])
-    return [DirectLine(actor, 0, backlog) for actor in actors]
+        actor.connected([DirectConnection(other, -1 - number, backlog) for other in actors])
+    return [DirectConnection(actor, 0, backlog) for actor in actors]
 
 
 def _copy(message: ActorMessage) -> ActorMessage:

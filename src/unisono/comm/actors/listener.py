@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unisono.comm.actors import handshake as trust
-from unisono.comm.actors.handshake import ConnectionTerms, Trusted, Untrusted
+from unisono.comm.actors.handshake import ConnectionTerms, TrustedConnection, Untrusted
 from unisono.comm.actors.protection import Protection
 
 LOG = logging.getLogger("unisono")
@@ -107,7 +107,7 @@ class ActorListener:
         token: bytes,
         actor: int,
         largest_bytes: int,
-        welcome: Callable[[Trusted, int], None],
+        welcome: Callable[[TrustedConnection, int], None],
         encrypted: bool = False,
     ) -> None:
         self._doors, self._welcome = list(doors), welcome

@@ -18,7 +18,7 @@ from typing import IO
 import torch
 from setproctitle import setproctitle
 
-from unisono.comm.actors.client import ActorAddress, connect_line
+from unisono.comm.actors.client import ActorAddress, connect_actor
 from unisono.comm.actors.listener import ActorListener
 from unisono.comm.actors.process import load
 from unisono.comm.actors.server import ActorServer
@@ -45,7 +45,7 @@ def main(orders: IO[bytes]) -> None:
     doors = [socket.socket(fileno=fd) for fd in order["fds"]]
     ActorListener(doors, token, number, desk.largest_bytes, desk.welcome, order["encrypted"])
     patience = order["timeout_seconds"]
-    desk.meet([connect_line(place, token, -1 - number, patience, run=desk.call_back) for place in places])
+    desk.connected([connect_actor(place, token, -1 - number, patience, run=desk.call_back) for place in places])
     watch.join()
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from unisono.comm.actor import Actor, ActorConnection, ActorMessage
 from unisono.comm.actors import wire_format as frames
-from unisono.comm.actors.handshake import Trusted
+from unisono.comm.actors.handshake import TrustedConnection
 from unisono.comm.actors.message_stream import READY, Arrival, Inbox, Outbox
 from unisono.comm.actors.wire_format import BrokenMessage
 
@@ -33,10 +33,10 @@ class ActorServer:
         self._broken = 0
         self._lock = threading.Lock()
 
-    def meet(self, lines: Sequence[ActorConnection]) -> None:
+    def connected(self, lines: Sequence[ActorConnection]) -> None:
         """Introduce the actor to its colleagues; from now on it receives."""
         with self._attention:
-            self._actor.meet(lines)
+            self._actor.connected(lines)
         self._open.set()
 
     def run(self, step: Callable[[Actor], None]) -> None:
@@ -48,7 +48,7 @@ class ActorServer:
         """``then()``, while nothing else reaches the actor."""
         self.run(lambda actor: then())
 
-    def welcome(self, trusted: Trusted, sender: int) -> None:
+    def welcome(self, trusted: TrustedConnection, sender: int) -> None:
         """A connection of `sender`, of whom there can be one."""
         with self._lock:
             if sender in self._connections:
@@ -102,7 +102,7 @@ def name_of(sender: int) -> str:
 class _Connection:
     """What one sender says and is answered; its thread ends with it."""
 
-    def __init__(self, desk: ActorServer, trusted: Trusted, sender: int) -> None:
+    def __init__(self, desk: ActorServer, trusted: TrustedConnection, sender: int) -> None:
         self._desk, self._wire, self._sender = desk, trusted.wire, sender
         _set_options(self._wire)
         name = f"actor {desk.number} for {name_of(sender)}"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unisono.comm.abort import Abort
 from unisono.comm.actor import Actor, ActorConnection, ActorMessage
-from unisono.comm.actors.client import ActorAddress, Run, SocketConnection, connect_line, directly
+from unisono.comm.actors.client import ActorAddress, Run, SocketConnection, connect_actor, directly
 from unisono.comm.actors.handshake import TOKEN_BYTES
 from unisono.comm.actors.listener import ActorListener, ListeningSockets
 from unisono.comm.actors.message_stream import READY
@@ -46,7 +46,7 @@ class Verbs(Protocol):
         """As `Communicator.broadcast`."""
 
 
-class Hosting:
+class ActorHost:
     """The actors that one worker hosts and has started, and its lines; the lanes of a communicator share it.
 
     Args:
@@ -92,7 +92,7 @@ class Hosting:
         self._open.callback(reception.close)
         places = _told(comm, [mine])
         lines = [self._connect(place, rank, directly, place.rank != rank) for place in places]
-        desk.meet([self._connect(place, -1 - rank, desk.call_back, place.rank != rank) for place in places])
+        desk.connected([self._connect(place, -1 - rank, desk.call_back, place.rank != rank) for place in places])
         ready = _ready(lines)
         comm.gather(torch.zeros(1)).wait()  # everybody has come in: what a lane opens now is its own
         return ready
@@ -130,8 +130,8 @@ class Hosting:
 
     def _connect(self, place: ActorAddress, sender: int, run: Run, leaves: bool) -> SocketConnection:
         count = partial(self._count, leaves)
-        line = connect_line(place, self._token, sender, self._timeout_seconds, count, run, self._abort)
-        self._open.callback(self._abort.then(lambda: line.break_off(self._abort.why)))
+        line = connect_actor(place, self._token, sender, self._timeout_seconds, count, run, self._abort)
+        self._open.callback(self._abort.add_callback(lambda: line.break_off(self._abort.reason)))
         self._open.callback(line.close)
         return line
 

@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from unisono.comm.abort import Abort
 from unisono.comm.process_sockets import shut, towards
 from unisono.comm.rendezvous.directory_store import DirectoryStore
-from unisono.comm.rendezvous.prefix_store import Prefixed
+from unisono.comm.rendezvous.prefix_store import PrefixedStore
 from unisono.comm.rendezvous.token_store import TokenStore
 from unisono.errors import InvalidInput, PeerLost
 
@@ -34,7 +34,7 @@ _CURE = "write file:///private/directory or tcp://host:port"
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class RendezvousAddress:
     """A meeting place: a private `directory`, or a `host` and `port`."""
 
     directory: str = ""
@@ -44,7 +44,7 @@ class Rendezvous:
     served: bool = False
 
 
-def parse_rendezvous(url: str) -> Rendezvous:
+def parse_rendezvous(url: str) -> RendezvousAddress:
     """Raises `InvalidInput` where `url` is not a meeting place."""
     try:
         parts = urlsplit(url)
@@ -56,18 +56,20 @@ def parse_rendezvous(url: str) -> Rendezvous:
         raise InvalidInput("rendezvous", url, f"does not know {', '.join(sorted(unknown))}", _CURE)
     attempt, served = query.get("attempt", "0"), query.get("served", "0") == "1"
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
-        return Rendezvous(directory=parts.path, attempt=attempt)
+        return RendezvousAddress(directory=parts.path, attempt=attempt)
     if parts.scheme == "tcp" and parts.hostname and port:
-        return Rendezvous(host=parts.hostname, port=port, attempt=attempt, served=served)
+        return RendezvousAddress(host=parts.hostname, port=port, attempt=attempt, served=served)
     raise InvalidInput("rendezvous", url, "is not a meeting place", _CURE)
 
 
-def at_attempt(url: str, attempt: int) -> str:
+def for_attempt(url: str, attempt: int) -> str:
     """The meeting place `url`, for the time of that number."""
     return f"{url}{'&' if '?' in url else '?'}attempt={attempt}"
 
 
-def open_store(place: Rendezvous, rank: int, timeout_seconds: float, abort: Abort, token: str = "") -> c10d.Store:
+def connect_store(
+    place: RendezvousAddress, rank: int, timeout_seconds: float, abort: Abort, token: str = ""
+) -> c10d.Store:
     """The store of all peers at `place`; over TCP and with a `token`, that of `unisono.comm.rendezvous.token_store`.
 
     Raises:
@@ -82,10 +84,10 @@ def open_store(place: Rendezvous, rank: int, timeout_seconds: float, abort: Abor
     else:
         store = _tcp_store(place, rank, timeout, abort)
     store.set_timeout(timeout)
-    return Prefixed(f"attempt/{place.attempt}", store)
+    return PrefixedStore(f"attempt/{place.attempt}", store)
 
 
-def own_address(place: Rendezvous) -> str:
+def own_address(place: RendezvousAddress) -> str:
     """The address of this host by which the meeting place, and so every peer, is reached."""
     if place.directory:
         return "127.0.0.1"
@@ -96,7 +98,7 @@ def own_address(place: Rendezvous) -> str:
         return str(probe.getsockname()[0])
 
 
-def _directory_store(place: Rendezvous, timeout_seconds: float, abort: Abort) -> c10d.Store:
+def _directory_store(place: RendezvousAddress, timeout_seconds: float, abort: Abort) -> c10d.Store:
     directory = Path(place.directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -105,7 +107,7 @@ def _directory_store(place: Rendezvous, timeout_seconds: float, abort: Abort) ->
         raise InvalidInput("rendezvous", place.directory, str(error), "write a directory that is yours") from error
 
 
-def tidy(place: Rendezvous) -> None:
+def tidy(place: RendezvousAddress) -> None:
     """All have come to `place`: what numbered attempts before this one left there is not needed any more."""
     if not place.directory or not place.attempt.isdecimal():
         return
@@ -115,14 +117,14 @@ def tidy(place: Rendezvous) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _tcp_store(place: Rendezvous, rank: int, timeout: timedelta, abort: Abort) -> c10d.Store:
+def _tcp_store(place: RendezvousAddress, rank: int, timeout: timedelta, abort: Abort) -> c10d.Store:
     if rank == 0 and not place.served:
         wire = listen(place)
         return c10d.TCPStore(place.host, place.port, None, True, timeout, wait_for_workers=False, master_listen_fd=wire)
     end = resolve(place)[4][:2]
     before = towards(end).items()
     # What it waits for there is there no more, once it is broken off.
-    abort.then(lambda: shut(dict(towards(end).items() - before)))
+    abort.add_callback(lambda: shut(dict(towards(end).items() - before)))
     try:
         return abort.run("connect", partial(_reach, place, time.monotonic() + timeout.total_seconds(), abort))
     except RuntimeError as error:
@@ -130,7 +132,7 @@ def _tcp_store(place: Rendezvous, rank: int, timeout: timedelta, abort: Abort) -
         raise PeerLost([0], "connect", f"nobody serves at {where}: {str(error).splitlines()[0]}") from error
 
 
-def _reach(place: Rendezvous, until: float, abort: Abort) -> c10d.Store:
+def _reach(place: RendezvousAddress, until: float, abort: Abort) -> c10d.Store:
     """The store that somebody serves at `place`; torch is asked again and again, as it listens to nobody meanwhile."""
     patience_seconds = _SHORTEST_PATIENCE_SECONDS
     while True:
@@ -145,7 +147,7 @@ def _reach(place: Rendezvous, until: float, abort: Abort) -> c10d.Store:
         patience_seconds = min(2 * patience_seconds, _LONGEST_PATIENCE_SECONDS)
 
 
-def listen(place: Rendezvous) -> int:
+def listen(place: RendezvousAddress) -> int:
     """A listening socket on that one address: left to itself, torch's store listens on all of them."""
     family, _, _, _, address = resolve(place)
     server = socket.socket(family, socket.SOCK_STREAM)
@@ -163,7 +165,7 @@ def listen(place: Rendezvous) -> int:
     return server.detach()
 
 
-def resolve(place: Rendezvous) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]:
+def resolve(place: RendezvousAddress) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]:
     """What the system says first of that host and port. Raises `InvalidInput` where it knows no such host."""
     try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)

@@ -18,7 +18,7 @@ _GRACE_SECONDS = 1.0
 _BACKOFF = Backoff(first_seconds=100e-6, factor=1.5, longest_seconds=5e-3)
 
 
-class Breakable(c10d.Store):
+class AbortableStore(c10d.Store):
     """`store`, for a library that waits in it and listens to nobody: broken off, it hears of it as an error. Who hands
     it over keeps it as well.
 

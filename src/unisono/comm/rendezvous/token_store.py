@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
 from unisono.comm.actor import ActorConnection, ActorMessage, Answer
-from unisono.comm.actors.client import ActorAddress, SocketConnection, connect_line
+from unisono.comm.actors.client import ActorAddress, SocketConnection, connect_actor
 from unisono.comm.actors.listener import ActorListener, listen
 from unisono.comm.actors.server import ActorServer
 from unisono.comm.rendezvous.store_exchange import await_keys
@@ -34,7 +34,7 @@ class StoreServer:
 
     def __init__(self, address: str, token: str) -> None:
         self._desk = ActorServer(_Keys(), 0, lambda sender, nbytes: None)
-        self._desk.meet([])
+        self._desk.connected([])
         door = listen(address)
         self.port: int = door.getsockname()[1]
         self._reception = ActorListener([door], _key(token), 0, _LARGEST_BYTES, self._desk.welcome, encrypted=True)
@@ -61,8 +61,8 @@ class TokenStore(c10d.Store):
         self._timeout_seconds, self._abort = timeout_seconds, abort
         place = ActorAddress(0, f"the store at {address}:{port}", 0, address, port, 0)
         number = secrets.randbits(_NUMBER_BITS)
-        self._line = connect_line(place, _key(token), number, timeout_seconds, abort=abort)
-        forget = abort.then(_breaking(self._line, abort))
+        self._line = connect_actor(place, _key(token), number, timeout_seconds, abort=abort)
+        forget = abort.add_callback(_breaking(self._line, abort))
         weakref.finalize(self, _end, forget, self._line)
 
     def set(self, key: str, value: Any) -> None:
@@ -95,7 +95,7 @@ class _Keys:
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
 
-    def meet(self, lines: Sequence[ActorConnection]) -> None:
+    def connected(self, lines: Sequence[ActorConnection]) -> None:
         """There is one."""
 
     def lost(self, sender: int) -> None:
@@ -121,7 +121,7 @@ def _key(token: str) -> bytes:
 
 
 def _breaking(line: SocketConnection, abort: Abort) -> Any:
-    return lambda: line.break_off(abort.why)
+    return lambda: line.break_off(abort.reason)
 
 
 def _end(forget: Any, line: SocketConnection) -> None:

@@ -34,8 +34,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from unisono.comm import header_record as record
-from unisono.comm.actors.services import Hosting
-from unisono.comm.operation_queue import Blocked, Family, Operation, OperationQueue, Steps
+from unisono.comm.actors.services import ActorHost
+from unisono.comm.operation_queue import Blocked, ChannelSet, Operation, OperationQueue, Steps
 from unisono.comm.shared_memory.memfd import MemoryUnavailable, create, open_of, pages
 from unisono.comm.shared_memory.memory_map import HALF_BYTES, RING, BufferSlice, SharedMemoryMap
 from unisono.comm.shared_memory.peer_processes import PeerProcesses
@@ -78,9 +78,9 @@ class SharedMemory(OperationQueue):
         memory: Tensor,
         host: Host,
         timeout_seconds: float,
-        family: Family | None = None,
+        channels: ChannelSet | None = None,
     ) -> None:
-        super().__init__(family or Family(hosting=Hosting(timeout_seconds=timeout_seconds)), timeout_seconds)
+        super().__init__(channels or ChannelSet(actor_host=ActorHost(timeout_seconds=timeout_seconds)), timeout_seconds)
         self.rank, self.size = rank, size
         self._board, self._host, self._memory = SharedMemoryMap(size), host, memory
         self._words = self._board.words(memory)
@@ -99,7 +99,7 @@ class SharedMemory(OperationQueue):
         nbytes = numel * dtype.itemsize
         stride = pages(nbytes)
         head = self._head("allocate", numel, dtype)
-        memory, reason = self._begin("allocate", self._map("allocate", head, stride * (self.size + 1))).wait()
+        memory, reason = self._enqueue("allocate", self._map("allocate", head, stride * (self.size + 1))).wait()
         if memory is None:
             if self.rank == 0:
                 LOG.warning("no shared memory for a tensor of %d bytes (%s): its sums are copied", nbytes, reason)
@@ -111,17 +111,17 @@ class SharedMemory(OperationQueue):
         to = dtype or x.dtype
         part = self._slice_of(x, to)
         head = self._head("sum", x.numel(), x.dtype, place=part.place if part else -1, to=to)
-        return self._begin(
+        return self._enqueue(
             "sum", self._sum_in_place(head, x, part) if part else self._sum_by_mail(head, x.detach(), to)
         )
 
     def gather(self, x: Tensor) -> Operation[Tensor]:
-        return self._begin("gather", self._gather(self._head("gather", x.numel(), x.dtype), x.detach()))
+        return self._enqueue("gather", self._gather(self._head("gather", x.numel(), x.dtype), x.detach()))
 
     def broadcast(self, x: Tensor, root: int = 0) -> Operation[Tensor]:
         record.check_root(root, self.size)
         head = self._head("broadcast", x.numel(), x.dtype, root)
-        return self._begin("broadcast", self._broadcast(head, x, root))
+        return self._enqueue("broadcast", self._broadcast(head, x, root))
 
     def exchange(self, xs: Sequence[Tensor], like: Sequence[Tensor]) -> Operation[list[Tensor]]:
         def steps() -> Steps[list[Tensor]]:
@@ -130,34 +130,34 @@ class SharedMemory(OperationQueue):
 
         record.check_everybody(xs, like, self.size)
         sequence = self._next()
-        return self._begin("exchange", steps())
+        return self._enqueue("exchange", steps())
 
     def swap(self, xs: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> Operation[dict[int, Tensor]]:
         record.check_neighbours(xs, like, self.rank, self.size)
-        return self._begin("swap", self._between_pairs("swap", self._next(), dict(xs), dict(like)))
+        return self._enqueue("swap", self._between_pairs("swap", self._next(), dict(xs), dict(like)))
 
     def channel(self, name: str) -> SharedMemory:
         """Raises `MemoryUnavailable`, on all workers, where there is no memory for its mailboxes."""
         head = self._head("lane", place=zlib.crc32(name.encode()))
-        memory, reason = self._begin("lane", self._map("lane", head, self._board.nbytes)).wait()
+        memory, reason = self._enqueue("lane", self._map("lane", head, self._board.nbytes)).wait()
         if memory is None:
             raise MemoryUnavailable(f"no shared memory for lane {name!r}: {reason}")
-        lane = SharedMemory(self.rank, self.size, memory, self._host, self._timeout_seconds, self._family)
+        lane = SharedMemory(self.rank, self.size, memory, self._host, self._timeout_seconds, self._channels)
         lane.name = name
         return lane
 
     def close(self) -> None:
-        first = self._family.lanes[0] is self
+        first = self._channels.queues[0] is self
         if first:
-            self._family.hosting.close()
-        for lane in list(self._family.lanes) if first else [self]:
+            self._channels.actor_host.close()
+        for lane in list(self._channels.queues) if first else [self]:
             assert isinstance(lane, SharedMemory)
             lane._let_go()
         if first:
             self._host.peers.close()
             self._host.store, self._host.words = None, memoryview(b"")
 
-    def _verbs(self) -> SharedMemory:
+    def _communicator(self) -> SharedMemory:
         return self
 
     # Rounds: the only code that touches flags.
@@ -237,7 +237,7 @@ class SharedMemory(OperationQueue):
         part.add_up()
         self._finish(turn)
         yield from self._until(self._done, turn, released=True)
-        self._family.bytes_sent += part.bytes_read
+        self._channels.bytes_sent += part.bytes_read
         return part.result if x.dim() == 1 else part.result.view(x.shape)
 
     def _mail(
@@ -279,7 +279,7 @@ class SharedMemory(OperationQueue):
                 target.add_(other)
 
         yield from self._mail(head, len(chunks), fill, drain)
-        self._family.bytes_sent += (self.size - 1) * flat.nbytes
+        self._channels.bytes_sent += (self.size - 1) * flat.nbytes
         return flat.view(x.shape).to(x.dtype).to(dtype)
 
     def _gather(self, head: bytes, x: Tensor) -> Steps[Tensor]:
@@ -295,7 +295,7 @@ class SharedMemory(OperationQueue):
                 chunks[i].copy_(half[: chunks[i].numel()])
 
         yield from self._mail(head, len(mine), fill, drain)
-        self._family.bytes_sent += (self.size - 1) * x.nbytes
+        self._channels.bytes_sent += (self.size - 1) * x.nbytes
         return rows
 
     def _broadcast(self, head: bytes, x: Tensor, root: int) -> Steps[Tensor]:
@@ -311,7 +311,7 @@ class SharedMemory(OperationQueue):
                 chunks[i].copy_(halves[turn % 2][root][: chunks[i].numel()])
 
         yield from self._mail(head, len(chunks), fill, drain)
-        self._family.bytes_sent += (self.size - 1) * x.nbytes if self.rank == root else 0
+        self._channels.bytes_sent += (self.size - 1) * x.nbytes if self.rank == root else 0
         if not x.is_contiguous():
             x.detach().copy_(whole)
         return x
@@ -350,7 +350,7 @@ class SharedMemory(OperationQueue):
                     chunks[i].copy_(halves[turn % 2][rank][me * segment :][: chunks[i].numel()])
             self._finish(turn)
             i += 1
-        self._family.bytes_sent += sum(x.nbytes for rank, x in xs.items() if rank != me)
+        self._channels.bytes_sent += sum(x.nbytes for rank, x in xs.items() if rank != me)
         if me in arrived:
             arrived[me].copy_(xs[me].detach())
         return arrived
@@ -479,10 +479,10 @@ class SharedMemory(OperationQueue):
         return PeerLost(self._behind(operation), operation.verb, detail)
 
     def _fail(self, error: CommunicationError) -> None:
-        self._abandon(error)  # before a file is closed: a peer that does not find it any more can see why
+        self._notify_peers(error)  # before a file is closed: a peer that does not find it any more can see why
         super()._fail(error)
 
-    def _abandon(self, error: CommunicationError) -> None:
+    def _notify_peers(self, error: CommunicationError) -> None:
         if isinstance(error, PeerLost):
             self._host.words[SharedMemoryMap.broken] |= (
                 sum(1 << rank for rank in error.ranks if rank < 62) | _UNKNOWN_RANKS

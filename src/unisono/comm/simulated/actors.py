@@ -27,8 +27,8 @@ LOG = logging.getLogger("unisono")
 class SimulatedContext(Clock, Protocol):
     """What services need of the simulated world."""
 
-    turns: VirtualScheduler
-    stations: list[SimulatedHost]
+    scheduler: VirtualScheduler
+    hosts: list[SimulatedHost]
     bytes_sent: list[int]
 
     def enter(self, work: VirtualWork) -> None:
@@ -50,7 +50,7 @@ class SimulatedService:
         self.actors[number] = VirtualActor(self, number, make, station)
         if all(self.actors):
             for each in self.present():
-                each.meet(self.lines(-1 - each.number, each.station))
+                each.connected(self.lines(-1 - each.number, each.station))
 
     def present(self) -> list[VirtualActor]:
         """All actors so far."""
@@ -58,7 +58,7 @@ class SimulatedService:
 
     def lines(self, sender: int, station: SimulatedHost) -> list[ActorConnection]:
         """Lines of `sender`, who is at `station`, to all actors."""
-        return [VirtualLine(actor, sender, station) for actor in self.present()]
+        return [VirtualConnection(actor, sender, station) for actor in self.present()]
 
     def worker_gone(self, rank: int, detail: str) -> None:
         """Worker `rank` says nothing more, and takes along the actors that it hosts or has started."""
@@ -66,7 +66,7 @@ class SimulatedService:
             if actor.number % self.size == rank:
                 actor.end(f"worker {rank} is gone: {detail}")
         for actor in self.present():
-            actor.sender_gone(rank, self.world.stations[rank])
+            actor.sender_gone(rank, self.world.hosts[rank])
 
 
 class VirtualActor:
@@ -79,8 +79,8 @@ class VirtualActor:
         self.name = f"{service.name} {number}"
         self.rank = number % service.size
         self.ended = ""
-        self._random = self.world.turns.own_random(self.name)
-        with self.world.turns.drawing_from(self._random):
+        self._random = self.world.scheduler.own_random(self.name)
+        with self.world.scheduler.drawing_from(self._random):
             self._actor = make()
         self.largest_bytes = largest_bytes_of(self._actor)
         self._broken: dict[int, str] = {}
@@ -88,13 +88,13 @@ class VirtualActor:
         self._heard: dict[int, VirtualCall] = {}
         self.read: dict[int, ActorMessage] = {}  # by sender: the answer that it has waited for last
 
-    def meet(self, lines: Sequence[ActorConnection]) -> None:
-        """As `Actor.meet`."""
-        self.run(lambda actor: actor.meet(lines))
+    def connected(self, lines: Sequence[ActorConnection]) -> None:
+        """As `Actor.connected`."""
+        self.run(lambda actor: actor.connected(lines))
 
     def run(self, step: Callable[[Actor], None]) -> None:
         """``step(actor)``, with the actor's own random numbers."""
-        with self.world.turns.drawing_from(self._random):
+        with self.world.scheduler.drawing_from(self._random):
             step(self._actor)
 
     def broken(self, sender: int) -> str:
@@ -105,8 +105,8 @@ class VirtualActor:
         """What is ready to leave now arrives later."""
         self._calls = [each for each in self._calls if not each.is_over]
         self._calls.append(call)
-        arrives = carry(call.station, self.station, call.nbytes, self.world.turns.now)
-        self.world.turns.at(arrives, lambda: self._receive(call))
+        arrives = carry(call.station, self.station, call.nbytes, self.world.scheduler.now)
+        self.world.scheduler.at(arrives, lambda: self._receive(call))
 
     def end(self, detail: str) -> None:
         """The actor is gone: who waits for it, or comes later, sees so."""
@@ -121,8 +121,8 @@ class VirtualActor:
 
     def sender_gone(self, sender: int, station: SimulatedHost) -> None:
         """After what is on its way has arrived, the actor loses `sender`."""
-        arrives = carry(station, self.station, 0, self.world.turns.now)
-        self.world.turns.at(arrives, lambda: self._break(sender, "the sender is gone"))
+        arrives = carry(station, self.station, 0, self.world.scheduler.now)
+        self.world.scheduler.at(arrives, lambda: self._break(sender, "the sender is gone"))
 
     def _receive(self, call: VirtualCall) -> None:
         if self.broken(call.sender) or call.lost_on_its_way:
@@ -211,7 +211,7 @@ class VirtualCall(VirtualWork):
             return
         self._answer = _copy(message)
         nbytes = frames.nbytes(frames.encode(message))
-        arrives = carry(self.to.station, self.station, nbytes, self._world.turns.now)
+        arrives = carry(self.to.station, self.station, nbytes, self._world.scheduler.now)
         count(self._world, self.to.station, self.station, nbytes)
         self._settle(arrives)
 
@@ -220,14 +220,14 @@ class VirtualCall(VirtualWork):
         if not self.is_over:
             self.error = PeerLost([self.to.rank], self.verb, detail)
             latency = max(self.to.station.link.latency_seconds, self.station.link.latency_seconds)
-            self._settle(self._world.turns.now + (0 if self.to.station is self.station else latency))
+            self._settle(self._world.scheduler.now + (0 if self.to.station is self.station else latency))
 
     def _settle(self, time: float) -> None:
         self.finish = time
         if self.then is None:
-            self._world.turns.wake(self.rank, time)
+            self._world.scheduler.wake(self.rank, time)
         else:
-            self._world.turns.at(time, self._call_back)
+            self._world.scheduler.at(time, self._call_back)
 
     def _call_back(self) -> None:
         own = self.to.service.actors[-1 - self.sender]
@@ -241,7 +241,7 @@ class VirtualCall(VirtualWork):
                 LOG.exception("%s failed at an answer of %s", own.name, self.to.name)
 
 
-class VirtualLine:
+class VirtualConnection:
     """The `ActorConnection` of `sender`, who is at `station`."""
 
     pid = None
@@ -256,7 +256,7 @@ class VirtualLine:
         self._send(call)
         return call
 
-    def tell(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
+    def send(self, message: ActorMessage, then: Callable[[ActorMessage | None], None]) -> None:
         self._send(VirtualCall(self._to, self._sender, self._station, message, then))
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class SimulatedWorld:
             raise ValueError(f"size={size} with {len(self.links)} links: one worker or more, one link each")
         self.failures: list[BaseException] = []
         self.bytes_sent = [0] * size
-        self.stations = [SimulatedHost(each, rank) for rank, each in enumerate(self.links)]
+        self.hosts = [SimulatedHost(each, rank) for rank, each in enumerate(self.links)]
         self._services: dict[tuple[_Lane, int], SimulatedService] = {}
         self._gone: dict[int, str] = {}  # starts nothing more, and why
         self._lost: set[int] = set()  # those of them whose messages under way are lost too
@@ -93,7 +93,7 @@ class SimulatedWorld:
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any], seed: int) -> list[Any]:
         """What `outcomes` promises; `failures` are the exceptions in the order of virtual time."""
-        self.turns = VirtualScheduler(self.size, seed, self._break_deadlock)
+        self.scheduler = VirtualScheduler(self.size, seed, self._break_deadlock)
         results: list[Any] = [None] * self.size
 
         def live(rank: int) -> None:
@@ -105,7 +105,7 @@ class SimulatedWorld:
                 self.failures.append(error)
                 self.lose(rank, f"it failed with {type(error).__name__}: {error}")
 
-        self.turns.run(live)
+        self.scheduler.run(live)
         return results
 
     def lose(self, rank: int, detail: str = "lost by appointment") -> None:
@@ -114,7 +114,7 @@ class SimulatedWorld:
             return
         self._gone[rank] = detail
         self._lost.add(rank)
-        self.turns.wake(rank, self.turns.now)
+        self.scheduler.wake(rank, self.scheduler.now)
         self._fail_peers(rank, lambda part: True)
         self._end_services(rank)
 
@@ -144,12 +144,12 @@ class SimulatedWorld:
 
     def now(self, rank: int) -> float:
         """Seconds on the clock of `rank`."""
-        return self.turns.clock[rank]
+        return self.scheduler.clock[rank]
 
     def advance(self, rank: int, seconds: float) -> None:
         """Move the clock of `rank`; those who are earlier go first."""
         self.check(rank)
-        self.turns.advance(rank, seconds)
+        self.scheduler.advance(rank, seconds)
         self.check(rank)
 
     def check(self, rank: int) -> None:
@@ -178,7 +178,7 @@ class SimulatedWorld:
     def enter(self, work: VirtualWork) -> None:
         """Worker ``work.rank`` starts `work` now."""
         self.check(work.rank)
-        work.start = self.turns.now
+        work.start = self.scheduler.now
         self._under_way[work.rank] = [*self.unfinished(work.rank), work]
 
     def wait(self, rank: int, works: Sequence[VirtualWork]) -> None:
@@ -186,7 +186,7 @@ class SimulatedWorld:
         self.check(rank)
         self._waits[rank] = works
         deadline = min(work.start for work in works) + self.timeout_seconds
-        self.turns.wait(rank, min(work.finish for work in works), deadline)
+        self.scheduler.wait(rank, min(work.finish for work in works), deadline)
         del self._waits[rank]
         self.check(rank)
         self.expire(works)
@@ -194,7 +194,7 @@ class SimulatedWorld:
     def expire(self, works: Iterable[VirtualWork]) -> None:
         """Fail those of `works` that are not settled within the deadline."""
         for work in works:
-            if not work.settled and self.turns.now >= work.start + self.timeout_seconds:
+            if not work.settled and self.scheduler.now >= work.start + self.timeout_seconds:
                 self._fail([work], work.overdue(self.timeout_seconds))
 
     def silent(self, part: _PendingVerb[Any]) -> list[int]:
@@ -203,7 +203,7 @@ class SimulatedWorld:
 
     def unfinished(self, rank: int) -> list[VirtualWork]:
         """What `rank` has started and what lies in its future, or in nobody knows when."""
-        return [work for work in self._under_way[rank] if work.finish > self.turns.now]
+        return [work for work in self._under_way[rank] if work.finish > self.scheduler.now]
 
     def _missing(self, part: _PendingVerb[Any], message: _Collective) -> list[int]:
         """Peers that `part` will wait for in vain, who was gone first comes first."""
@@ -228,11 +228,11 @@ class SimulatedWorld:
     def _settle(self, parts: list[_PendingVerb[Any]], peers: list[_PendingVerb[Any]], seconds: float) -> None:
         for peer in peers:
             if not peer.ready_at:  # else an earlier swap of the same message has asked
-                peer.ready_at = max(peer.start, self.stations[peer.rank].free_at)
+                peer.ready_at = max(peer.start, self.hosts[peer.rank].free_at)
         for part in parts:
             part.finish = max(peer.ready_at for peer in peers) + seconds
-            self.stations[part.rank].hold_until(part.finish)
-            self.turns.wake(part.rank, part.finish)
+            self.hosts[part.rank].hold_until(part.finish)
+            self.scheduler.wake(part.rank, part.finish)
 
     def _seconds(self, part: _PendingVerb[Any], peers: list[_PendingVerb[Any]]) -> float:
         if part.header.verb in _SECONDS:
@@ -243,9 +243,9 @@ class SimulatedWorld:
 
     def _fail(self, parts: Iterable[VirtualWork], error: CommunicationError) -> None:
         for part in parts:
-            if part.finish > self.turns.now:
-                part.error, part.finish = part.error or error, self.turns.now
-                self.turns.wake(part.rank, part.finish)
+            if part.finish > self.scheduler.now:
+                part.error, part.finish = part.error or error, self.scheduler.now
+                self.scheduler.wake(part.rank, part.finish)
 
     def _fail_peers(self, gone: int, concerns: Callable[[_PendingVerb[Any]], bool]) -> None:
         detail = self._gone[gone]
@@ -386,12 +386,12 @@ class Simulated:
         self._lanes += 1
         return Simulated(self.world, self.rank, (*self.path, (self._lanes, name)))
 
-    def tiers(self, name: str) -> None:
+    def hierarchy(self, name: str) -> None:
         """None: virtual workers have a host each."""
 
     def host(self, actor: Actor) -> list[ActorConnection]:
         """As the contract; `actor` shares the link of its worker."""
-        own = self.world.stations[self.rank]
+        own = self.world.hosts[self.rank]
         service = self._service(self.size, served=False)
         service.add(self.rank, lambda: actor, own)
         return self._lines(service)
@@ -428,7 +428,7 @@ class Simulated:
     def _lines(self, service: SimulatedService) -> list[ActorConnection]:
         """When everybody's actors are there, after which nobody meets one that has not met its colleagues."""
         self.gather(torch.zeros(1)).wait()
-        return service.lines(self.rank, self.world.stations[self.rank])
+        return service.lines(self.rank, self.world.hosts[self.rank])
 
     def _start(
         self,

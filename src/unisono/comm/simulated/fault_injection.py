@@ -100,8 +100,8 @@ class Faulty:
         lane._starts = self._starts
         return lane
 
-    def tiers(self, name: str) -> Hierarchy | None:
-        return self.comm.tiers(name)
+    def hierarchy(self, name: str) -> Hierarchy | None:
+        return self.comm.hierarchy(name)
 
     def host(self, actor: Actor) -> list[ActorConnection]:
         return self.comm.host(actor)

@@ -22,8 +22,8 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.comm.abort import Abort
 from unisono.comm.process_sockets import connected, deafen, is_open, shut
-from unisono.comm.rendezvous.prefix_store import Prefixed
-from unisono.comm.rendezvous.store_exchange import Breakable, StoreExchange
+from unisono.comm.rendezvous.prefix_store import PrefixedStore
+from unisono.comm.rendezvous.store_exchange import AbortableStore, StoreExchange
 from unisono.comm.torch_groups.process_group import gloo, open_devices
 from unisono.errors import CommunicationError, PeerLost
 
@@ -40,7 +40,7 @@ class TorchWorld:
     """All workers of a view in torch's default group, and every group that torch makes of some of them.
 
     A process has one at a time. What waits in its groups listens to nobody: it is woken by the end of what can be read
-    from their connections, and whatever torch then raises is said as `PeerLost` by `heard`.
+    from their connections, and whatever torch then raises is said as `PeerLost` by `translate_errors`.
 
     Where a write fails in gloo's own thread, which answers a message that says that the far end is ready, gloo seems to
     forget whoever waits for that. So nobody's connections close before all have had time to hear that it is over. They
@@ -73,7 +73,7 @@ class TorchWorld:
         # this process alone: the names, and with them the keys in the store, would differ from those of new workers.
         dist.distributed_c10d._world.group_count = 0
         self._closed, self._thread = threading.Event(), threading.get_ident()
-        self._unabort = self._abort.then(self._break_off)
+        self._unabort = self._abort.add_callback(self._break_off)
         dist.Backend.register_backend(_BACKEND, self._group, devices=["cpu"])
         try:
             dist.init_process_group(
@@ -97,13 +97,13 @@ class TorchWorld:
         return sum(_sent(*wire) for wire in self._wires.items())
 
     @property
-    def torn(self) -> str:
+    def failure(self) -> str:
         """Why nothing can be said here any more; empty as long as all connections are there."""
         closed = not all(is_open(*wire) for wire in self._wires.items())
-        return self._abort.why or ("a connection was closed" if closed else "")
+        return self._abort.reason or ("a connection was closed" if closed else "")
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Inside, what is raised because others are not there any more is raised as `PeerLost`: torch says it as a
         plain RuntimeError, and wraps what our own communicators say."""
         try:
@@ -114,7 +114,7 @@ class TorchWorld:
             meant = _meant(error)
             if meant is not None:
                 raise meant from error
-            why = self.torn if isinstance(error, RuntimeError) else ""
+            why = self.failure if isinstance(error, RuntimeError) else ""
             if why:
                 raise PeerLost([], "layout", f"{why} ({repr(error).splitlines()[0]})") from error
             raise
@@ -155,8 +155,8 @@ class TorchWorld:
         """As torch asks a backend for each group; gloo connects all pairs at once."""
         notices = StoreExchange(store, self._timeout_seconds, self._abort)
         (device,), ends = open_devices(notices, rank, size, self._address, 1)
-        waiting = Breakable(Prefixed("gloo", store), self._timeout_seconds, self._abort)
-        forget = self._abort.then(lambda: shut(connected(ends)))
+        waiting = AbortableStore(PrefixedStore("gloo", store), self._timeout_seconds, self._abort)
+        forget = self._abort.add_callback(lambda: shut(connected(ends)))
         try:
             made = partial(gloo, waiting, rank, size, device, timeout.total_seconds())
             group = self._abort.run("connect", made)

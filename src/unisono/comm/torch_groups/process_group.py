@@ -28,10 +28,10 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.comm import header_record as record
 from unisono.comm.abort import Abort
-from unisono.comm.actors.services import Hosting
+from unisono.comm.actors.services import ActorHost
 from unisono.comm.hierarchy import Hierarchy
 from unisono.comm.host import sources
-from unisono.comm.operation_queue import Blocked, Family, Operation, OperationQueue, Steps
+from unisono.comm.operation_queue import Blocked, ChannelSet, Operation, OperationQueue, Steps
 from unisono.comm.process_sockets import (
     End,
     admit_only,
@@ -42,8 +42,8 @@ from unisono.comm.process_sockets import (
     refuse_connections,
     shut,
 )
-from unisono.comm.rendezvous.prefix_store import Prefixed
-from unisono.comm.rendezvous.store_exchange import Breakable, StoreExchange
+from unisono.comm.rendezvous.prefix_store import PrefixedStore
+from unisono.comm.rendezvous.store_exchange import AbortableStore, StoreExchange
 from unisono.errors import CommunicationError, InvalidInput, PeerLost
 from unisono.system.backoff import Backoff
 
@@ -74,7 +74,7 @@ class TorchGroup(OperationQueue):
         service_address: the same for actors; None: `address`.
         timeout_seconds: how long a peer may stay silent, at start and in every verb.
         abort: breaks off all that waits, now and later.
-        secret, encrypted: those of `Hosting`.
+        secret, encrypted: those of `ActorHost`.
 
     Raises:
         PeerLost: not all peers came within the deadline, or it was broken off.
@@ -95,13 +95,13 @@ class TorchGroup(OperationQueue):
         abort: Abort | None = None,
         secret: str = "",
         encrypted: bool = False,
-        family: Family | None = None,
+        channels: ChannelSet | None = None,
     ) -> None:
-        if family is None:
+        if channels is None:
             abort = abort or Abort()
-            hosting = Hosting(service_address or address, timeout_seconds, abort, secret, encrypted)
-            family = Family(hosting=hosting, abort=abort)
-        super().__init__(family, timeout_seconds)
+            actor_host = ActorHost(service_address or address, timeout_seconds, abort, secret, encrypted)
+            channels = ChannelSet(actor_host=actor_host, abort=abort)
+        super().__init__(channels, timeout_seconds)
         self.rank, self.size = rank, size
         self._store: c10d.Store | None = store
         self._backend, self._address = backend, address
@@ -113,35 +113,35 @@ class TorchGroup(OperationQueue):
         self._headers: Any = None
         self._payloads: Any = None
         self._near: Any = None  # NCCL carries only what lies on its device; what lies here goes beside it
-        self._waiting: Breakable | None = None  # gloo has only what C++ knows of it
+        self._waiting: AbortableStore | None = None  # gloo has only what C++ knows of it
         self._unabort: Callable[[], None] = lambda: None
         _check_backend(backend)
-        notices = StoreExchange(store, timeout_seconds, family.abort)
+        notices = StoreExchange(store, timeout_seconds, channels.abort)
         devices, ends = open_devices(notices, rank, size, address, 3 if backend == "nccl" else 2)
-        forget = family.abort.then(lambda: shut(connected(ends)))
+        forget = channels.abort.add_callback(lambda: shut(connected(ends)))
         try:
             with _peer_lost_for("connect"):
-                groups = family.abort.run("connect", partial(self._connect, store, devices))
+                groups = channels.abort.run("connect", partial(self._connect, store, devices))
         finally:
             forget()
         self._headers, self._payloads, self._near = groups
         self._wires = connected(ends)
         if backend == "nccl":  # its operations hold up whoever waits for the device, too
-            self._unabort = family.abort.then(self._payloads.abort)
+            self._unabort = channels.abort.add_callback(self._payloads.abort)
 
     def _connect(self, store: c10d.Store, devices: Sequence[Device]) -> tuple[Any, Any, Any]:
         """The groups of headers, of payloads, and of payloads that lie here."""
-        waiting = Breakable(store, self._timeout_seconds, self._family.abort)
+        waiting = AbortableStore(store, self._timeout_seconds, self._channels.abort)
 
         def over(name: str, device: Device) -> Any:
-            self._family.abort.check("connect")
-            return gloo(Prefixed(name, waiting), self.rank, self.size, device, self._timeout_seconds)
+            self._channels.abort.check("connect")
+            return gloo(PrefixedStore(name, waiting), self.rank, self.size, device, self._timeout_seconds)
 
         headers = over("headers", devices[0])
         if self._backend == "gloo":
             payloads = near = over("payloads", devices[1])
         else:
-            payloads, near = self._nccl(Prefixed("payloads", store)), over("near", devices[2])
+            payloads, near = self._nccl(PrefixedStore("payloads", store)), over("near", devices[2])
         self._waiting = waiting
         return headers, payloads, near
 
@@ -164,7 +164,7 @@ class TorchGroup(OperationQueue):
                 options.timeout = _LONG
                 yield from self._carry("sum", lambda: self._group_of(wide).allreduce([wide], options))
                 # A ring moves every byte twice, but for this worker's own share.
-                self._family.bytes_sent += 2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
+                self._channels.bytes_sent += 2 * (self.size - 1) * wide.numel() * wide.element_size() // self.size
             return wide.to(x.dtype).to(dtype or x.dtype).view(x.shape)
 
         return self._start(payload, "sum", x.numel(), x.dtype, to=dtype)
@@ -177,7 +177,7 @@ class TorchGroup(OperationQueue):
                 options = c10d.AllgatherOptions()
                 options.timeout = _LONG
                 yield from self._carry("gather", lambda: self._group_of(x)._allgather_base(everybody, mine, options))
-                self._family.bytes_sent += (self.size - 1) * mine.numel()
+                self._channels.bytes_sent += (self.size - 1) * mine.numel()
             return rows
 
         return self._start(payload, "gather", x.numel(), x.dtype)
@@ -191,7 +191,7 @@ class TorchGroup(OperationQueue):
                 yield from self._carry(
                     "broadcast", lambda: self._group_of(whole).broadcast([_as_bytes(whole)], options)
                 )
-                self._family.bytes_sent += (self.size - 1) * whole.nbytes if self.rank == root else 0
+                self._channels.bytes_sent += (self.size - 1) * whole.nbytes if self.rank == root else 0
                 if not x.is_contiguous():
                     x.detach().copy_(whole)
             return x
@@ -213,32 +213,32 @@ class TorchGroup(OperationQueue):
         sends, expects = dict(xs), dict(like)
         return self._start(lambda: self._all_to_all("swap", sends, expects), "swap", sends=sends, expects=expects)
 
-    def divide(self, tiers: Hierarchy) -> None:
-        """From now on, `tiers` are what these workers have beside this conversation."""
-        self._family.tiers = tiers
+    def set_hierarchy(self, hierarchy: Hierarchy) -> None:
+        """From now on, `hierarchy` are what these workers have beside this conversation."""
+        self._channels.hierarchy = hierarchy
 
     def channel(self, name: str) -> TorchGroup:
         if self._store is None:
             raise PeerLost([], "lane", "this end was closed")
         lane = TorchGroup(
-            Prefixed(f"lane/{name}", self._store),
+            PrefixedStore(f"lane/{name}", self._store),
             self.rank,
             self.size,
             backend=self._backend,
             device=self._device,
             address=self._address,
             timeout_seconds=self._timeout_seconds,
-            family=self._family,
+            channels=self._channels,
         )
         lane.name = name
         return lane
 
     def close(self) -> None:
-        if self._family.lanes[0] is self:
-            self._family.hosting.close()
-            if self._family.tiers:
-                self._family.tiers.close()
-        for lane in self._family.lanes if self._family.lanes[0] is self else [self]:
+        if self._channels.queues[0] is self:
+            self._channels.actor_host.close()
+            if self._channels.hierarchy:
+                self._channels.hierarchy.close()
+        for lane in self._channels.queues if self._channels.queues[0] is self else [self]:
             assert isinstance(lane, TorchGroup)
             lane._end()
             lane._hang_up()
@@ -264,14 +264,14 @@ class TorchGroup(OperationQueue):
         options = c10d.AllToAllOptions()
         options.timeout = _LONG
         arrival = None
-        self._heed(verb)
+        self._check_abort(verb)
         try:
             if self._failure is None:
                 with _peer_lost_for(verb):
                     arrival = self._under_way(self._headers.alltoall_base(everybody, mine, [], [], options))
         except PeerLost as error:
             self._fail(error)
-        return self._begin(verb, self._steps(verb, sequence, arrival, everybody.view(self.size, -1), payload))
+        return self._enqueue(verb, self._steps(verb, sequence, arrival, everybody.view(self.size, -1), payload))
 
     def _steps(
         self, verb: str, sequence: int, arrival: Any, records: Tensor, payload: Callable[[], Steps[Any]]
@@ -324,7 +324,7 @@ class TorchGroup(OperationQueue):
         yield from self._carry(
             verb, lambda: self._group_of(sent).alltoall_base(received, sent, incoming, outgoing, options)
         )
-        self._family.bytes_sent += sum(x.nbytes for x in there.values())
+        self._channels.bytes_sent += sum(x.nbytes for x in there.values())
         pieces = torch.split(received, incoming)
         return {
             rank: _as_bytes(xs[rank]).clone().view(x.dtype).view(x.shape)
@@ -333,7 +333,7 @@ class TorchGroup(OperationQueue):
             for rank, x in like.items()
         }
 
-    def _verbs(self) -> TorchGroup:
+    def _communicator(self) -> TorchGroup:
         return self
 
     def _group_of(self, x: Tensor) -> Any:
@@ -367,12 +367,12 @@ class TorchGroup(OperationQueue):
         if all(is_open(fd, name) for fd, name in self._wires.items()):
             return None
         self._torn_since = self._torn_since or now
-        since = max(self._torn_since, self._fruitless_since or now)
+        since = max(self._torn_since, self._blocked_since or now)
         if now - since < min(_LONGEST_TORN_SECONDS, self._timeout_seconds / 8):
             return None
         return PeerLost((), operation.verb, "a connection was closed")
 
-    def _abandon(self, error: CommunicationError) -> None:
+    def _notify_peers(self, error: CommunicationError) -> None:
         if isinstance(error, PeerLost):
             self._hang_up()
 

@@ -21,7 +21,7 @@ from xxhash import xxh3_128_digest
 from unisono.checkpoint.fingerprint import raw_bytes
 from unisono.checkpoint.ownership import Holding, decode_holding, encode_holding
 from unisono.comm import Communicator, Work
-from unisono.comm.text import gather_text, gathering_text
+from unisono.comm.text import gather_text, gather_text_steps
 from unisono.elastic.transfer.buddies import keepers
 from unisono.elastic.transfer.flat_buffer import bytes_like, image_bytes, read_image, write_image
 from unisono.elastic.transfer.local_tensors import LocalTensors
@@ -166,7 +166,7 @@ class MemoryCheckpoints:
     def _pass(self, step: int, own: MemoryCheckpoint, mine: Tensor, other: Tensor | None) -> _Passing:
         """Everybody's state to their keeper."""
         lane, ward = self._lane, self.ward
-        said = yield from gathering_text(lane, json.dumps([encode_holding(own.held.holding), own.meta]))
+        said = yield from gather_text_steps(lane, json.dumps([encode_holding(own.held.holding), own.meta]))
         holdings, metas = zip(*map(_decode, said))
         theirs = bytes_like(image_bytes(holdings[ward]), other)
         yield from self._carry(mine, theirs, max(map(image_bytes, holdings)))

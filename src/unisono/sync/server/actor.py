@@ -62,7 +62,7 @@ class Copying:
     def pass_on(self, message: ActorMessage) -> None:
         """It was taken."""
         if self._line is not None:
-            self._line.tell(message, self._heard)
+            self._line.send(message, self._heard)
 
     def after(self, act: Callable[[], None]) -> None:
         """``act()`` once the copy has everything so far."""
@@ -104,7 +104,7 @@ class ParameterServerActor:
         self._copying: dict[int, Copying] = {}
         self._lent: dict[int, list[tuple[ServerSlice, object]]] = {}
 
-    def meet(self, lines: Sequence[ActorConnection]) -> None:
+    def connected(self, lines: Sequence[ActorConnection]) -> None:
         """See `Actor`."""
         copy = lines[(self._number + 1) % self._servers] if self._copies == 2 else None
         self._copying[self._own] = Copying(copy)
