@@ -18,7 +18,7 @@ REMEMBERED = 64  # losses of steps that counted, by which the next is judged
 ENOUGH = 16  # of them, before anything is called a spike
 NORMAL = 1.4826  # times the median absolute deviation is the standard deviation, where numbers are normal
 LEAST_SPREAD = 0.01  # of the median: losses that happen to be alike do not make the next one a spike
-UNFIT = -math.inf
+NOT_REPRESENTABLE = -math.inf
 """Said in place of the loss of a micro-batch with a gradient that the compressor's numbers cannot hold."""
 
 
@@ -180,7 +180,7 @@ class AnomalyDetector:
 
 
 def _not_finite(loss: float) -> str:
-    if loss == UNFIT:
+    if loss == NOT_REPRESENTABLE:
         return f"the loss is {loss}, or a gradient is too large for what travels,"
     return f"the loss is {loss}"
 
@@ -198,7 +198,7 @@ class ReplicaMismatch:
     odd: tuple[int, ...]
 
 
-def compare(digests: Mapping[int, float]) -> ReplicaMismatch | None:
+def find_mismatch(digests: Mapping[int, float]) -> ReplicaMismatch | None:
     """Who differs from the majority, given everybody's digest; None where nobody does, or some have said 0: nothing."""
     said = list(digests.values())
     if not all(said) or len(set(said)) <= 1:

@@ -59,7 +59,7 @@ class InvalidInput(UnisonoError):
         return type(self), (self.field, self.value, self.problem, self.cure)
 
 
-class Unlike(InvalidInput):
+class TaskMismatch(InvalidInput):
     """A worker would train something else than the other workers of its run; `field` is the first thing that differs
     and `value` what this worker has."""
 
@@ -102,11 +102,11 @@ class CheckpointMismatch(CheckpointError):
     """The checkpoint belongs to another model, optimizer or plan; names the first difference."""
 
 
-class HandoverError(UnisonoError):
+class StateTransferError(UnisonoError):
     """State could not be passed on from worker to worker."""
 
 
-class StateMissing(HandoverError):
+class StateMissing(StateTransferError):
     """Nobody who is there has what somebody needs.
 
     Args:
@@ -122,7 +122,7 @@ class StateMissing(HandoverError):
         return type(self), (self.missing,)
 
 
-class StateDamaged(HandoverError):
+class StateDamaged(StateTransferError):
     """What came from another worker's memory is not what was sent; names the tensor and its holder."""
 
 

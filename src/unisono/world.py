@@ -26,8 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.comm import Communicator, connect
 from unisono.compress import Cast, Compressor
-from unisono.config import LIBRARY_GLOBAL_BATCH, Config, checked, walk
-from unisono.data import Load, Loader, MicroBatchPlan, Turn, assign, seed_compute, stream
+from unisono.config import LIBRARY_GLOBAL_BATCH, Config, checked, takes_local_steps
+from unisono.data import Load, Loader, MicroBatchPlan, WorkItem, assign, seed_compute, stream
 from unisono.elastic.extra_state import Stateful
 from unisono.elastic.loop_group import STUCK_IN, ElasticGroup, LoopGroup, StaticGroup, TrainingState, words_of
 from unisono.elastic.trait_check import Traits
@@ -148,7 +148,7 @@ class World:
         check_whole("backward_passes", backward_passes, 1)
         check_fit(model, optimizer)
         check_trainable(model)
-        state = TrainingState(model, optimizer, walks=walk(options["sync"]))
+        state = TrainingState(model, optimizer, walks=takes_local_steps(options["sync"]))
         self._company.agree(state)
         self._bound = _CustomLoop(self._company, self._watch, state, backward_passes, options)
         return model, optimizer
@@ -508,7 +508,7 @@ class _CustomLoop:
         self._replica.discard_step()
         self._replica.unbind()
 
-    def turns(self, loader: Loader, mine: range, first: int, count: int) -> Iterator[Turn]:
+    def turns(self, loader: Loader, mine: range, first: int, count: int) -> Iterator[WorkItem]:
         """The work of this worker: what is dealt out to it, else `mine` of each step from `first` to before `count`.
         Raises `PeerLost`."""
         replica = self._replica

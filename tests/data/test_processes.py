@@ -21,7 +21,7 @@ import torch
 
 from tests.support.processes import run
 from unisono.data import Inline, Loader, MicroBatchPlan, Processes
-from unisono.data.remote_exception import Raised
+from unisono.data.remote_exception import RemoteException
 from unisono.errors import InvalidInput, LoadingFailed
 
 PLAN = MicroBatchPlan(50, 12, 3, seed=5)
@@ -242,7 +242,7 @@ def test_what_is_raised_again_is_as_it_was() -> None:
     with pytest.raises(InvalidInput) as first:
         raise InvalidInput("data", 3, "it is wrong", "correct it")
     first.value.add_note("a note")
-    again = Raised.of(first.value).again()
+    again = RemoteException.of(first.value).again()
     assert isinstance(again, InvalidInput)
     assert (again.field, again.__notes__, str(again)) == ("data", ["a note"], str(first.value))
     lines = traceback.extract_tb(again.__traceback__)

@@ -228,7 +228,7 @@ def test_a_replacement_that_finds_another_task_is_not_taken_in_and_the_others_go
         (tmp_path / "own.py").write_text(TASK.replace(".square()", ".abs()"))
         pids = {name: pid for pid, name in session(process.pid).items()}
         os.kill(pids["unisono worker 1"], signal.SIGKILL)
-        assert within(60, lambda: "Unlike" in (tmp_path / "run" / "logs" / "worker-1.log").read_text())
+        assert within(60, lambda: "TaskMismatch" in (tmp_path / "run" / "logs" / "worker-1.log").read_text())
         done = last_step(tmp_path / "run")
         assert within(30, lambda: last_step(tmp_path / "run") >= done + 10)
         os.kill(process.pid, signal.SIGINT)

@@ -320,7 +320,7 @@ def test_steps_that_are_lost_each_time_do_not_count_for_ever() -> None:
 
 @pytest.mark.parametrize("kind", [RestartFailed, JoinedLauncher])
 def test_a_replacement_with_another_task_is_refused_and_the_others_go_on(kind: type[RestartFailed]) -> None:
-    refused = replace(fallen(1), said=("Unlike", ["samples", "8", "the run has 9", "give every host the same"]))
+    refused = replace(fallen(1), said=("TaskMismatch", ["samples", "8", "the run has 9", "give every host the same"]))
     succession = kind(2, Nobody())
     succession.name(1)
     assert succession.lost(refused, 1, 1.0).cause is refused, "one of the first"

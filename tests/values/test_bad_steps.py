@@ -10,7 +10,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from unisono.bad_steps import ENOUGH, REMEMBERED, UNFIT, AnomalyDetector, ReplicaMismatch, RollBack, Skip, Stop, compare
+from unisono.bad_steps import (
+    ENOUGH,
+    NOT_REPRESENTABLE,
+    REMEMBERED,
+    AnomalyDetector,
+    ReplicaMismatch,
+    RollBack,
+    Skip,
+    Stop,
+    find_mismatch,
+)
 
 LOSS = st.floats(-1e6, 1e6)
 LOSSES = st.lists(LOSS, min_size=1, max_size=8)
@@ -42,7 +52,7 @@ def test_finite_losses_are_bad_only_by_their_gradient(policy, losses, other, nor
 
 
 def test_what_a_compressor_cannot_hold_is_not_said_to_be_a_loss() -> None:
-    bad = AnomalyDetector(Skip()).look(0, [1.0, UNFIT], UNFIT, never)
+    bad = AnomalyDetector(Skip()).look(0, [1.0, NOT_REPRESENTABLE], NOT_REPRESENTABLE, never)
     assert bad is not None
     assert "a gradient is too large for what travels" in bad.why
 
@@ -112,7 +122,7 @@ def test_what_a_judge_remembers_survives_as_json(losses, steps, last) -> None:
 
 @given(st.dictionaries(st.integers(0, 20), st.sampled_from([1.0, 2.0, 3.0]), min_size=1))
 def test_more_than_half_are_right(digests) -> None:
-    split = compare(digests)
+    split = find_mismatch(digests)
     counts = {digest: list(digests.values()).count(digest) for digest in digests.values()}
     if len(counts) == 1:
         assert split is None
@@ -129,7 +139,7 @@ def test_more_than_half_are_right(digests) -> None:
 @given(st.dictionaries(st.integers(0, 20), st.sampled_from([1.0, 2.0]), min_size=1), st.data())
 def test_nothing_is_compared_while_one_has_said_nothing(digests, data) -> None:
     silent = data.draw(st.sampled_from(sorted(digests)))
-    assert compare({**digests, silent: 0.0}) is None
+    assert find_mismatch({**digests, silent: 0.0}) is None
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ class Fetch:
         before = _states()
         seed_load(stream(self._seed, step, micro_batch, "load"))
         try:
-            with draws() as drew:
+            with detect_rng_use() as drew:
                 return self(step, micro_batch), drew()
         finally:
             _restore(before)
@@ -132,7 +132,7 @@ def plain_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], list[Tensor]] | Non
 
 
 @contextmanager
-def draws() -> Iterator[Callable[[], bool]]:
+def detect_rng_use() -> Iterator[Callable[[], bool]]:
     """Gives a function that says whether random numbers were drawn since, of torch, of Python or of numpy."""
     before = _states()
     yield lambda: not _equal(before, _states())

@@ -21,7 +21,7 @@ INLINE_BELOW_BYTES = 1 << 20  # of what is in memory already: copied sooner than
 INLINE_BELOW_SECONDS = 300e-6
 """A hand-over between threads costs about a tenth of this; what is quicker is fetched when it is due."""
 
-Turn = tuple[int, range, Iterator[tuple[int, Batch]]]
+WorkItem = tuple[int, range, Iterator[tuple[int, Batch]]]
 """A step, one worker's own micro-batches of it, and their batches with their numbers."""
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Loader:
         batch does not show its samples."""
         return self._fetch.flawed(step, micro_batch)
 
-    def turns(self, shares: Iterable[tuple[int, range]]) -> Iterator[Turn]:
+    def turns(self, shares: Iterable[tuple[int, range]]) -> Iterator[WorkItem]:
         """What `shares` deal out, steps and micro-batches of each, one after the other, each with its batches and
         their numbers. `shares` is asked ahead of need, as far as batches are fetched ahead.
 

@@ -14,7 +14,7 @@ _PID_BYTES = 8  # at the beginning of each process's memory
 _LOOKS, _LOOK_SECONDS = 20, 0.005  # an answer takes a fraction of the second
 
 
-class Stacks:
+class LoaderStacks:
     """Of `count` processes; made before they are forked.
 
     A process answers whatever it does, even if it is blocked in native code: the interpreter writes the lines of its

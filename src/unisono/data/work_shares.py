@@ -20,7 +20,7 @@ STOCK_SECONDS = 0.5  # however short steps are: what else runs on a machine come
 WORTH = 0.04  # of a step's time; less is not told from chance by that many steps
 
 
-def quickest(micro_batches: int, seconds: Sequence[float]) -> list[int]:
+def fastest_counts(micro_batches: int, seconds: Sequence[float]) -> list[int]:
     """How many micro-batches each worker computes, at least one, so that the last is done soonest.
 
     One after the other goes to whoever would be done with it first, which is optimal for equal jobs; ties to the lower
@@ -63,7 +63,7 @@ def most_ahead(load: Load | None) -> int:
     return 0 if isinstance(load, Inline) else (load or Threads()).ahead
 
 
-class Stock:
+class PaceHistory:
     """Everybody's seconds per micro-batch: their medians, taken each time that enough steps were heard of."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Stock:
         return medians
 
 
-class Shares:
+class MicroBatchAllocation:
     """The micro-batches of each worker, step by step: contiguous ranges, in the order of ranks.
 
     Args:
@@ -128,7 +128,7 @@ class Shares:
 
     def could_save(self, seconds: Sequence[float]) -> float:
         """The part of a step's time that the best shares would save, where micro-batches take each lane `seconds`."""
-        best = quickest(self.micro_batches, seconds)
+        best = fastest_counts(self.micro_batches, seconds)
         return 1 - last_done(best, seconds) / last_done(self.counts, seconds)
 
     def follow(self, done: int, seconds: Sequence[float]) -> bool:
@@ -138,7 +138,7 @@ class Shares:
             return False
         first = done + -(-self._ahead // min(self.counts))
         assert first > self._asked, "what is fetched already changes no more"
-        ends = list(accumulate(quickest(self.micro_batches, seconds)))
+        ends = list(accumulate(fastest_counts(self.micro_batches, seconds)))
         ranges = [range(start, end) for start, end in zip([0, *ends], ends)]
         self._since = [self._since[-1], (first, ranges)]
         return True

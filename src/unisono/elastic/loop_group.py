@@ -119,7 +119,7 @@ class LoopGroup(Protocol):
         """Once, before `begin`: all workers start from the same weights."""
 
     def admit(self, traits: Callable[[], Traits]) -> None:
-        """Once, before `begin` or `stay`: compare `traits` with those of the others. Raises `Unlike`."""
+        """Once, before `begin` or `stay`: compare `traits` with those of the others. Raises `TaskMismatch`."""
 
     def stay(self) -> None:
         """There will be no `begin`: the group does not change any more."""

@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint import Box, TensorShard, decode_holding, encode_holding
+from unisono.checkpoint import Box, TensorShard, decode_shards, encode_shards
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic.model_state import weights_of
 from unisono.elastic.state_transfer import Parts, Progress, adopt, committed_in, describe
-from unisono.elastic.transfer import LocalTensors, MemoryCheckpoint, digest, hand_over, mean
+from unisono.elastic.transfer import LocalTensors, MemoryCheckpoint, digest, mean, transfer_tensors
 from unisono.errors import StateMissing
 
 LOG = logging.getLogger("unisono")
@@ -54,7 +54,7 @@ class StateShard:
     def said(self) -> list[Any]:
         """All but the tensors' numbers, as JSON carries it."""
         digests = {} if self.walker is None else {n: digest({n: x}, {}) for n, x in self.held.tensors.items()}
-        return [self.meta, encode_holding(self.held.holding), digests]
+        return [self.meta, encode_shards(self.held.shards), digests]
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class ShardedModel:
 
 def distinct(pieces: Iterable[StateShard]) -> list[StateShard]:
     """Of those that are the same part of the same state, one."""
-    return list({(each.at, each.walker, frozenset(each.held.holding.items())): each for each in pieces}.values())
+    return list({(each.at, each.walker, frozenset(each.held.shards.items())): each for each in pieces}.values())
 
 
 def assemble(
@@ -158,15 +158,15 @@ def _whole(
 ) -> dict[str, Tensor]:
     """This worker's part of one state: what all who have it have alike from all of them, and of the rest the mean over
     the replicas of which all is there. Raises `StateMissing` on all workers."""
-    wants, apart = laid.wants([each.holding for each in told]), _apart(told)
+    wants, apart = laid.wants([each.shards for each in told]), _apart(told)
     alike, own = ({n: piece for n, piece in wants.items() if (n in apart) is there} for there in (False, True))
-    tensors = hand_over(comm, [piece.held for piece in here], alike, hosts)
+    tensors = transfer_tensors(comm, [piece.held for piece in here], alike, hosts)
     lacking = list[StateMissing]()
 
     def walks() -> Iterator[dict[str, Tensor]]:
         for walker in sorted({each.walker for each in told if each.walker is not None}):
             try:
-                yield hand_over(comm, [piece.held for piece in here if piece.walker == walker], own, hosts)
+                yield transfer_tensors(comm, [piece.held for piece in here if piece.walker == walker], own, hosts)
             except StateMissing as missing:
                 lacking.append(missing)
 
@@ -181,7 +181,7 @@ def _apart(told: Sequence[_ShardReport]) -> set[str]:
     first: dict[tuple[str, Box], str | None] = {}
     apart = set()
     for each in told:
-        for name, piece in each.holding.items():
+        for name, piece in each.shards.items():
             said = each.digests.get(name)
             if first.setdefault((name, piece.box), said) != said:
                 apart.add(name)
@@ -195,7 +195,7 @@ class _ShardReport:
     numbers: Mapping[str, float]
     judged: Mapping[str, Any]
     loss: float
-    holding: Mapping[str, TensorShard]
+    shards: Mapping[str, TensorShard]
     digests: Mapping[str, str]
 
     @staticmethod
@@ -205,5 +205,5 @@ class _ShardReport:
                 first, steps = meta["at"]
                 at = (int(first), int(steps))
                 numbers, judged, loss = meta["numbers"], meta["judged"], meta["loss"]
-                return _ShardReport(at, meta["walker"], numbers, judged, loss, decode_holding(held), digests)
+                return _ShardReport(at, meta["walker"], numbers, judged, loss, decode_shards(held), digests)
         raise ValueError("not what a worker says of its part of the state")

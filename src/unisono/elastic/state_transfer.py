@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint import decode_holding, encode_holding
+from unisono.checkpoint import decode_shards, encode_shards
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic import transfer as handover
@@ -131,7 +131,7 @@ def take_over(
 
     Raises:
         StateDamaged: what came is not what its holders have.
-        StateMissing, PeerLost: as `handover.hand_over`.
+        StateMissing, PeerLost: as `handover.transfer_tensors`.
     """
     sources = [view.members.index(source) for source in view.sources]
     tensors, numbers = describe(model, optimizer, has) if has else ({}, {})
@@ -139,12 +139,12 @@ def take_over(
     if comm.rank == sources[0]:
         tensors |= {f"{_BESIDE}{name}": tensor for name, tensor in (beside or {}).items()}
     here = handover.LocalTensors(tensors)
-    told = gather_text(comm, json.dumps([encode_holding(here.holding), numbers, words, digests]) if has else "")
+    told = gather_text(comm, json.dumps([encode_shards(here.shards), numbers, words, digests]) if has else "")
     kinds, numbers, words, _ = json.loads(told[sources[0]])
-    everything = decode_holding(kinds)
+    everything = decode_shards(kinds)
     apart = handover.differing([json.loads(told[source])[-1] for source in sources])
     alike = {} if has else {name: piece for name, piece in everything.items() if name not in apart}
-    received = handover.hand_over(comm, [here], alike, [place.host for place in view.places])
+    received = handover.transfer_tensors(comm, [here], alike, [place.host for place in view.places])
     state = {name: tensor for name, tensor in received.items() if not name.startswith(_BESIDE)}
     if not has and digest_of(state, numbers, walks=walks) != view.start.digest:
         raise StateDamaged(f"what came for step {view.start.step} is not what its holders have")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from unisono.errors import Diverged, InvalidInput, LoadingFailed, RunFailed, UnisonoError, Unlike, WorkerFailed
+from unisono.errors import Diverged, InvalidInput, LoadingFailed, RunFailed, TaskMismatch, UnisonoError, WorkerFailed
 from unisono.launch.stop_request import Interrupted
 from unisono.system.exit_status import describe as describe
 
 SAY_ALL: dict[str, type[UnisonoError]] = {
-    each.__name__: each for each in (InvalidInput, Unlike, Diverged, LoadingFailed, RunFailed, Interrupted)
+    each.__name__: each for each in (InvalidInput, TaskMismatch, Diverged, LoadingFailed, RunFailed, Interrupted)
 }
 """Errors whose message says all that there is to say: the launcher raises them again as they were."""
 
@@ -55,7 +55,7 @@ class Failure:
     @property
     def unlike(self) -> bool:
         """Whether the worker would have trained something else than the others, and so never took part."""
-        return self.said is not None and self.said[0] == Unlike.__name__
+        return self.said is not None and self.said[0] == TaskMismatch.__name__
 
     def error(self) -> UnisonoError:
         """What the launcher raises for it."""

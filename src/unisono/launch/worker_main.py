@@ -22,7 +22,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFailed, RunFailed, Unlike
+from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFailed, RunFailed, TaskMismatch
 from unisono.launch.cluster_environment import WorkerIdentity
 from unisono.launch.stop_request import Interrupted, StopRequest
 from unisono.launch.terminal import attach, refuse
@@ -196,7 +196,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     line = raised_at(error.__traceback__)
     if isinstance(error, InvalidInput):
         value = error.value if isinstance(error.value, str | int | float | None) else repr(error.value)
-        kind = Unlike if isinstance(error, Unlike) else InvalidInput
+        kind = TaskMismatch if isinstance(error, TaskMismatch) else InvalidInput
         found["said"] = [kind.__name__, [error.field, value, error.problem, error.cure]]
     elif isinstance(error, Diverged | LoadingFailed | RunFailed):
         found["said"] = [type(error).__name__, [_noted(str(error), error)]]

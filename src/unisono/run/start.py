@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.config import FIELDS, RECOVERING, Config, ranged, recovers
+from unisono.config import FIELDS, RECOVERY_REQUIREMENTS, Config, expand_worker_range
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import (
     ElasticOptions,
@@ -185,7 +185,7 @@ def _may_come_and_go(
     Raises:
         InvalidInput: they may not, and the user wants it.
     """
-    if recovers(config):
+    if config.recovers_from_loss:
         told = lambda words: on_message(0, {"kind": "notice", "text": words})
         alone = max(config.workers, config.max_workers or 1) == 1 and calling is None
         return (
@@ -197,7 +197,7 @@ def _may_come_and_go(
         raise InvalidInput(
             "workers", f"{config.min_workers}:{config.max_workers or config.workers}",
             "in this run none can come or go",
-            f"give one number; or leave elastic on, with {RECOVERING}")  # fmt: skip
+            f"give one number; or leave elastic on, with {RECOVERY_REQUIREMENTS}")  # fmt: skip
     return contextlib.nullcontext()
 
 
@@ -229,7 +229,7 @@ def _be_worker(
     """This process is one of several that somebody else's launcher started."""
     from unisono.run.worker import work  # imports torch
 
-    settings = ranged(settings)
+    settings = expand_worker_range(settings)
     said = settings.get("workers")
     if said is not None and int(said) != identity.size:
         raise InvalidInput(

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from unisono.bad_steps import AnomalyDetector
 from unisono.checkpoint import (
     Event,
-    Opened,
+    OpenedCheckpoint,
     Writer,
     fingerprint,
     fingerprint_of,
@@ -33,7 +33,7 @@ from unisono.checkpoint import (
 from unisono.comm import Communicator, SingleWorker
 from unisono.comm.process_groups import ProcessGroups
 from unisono.comm.text import broadcast_text
-from unisono.config import Config, recovers, walks
+from unisono.config import Config
 from unisono.elastic.admission import admit, compare
 from unisono.elastic.session import ElasticSession, RendezvousPoint, Session, StaticSession
 from unisono.elastic.sharded_recovery import ShardedRecovery
@@ -87,7 +87,7 @@ def _work(worker: WorkerContext, order: RunSpec) -> dict[str, Any] | None:
         )
     watch = ThreadTracker(age_seconds=age_seconds())
     life = WorkerRun(worker, order, task, config, choose_device(config.device, worker.identity.local_rank), watch)
-    if order.contact and recovers(config) and config.layout.workers == 1:
+    if order.contact and config.recovers_from_loss and config.layout.workers == 1:
         life.build()
     if order.contact:
         admit(order.contact, worker, life.traits(), lambda: worker.stop.requested or worker.stop.leaving)
@@ -223,7 +223,7 @@ class WorkerRun:
         if self.reached is None or self.built is None:
             return ""
         held, optimizer = self.built
-        return digest_of(*describe(held.local, optimizer, self.reached), walks=walks(self.config))
+        return digest_of(*describe(held.local, optimizer, self.reached), walks=self.config.takes_local_steps)
 
     def _set_up(
         self, views: Session, feed: DataFeed, wires: ProcessGroups, place: _RunLocation, stack: contextlib.ExitStack
@@ -259,7 +259,7 @@ class WorkerRun:
             again = config.resume or view.number > 1
             found = _newest(config, path, meta, record) if again and comm.rank == 0 else None
             reached = Progress(_begin(persistence, found, path), persistence.committed, persistence.shared)
-        if views.changing and walks(config):
+        if views.changing and config.takes_local_steps:
             self.milestone = self.milestone or Snapshot()
             self.milestone.take(held.local, optimizer, reached)
         self.reached, first_step = reached, reached.steps
@@ -310,7 +310,7 @@ class WorkerRun:
         steps, local state is the mean of the survivors'."""
         has = self.reached if view.members[comm.rank] in view.sources else None
         words = [judge.state(), has.loss] if has else None
-        taken = take_over(view, comm, model, optimizer, has, words, walks=walks(self.config))
+        taken = take_over(view, comm, model, optimizer, has, words, walks=self.config.takes_local_steps)
         judged, loss = taken.words
         if not has:
             judge.replace(judged)
@@ -367,7 +367,7 @@ def _ending(done: int, steps: int) -> str:
     return f"all {done:,} steps are done" if done >= steps else f"stopped on request after {done:,} of {steps:,} steps"
 
 
-def _begin(persistence: Checkpointer, found: Opened | None, path: Path) -> int:
+def _begin(persistence: Checkpointer, found: OpenedCheckpoint | None, path: Path) -> int:
     """Collective: load the state that worker 0 has `found` on disk, or agree on first weights; returns its steps."""
     persistence.broadcast_initial_weights()
     try:
@@ -533,7 +533,7 @@ def _damaged(record: Recorder, error: CheckpointDamaged) -> None:
     record.event("checkpoint damaged", words=f"damaged checkpoint passed over: {error}")
 
 
-def _sound(path: Path, record: Recorder) -> Opened | None:
+def _sound(path: Path, record: Recorder) -> OpenedCheckpoint | None:
     """The newest sound checkpoint of this run, if there is one."""
     try:
         return newest(path / CHECKPOINTS, partial(_damaged, record), verified)
@@ -547,7 +547,7 @@ def _newest(
     path: Path,
     meta: Mapping[str, Any],
     record: Recorder,
-) -> Opened | None:
+) -> OpenedCheckpoint | None:
     """The newest sound checkpoint of the run, if it belongs to it. Damaged ones are reported and skipped.
 
     `meta` is what this life of the run would write into its own.

@@ -20,8 +20,8 @@ from unisono.comm import Communicator
 from unisono.comm.process_groups import ProcessGroups
 from unisono.comm.text import gather_text
 from unisono.compress import Exact
-from unisono.config import Config, recovers
-from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
+from unisono.config import Config
+from unisono.data import Loader, MicroBatchAllocation, MicroBatchPlan, assign, most_ahead, seed_compute, stream
 from unisono.elastic.control_word import NUMBERS
 from unisono.elastic.presence import Presence, Unchanging
 from unisono.elastic.snapshot import Snapshot
@@ -76,7 +76,7 @@ class DataFeed:
         self.mine = ranges[self.places.lane(rank)]  # of the first steps
         speakers = {self.places.lane(rank): rank for rank in reversed(range(size))}
         who = [speakers[lane] for lane in range(len(ranges))]
-        self.shares = Shares(ranges, self.places.lane(rank), who, most_ahead(config.load))
+        self.shares = MicroBatchAllocation(ranges, self.places.lane(rank), who, most_ahead(config.load))
         epochs = config.epochs or 1.0
         self.steps = config.steps or self.plan.steps_in(epochs)
         self.left_out = "" if config.steps else self.plan.left_out(epochs)  # in words
@@ -160,7 +160,7 @@ def _wholes(
     replica = places.along(rank, *AXES)
     group = [replica.index(other) for other in places.along(rank, *CUTTING)]
     lane = inside.channel("whole tensors")
-    return Wholes(task.optimizer, held.local, held.parts, lane, group, undo=recovers(config))
+    return Wholes(task.optimizer, held.local, held.parts, lane, group, undo=config.recovers_from_loss)
 
 
 def _check_offloaded(config: Config, places: RankMesh, device: torch.device) -> None:
@@ -218,7 +218,7 @@ def bind(
         micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config),
-        repeats=recovers(config), awaits=milestone is not None)  # fmt: skip
+        repeats=config.recovers_from_loss, awaits=milestone is not None)  # fmt: skip
     with (
         contextlib.ExitStack() as undo
     ):  # a worker may be lost while lanes are opened, and the model is bound again then

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from unisono.data import Shares, Stock, slowness
+from unisono.data import MicroBatchAllocation, PaceHistory, slowness
 from unisono.observe import Recorder
 
 SLOW = 3.0  # times as long as the others, and a worker is named
@@ -45,7 +45,7 @@ class LoadBalancer:
         asked_to_leave: workers that are too slow for the user, the same on all of them.
     """
 
-    shares: Shares
+    shares: MicroBatchAllocation
     follow: RebalanceMode
     rank: int
     record: Recorder
@@ -57,7 +57,7 @@ class LoadBalancer:
     remove_slower_than: float | None = None
     pace: float = 0.0
     asked_to_leave: frozenset[int] = frozenset()
-    _stock: Stock = field(default_factory=Stock)
+    _stock: PaceHistory = field(default_factory=PaceHistory)
     _lagged: list[float] = field(default_factory=list)
     _named: set[int] = field(default_factory=set)
     _hinted: bool = False

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from unisono.comm import Communicator
-from unisono.data import Loader, Turn, seed_compute, stream
+from unisono.data import Loader, WorkItem, seed_compute, stream
 from unisono.elastic.control_word import ControlWord, heard, numbers
 from unisono.elastic.presence import Presence
 from unisono.elastic.snapshot import Snapshot
@@ -170,7 +170,7 @@ class Trainer:
         """Whether all steps are taken, or all workers know that a worker was asked to stop or that the view ends."""
         return self.stopping or self.view_ending or self.done >= self.steps
 
-    def work_items(self) -> tuple[bool, Iterator[Turn]]:
+    def work_items(self) -> tuple[bool, Iterator[WorkItem]]:
         """Whether work is leased, and this worker's work items.
 
         Leased items end with the step before the next synchronization of all workers; else all steps are left.

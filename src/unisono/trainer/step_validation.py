@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unisono.bad_steps import AnomalyDetector, Bad, ReplicaMismatch, RollBack, Skip, Stop, compare
+from unisono.bad_steps import AnomalyDetector, Bad, ReplicaMismatch, RollBack, Skip, Stop, find_mismatch
 from unisono.comm import Communicator
 from unisono.elastic.control_word import heard
 from unisono.errors import Diverged
@@ -156,7 +156,7 @@ class StepValidator:
 
     def _different(self, digests: Sequence[float]) -> Different:
         """The places at which not all replicas are alike."""
-        found = [(ranks, compare({rank: digests[rank] for rank in ranks})) for ranks in self.places]
+        found = [(ranks, find_mismatch({rank: digests[rank] for rank in ranks})) for ranks in self.places]
         return [(ranks, split) for ranks, split in found if split is not None]
 
     def _heal(self, t: int, different: Different) -> int:
