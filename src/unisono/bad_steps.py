@@ -112,7 +112,7 @@ class AnomalyDetector:
         self._bad: list[int] = []
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
 
-    def look(self, step: int, losses: Sequence[float], loss: float, norm: Callable[[], float]) -> Bad | None:
+    def inspect(self, step: int, losses: Sequence[float], loss: float, norm: Callable[[], float]) -> Bad | None:
         """What is wrong with `step`, if anything.
 
         Args:
@@ -141,7 +141,7 @@ class AnomalyDetector:
         deviation = NORMAL * statistics.median(abs(each - median) for each in self._losses)
         return median + self.policy.spike * max(deviation, LEAST_SPREAD * abs(median))
 
-    def counts(self, loss: float) -> None:
+    def record_good(self, loss: float) -> None:
         """A step is taken."""
         if isinstance(self.policy, Skip) and self.policy.spike < math.inf:
             self._losses.append(loss)
@@ -152,7 +152,7 @@ class AnomalyDetector:
         recent = 1 + sum(step - self.policy.within < each <= step for each in self._bad)
         return recent if recent > self.policy.limit else None
 
-    def found(self, step: int) -> None:
+    def record_bad(self, step: int) -> None:
         """`step` was bad, and what is to be done about it is done: a worker may be lost before."""
         self._bad.append(step)
 

@@ -2,14 +2,14 @@
 
 UnisonoError
 ├── InvalidInput               what the user wrote cannot work: names the field, the value, the cure
-│   └── Unlike                 a worker would train something else than the others: names what differs
+│   └── TaskMismatch           a worker would train something else than the others: names what differs
 ├── CommunicationError
 │   ├── PeerLost               a peer is gone or silent beyond the deadline
 │   └── MessageMismatch        two workers sent different messages where the same one was due
 ├── CheckpointError
 │   ├── CheckpointDamaged      what was read is not what was written
 │   └── CheckpointMismatch     written by another model: names the first tensor that differs
-├── HandoverError
+├── StateTransferError
 │   ├── StateMissing           nobody who is there has what somebody needs
 │   └── StateDamaged           what came from another worker's memory is not what was sent
 ├── Diverged                   a step is bad, or replicas differ: names step, micro-batch, samples, worker

@@ -250,7 +250,7 @@ class World:
         Raises:
             InvalidInput: an argument is not one that `Config` takes; batch sizes that do not fit each other, the
                 dataset or the number of workers.
-            Unlike: other workers have another script, model, optimizer or dataset, or other arguments here.
+            TaskMismatch: other workers have another script, model, optimizer or dataset, or other arguments here.
             Left: this worker was asked to leave, and the others go on.
         """
         if self._bound is None:
@@ -519,7 +519,7 @@ class _CustomLoop:
                 yield from ((t, mine, loader.batches(t)) for t in range(first, count))
                 return
             self._dealing = True
-            yield from loader.turns(shares)
+            yield from loader.work_items(shares)
             self._dealing, first = False, replica.leased_until
             self.state.reached = replace(self.state.reached, steps=first)
             if self._company.recovers and not self._company.lost:

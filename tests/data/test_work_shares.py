@@ -94,14 +94,14 @@ def test_how_far_ahead_is_fetched(load, ahead) -> None:
 def test_stock_is_the_median_of_steps_that_all_know_of() -> None:
     stock, found = PaceHistory(), []
     for step in range(STOCK_STEPS + 1):
-        found.append(stock.hear([0.0 if step == 3 else 1.0 + step, 5.0], 2))
+        found.append(stock.add([0.0 if step == 3 else 1.0 + step, 5.0], 2))
     assert found[:-1] == [None] * STOCK_STEPS
     assert found[-1] == [(8.0 + 7.0) / 2, 5.0]
 
 
 def test_many_short_steps_make_a_stock() -> None:
     stock, each = PaceHistory(), STOCK_SECONDS / 100
-    due = [n for n in range(1, 301) if stock.hear([each / 4, each / 8], 4)]
+    due = [n for n in range(1, 301) if stock.add([each / 4, each / 8], 4)]
     assert len(due) in (2, 3)
     assert due[0] in (100, 101)
 
@@ -119,9 +119,9 @@ class Group:
 
     def step(self, paces: Sequence[float]) -> None:
         self.done += 1
-        seconds = self.stock.hear(paces, max(self.counts))
+        seconds = self.stock.add(paces, max(self.counts))
         if seconds is not None:
-            self.changes += len({each.follow(self.done, seconds) for each in self.shares} - {False})
+            self.changes += len({each.rebalance(self.done, seconds) for each in self.shares} - {False})
 
     @property
     def counts(self) -> list[int]:
@@ -170,10 +170,10 @@ def test_shares_change_if_and_only_if_it_is_worth_it(seconds, more) -> None:
     shares = group.shares[0]
     saved = shares.could_save(seconds)
     before = last_done(shares.counts, seconds)
-    assert shares.follow(0, seconds) == (saved >= WORTH)
+    assert shares.rebalance(0, seconds) == (saved >= WORTH)
     after = last_done(shares.counts, seconds)
     assert after == pytest.approx(before * (1 - saved) if saved >= WORTH else before)
-    assert not shares.follow(0, seconds)
+    assert not shares.rebalance(0, seconds)
 
 
 # What workers then load.
@@ -217,7 +217,7 @@ def check(load: Any, workers: int, speeds: Sequence[Sequence[float]]) -> None:
             assert list(found.values()) == sorted(found.values())
             assert set(found.values()) == set(range(workers))
             for shares in group.shares:
-                shares.follow(step + 1, seconds[:workers])
+                shares.rebalance(step + 1, seconds[:workers])
     finally:
         for loader in loaders:
             loader.close()

@@ -52,7 +52,7 @@ class SampleSummary:
     size: float
     projection: float
 
-    def like(self, other: SampleSummary) -> bool:
+    def matches(self, other: SampleSummary) -> bool:
         """Whether both are of the same sample, but for rounding."""
         if self.exact != other.exact:
             return False

@@ -77,8 +77,8 @@ class LoadingProcesses:
         return batch, seconds / len(self._places)
 
     def stacks(self) -> list[str]:
-        """See `Stacks.told`."""
-        return self._stacks.told()
+        """See `Stacks.collect`."""
+        return self._stacks.collect()
 
     def close(self) -> None:
         """End all processes. May be called twice."""
@@ -155,7 +155,7 @@ class _Place:
         self._due.popleft()
         self._deaths.pop(_START, None)  # it does start
         if isinstance(outcome, RemoteException):
-            raise outcome.again()
+            raise outcome.rebuild()
         return outcome
 
     def ask_to_end(self) -> None:
@@ -238,7 +238,7 @@ def _live(
 ) -> None:
     """The life of a loading process."""
     set_up_child(parent, f"loader {number}")
-    stacks.answer(number)
+    stacks.register(number)
     fetch.on_sample = journal.at_sample
     messages: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     threading.Thread(target=_send_all, args=(connection, messages), daemon=True).start()

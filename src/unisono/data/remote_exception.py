@@ -41,12 +41,12 @@ class RemoteException:
         notes = tuple(getattr(error, "__notes__", ()))
         return RemoteException(_portable(error), notes, tuple(lines), cause, context, error.__suppress_context__)
 
-    def again(self) -> BaseException:
+    def rebuild(self) -> BaseException:
         """The exception, to be raised here: its traceback goes on with the lines of the other process."""
         error = self.error.with_traceback(_trace(self.lines))
         if self.notes:
             error.__notes__ = list(self.notes)
-        error.__cause__, error.__context__ = (e.again() if e else None for e in (self.cause, self.context))
+        error.__cause__, error.__context__ = (e.rebuild() if e else None for e in (self.cause, self.context))
         error.__suppress_context__ = self.suppressed
         return error
 

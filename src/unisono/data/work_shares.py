@@ -73,7 +73,7 @@ class PaceHistory:
         self._heard: list[Sequence[float]] = []
         self._seconds = 0.0
 
-    def hear(self, paces: Sequence[float], micro_batches: int) -> list[float] | None:
+    def add(self, paces: Sequence[float], micro_batches: int) -> list[float] | None:
         """Of one step, in which a worker had so many at most; 0 from a worker that does not know. Returns the medians
         when they are due."""
         if all(0 < pace < math.inf for pace in paces):
@@ -131,7 +131,7 @@ class MicroBatchAllocation:
         best = fastest_counts(self.micro_batches, seconds)
         return 1 - last_done(best, seconds) / last_done(self.counts, seconds)
 
-    def follow(self, done: int, seconds: Sequence[float]) -> bool:
+    def rebalance(self, done: int, seconds: Sequence[float]) -> bool:
         """After `done` steps: have the best shares soon, if they are worth a change. Returns whether there is one.
         A change that does not hold yet is waited for first."""
         if done < self.settled_from or self.could_save(seconds) < WORTH:
@@ -143,7 +143,7 @@ class MicroBatchAllocation:
         self._since = [self._since[-1], (first, ranges)]
         return True
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Training goes on from `step`, which is not after the one that is under way; what was fetched is let go."""
         self._asked = step - 1
 

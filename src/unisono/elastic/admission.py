@@ -40,7 +40,7 @@ def admit(contact: CoordinatorAddress, worker: Worker, traits: Traits, stopped: 
     comparison if `stopped` becomes true, or while the coordinator is away for too long.
 
     Raises:
-        Unlike: they differ.
+        TaskMismatch: they differ.
     """
     own = worker.name.partition(".")[0].isdecimal()
     line, away_since = HttpConnection(contact), time.monotonic()

@@ -28,7 +28,7 @@ def check(mine: Traits, theirs: Traits, where: str, whose: str) -> None:
         whose: who has `theirs`: ``the run``.
 
     Raises:
-        Unlike: they differ; says in what, and what both have where that is short.
+        TaskMismatch: they differ; says in what, and what both have where that is short.
     """
     # That code differs says less than what it makes does.
     names = sorted(theirs, key=lambda name: name.startswith(CODE))
@@ -51,6 +51,6 @@ def _difference(name: str, mine: Traits, theirs: Traits) -> tuple[str, str] | No
 def _items_that_differ(mine: str, theirs: str) -> tuple[str, str] | None:
     with suppress(ValueError, TypeError):
         here, there = ({item.index: item for item in decode(text)} for text in (mine, theirs))
-        odd = [index for index, item in here.items() if index in there and not item.like(there[index])]
+        odd = [index for index, item in here.items() if index in there and not item.matches(there[index])]
         return (f"sample {odd[0]}", "another one under this number") if odd else None
     return None

@@ -246,7 +246,7 @@ def bind(
                 not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
         loader = feed.loader(first_step)
         guard = StepValidator(
-            replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
+            replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.nonfinite_samples,
             worker_of=feed.shares.worker_of, name_of=presence.name_of, clips=config.clip is not None,
             compare_replicas_every=config.compare_replicas_every, places=feed.places.alike)  # fmt: skip
         made = trainer(

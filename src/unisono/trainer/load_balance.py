@@ -79,12 +79,12 @@ class LoadBalancer:
         """After `done` steps, what all workers said. They said it during the last of these, of the one before."""
         if done < self.shares.settled_from + 2:
             return
-        seconds = self._stock.hear(paces, max(self.shares.counts)) if len(paces) > 1 else None
+        seconds = self._stock.add(paces, max(self.shares.counts)) if len(paces) > 1 else None
         if seconds is not None:
             self._take_stock(done, seconds)
 
     def _take_stock(self, done: int, seconds: Sequence[float]) -> None:
-        if self.follow is RebalanceMode.YES and self.shares.follow(done, seconds):
+        if self.follow is RebalanceMode.YES and self.shares.rebalance(done, seconds):
             self.record.event("shares", step=done, micro_batches=self.shares.counts, seconds=list(seconds))
         now = slowness(seconds)
         lasting = [min(before, after) for before, after in zip(self._lagged or [1.0] * len(now), now)]

@@ -125,7 +125,7 @@ class Trainer:
                     self.session.done()
                 if done <= t:  # the step was rolled back
                     self.done = done
-                    self.load_balancer.shares.go_back(done)
+                    self.load_balancer.shares.roll_back(done)
                     break
 
                 self.done = max(self.done, done)
@@ -180,7 +180,7 @@ class Trainer:
         if shares is None:
             mine = self.load_balancer.shares.mine
             return False, ((t, mine(t), self.loader.batches(t)) for t in range(self.done, self.steps))
-        return True, iter(self.tracker.each(Phase.COMMUNICATION, self.loader.turns(shares)))
+        return True, iter(self.tracker.each(Phase.COMMUNICATION, self.loader.work_items(shares)))
 
     def gather_control(self, dealt: int) -> None:
         """Collective: exchange control words, once the items that this worker has leased, of steps before `dealt`, are

@@ -19,7 +19,7 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from unisono.checkpoint.fingerprint import raw_bytes
-from unisono.checkpoint.ownership import ShardMap, decode_shards
+from unisono.checkpoint.ownership import ShardMap, decode_shards, encode_shards
 from unisono.comm import Communicator, Work
 from unisono.comm.text import gather_text, gather_text_steps
 from unisono.elastic.transfer.buddies import buddies
@@ -166,7 +166,7 @@ class MemoryCheckpoints:
     def _pass(self, step: int, own: MemoryCheckpoint, mine: Tensor, other: Tensor | None) -> _Passing:
         """Everybody's state to their keeper."""
         lane, owner = self._lane, self.owner
-        said = yield from gather_text_steps(lane, json.dumps([encode_holding(own.held.shards), own.meta]))
+        said = yield from gather_text_steps(lane, json.dumps([encode_shards(own.held.shards), own.meta]))
         holdings, metas = zip(*map(_decode, said))
         theirs = bytes_like(image_bytes(holdings[owner]), other)
         yield from self._carry(mine, theirs, max(map(image_bytes, holdings)))
