@@ -25,7 +25,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 from unisono import Task
-from unisono.launch.process import age_seconds
+from unisono.system.process import age_seconds
 from unisono.tasks.builtin.gpt import GPT
 
 SAMPLES = 1 << 14

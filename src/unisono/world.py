@@ -32,8 +32,8 @@ from unisono.elastic.extra_state import Stateful
 from unisono.elastic.loop_group import STUCK_IN, ElasticGroup, LoopGroup, StaticGroup, TrainingState, words_of
 from unisono.elastic.trait_check import Traits
 from unisono.errors import InvalidInput, PeerLost, UnisonoError
-from unisono.launch import claim
-from unisono.launch.script import takes_part
+from unisono.launch import claim_identity
+from unisono.launch.script import take_elastic_context
 from unisono.observe import ThreadTracker, Watchdog
 from unisono.observe.activity import Phase
 from unisono.sync import AllReduce, Synchronizer
@@ -67,10 +67,10 @@ def join(
         PeerLost: the others did not come within `timeout_seconds`.
     """
     asked = checked(device=device, communicator=communicator, threads=threads, timeout_seconds=timeout_seconds)
-    who = claim()
+    who = claim_identity()
     where = choose_device(asked["device"], who.local_rank)
     torch.set_num_threads(asked["threads"] or fair_threads(who.local_size))
-    watch, given = ThreadTracker(), takes_part()
+    watch, given = ThreadTracker(), take_elastic_context()
     kind, seconds = asked["communicator"], asked["timeout_seconds"]
     meet = partial(
         connect,

@@ -31,7 +31,7 @@ from unisono.data.load_modes import Processes
 from unisono.data.loader_stacks import LoaderStacks
 from unisono.data.remote_exception import RemoteException
 from unisono.errors import LoadingFailed
-from unisono.system.exit_status import ended
+from unisono.system.exit_status import exit_clause
 
 _FORK = multiprocessing.get_context("fork")
 _HERE = str(Path(__file__).parent)
@@ -216,7 +216,7 @@ class _Place:
         """How the process has ended."""
         self._process.join()
         status = self._process.exitcode
-        return "ended" if status is None else ended(status)
+        return "ended" if status is None else exit_clause(status)
 
     def _release(self) -> None:
         self._process.join()

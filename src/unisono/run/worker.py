@@ -42,9 +42,8 @@ from unisono.elastic.snapshot import Snapshot
 from unisono.elastic.state_transfer import Parts, Progress, describe, digest_of, take_over
 from unisono.elastic.trait_check import Traits
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, Diverged, InvalidInput, RunFailed
-from unisono.launch import WorkerContext, claim
-from unisono.launch.lock import Holder, held
-from unisono.launch.process import age_seconds
+from unisono.launch import WorkerContext, claim_identity
+from unisono.launch.lock import Holder, hold_lock
 from unisono.layout import AXES, SIDE_BY_SIDE, LocalModel, RankMesh, WholeTensors
 from unisono.membership import View
 from unisono.notation import show
@@ -55,6 +54,7 @@ from unisono.observe.user_frames import exit_in_words
 from unisono.run.directory import CHECKPOINTS, claimed, resumable
 from unisono.run.resolve import check_same_run, settle
 from unisono.run.spec import Result, RunSpec
+from unisono.system.process import age_seconds
 from unisono.tasks.task import Task, with_data
 from unisono.trainer.build import DataFeed, bind, build
 from unisono.trainer.checkpointing import Checkpointer, history
@@ -70,7 +70,7 @@ def work(worker: WorkerContext, order: RunSpec) -> dict[str, Any] | None:
     """Train as one of the workers of a run; returns the fields of a `Result`, or None from a worker that left before
     the end."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    claim()
+    claim_identity()
     with _no_exit(worker.identity.rank):
         return _work(worker, order)
 
@@ -286,7 +286,7 @@ class WorkerRun:
         """Share the lock of the directory `path` with all processes of the command `holder`, from now on."""
         if not self.locked:
             with contextlib.suppress(OSError):  # the directory is not writable: the checkpoint writer reports it
-                self.lock.enter_context(held(path, holder))
+                self.lock.enter_context(hold_lock(path, holder))
         self.locked = True
 
     def _put_down(self) -> None:
@@ -451,7 +451,7 @@ def _place(
             share(order.path, order.holder)
         return _RunLocation(order.path, life, tuple(range(comm.size)))
     if comm.rank == 0 and order.path is None:
-        holder = Holder.here()
+        holder = Holder.current()
         order = dataclasses.replace(
             order, path=stack.enter_context(claimed(config, order.source, holder)), holder=holder
         )
