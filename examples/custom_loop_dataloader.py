@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 import unisono
-from own_task import points
+from custom_task import points
 
 world = unisono.join()
 
