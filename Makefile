@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 MOMENTS ?= 50
+PORT ?= 8000
 PYTEST_ARGS ?=
 
 # Tests start hundreds of processes, each of which would compile the package anew.
@@ -24,7 +25,7 @@ MADE := $(VENV)/.made-$(VERSION)
 TORCH := $(VENV)/.torch-$(VERSION)
 INSTALLED := $(VENV)/.installed-$(VERSION)
 DEVELOP := $(VENV)/.develop-$(VERSION)
-SOURCES := $(wildcard src tests benchmarks examples)
+SOURCES := $(wildcard src tests benchmarks examples docs)
 
 .PHONY: help
 help: ## list the targets
@@ -53,10 +54,10 @@ define pytest
 endef
 
 .PHONY: check
-check: static test ## the gate: format, lint, types, walls, tests
+check: static test ## the gate: format, lint, types, walls, docs, tests
 
 .PHONY: static
-static: format-check lint types walls audit ## the gate without the tests
+static: format-check lint types walls audit docs ## the gate without the tests
 
 .PHONY: format-check
 format-check: $(DEVELOP)
@@ -79,6 +80,15 @@ walls: $(DEVELOP)
 .PHONY: audit
 audit: $(DEVELOP)
 	$(BIN)/python -m pip --disable-pip-version-check check
+
+# Without the network. UNISONO_DOCS_INTERSPHINX=1 adds links to the pages of Python and torch, whose lists are fetched.
+.PHONY: docs
+docs: $(DEVELOP) ## build the documentation site in build/docs; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs auto docs build/docs
+
+.PHONY: docs-serve
+docs-serve: docs ## show it on http://127.0.0.1:PORT of this host
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs $(PORT)
 
 .PHONY: format
 format: $(DEVELOP) ## write the sources in the house's format

@@ -1,7 +1,10 @@
-"""All benchmarks of one host, one after the other: ``python -m benchmarks [--repeats N] [--json FOLDER]``.
+"""Runs one benchmark, or all that need neither root nor much time.
 
-Benchmarks that are run separately: those of `netlab` take an hour or more, those that kill or freeze workers take ten
-minutes each, and those of layouts' memory and of unequal workers need root.
+    python -m benchmarks [--repeats N] [--json FOLDER]
+    python -m benchmarks NAME [its options]
+
+Run by name only: benchmarks on slow networks (an hour or more), those that kill or freeze workers (ten minutes each),
+and those of a layout's memory and of unequal workers, which need root.
 """
 
 from __future__ import annotations
@@ -9,32 +12,58 @@ from __future__ import annotations
 import argparse
 import importlib
 import pkgutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import benchmarks
+from benchmarks import FOLDERS
 
-NOT_ONE = {"__main__", "disturbed", "harness", "links", "netlab", "peers", "settings"}
-CAMPAIGNS = {
-    "failures", "freezes", "layout_memory", "netlab_compressors", "netlab_loss", "netlab_slowed", "recovery",
-    "simulate", "unequal",
+LIBRARIES = {"killed_training"}
+BY_NAME_ONLY = {
+    "compressors", "failures", "freezes", "layout_memory", "links", "recovery", "simulate", "straggler",
+    "time_to_loss", "unequal",
 }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def modules() -> dict[str, str]:
+    """The module of each benchmark by its name."""
+    found = {
+        module.name: f"benchmarks.{folder}.{module.name}"
+        for folder in FOLDERS
+        for module in pkgutil.iter_modules([str(Path(__file__).parent / folder)])
+    }
+    return {name: found[name] for name in sorted(found) if name not in LIBRARIES}
+
+
+def run(name: str, options: Sequence[str]) -> int:
+    """The exit code of one benchmark: 1 if one of its claims does not hold."""
+    code: int = importlib.import_module(modules()[name]).main(options) or 0
+    return code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what `arguments` ask for; the exit code."""
+    names = modules()
+    if arguments and not arguments[0].startswith("-"):
+        if arguments[0] not in names:
+            print(f"{arguments[0]}: no benchmark; there are {', '.join(names)}", file=sys.stderr)
+            return 2
+        sys.argv[0] = f"python -m benchmarks {arguments[0]}"  # for --help
+        return run(arguments[0], arguments[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, help="interleaved repeats (as each benchmark has it)")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a record per benchmark into FOLDER")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     failed = []
-    for name in sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in NOT_ONE | CAMPAIGNS):
+    for name in [name for name in names if name not in BY_NAME_ONLY]:
         print(f"\n== {name}", flush=True)
         options = [f"--repeats={asked.repeats}"] if asked.repeats else []
         options += [f"--json={asked.json / name}.json"] if asked.json else []
-        if importlib.import_module(f"benchmarks.{name}").main(options):
+        if run(name, options):
             failed.append(name)
     print(f"\nclaims that do not hold: {', '.join(failed)}" if failed else "\nall claims hold")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

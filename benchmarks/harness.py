@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-PEERS = Path(__file__).parent / "peers"
+SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sys.executable).parent
 T = TypeVar("T")
 

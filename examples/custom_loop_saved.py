@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unisono
-from own_task import points
+from custom_task import points
 from unisono.checkpoint import fingerprint
 
 directory, steps = sys.argv[1], int(sys.argv[2])

@@ -1,7 +1,7 @@
 """The same network on one worker and on two: the same weights, bit for bit."""
 
 import unisono
-from own_task import blobs
+from custom_task import blobs
 
 for workers in (1, 2):
     config = unisono.Config(workers=workers, steps=60, compress=unisono.Exact())

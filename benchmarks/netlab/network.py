@@ -29,10 +29,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.netlab.cpu_quota import controller, cpu_quota, remove
 from benchmarks.netlab.errors import Unavailable
-from benchmarks.netlab.quota import controller, cpu_quota, remove
 
-RELAY = Path(__file__).with_name("relay.py")
+RELAY = Path(__file__).with_name("frame_relay.py")
 _PREFIX = "netlab"
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _QUEUE_SECONDS = 0.05  # how long a frame may wait for its turn before the link drops it

@@ -3,13 +3,13 @@
 import signal
 import sys
 
-from unisono.system import early_exit as early
+from unisono.system import early_exit
 
-early.listen()
+early_exit.install()
 try:
     from unisono.cli import main as main
 except KeyboardInterrupt:
-    early.end(signal.SIGINT)
+    early_exit.exit_now(signal.SIGINT)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ REMEMBERED = 64  # losses of steps that counted, by which the next is judged
 ENOUGH = 16  # of them, before anything is called a spike
 NORMAL = 1.4826  # times the median absolute deviation is the standard deviation, where numbers are normal
 LEAST_SPREAD = 0.01  # of the median: losses that happen to be alike do not make the next one a spike
-UNFIT = -math.inf
+NOT_REPRESENTABLE = -math.inf
 """Said in place of the loss of a micro-batch with a gradient that the compressor's numbers cannot hold."""
 
 
@@ -112,7 +112,7 @@ class AnomalyDetector:
         self._bad: list[int] = []
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
 
-    def look(self, step: int, losses: Sequence[float], loss: float, norm: Callable[[], float]) -> Bad | None:
+    def inspect(self, step: int, losses: Sequence[float], loss: float, norm: Callable[[], float]) -> Bad | None:
         """What is wrong with `step`, if anything.
 
         Args:
@@ -141,7 +141,7 @@ class AnomalyDetector:
         deviation = NORMAL * statistics.median(abs(each - median) for each in self._losses)
         return median + self.policy.spike * max(deviation, LEAST_SPREAD * abs(median))
 
-    def counts(self, loss: float) -> None:
+    def record_good(self, loss: float) -> None:
         """A step is taken."""
         if isinstance(self.policy, Skip) and self.policy.spike < math.inf:
             self._losses.append(loss)
@@ -152,7 +152,7 @@ class AnomalyDetector:
         recent = 1 + sum(step - self.policy.within < each <= step for each in self._bad)
         return recent if recent > self.policy.limit else None
 
-    def found(self, step: int) -> None:
+    def record_bad(self, step: int) -> None:
         """`step` was bad, and what is to be done about it is done: a worker may be lost before."""
         self._bad.append(step)
 
@@ -180,7 +180,7 @@ class AnomalyDetector:
 
 
 def _not_finite(loss: float) -> str:
-    if loss == UNFIT:
+    if loss == NOT_REPRESENTABLE:
         return f"the loss is {loss}, or a gradient is too large for what travels,"
     return f"the loss is {loss}"
 
@@ -198,7 +198,7 @@ class ReplicaMismatch:
     odd: tuple[int, ...]
 
 
-def compare(digests: Mapping[int, float]) -> ReplicaMismatch | None:
+def find_mismatch(digests: Mapping[int, float]) -> ReplicaMismatch | None:
     """Who differs from the majority, given everybody's digest; None where nobody does, or some have said 0: nothing."""
     said = list(digests.values())
     if not all(said) or len(set(said)) <= 1:

@@ -149,8 +149,23 @@ class Config(_Given):
                 new = notation.RENAMED_SETTINGS.get(name)
                 cure = f"write {new}" if new else notation.nearest(name, list(FIELDS))
                 raise InvalidInput(name, mapping[name], "there is no such field", cure)
-        written = {name: read(name, value) for name, value in ranged(mapping).items()}
+        written = {name: read(name, value) for name, value in expand_worker_range(mapping).items()}
         return dataclasses.replace(self, **written, given=self.given | written.keys())
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether each replica takes local steps, and all synchronize after the same ones."""
+        return takes_local_steps(self.sync)
+
+    @property
+    def recovers_from_loss(self) -> bool:
+        """Whether training continues when workers are lost, join or leave.
+
+        Not with batch statistics over several workers: what is saved of a step for its gradients belongs to the workers
+        that computed it together.
+        """
+        supported = isinstance(self.sync, AllReduce) or self.takes_local_steps
+        return self.elastic and supported and not self.sync_batchnorm
 
     def mapping(self) -> dict[str, Any]:
         """All field names and plain values, as TOML can hold them; None is written ``none``."""
@@ -237,7 +252,7 @@ def read(name: str, value: Any) -> Any:
     return value
 
 
-def ranged(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def expand_worker_range(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """`settings`, with ``workers="2:8"`` as the three fields that it stands for.
 
     Raises:
@@ -325,25 +340,15 @@ IDENTITY = ("seed", "global_batch", "micro_batch", "compress", "precision", "syn
 LIBRARY_GLOBAL_BATCH = 64
 
 
-def walks(config: Config) -> bool:
-    """Whether each replica of such a run takes steps of its own, and all meet after the same ones."""
-    return walk(config.sync)
-
-
-def walk(sync: Synchronizer) -> bool:
-    """Whether replicas under `sync` take steps of their own, and all meet after the same ones."""
+def takes_local_steps(sync: Synchronizer) -> bool:
+    """Whether replicas under `sync` take local steps between synchronizations."""
     return isinstance(sync, Periodic | Gossip)
 
 
-RECOVERING = "AllReduce(), or a sync whose replicas walk, as LocalSGD(), DiLoCo() or Gossip(), without sync_batchnorm"
-"""What of a run makes it such that workers may come and go, beside `elastic`; in words for who wants that."""
-
-
-def recovers(config: Config) -> bool:
-    """Whether workers of such a run may come and go. With batch statistics that span workers, what is saved of a step
-    for its gradients belongs to those who computed it together."""
-    together = isinstance(config.sync, AllReduce) or walks(config)
-    return config.elastic and together and not config.sync_batchnorm
+RECOVERY_REQUIREMENTS = (
+    "AllReduce(), or a sync with local steps, as LocalSGD(), DiLoCo() or Gossip(), without sync_batchnorm"
+)
+"""What a run needs besides `elastic` so that workers may join and leave, for error messages."""
 
 
 def first_difference(now: Mapping[str, Any], before: Mapping[str, Any], fields: Sequence[str] = IDENTITY) -> str:

@@ -2,14 +2,14 @@
 
 UnisonoError
 ├── InvalidInput               what the user wrote cannot work: names the field, the value, the cure
-│   └── Unlike                 a worker would train something else than the others: names what differs
+│   └── TaskMismatch           a worker would train something else than the others: names what differs
 ├── CommunicationError
 │   ├── PeerLost               a peer is gone or silent beyond the deadline
 │   └── MessageMismatch        two workers sent different messages where the same one was due
 ├── CheckpointError
 │   ├── CheckpointDamaged      what was read is not what was written
 │   └── CheckpointMismatch     written by another model: names the first tensor that differs
-├── HandoverError
+├── StateTransferError
 │   ├── StateMissing           nobody who is there has what somebody needs
 │   └── StateDamaged           what came from another worker's memory is not what was sent
 ├── Diverged                   a step is bad, or replicas differ: names step, micro-batch, samples, worker
@@ -59,7 +59,7 @@ class InvalidInput(UnisonoError):
         return type(self), (self.field, self.value, self.problem, self.cure)
 
 
-class Unlike(InvalidInput):
+class TaskMismatch(InvalidInput):
     """A worker would train something else than the other workers of its run; `field` is the first thing that differs
     and `value` what this worker has."""
 
@@ -102,11 +102,11 @@ class CheckpointMismatch(CheckpointError):
     """The checkpoint belongs to another model, optimizer or plan; names the first difference."""
 
 
-class HandoverError(UnisonoError):
+class StateTransferError(UnisonoError):
     """State could not be passed on from worker to worker."""
 
 
-class StateMissing(HandoverError):
+class StateMissing(StateTransferError):
     """Nobody who is there has what somebody needs.
 
     Args:
@@ -122,7 +122,7 @@ class StateMissing(HandoverError):
         return type(self), (self.missing,)
 
 
-class StateDamaged(HandoverError):
+class StateDamaged(StateTransferError):
     """What came from another worker's memory is not what was sent; names the tensor and its holder."""
 
 

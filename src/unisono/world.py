@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.comm import Communicator, connect
 from unisono.compress import Cast, Compressor
-from unisono.config import LIBRARY_GLOBAL_BATCH, checked, walk
+from unisono.config import LIBRARY_GLOBAL_BATCH, checked, takes_local_steps
 from unisono.data import Load, Loader, MicroBatchPlan, assign, seed_compute, stream
 from unisono.elastic.extra_state import ExtraState, Stateful
 from unisono.elastic.loop_group import STUCK_IN, ElasticLoopGroup, LoopGroup
@@ -33,8 +33,8 @@ from unisono.elastic.training_state import TrainingState
 from unisono.elastic.trait_check import Traits
 from unisono.elastic.view_loop import attempts
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.launch import claim
-from unisono.launch.script import takes_part
+from unisono.launch import claim_identity
+from unisono.launch.script import take_elastic_context
 from unisono.layout import LocalModel
 from unisono.observe import ThreadTracker, Watchdog
 from unisono.observe.activity import Phase
@@ -67,10 +67,10 @@ def join(
         PeerLost: the others did not come within `timeout_seconds`.
     """
     asked = checked(device=device, communicator=communicator, threads=threads, timeout_seconds=timeout_seconds)
-    who = claim()
+    who = claim_identity()
     where = choose_device(asked["device"], who.local_rank)
     torch.set_num_threads(asked["threads"] or fair_threads(who.local_size))
-    watch, given = ThreadTracker(), takes_part()
+    watch, given = ThreadTracker(), take_elastic_context()
     kind, seconds = asked["communicator"], asked["timeout_seconds"]
     meet = partial(
         connect,
@@ -149,7 +149,10 @@ class World:
         check_fit(model, optimizer)
         check_trainable(model)
         state = TrainingState(
-            LocalModel.whole(model), optimizer, local_steps=walk(options["sync"]), extra=ExtraState(optimizer)
+            LocalModel.whole(model),
+            optimizer,
+            local_steps=takes_local_steps(options["sync"]),
+            extra=ExtraState(optimizer),
         )
         if not self._group.late:
             state.broadcast_initial(self._group.comm)
@@ -248,7 +251,7 @@ class World:
         Raises:
             InvalidInput: an argument is not one that `Config` takes; batch sizes that do not fit each other, the
                 dataset or the number of workers.
-            Unlike: other workers have another script, model, optimizer or dataset, or other arguments here.
+            TaskMismatch: other workers have another script, model, optimizer or dataset, or other arguments here.
             Left: this worker was asked to leave, and the others go on.
         """
         if self._loop is None:

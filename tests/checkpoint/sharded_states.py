@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.states import conclude
-from unisono.checkpoint import Box, Event, Opened, TensorShard, Writer, holding
+from unisono.checkpoint import Box, Event, OpenedCheckpoint, TensorShard, Writer, shards_of
 from unisono.checkpoint.fingerprint import raw_bytes
 
 Holdings = list[dict[str, Box]]  # by worker: which box of which tensor it holds
@@ -105,7 +105,7 @@ def locals_of(found: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> dict[str
 
 def holders(found: Mapping[str, Tensor], lie: Holdings) -> list[dict[str, TensorShard]]:
     """What all workers have told each other."""
-    return [holding(locals_of(found, boxes), boxes) for boxes in lie]
+    return [shards_of(locals_of(found, boxes), boxes) for boxes in lie]
 
 
 def save_parts(directory: Path, step: int, found: Mapping[str, Tensor], lie: Holdings, **options: Any) -> list[Event]:
@@ -125,7 +125,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return alike and bytes(raw_bytes(one)) == bytes(raw_bytes(other))
 
 
-def wrong(opened: Opened, found: Mapping[str, Tensor], lie: Holdings) -> list[str]:
+def wrong(opened: OpenedCheckpoint, found: Mapping[str, Tensor], lie: Holdings) -> list[str]:
     """Whatever a reader with these boxes does not get as it was."""
     return [
         f"{rank}: {name} {box}"

@@ -16,16 +16,16 @@ from tests.support.checkpoints import load
 from unisono.checkpoint import (
     Box,
     Writer,
-    decode_holding,
-    encode_holding,
+    decode_shards,
+    encode_shards,
     fingerprint,
     fingerprint_of,
-    holding,
     open_checkpoint,
     open_newest,
+    shards_of,
 )
 from unisono.checkpoint.manifest import seal, unseal
-from unisono.checkpoint.ownership import shares
+from unisono.checkpoint.ownership import write_plan
 from unisono.errors import CheckpointDamaged, CheckpointError
 
 STEP = "step-00000003"
@@ -130,7 +130,7 @@ def test_random_boxes(
 def test_replicas_share_what_they_hold_alike_by_bytes() -> None:
     found = {f"model/{i}": torch.zeros(40, 10) for i in range(8)}
     lie = [dict.fromkeys(found, box) for box in [Box((40, 10), (20 * (i % 2), 0), (20, 10)) for i in range(4)]]
-    dealt = shares(holders(found, lie))
+    dealt = write_plan(holders(found, lie))
     assert [len(share) for share in dealt] == [4, 4, 4, 4]
     for rank, share in enumerate(dealt):
         assert {piece.box for piece in share.values()} == {lie[rank]["model/0"]}
@@ -141,13 +141,13 @@ def test_what_is_whole_everywhere_goes_to_those_who_write_least() -> None:
     found = {"cut": torch.zeros(100), "a": torch.zeros(30), "b": torch.zeros(30)}
     whole = {name: Box.whole((30,)) for name in "ab"}
     lie = [whole | {"cut": Box((100,), (0,), (100,))}, dict(whole), dict(whole)]
-    assert [sorted(share) for share in shares(holders(found, lie))] == [["cut"], ["a"], ["b"]]
+    assert [sorted(share) for share in write_plan(holders(found, lie))] == [["cut"], ["a"], ["b"]]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_a_worker_holds_can_be_told(name: str) -> None:
     for held in holders(tensors(), LAYOUTS[name](tensors())):
-        assert decode_holding(encode_holding(held)) == held
+        assert decode_shards(encode_shards(held)) == held
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_what_a_worker_holds_can_be_told(name: str) -> None:
 )  # fmt: skip
 def test_what_was_told_wrongly_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        decode_holding(text)
+        decode_shards(text)
 
 
 def _cut(*rows: tuple[int, int]) -> Holdings:
@@ -176,7 +176,7 @@ def _cut(*rows: tuple[int, int]) -> Holdings:
 def test_workers_that_do_not_make_up_a_whole_write_nothing(tmp_path: Path, lie: Holdings, words: str) -> None:
     found = {"w": torch.zeros(4, 2)}
     with pytest.raises(CheckpointError, match=words):
-        shares(holders(found, lie))
+        write_plan(holders(found, lie))
     events = save_parts(tmp_path, 3, found, lie)
     assert {event.kind for event in events} == {"failed"}
     assert "'w' cannot be written" in events[0].words
@@ -184,9 +184,9 @@ def test_workers_that_do_not_make_up_a_whole_write_nothing(tmp_path: Path, lie: 
 
 
 def test_workers_that_disagree_on_a_tensor_are_told() -> None:
-    one, other = holding({"w": torch.zeros(2)}), holding({"w": torch.zeros(2).half()})
+    one, other = shards_of({"w": torch.zeros(2)}), shards_of({"w": torch.zeros(2).half()})
     with pytest.raises(CheckpointError, match=r"'w' is float32 \[2\] to one worker and float16 \[2\]"):
-        shares([one, other])
+        write_plan([one, other])
 
 
 def test_a_worker_that_holds_something_else_than_it_told_is_stopped_at_once(tmp_path: Path) -> None:
@@ -203,14 +203,14 @@ def test_a_worker_that_holds_something_else_than_it_told_is_stopped_at_once(tmp_
     with pytest.raises(ValueError, match="2 workers are said"):
         Writer(tmp_path, 0, 3, 2, unexpected).stage(3, {}, None, holders(found, lie))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'x' is not there"):
-        holding({}, {"x": Box.whole(())})
+        shards_of({}, {"x": Box.whole(())})
     writer.close()
 
 
 def test_memory_is_taken_anew_when_the_layout_changes(tmp_path: Path) -> None:
     found = tensors()
     writer = Writer(tmp_path, 0, 1, 9, lambda event: None)
-    for step, told in enumerate([None, [holding(found)], None, [holding({"model/bias": found["model/bias"]})]]):
+    for step, told in enumerate([None, [shards_of(found)], None, [shards_of({"model/bias": found["model/bias"]})]]):
         mine = found if step < 3 else {"model/bias": found["model/bias"]}
         writer.stage(step, mine, None, told)
         writer.finish()

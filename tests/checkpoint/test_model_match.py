@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unisono.checkpoint import Opened, Writer, open_checkpoint
+from unisono.checkpoint import OpenedCheckpoint, Writer, open_checkpoint
 from unisono.comm import SingleWorker
 from unisono.errors import CheckpointMismatch
 from unisono.trainer.checkpointing import Checkpointer
 
 
-def written(directory: Path, tensors: dict[str, Tensor]) -> Opened:
+def written(directory: Path, tensors: dict[str, Tensor]) -> OpenedCheckpoint:
     with closing(Writer(directory, 0, 1, 1, print, "test")) as writer:
         writer.write(1, tensors, {"config": {}})
         writer.finish()
@@ -37,7 +37,7 @@ def written(directory: Path, tensors: dict[str, Tensor]) -> Opened:
 def test_nothing_is_read_of_what_does_not_belong_to_the_model(beside, problem, tmp_path, monkeypatch) -> None:
     model = nn.Linear(2, 2, bias=False)
     found = written(tmp_path, {"model/weight": torch.zeros(2, 2), **beside})
-    monkeypatch.setattr(Opened, "read", lambda *_: pytest.fail("memory was taken"))
+    monkeypatch.setattr(OpenedCheckpoint, "read", lambda *_: pytest.fail("memory was taken"))
     persistence = Checkpointer(None, model, torch.optim.SGD(model.parameters(), 0.1), SingleWorker(), 0, {"config": {}})
     with pytest.raises(CheckpointMismatch, match=problem):
         persistence.resume(found)

@@ -14,7 +14,16 @@ from tests.checkpoint.sharded_states import LAYOUTS, save_parts, tensors, wrong
 from tests.checkpoint.states import unexpected
 from tests.checkpoint.test_damage import flip
 from tests.support.checkpoints import load
-from unisono.checkpoint import Box, Opened, compare, damages, fingerprint_of, newest, open_checkpoint, open_newest
+from unisono.checkpoint import (
+    Box,
+    OpenedCheckpoint,
+    compare,
+    damages,
+    fingerprint_of,
+    newest,
+    open_checkpoint,
+    open_newest,
+)
 from unisono.errors import CheckpointDamaged, CheckpointMismatch
 
 OLD, NEW = "step-00000001", "step-00000002"
@@ -121,7 +130,7 @@ def test_nothing_damaged_gets_into_a_model(directory: Path) -> None:
     harm(directory)
     told: list[str] = []
 
-    def read_all(path: Path) -> tuple[Opened, dict[str, torch.Tensor]]:
+    def read_all(path: Path) -> tuple[OpenedCheckpoint, dict[str, torch.Tensor]]:
         opened = open_checkpoint(path)
         return opened, {name: opened.read(name, MATRIX if name == "model/matrix" else None) for name in opened.specs}
 

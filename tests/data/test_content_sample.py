@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from unisono.data import content_sample as content
-from unisono.data.content_sample import MOST_ITEMS, indices, look, read, sample_of, written
+from unisono.data.content_sample import MOST_ITEMS, decode, encode, indices, sample_of, summarize
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def alike(one: Any, other: Any) -> bool:
     """Whether no item that both have is another one."""
     mine, theirs = ({item.index: item for item in sample_of(each)} for each in (one, other))
     assert mine.keys() & theirs.keys(), "there is something to compare"
-    return all(mine[index].like(theirs[index]) for index in mine.keys() & theirs.keys())
+    return all(mine[index].matches(theirs[index]) for index in mine.keys() & theirs.keys())
 
 
 def tensors(seed: int = 0, count: int = 100) -> TensorDataset:
@@ -91,10 +91,10 @@ def test_items_of_any_kind_are_looked_at() -> None:
 
     kinds = [1, 10**30, True, None, "a", b"a", 1.5, [1, 2], {"a": 1}, np.arange(3), np.float32(2), torch.ones(2) > 0,
              torch.ones(2).to_sparse(), Thing(), float("nan"), [float("inf"), 1.0], torch.zeros(0)]  # fmt: skip
-    looked = [look(i, kind) for i, kind in enumerate(kinds)]
-    assert all(one.like(again) for one, again in zip(looked, [look(i, kind) for i, kind in enumerate(kinds)]))
+    looked = [summarize(i, kind) for i, kind in enumerate(kinds)]
+    assert all(one.matches(again) for one, again in zip(looked, [summarize(i, kind) for i, kind in enumerate(kinds)]))
     assert len({item.exact for item in looked}) >= len(kinds) - 2  # not-a-number and 1.5 are one number each
-    assert read(written(looked)) == looked
+    assert decode(encode(looked)) == looked
 
 
 class Random:

@@ -21,7 +21,7 @@ import torch
 
 from tests.support.processes import run
 from unisono.data import Inline, Loader, MicroBatchPlan, Processes
-from unisono.data.remote_exception import Raised
+from unisono.data.remote_exception import RemoteException
 from unisono.errors import InvalidInput, LoadingFailed
 
 PLAN = MicroBatchPlan(50, 12, 3, seed=5)
@@ -242,7 +242,7 @@ def test_what_is_raised_again_is_as_it_was() -> None:
     with pytest.raises(InvalidInput) as first:
         raise InvalidInput("data", 3, "it is wrong", "correct it")
     first.value.add_note("a note")
-    again = Raised.of(first.value).again()
+    again = RemoteException.of(first.value).rebuild()
     assert isinstance(again, InvalidInput)
     assert (again.field, again.__notes__, str(again)) == ("data", ["a note"], str(first.value))
     lines = traceback.extract_tb(again.__traceback__)
@@ -254,8 +254,8 @@ def test_the_interpreter_prints_it_too(tmp_path) -> None:
     """Whose own printer is written in C."""
     (tmp_path / "broken.py").write_text("def fetch():\n    x = 1\n    raise KeyError('no such file')\n")
     script = (
-        "import sys; sys.path.insert(0, '.')\nimport broken\nfrom unisono.data.remote_exception import Raised\n"
-        "try:\n    broken.fetch()\nexcept KeyError as error:\n    raised = Raised.of(error)\nraise raised.again()\n"
+        "import sys; sys.path.insert(0, '.')\nimport broken\nfrom unisono.data.remote_exception import RemoteException\n"
+        "try:\n    broken.fetch()\nexcept KeyError as error:\n    raised = RemoteException.of(error)\nraise raised.rebuild()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert "broken.py\", line 3, in fetch\n    raise KeyError('no such file')\n" in done.stderr

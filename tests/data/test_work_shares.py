@@ -12,8 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.test_loader import PLAN, Recording
-from unisono.data import Inline, Load, Loader, Processes, Shares, Stock, Threads, assign, most_ahead, slowness
-from unisono.data.work_shares import STOCK_SECONDS, STOCK_STEPS, WORTH, last_done, quickest
+from unisono.data import (
+    Inline,
+    Load,
+    Loader,
+    MicroBatchAllocation,
+    PaceHistory,
+    Processes,
+    Threads,
+    assign,
+    most_ahead,
+    slowness,
+)
+from unisono.data.work_shares import STOCK_SECONDS, STOCK_STEPS, WORTH, fastest_counts, last_done
 
 SECONDS = st.floats(1e-3, 10.0)
 REACTS_WITHIN = 2 * STOCK_STEPS  # of a change, the steps until most of what is heard of tells of it
@@ -28,7 +39,7 @@ def parts(micro_batches: int, seconds: Sequence[float]) -> list[tuple[int, ...]]
 @given(seconds=st.lists(SECONDS, min_size=1, max_size=4), more=st.integers(0, 8))
 def test_no_others_are_done_sooner(seconds, more) -> None:
     micro_batches = len(seconds) + more
-    counts = quickest(micro_batches, seconds)
+    counts = fastest_counts(micro_batches, seconds)
     assert sum(counts) == micro_batches
     assert min(counts) >= 1
     assert last_done(counts, seconds) == min(last_done(p, seconds) for p in parts(micro_batches, seconds))
@@ -37,7 +48,9 @@ def test_no_others_are_done_sooner(seconds, more) -> None:
 @given(micro_batches=st.integers(1, 200), workers=st.integers(1, 12), each=SECONDS)
 def test_like_workers_have_what_all_have_at_first(micro_batches, workers, each) -> None:
     if workers <= micro_batches:
-        assert quickest(micro_batches, [each] * workers) == [len(r) for r in assign(micro_batches, [1.0] * workers)]
+        assert fastest_counts(micro_batches, [each] * workers) == [
+            len(r) for r in assign(micro_batches, [1.0] * workers)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -52,13 +65,13 @@ def test_like_workers_have_what_all_have_at_first(micro_batches, workers, each) 
     ],
 )
 def test_table(micro_batches, seconds, counts) -> None:
-    assert quickest(micro_batches, seconds) == counts
+    assert fastest_counts(micro_batches, seconds) == counts
 
 
 @pytest.mark.parametrize(("micro_batches", "seconds"), [(1, [1, 1]), (4, []), (4, [1, 0]), (4, [1, float("nan")])])
 def test_what_cannot_be_shared_is_refused(micro_batches, seconds) -> None:
     with pytest.raises(ValueError):
-        quickest(micro_batches, seconds)
+        fastest_counts(micro_batches, seconds)
 
 
 def test_slowness_is_against_the_others() -> None:
@@ -79,16 +92,16 @@ def test_how_far_ahead_is_fetched(load, ahead) -> None:
 
 
 def test_stock_is_the_median_of_steps_that_all_know_of() -> None:
-    stock, found = Stock(), []
+    stock, found = PaceHistory(), []
     for step in range(STOCK_STEPS + 1):
-        found.append(stock.hear([0.0 if step == 3 else 1.0 + step, 5.0], 2))
+        found.append(stock.add([0.0 if step == 3 else 1.0 + step, 5.0], 2))
     assert found[:-1] == [None] * STOCK_STEPS
     assert found[-1] == [(8.0 + 7.0) / 2, 5.0]
 
 
 def test_many_short_steps_make_a_stock() -> None:
-    stock, each = Stock(), STOCK_SECONDS / 100
-    due = [n for n in range(1, 301) if stock.hear([each / 4, each / 8], 4)]
+    stock, each = PaceHistory(), STOCK_SECONDS / 100
+    due = [n for n in range(1, 301) if stock.add([each / 4, each / 8], 4)]
     assert len(due) in (2, 3)
     assert due[0] in (100, 101)
 
@@ -101,14 +114,14 @@ class Group:
 
     def __init__(self, micro_batches: int, workers: int, load: Load | None = None) -> None:
         ranges = assign(micro_batches, [1.0] * workers)
-        self.shares = [Shares(ranges, lane, range(workers), most_ahead(load)) for lane in range(workers)]
-        self.stock, self.changes, self.done = Stock(), 0, 0
+        self.shares = [MicroBatchAllocation(ranges, lane, range(workers), most_ahead(load)) for lane in range(workers)]
+        self.stock, self.changes, self.done = PaceHistory(), 0, 0
 
     def step(self, paces: Sequence[float]) -> None:
         self.done += 1
-        seconds = self.stock.hear(paces, max(self.counts))
+        seconds = self.stock.add(paces, max(self.counts))
         if seconds is not None:
-            self.changes += len({each.follow(self.done, seconds) for each in self.shares} - {False})
+            self.changes += len({each.rebalance(self.done, seconds) for each in self.shares} - {False})
 
     @property
     def counts(self) -> list[int]:
@@ -157,10 +170,10 @@ def test_shares_change_if_and_only_if_it_is_worth_it(seconds, more) -> None:
     shares = group.shares[0]
     saved = shares.could_save(seconds)
     before = last_done(shares.counts, seconds)
-    assert shares.follow(0, seconds) == (saved >= WORTH)
+    assert shares.rebalance(0, seconds) == (saved >= WORTH)
     after = last_done(shares.counts, seconds)
     assert after == pytest.approx(before * (1 - saved) if saved >= WORTH else before)
-    assert not shares.follow(0, seconds)
+    assert not shares.rebalance(0, seconds)
 
 
 # What workers then load.
@@ -204,7 +217,7 @@ def check(load: Any, workers: int, speeds: Sequence[Sequence[float]]) -> None:
             assert list(found.values()) == sorted(found.values())
             assert set(found.values()) == set(range(workers))
             for shares in group.shares:
-                shares.follow(step + 1, seconds[:workers])
+                shares.rebalance(step + 1, seconds[:workers])
     finally:
         for loader in loaders:
             loader.close()

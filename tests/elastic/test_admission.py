@@ -12,7 +12,7 @@ import pytest
 from tests.membership.test_client import TOKEN, serving
 from unisono.comm import outcomes, simulate
 from unisono.elastic.admission import admit, compare
-from unisono.errors import Unlike
+from unisono.errors import TaskMismatch
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.membership import CoordinatorAddress
 from unisono.membership.http_client import HttpConnection
@@ -40,7 +40,7 @@ def test_workers_that_meet_find_out_which_of_them_differs() -> None:
         (0, "0.1: that is worker 1's, and worker 0"),
     ):
         for outcome in outcomes(3, run, odd):
-            assert isinstance(outcome, Unlike)
+            assert isinstance(outcome, TaskMismatch)
             assert f"optimizer.lr = {words}" in str(outcome)
 
 
@@ -52,7 +52,7 @@ def test_the_first_of_the_runs_own_workers_says_what_the_others_must_have(tmp_pa
         admit(contact, worker("0.2"), TRAITS, never)
         admit(contact, worker("there-1a2b:0"), TRAITS, never)
         for name in ("1.2", "there-1a2b:1"):
-            with pytest.raises(Unlike, match=r"optimizer.lr = 0.2: that is this worker's, and the run has 0.1"):
+            with pytest.raises(TaskMismatch, match=r"optimizer.lr = 0.2: that is this worker's, and the run has 0.1"):
                 admit(contact, worker(name), OTHER, never)
         admit(contact, worker("2"), TRAITS, never)
 
@@ -64,7 +64,7 @@ def test_who_comes_from_elsewhere_says_nothing_and_waits_for_what_the_run_says(t
         def join() -> None:
             try:
                 admit(contact, worker("there-1a2b:0"), OTHER, never)
-            except Unlike as error:
+            except TaskMismatch as error:
                 came.append(error)
 
         joining = threading.Thread(target=join)
@@ -77,7 +77,7 @@ def test_who_comes_from_elsewhere_says_nothing_and_waits_for_what_the_run_says(t
 def test_a_restarted_coordinator_knows_it_too(tmp_path: Path) -> None:
     with serving(tmp_path / "state") as served:
         admit(CoordinatorAddress(served.url, TOKEN), worker("0"), TRAITS, never)
-    with serving(tmp_path / "state") as served, pytest.raises(Unlike):
+    with serving(tmp_path / "state") as served, pytest.raises(TaskMismatch):
         admit(CoordinatorAddress(served.url, TOKEN), worker("1"), OTHER, never)
 
 

@@ -127,7 +127,7 @@ def test_weights_are_those_of_a_run_in_peace(tmp_path: Path, peace, act: str, st
     assert late == list(range(late[0], STEPS))
     assert HIT < late[0] < STEPS - 1
     assert done.stdout.count("weights") == 1  # whoever is worker 0 at the end is shown
-    assert ("worker 0 was killed by SIGKILL (out of memory?): 2 go on, another one is started" in done.stderr) == (
+    assert ("worker 0 was killed by SIGKILL (out of memory?): 2 continue, a replacement is started" in done.stderr) == (
         act == "SIGKILL"
     )
 
@@ -234,7 +234,7 @@ def test_a_worker_that_is_asked_to_leave_does(tmp_path: Path, peace) -> None:
     told, done = looped(tmp_path, "SIGTERM", "2", *LAUNCH)
     assert told.keys() == {"0", "1"}
     assert {each["weights"] for each in told.values()} == {peace["weights"]}
-    assert "worker 2 has left: 2 go on" in done.stderr
+    assert "worker 2 has left: 2 continue" in done.stderr
 
 
 @pytest.mark.long
@@ -251,7 +251,7 @@ def test_replicas_that_walk_take_the_round_again(tmp_path: Path, peace, sync: st
         assert [steps[at] for at in back] == [5], steps
         assert HIT <= steps[back[0] - 1] < 10
         assert steps[-1] == STEPS - 1
-    assert "worker 1 was killed by SIGKILL (out of memory?): 2 go on, another one is started" in done.stderr
+    assert "worker 1 was killed by SIGKILL (out of memory?): 2 continue, a replacement is started" in done.stderr
 
 
 @pytest.mark.long
@@ -275,7 +275,7 @@ def test_a_walker_that_is_asked_to_leave_leaves_its_share(tmp_path: Path, peace)
         assert (each["weights"], each["lr"]) == (told["0"]["weights"], peace["lr"])
         assert [step for step, taken, _ in each["seen"] if taken] == list(range(STEPS))
         assert {size for step, _, size in each["seen"] if step < 10} == {3}  # until the meeting
-    assert "worker 2 has left: 2 go on" in done.stderr
+    assert "worker 2 has left: 2 continue" in done.stderr
 
 
 class Thing:
@@ -367,87 +367,89 @@ def test_who_was_there_first_keeps_its_number() -> None:
 
 
 class Nobody:
-    count = StepCount()
+    step_count = StepCount()
 
-    def latest(self) -> StepCount:
-        return self.count
+    def fetch_step_count(self) -> StepCount:
+        return self.step_count
 
-    def goes_on(self, without: Set[str]) -> bool:
+    def others_continue(self, without: Set[str]) -> bool:
         return False
 
-    def began(self, worker: str, pid: int) -> None:
+    def process_started(self, worker: str, pid: int) -> None:
         pass
 
-    def ended(self, worker: str) -> None:
+    def process_exited(self, worker: str) -> None:
         pass
 
 
-def succession() -> IndependentExit:
+def policy() -> IndependentExit:
     found = IndependentExit(RestartFailed(3, Nobody()), range(3))
     for place in range(3):
-        found.name(place)
-        found.heard({"kind": "loop", "place": place})
+        found.next_name(place)
+        found.on_message({"kind": "loop", "place": place})
     return found
 
 
 def test_who_dies_before_all_have_come_to_the_loop_ends_the_run() -> None:
     """What they do together before, from meeting each other to the same first weights, takes all of them."""
     found, what = IndependentExit(RestartFailed(3, Nobody()), range(3)), Failure(1, 0.0, "killed by SIGKILL")
-    found.heard({"kind": "loop", "place": 0})
-    assert found.lost(replace(what, rank=0), 2, 1.0).another_in_seconds == 0
-    cause = found.lost(what, 2, 1.0).cause
+    found.on_message({"kind": "loop", "place": 0})
+    assert found.worker_failed(replace(what, rank=0), 2, 1.0).restart_in_seconds == 0
+    cause = found.worker_failed(what, 2, 1.0).failure
     assert cause is not None
     assert cause.error().args[0] == (
-        "worker 1 failed: killed by SIGKILL, before its loop over world.steps began: only in there a lost worker is "
-        "replaced"
+        "worker 1 failed: killed by SIGKILL, before its loop over world.steps began: a lost worker is replaced only "
+        "inside the loop"
     )
-    assert found.lost(replace(what, rank=2), 2, 1.0).another_in_seconds == 0  # the last of them
+    assert found.worker_failed(replace(what, rank=2), 2, 1.0).restart_in_seconds == 0  # the last of them
 
 
 def test_who_dies_in_the_loop_is_replaced_and_after_it_is_not() -> None:
-    found, what = succession(), Failure(1, 0.0, "killed by SIGKILL")
-    assert found.lost(what, 2, 1.0).another_in_seconds == 0
-    found.heard({"kind": "over", "place": 0})
-    cause = found.lost(what, 2, 1.0).cause
+    found, what = policy(), Failure(1, 0.0, "killed by SIGKILL")
+    assert found.worker_failed(what, 2, 1.0).restart_in_seconds == 0
+    found.on_message({"kind": "over", "place": 0})
+    cause = found.worker_failed(what, 2, 1.0).failure
     assert cause is not None
-    assert cause.reason == "killed by SIGKILL, when the loop over world.steps was over: nobody is replaced any more"
+    assert (
+        cause.reason == "killed by SIGKILL, after the loop over world.steps had ended: no worker is replaced any more"
+    )
 
 
 def test_all_whose_loop_is_over_are_waited_for_and_nobody_else() -> None:
-    found = succession()
-    assert not found.over([True, None, None])  # a script without a loop
+    found = policy()
+    assert not found.is_complete([True, None, None])  # a script without a loop
     for place in (0, 2):
-        found.heard({"kind": "over", "place": place})
-    assert not found.over([True, None, None])
-    assert found.over([True, None, True])
-    found.heard({"kind": "over", "place": 1})
-    assert not found.over([True, None, True])
+        found.on_message({"kind": "over", "place": place})
+    assert not found.is_complete([True, None, None])
+    assert found.is_complete([True, None, True])
+    found.on_message({"kind": "over", "place": 1})
+    assert not found.is_complete([True, None, True])
 
 
 def test_who_left_is_told_and_who_came_to_the_end_is_not() -> None:
-    found = succession()
-    assert found.returned(1, None, 2).words == "worker 1 has left: 2 go on"
-    assert found.returned(0, True, 1).words == ""
-    assert found.lacking([None, None, None]).startswith("every worker was asked to leave")
+    found = policy()
+    assert found.worker_returned(1, None, 2).notice == "worker 1 has left: 2 continue"
+    assert found.worker_returned(0, True, 1).notice == ""
+    assert found.incomplete_reason([None, None, None]).startswith("every worker was asked to leave")
 
 
 @pytest.mark.parametrize(
-    ("goes_on", "over", "fails"), [(True, False, True), (False, False, False), (True, True, False)],
+    ("others_continue", "over", "fails"), [(True, False, True), (False, False, False), (True, True, False)],
     ids=["others go on", "that was the end for all", "the loop is over"],
 )  # fmt: skip
-def test_all_of_a_launcher_who_end_inside_the_loop_have_failed_where_others_go_on(goes_on, over, fails) -> None:
+def test_all_of_a_launcher_who_end_inside_the_loop_have_failed_where_others_go_on(others_continue, over, fails) -> None:
     class Elsewhere(Nobody):
-        def goes_on(self, without: Set[str]) -> bool:
+        def others_continue(self, without: Set[str]) -> bool:
             assert without == {"host:0", "host:1"}
-            return goes_on
+            return others_continue
 
     found = IndependentExit(JoinedLauncher(2, Elsewhere(), "host:"))
     for place in range(2):
-        found.name(place)
-        found.heard({"kind": "loop", "place": place})
-        found.heard({"kind": "ended", "place": place, "text": "its script came to its end"})
+        found.next_name(place)
+        found.on_message({"kind": "loop", "place": place})
+        found.on_message({"kind": "ended", "place": place, "text": "its script finished"})
     if over:
-        found.heard({"kind": "over", "place": 0})
-    words = r"worker host:0: its script came to its end, inside its loop .* the others went on with"
+        found.on_message({"kind": "over", "place": 0})
+    words = r"worker host:0: its script finished, inside its loop .* the others continued"
     with pytest.raises(RunFailed, match=words) if fails else contextlib.nullcontext():
-        assert found.lacking([True, True]) == ""
+        assert found.incomplete_reason([True, True]) == ""

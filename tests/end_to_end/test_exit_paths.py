@@ -228,13 +228,13 @@ def test_a_replacement_that_finds_another_task_is_not_taken_in_and_the_others_go
         (tmp_path / "own.py").write_text(TASK.replace(".square()", ".abs()"))
         pids = {name: pid for pid, name in session(process.pid).items()}
         os.kill(pids["unisono worker 1"], signal.SIGKILL)
-        assert within(60, lambda: "Unlike" in (tmp_path / "run" / "logs" / "worker-1.log").read_text())
+        assert within(60, lambda: "TaskMismatch" in (tmp_path / "run" / "logs" / "worker-1.log").read_text())
         done = last_step(tmp_path / "run")
         assert within(30, lambda: last_step(tmp_path / "run") >= done + 10)
         os.kill(process.pid, signal.SIGINT)
         words = said(process)
     assert process.returncode == 130
-    assert "worker 1.2 cannot take part, 1 goes on without it: code of own.py = sha256 " in words
+    assert "worker 1.2 cannot take part, 1 continues without it: code of own.py = sha256 " in words
 
 
 # Being asked to end, and being killed.
@@ -548,7 +548,7 @@ def test_a_killed_worker_is_replaced_where_workers_come_and_go(home: Path) -> No
         os.kill(by_name["unisono worker 1"], signal.SIGKILL)
         words = said(process)
     assert process.returncode == 0, words
-    assert "worker 1 was killed by SIGKILL (out of memory?): 1 goes on, another one is started" in words
+    assert "worker 1 was killed by SIGKILL (out of memory?): 1 continues, a replacement is started" in words
     assert weights(home / "replaced") == weights(home / "whole")
 
 
@@ -561,8 +561,8 @@ def test_workers_go_on_without_a_forkserver_and_another_one_replaces_them(home: 
         os.kill(by_name["unisono worker 1"], signal.SIGKILL)
         words = said(process)
     assert process.returncode == 0, words
-    assert "the forkserver was killed by SIGKILL (out of memory?): workers go on, and the next one that" in words
-    assert "worker 1 was killed by SIGKILL (out of memory?): 1 goes on, another one is started" in words
+    assert "the fork server was killed by SIGKILL (out of memory?): workers continue, and another one" in words
+    assert "worker 1 was killed by SIGKILL (out of memory?): 1 continues, a replacement is started" in words
     assert weights(home / "unforked") == weights(home / "whole")
 
 

@@ -21,7 +21,7 @@ from unisono.checkpoint import checkpoints
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 UNISONO = [sys.executable, "-m", "unisono"]
-BLOBS = [*UNISONO, "train", f"{EXAMPLES / 'own_task.py'}:blobs"]
+BLOBS = [*UNISONO, "train", f"{EXAMPLES / 'custom_task.py'}:blobs"]
 TRAIN = [*BLOBS, "--steps", "5", "--checkpoint-every", "2", "--compress", "Exact()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--"]
 MPIRUN = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]

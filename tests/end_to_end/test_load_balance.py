@@ -16,8 +16,8 @@ import torch
 from tests.support.training_runs import HERE, Noisy, regression, train
 from unisono import Task
 from unisono.comm import Link
-from unisono.data import Shares, assign
-from unisono.data.work_shares import STOCK_STEPS, last_done, quickest
+from unisono.data import MicroBatchAllocation, assign
+from unisono.data.work_shares import STOCK_STEPS, fastest_counts, last_done
 from unisono.errors import InvalidInput
 from unisono.plan import Cluster, Compute, Forecast, forecast
 from unisono.run.resolve import settle
@@ -53,7 +53,7 @@ class Record:
 
 def balance(workers: int, follow: RebalanceMode, rank: int = 0, **more: Any) -> tuple[LoadBalancer, Record]:
     record = Record()
-    shares = Shares(assign(MICRO_BATCHES, [1.0] * workers), rank, range(workers), 0)
+    shares = MicroBatchAllocation(assign(MICRO_BATCHES, [1.0] * workers), rank, range(workers), 0)
     return LoadBalancer(
         shares, follow, rank, record, lambda: 0.0, lambda: 0.0, lambda: 0.0, lambda: None, **more
     ), record
@@ -88,7 +88,10 @@ def test_a_worker_that_lags_far_is_named_once_and_stays() -> None:
     (named,) = record.of("slow worker")
     assert (named["worker"], named["times"], named["removed"]) == ("1", pytest.approx(5.0), False)
     assert "worker 1 takes 5.0 times as long for a micro-batch as the others" in named["words"]
-    assert f"it gets {quickest(MICRO_BATCHES, [0.1, 0.5, 0.1])[1]} of {MICRO_BATCHES} micro-batches" in named["words"]
+    assert (
+        f"it gets {fastest_counts(MICRO_BATCHES, [0.1, 0.5, 0.1])[1]} of {MICRO_BATCHES} micro-batches"
+        in named["words"]
+    )
     assert "remove_slower_than" in named["words"]
     assert not each.asked_to_leave
 
@@ -125,7 +128,7 @@ def test_where_shares_could_follow_it_is_said_once() -> None:
     (hint,) = record.of("unequal workers")
     assert "0.1, 0.25 s for a micro-batch" in hint["words"]
     seconds = [0.1, 0.25]
-    part = last_done(quickest(MICRO_BATCHES, seconds), seconds) / last_done([6, 6], seconds)
+    part = last_done(fastest_counts(MICRO_BATCHES, seconds), seconds) / last_done([6, 6], seconds)
     assert f"balance = on, steps would take {part:.0%}" in hint["words"]
     assert each.shares.counts == [6, 6]
 
@@ -160,7 +163,7 @@ def test_in_exact_mode_shares_follow_speeds_and_change_no_bit(sync) -> None:
     seconds = [0.1 / 6, 0.25 / 6]
     ends = [point.seconds for point in moving.points]
     lasting = (ends[-1] - ends[-11]) / 10
-    assert lasting == pytest.approx(last_done(quickest(MICRO_BATCHES, seconds), seconds), rel=1e-3)
+    assert lasting == pytest.approx(last_done(fastest_counts(MICRO_BATCHES, seconds), seconds), rel=1e-3)
     assert fixed.step_seconds_median == pytest.approx(0.25, rel=1e-3)
 
 

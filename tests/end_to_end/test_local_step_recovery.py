@@ -21,7 +21,6 @@ from tests.support.leftovers import session, within
 from unisono.chaos.virtual_cluster import VirtualNetwork, VirtualRun
 from unisono.checkpoint import checkpoints
 from unisono.comm import Link, Lost, outcomes
-from unisono.config import recovers
 from unisono.elastic.snapshot import Snapshot
 from unisono.elastic.state_transfer import Progress, named_state
 from unisono.elastic.transfer import LocalTensors, differing, digest, mean_of
@@ -304,4 +303,5 @@ def test_differing_is_what_one_has_otherwise() -> None:
     [*((sync, True) for sync in PERIODIC + OTHERS + DEALT), ("ParameterServer()", False)],
 )
 def test_who_may_come_and_go(sync: str, may: bool) -> None:
-    assert recovers(settle(with_data(net()), {"sync": sync, "workers": 2, "global_batch": 8})) is may
+    config = settle(with_data(net()), {"sync": sync, "workers": 2, "global_batch": 8})
+    assert config.recovers_from_loss is may

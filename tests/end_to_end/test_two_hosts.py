@@ -20,7 +20,7 @@ from unisono.tasks.source import NamedTask
 
 pytestmark = pytest.mark.root
 EXAMPLES = Path(__file__).parents[2] / "examples"
-BLOBS = f"{EXAMPLES / 'own_task.py'}:blobs"
+BLOBS = f"{EXAMPLES / 'custom_task.py'}:blobs"
 UNISONO = (sys.executable, "-m", "unisono")
 DEADLINE_SECONDS = 4.0
 

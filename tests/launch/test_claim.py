@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unisono.launch import WorkerIdentity, identify
-from unisono.launch.claim import mark, unclaimed
+from unisono.launch.claim import claim_marker, unclaimed
 
 ME, CHILD = 100, 200
 OURS = WorkerIdentity(1, 2, 1, 2, "tcp://a:1?attempt=0", "unisono")
@@ -21,7 +21,7 @@ THEIRS = WorkerIdentity(1, 2, 1, 2, "tcp://a:7?attempt=0", "torchrun")
 
 
 def claimed(environ: dict[str, str]) -> dict[str, str]:
-    return environ | {"UNISONO_CLAIM": mark(environ, ME)}
+    return environ | {"UNISONO_CLAIM": claim_marker(environ, ME)}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_dataloader_workers_load_where_the_script_has_a_main_guard(tmp_path: Pat
 @pytest.mark.parametrize(("method", "words"), [("spawn", ()), ("spawn", LAUNCH), ("forkserver", LAUNCH)])
 def test_without_a_main_guard_it_is_one_sentence_with_the_cure(method: str, words, tmp_path: Path) -> None:
     shown = said(tmp_path, LOADING.replace("METHODS", f"({method!r},)") + "main()\n", *words, code=1)
-    assert 'put what the script does under `if __name__ == "__main__":`' in shown
+    assert 'put the script\'s actions under `if __name__ == "__main__":`' in shown
 
 
 CHILDREN = """

@@ -11,16 +11,16 @@ import time
 import pytest
 
 from tests.support.leftovers import within
-from unisono.launch.cpu_liveness import computes, wanted_seconds
+from unisono.launch.cpu_liveness import cpu_demand_seconds, is_computing
 
 HOLDS_THE_INTERPRETER = "print(flush=True); [pow(7, 1 << 20) for _ in range(1 << 30)]"
 WAITS = "print(flush=True); import threading; threading.Event().wait()"
 
 
 def wants(pid: int, seconds: float = 0.3) -> bool:
-    before, began = wanted_seconds(pid), time.monotonic()
+    before, began = cpu_demand_seconds(pid), time.monotonic()
     time.sleep(seconds)  # what is measured is what happens meanwhile
-    return computes(before, wanted_seconds(pid), time.monotonic() - began)
+    return is_computing(before, cpu_demand_seconds(pid), time.monotonic() - began)
 
 
 @pytest.mark.parametrize(("code", "stopped", "expected"), [
@@ -41,10 +41,10 @@ def test_who_computes_wants_a_processor_and_who_waits_or_is_stopped_does_not(cod
 def test_nothing_is_seen_of_a_process_that_has_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    assert wanted_seconds(process.pid) == {}
+    assert cpu_demand_seconds(process.pid) == {}
 
 
 def test_a_thread_counts_from_the_second_look_on() -> None:
-    assert not computes({}, {1: 9.0}, 1.0)
-    assert computes({1: 9.0, 2: 0.0}, {1: 9.1, 2: 0.6}, 1.0)
-    assert not computes({1: 9.0, 2: 0.0}, {1: 9.4, 2: 0.4}, 1.0)
+    assert not is_computing({}, {1: 9.0}, 1.0)
+    assert is_computing({1: 9.0, 2: 0.0}, {1: 9.1, 2: 0.6}, 1.0)
+    assert not is_computing({1: 9.0, 2: 0.0}, {1: 9.4, 2: 0.4}, 1.0)

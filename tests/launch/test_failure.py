@@ -8,7 +8,8 @@ import pytest
 
 from unisono.errors import InvalidInput, WorkerFailed
 from unisono.launch import Interrupted, ScriptExited
-from unisono.launch.failure import Failure, describe, first_cause
+from unisono.launch.failure import Failure, first_cause
+from unisono.system.exit_status import describe_exit
 
 
 @pytest.mark.parametrize(
@@ -28,9 +29,9 @@ def test_the_earliest_that_is_no_consequence(failures: list[tuple[int, float, bo
 
 
 def test_who_had_ended_before_is_named() -> None:
-    found = first_cause([Failure(0, 1.0, "worker 1 lost", consequence=True)], {1: "its script came to its end"})
-    assert found.reason == "worker 1 lost; worker 1 had ended before: its script came to its end"
-    found = first_cause([Failure(0, 1.0, "ValueError: bad")], {1: "its script came to its end"})
+    found = first_cause([Failure(0, 1.0, "worker 1 lost", consequence=True)], {1: "its script finished"})
+    assert found.reason == "worker 1 lost; worker 1 had exited before: its script finished"
+    found = first_cause([Failure(0, 1.0, "ValueError: bad")], {1: "its script finished"})
     assert found.reason == "ValueError: bad"
 
 
@@ -44,7 +45,7 @@ def test_who_had_ended_before_is_named() -> None:
     ],
 )
 def test_an_end_in_words(status: int, said: str) -> None:
-    assert describe(status) == said
+    assert describe_exit(status) == said
 
 
 def test_the_traceback_is_shown_with_the_error() -> None:
@@ -54,7 +55,7 @@ def test_the_traceback_is_shown_with_the_error() -> None:
 
 
 def test_invalid_input_and_exit_codes_become_themselves() -> None:
-    assert isinstance(Failure(0, 0.0, "…", said=("InvalidInput", ["a", 1, "b", "c"])).error(), InvalidInput)
+    assert isinstance(Failure(0, 0.0, "…", original=("InvalidInput", ["a", 1, "b", "c"])).error(), InvalidInput)
     assert isinstance(Failure(0, 0.0, "…", exit_code=3).error(), ScriptExited)
 
 

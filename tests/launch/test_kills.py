@@ -40,7 +40,9 @@ def counting() -> Subject:
 
 @pytest.mark.long
 def test_a_run_that_is_hit_leaves_nothing_and_comes_to_the_same_end(tmp_path: Path) -> None:
-    assert conduct(training(workers=3, steps=100, task="examples/own_task.py:blobs"), tmp_path, moments=2, seed=2) == []
+    assert (
+        conduct(training(workers=3, steps=100, task="examples/custom_task.py:blobs"), tmp_path, moments=2, seed=2) == []
+    )
 
 
 @pytest.mark.long

@@ -12,13 +12,17 @@ import pytest
 from tests.support import leftovers
 from tests.support.leftovers import within
 from unisono.errors import InvalidInput, WorkerFailed
-from unisono.launch import PRELOAD, ScriptExited, launch, prepare
+from unisono.launch import PRELOAD, LaunchOptions, ScriptExited, launch, start_fork_server
+from unisono.launch.supervisor import OnMessage
 
 HERE = "tests.support.launch_targets"
 
 
-def start(target: str, tmp_path: Path, *arguments: Any, workers: int = 3, **options: Any) -> list[Any]:
-    return launch(f"{HERE}:{target}", arguments, workers, **({"logs": tmp_path, "preload": ()} | options))
+def start(
+    target: str, tmp_path: Path, *arguments: Any, workers: int = 3, on_message: OnMessage | None = None, **options: Any
+) -> list[Any]:
+    chosen = LaunchOptions(**({"logs": tmp_path, "workers": workers, "preload": ()} | options))
+    return launch(f"{HERE}:{target}", arguments, chosen, on_message=on_message or (lambda rank, message: None))
 
 
 def test_results_come_in_the_order_of_ranks(tmp_path: Path) -> None:
@@ -136,7 +140,7 @@ def test_a_launch_from_another_thread_works_too(tmp_path: Path) -> None:
 
 
 def test_a_prepared_forkserver_that_is_not_used_leaves_nothing() -> None:
-    with prepare(("json",), name="prepared-only"):
+    with start_fork_server(("json",), name="prepared-only"):
         assert within(10, lambda: bool(leftovers.processes("prepared-only")))
     assert not leftovers.processes("prepared-only")
 

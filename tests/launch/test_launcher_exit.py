@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.leftovers import processes, within
 from tests.support.processes import ignoring
-from unisono.launch.forkserver import Forkserver
+from unisono.launch.forkserver import ForkServer
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
@@ -94,23 +94,23 @@ def test_while_the_workers_run(number: signal.Signals, marker: str, tmp_path: Pa
 
 def test_a_launcher_that_dies_before_it_reads_that_the_forkserver_is_ready() -> None:
     """The kernel then says that the connection was reset, and not that it has ended."""
-    server = Forkserver([], f"unread-{uuid.uuid4().hex}")
+    server = ForkServer([], f"unread-{uuid.uuid4().hex}")
     assert server._control is not None
     assert select.select([server], [], [], 60)[0]
-    assert os.path.isdir(server.meeting)
+    assert os.path.isdir(server.rendezvous_directory)
     server._control.close()
     server._control = None
-    assert server.autopsy() == (0, "")
-    assert not os.path.exists(server.meeting)
+    assert server.exit_report() == (0, "")
+    assert not os.path.exists(server.rendezvous_directory)
     server.close()
 
 
 def test_nobody_is_told_where_workers_meet_before_the_directory_is_there() -> None:
     """Arguments can be read by every user of the host; who knew the name could make it first."""
-    with Forkserver([], f"secret-{uuid.uuid4().hex}") as server:
+    with ForkServer([], f"secret-{uuid.uuid4().hex}") as server:
         process = Path(f"/proc/{server._process.pid}")
         for told in ("cmdline", "environ"):
-            assert os.path.basename(server.meeting).encode() not in (process / told).read_bytes()
+            assert os.path.basename(server.rendezvous_directory).encode() not in (process / told).read_bytes()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,15 +9,15 @@ import pytest
 
 from unisono.cli import main
 from unisono.errors import InvalidInput
-from unisono.launch.limit import PER_PROCESSOR, check_count
+from unisono.launch.limit import MAX_PER_PROCESSOR, check_worker_count
 
-MOST = PER_PROCESSOR * len(os.sched_getaffinity(0))
+MOST = MAX_PER_PROCESSOR * len(os.sched_getaffinity(0))
 
 
 def test_as_many_as_fit_are_started() -> None:
-    check_count(MOST)
+    check_worker_count(MOST)
     with pytest.raises(InvalidInput, match=f"workers = {MOST + 1}: this process may use .*, and starts at most 64"):
-        check_count(MOST + 1)
+        check_worker_count(MOST + 1)
 
 
 @pytest.mark.parametrize(

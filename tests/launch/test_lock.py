@@ -20,16 +20,16 @@ from tests.support import processes
 from tests.support.leftovers import within
 from unisono.errors import InvalidInput
 from unisono.launch import lock
-from unisono.launch.lock import LOCK, Holder, fresh, held
+from unisono.launch.lock import LOCK, Holder, hold_lock, make_unique_directory
 
 
 def other(**fields: object) -> Holder:
     """A command that is not this process."""
-    return replace(Holder.here(), process=os.getppid(), **fields)
+    return replace(Holder.current(), process=os.getppid(), **fields)
 
 
 def _hold(rank: int, size: int, directory: Path, holder: Holder | None) -> None:
-    with held(directory, holder or Holder.here()):
+    with hold_lock(directory, holder or Holder.current()):
         (directory / f"{os.getpid()} holds it").touch()
         threading.Event().wait()
 
@@ -48,7 +48,7 @@ def named(directory: Path) -> Holder:
 
 
 def taken(directory: Path, holder: Holder | None = None) -> None:
-    with held(directory, holder or Holder.here()):
+    with hold_lock(directory, holder or Holder.current()):
         pass
 
 
@@ -73,7 +73,7 @@ def test_workers_share_it_with_their_command_and_with_no_other(tmp_path) -> None
     ours = other()
     with ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(held(tmp_path, ours))
+            stack.enter_context(hold_lock(tmp_path, ours))
         with pytest.raises(InvalidInput, match="in use by process"):
             taken(tmp_path)
     taken(tmp_path)
@@ -82,16 +82,16 @@ def test_workers_share_it_with_their_command_and_with_no_other(tmp_path) -> None
 def test_a_worker_of_an_earlier_command_is_refused(tmp_path) -> None:
     earlier, later = other(since=1.0), other(since=2.0)
     taken(tmp_path, earlier)
-    with held(tmp_path, later), pytest.raises(InvalidInput, match="in use by process"):
+    with hold_lock(tmp_path, later), pytest.raises(InvalidInput, match="in use by process"):
         taken(tmp_path, earlier)
 
 
 def test_workers_that_outlive_their_launcher_keep_it(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(lock, "_ENDING_SECONDS", 0.2)
+    monkeypatch.setattr(lock, "_EXIT_SECONDS", 0.2)
     with holding(tmp_path) as command:
         with holding(tmp_path, named(tmp_path)):
             command.end()
-            with pytest.raises(InvalidInput, match=r"workers of process \d+ on host .*, which has ended, since"):
+            with pytest.raises(InvalidInput, match=r"workers of process \d+ on host .*, which has exited, since"):
                 taken(tmp_path)
         taken(tmp_path)
 
@@ -113,9 +113,9 @@ def test_it_goes_with_a_directory_that_is_removed(tmp_path, monkeypatch) -> None
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with held(tmp_path, Holder.here()):
+    with hold_lock(tmp_path, Holder.current()):
         assert (tmp_path / LOCK).exists()
-        monkeypatch.setattr(lock, "_ENDING_SECONDS", 0.2)  # this process has it, so that the other one waits
+        monkeypatch.setattr(lock, "_EXIT_SECONDS", 0.2)  # this process has it, so that the other one waits
         with pytest.raises(InvalidInput):
             taken(tmp_path, other())
 
@@ -125,12 +125,12 @@ def test_a_file_system_without_locks_has_runs_too(tmp_path, monkeypatch, caplog)
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", without)
-    with held(tmp_path, Holder.here()):
+    with hold_lock(tmp_path, Holder.current()):
         pass
-    assert re.search("no locks .No locks available.: start no second command", caplog.text)
+    assert re.search("no locks .No locks available.: do not start a second command", caplog.text)
 
 
 def test_two_commands_never_get_the_same_new_directory(tmp_path) -> None:
-    found = {fresh(tmp_path / "runs" / "a") for _ in range(3)}
+    found = {make_unique_directory(tmp_path / "runs" / "a") for _ in range(3)}
     assert {path.name for path in found} == {"a", "a-2", "a-3"}
     assert all(path.is_dir() for path in found)

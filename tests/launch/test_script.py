@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import InvalidInput, WorkerFailed
-from unisono.launch import Interrupted, ScriptExited, launch_script, prepare
+from unisono.launch import Interrupted, LaunchOptions, ScriptExited, launch_script, start_fork_server
 
 TELL = """\
 import os, sys, beside
@@ -22,7 +22,7 @@ def run(script: Path, *arguments: str, workers: int = 3) -> str:
     """What worker 0 said on the launcher's terminal."""
     shown = io.BytesIO()
     logs = script.parent / "logs"
-    launch_script(script, arguments, workers, logs=logs, echo=shown, prepared=prepare(()))
+    launch_script(script, arguments, LaunchOptions(logs, workers, echo=shown), fork_server=start_fork_server(()))
     return shown.getvalue().decode()
 
 
@@ -49,7 +49,7 @@ def test_worker_0_is_shown_while_it_runs(tmp_path: Path) -> None:
             return super().write(text)  # type: ignore[arg-type]
 
     screen = Screen()
-    launch_script(script, (), 1, logs=tmp_path / "logs", echo=screen, prepared=prepare(()))
+    launch_script(script, (), LaunchOptions(tmp_path / "logs", echo=screen), fork_server=start_fork_server(()))
     assert screen.getvalue() == b"first\nsecond\n"
 
 

@@ -17,8 +17,7 @@ import pytest
 from tests.launch.test_launcher_exit import await_running, code, toy
 from tests.support.leftovers import processes, within
 from unisono.errors import UnisonoError, WorkerFailed
-from unisono.launch import CoordinatorProcess, ElasticOptions, Interrupted, launch
-from unisono.launch import supervisor as crew
+from unisono.launch import CoordinatorProcess, ElasticOptions, Interrupted, LaunchOptions, launch, supervisor
 from unisono.launch.failure import Failure
 from unisono.launch.restart_policy import JoinedLauncher, RestartFailed
 from unisono.membership import CoordinatorAddress, Policy
@@ -50,8 +49,9 @@ class Drill:
             contact = CoordinatorAddress(here.url, "a token")
             given = (contact, str(self.finish), *arguments)
             return launch(
-                f"tests.support.elastic_targets:{target}", given, 3, logs=self.path / "logs", preload=PRELOAD,
-                on_message=self.hear, elastic=ElasticOptions(contact, here), stop_seconds=5.0)  # fmt: skip
+                f"tests.support.elastic_targets:{target}", given,
+                LaunchOptions(self.path / "logs", 3, preload=PRELOAD, stop_seconds=5.0),
+                on_message=self.hear, elastic=ElasticOptions(contact, here))  # fmt: skip
 
     @property
     def log(self) -> Path:
@@ -61,8 +61,9 @@ class Drill:
         """One more worker, of another launcher; to be called for its results."""
         contact, results = CoordinatorAddress(self.coordination.url, "a token"), []
         thread = threading.Thread(target=lambda: results.extend(launch(
-            "tests.support.elastic_targets:train", (contact, str(self.finish)), 1, logs=self.path / "others",
-            preload=PRELOAD, on_message=self.hear, elastic=ElasticOptions(contact, launcher=name))))  # fmt: skip
+            "tests.support.elastic_targets:train", (contact, str(self.finish)),
+            LaunchOptions(self.path / "others", preload=PRELOAD), on_message=self.hear,
+            elastic=ElasticOptions(contact, launcher=name))))  # fmt: skip
         thread.start()
         return lambda: [thread.join(), results][1]
 
@@ -111,7 +112,7 @@ def test_who_is_killed_is_replaced_and_the_run_comes_to_its_end(tmp_path) -> Non
     assert results[0]["name"] in ("0.2", "1.3", "2")
     assert len(results) == 3
     assert not drill.acts
-    assert drill.notices[0] == ("worker 1 was killed by SIGKILL (out of memory?): 2 go on, another one is started")
+    assert drill.notices[0] == ("worker 1 was killed by SIGKILL (out of memory?): 2 continue, a replacement is started")
     assert drill.notices[1].startswith("worker 1.2 was killed by SIGSEGV")
     assert "1 has ended" in drill.log.read_text()
 
@@ -129,7 +130,7 @@ def test_who_is_asked_to_leave_is_not_replaced(tmp_path) -> None:
     ])  # fmt: skip
     results = drill.run()
     assert [result is None for result in results] in ([False, False, True], [False, True, True])
-    assert drill.notices == ["worker 1 has left: 2 go on"]
+    assert drill.notices == ["worker 1 has left: 2 continue"]
     assert set(drill.pids) == {"0", "1", "2"}
 
 
@@ -176,7 +177,7 @@ def test_another_launcher_has_workers_take_part_and_leave(tmp_path) -> None:
 @pytest.mark.short(1)
 @pytest.mark.parametrize(("how", "reason"), [("killed", "killed by SIGKILL"), ("gone", "ended with exit code 3")])
 def test_a_place_where_everybody_dies_at_once_ends_the_run(how, reason, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(crew, "_END_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "_STOP_SECONDS", 0.5)
     drill = Drill(tmp_path)  # the first view waits for three
     with pytest.raises(WorkerFailed, match=f"worker 1 failed: {reason}"):
         drill.run("train_unless", 1, how)
@@ -185,7 +186,7 @@ def test_a_place_where_everybody_dies_at_once_ends_the_run(how, reason, tmp_path
 
 @pytest.mark.parametrize(("how", "said"), [("wrong", "ValueError: the user's own"), ("lost", "worker 1 lost during")])
 def test_what_would_be_raised_again_ends_the_run(how, said, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(crew, "_END_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "_STOP_SECONDS", 0.5)
     drill = Drill(tmp_path)
     with pytest.raises(WorkerFailed, match=said):
         drill.run("train_unless", 1, how)
@@ -193,7 +194,7 @@ def test_what_would_be_raised_again_ends_the_run(how, said, tmp_path, monkeypatc
 
 
 def test_who_hangs_when_the_result_is_there_is_killed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(crew, "_PART_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "_FINISH_SECONDS", 0.5)
     assert Drill(tmp_path).run("stay") == [{"name": "0"}, None, None]
 
 
@@ -231,18 +232,18 @@ def test_nothing_stays_when_the_launcher_ends(number: signal.Signals, tmp_path) 
 class Nobody:
     """Does not care which processes there are."""
 
-    count = StepCount()
+    step_count = StepCount()
 
-    def latest(self) -> StepCount:
-        return self.count
+    def fetch_step_count(self) -> StepCount:
+        return self.step_count
 
-    def goes_on(self, without: Set[str]) -> bool:
+    def others_continue(self, without: Set[str]) -> bool:
         return False
 
-    def began(self, worker: str, pid: int) -> None:
+    def process_started(self, worker: str, pid: int) -> None:
         pass
 
-    def ended(self, worker: str) -> None:
+    def process_exited(self, worker: str) -> None:
         pass
 
 
@@ -253,19 +254,19 @@ def fallen(place: int, at_seconds: float = 0.0) -> Failure:
 STEP = {"kind": "step"}
 
 
-def causes(succession: RestartFailed, places: Sequence[int]) -> list[str]:
+def causes(policy: RestartFailed, places: Sequence[int]) -> list[str]:
     """Why the run is given up after each of these deaths; empty where it goes on."""
-    found = [succession.lost(fallen(place), 3, 99.0).cause for place in places]
+    found = [policy.worker_failed(fallen(place), 3, 99.0).failure for place in places]
     return ["" if cause is None else cause.error().args[0] for cause in found]
 
 
 def test_losses_without_a_step_between_them_are_what_counts() -> None:
-    succession = RestartFailed(4, Nobody())
+    policy = RestartFailed(4, Nobody())
     for _ in range(3):
-        assert causes(succession, [1, 1]) == [""] * 2
-        succession.heard(STEP)
-    assert causes(succession, [1, 2, 1]) == [""] * 3
-    assert causes(succession, [1]) == [
+        assert causes(policy, [1, 1]) == [""] * 2
+        policy.on_message(STEP)
+    assert causes(policy, [1, 2, 1]) == [""] * 3
+    assert causes(policy, [1]) == [
         "worker 1 failed: killed by SIGKILL; 3 processes of worker 1 were lost in a row without a step in between "
         "(the limit is 3)"
     ]
@@ -283,20 +284,20 @@ def test_many_dead_all_over_the_place_end_a_run_too() -> None:
 @pytest.mark.parametrize("kind", [RestartFailed, JoinedLauncher])
 def test_steps_of_a_run_whose_worker_0_is_another_launchers_count(kind: type[RestartFailed]) -> None:
     elsewhere = Nobody()
-    succession = kind(4, elsewhere)
+    policy = kind(4, elsewhere)
     for step in range(9):
-        elsewhere.count = StepCount(step + 1, step + 1)
-        assert causes(succession, [1]) == [""]
-    assert [bool(each) for each in causes(succession, [1, 1])] == [False, True]
+        elsewhere.step_count = StepCount(step + 1, step + 1)
+        assert causes(policy, [1]) == [""]
+    assert [bool(each) for each in causes(policy, [1, 1])] == [False, True]
 
 
 def test_before_a_run_is_given_up_the_coordinator_is_asked() -> None:
     """What it said of itself may be some seconds old."""
 
     class Late(Nobody):
-        def latest(self) -> StepCount:
-            self.count = StepCount(1, 1)
-            return self.count
+        def fetch_step_count(self) -> StepCount:
+            self.step_count = StepCount(1, 1)
+            return self.step_count
 
     found = causes(RestartFailed(4, Late()), [1] * 6)
     assert [bool(each) for each in found] == [False] * 5 + [True]
@@ -305,12 +306,12 @@ def test_before_a_run_is_given_up_the_coordinator_is_asked() -> None:
 def test_steps_that_are_lost_each_time_do_not_count_for_ever() -> None:
     """As where each process dies in the same step, and those before it are taken again."""
     elsewhere = Nobody()
-    succession = RestartFailed(4, elsewhere)
+    policy = RestartFailed(4, elsewhere)
     found = []
     for death in range(14):
-        elsewhere.count = StepCount(10 * death, 7)
-        found += causes(succession, [1])
-        succession.heard(STEP)
+        elsewhere.step_count = StepCount(10 * death, 7)
+        found += causes(policy, [1])
+        policy.on_message(STEP)
     assert found[:9] == [""] * 9
     assert found[9] == (
         "worker 1 failed: killed by SIGKILL; 10 processes of worker 1 were lost in a row with no step beyond step 7 "
@@ -320,41 +321,43 @@ def test_steps_that_are_lost_each_time_do_not_count_for_ever() -> None:
 
 @pytest.mark.parametrize("kind", [RestartFailed, JoinedLauncher])
 def test_a_replacement_with_another_task_is_refused_and_the_others_go_on(kind: type[RestartFailed]) -> None:
-    refused = replace(fallen(1), said=("Unlike", ["samples", "8", "the run has 9", "give every host the same"]))
-    succession = kind(2, Nobody())
-    succession.name(1)
-    assert succession.lost(refused, 1, 1.0).cause is refused, "one of the first"
-    succession.name(1)
-    found = succession.lost(refused, 1, 1.0)
-    assert found.words.startswith("worker 1.2 cannot take part, 1 goes on without it: samples = 8: the run has 9")
-    assert found.cause is None
-    assert found.another_in_seconds is None
-    assert succession.lost(refused, 0, 1.0).cause is refused, "nobody is left"
+    refused = replace(
+        fallen(1), original=("TaskMismatch", ["samples", "8", "the run has 9", "give every host the same"])
+    )
+    policy = kind(2, Nobody())
+    policy.next_name(1)
+    assert policy.worker_failed(refused, 1, 1.0).failure is refused, "one of the first"
+    policy.next_name(1)
+    found = policy.worker_failed(refused, 1, 1.0)
+    assert found.notice.startswith("worker 1.2 cannot take part, 1 continues without it: samples = 8: the run has 9")
+    assert found.failure is None
+    assert found.restart_in_seconds is None
+    assert policy.worker_failed(refused, 0, 1.0).failure is refused, "nobody is left"
 
 
 def test_a_launcher_that_joined_lacks_nothing() -> None:
-    assert JoinedLauncher(4, Nobody()).lacking([None]) == ""
+    assert JoinedLauncher(4, Nobody()).incomplete_reason([None]) == ""
 
 
 def test_who_dies_at_once_is_replaced_ever_more_slowly() -> None:
     others = Nobody()
-    succession = RestartFailed(4, others)
+    policy = RestartFailed(4, others)
     pauses = []
     for step in range(9):
-        pauses.append(succession.lost(fallen(1), 3, 0.0).another_in_seconds)
-        others.count = StepCount(step + 1, step + 1)
+        pauses.append(policy.worker_failed(fallen(1), 3, 0.0).restart_in_seconds)
+        others.step_count = StepCount(step + 1, step + 1)
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     for step in range(9, 1200):  # as often as it may be in a run of days
-        assert succession.lost(fallen(1), 3, 0.0).another_in_seconds == 60
-        others.count = StepCount(step + 1, step + 1)
-    assert succession.lost(fallen(1), 3, 99.0).another_in_seconds == 0
+        assert policy.worker_failed(fallen(1), 3, 0.0).restart_in_seconds == 60
+        others.step_count = StepCount(step + 1, step + 1)
+    assert policy.worker_failed(fallen(1), 3, 99.0).restart_in_seconds == 0
 
 
 def test_who_lived_for_a_while_has_had_its_pause() -> None:
     """What counts is how often the others are held up."""
-    succession = RestartFailed(4, Nobody())
+    policy = RestartFailed(4, Nobody())
     pauses = []
     for _ in range(6):
-        pauses.append(succession.lost(fallen(1), 3, 7.0).another_in_seconds)
-        succession.heard(STEP)
+        pauses.append(policy.worker_failed(fallen(1), 3, 7.0).restart_in_seconds)
+        policy.on_message(STEP)
     assert pauses == [0, 0, 0, 0, 1, 9]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
+import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from benchmarks import coordinator, gpu, harness, layout_memory, layout_speed, unequal
+from benchmarks import harness
+from benchmarks.__main__ import BY_NAME_ONLY, modules
+from benchmarks.__main__ import main as run_by_name
+from benchmarks.elasticity import coordinator
 from benchmarks.harness import Claim, Spread, Verdict
 from benchmarks.netlab.errors import Unavailable
+from benchmarks.single_run import gpu, layout_memory, layout_speed, unequal
 
+ROOT = Path(__file__).parents[2]
 FASTER, QUICKER = Claim("faster", 2.0), Claim("sooner", 0.4, at_least=False)
 
 
@@ -124,3 +133,43 @@ def test_unequal_workers_are_judged_by_the_sum_of_their_own_speeds() -> None:
     assert kept.holds
     assert against_ddp.holds
     assert not unequal.judged({**speeds, unequal.BALANCED: [128.0]})[0].holds
+
+
+# --- the tree
+
+
+def imported(path: Path) -> set[Path]:
+    """The files of `benchmarks/` that this file imports anywhere; scripts import each other by bare names."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            parts = name.replace(".", "/")
+            for file in (f"{parts}.py", f"{parts}/__init__.py", f"benchmarks/scripts/{parts}.py"):
+                found |= {ROOT / file} if (ROOT / file).is_file() else set()
+    return found - {path}
+
+
+def test_no_benchmark_imports_itself_in_a_circle() -> None:
+    graph = {path: imported(path) for path in (ROOT / "benchmarks").rglob("*.py")}
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_every_benchmark_is_found_by_its_name_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    names = modules()
+    assert {"steps", "gpu", "links", "time_to_loss", "recovery"} <= set(names)
+    assert set(names) >= BY_NAME_ONLY
+    assert all(callable(importlib.import_module(module).main) for module in names.values())
+    assert run_by_name(["gpu2"]) == 2
+    assert "gpu2: no benchmark" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["benchmarks", "gpu"], ["benchmarks.gpu"], ["benchmarks", "links"]], ids=" ".join)
+def test_both_forms_of_the_command_show_its_help(command: list[str]) -> None:
+    shown = subprocess.run([sys.executable, "-m", *command, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert "usage:" in shown.stdout

@@ -201,7 +201,7 @@ def test_a_custom_loop_goes_on_where_it_was_stopped_and_its_weights_are_exported
 @pytest.mark.short(1)
 @pytest.mark.parametrize("way", ["alone", "launch"])
 def test_a_custom_loop_learns_from_data_of_its_own(way: str, tmp_path: Path) -> None:
-    losses = re.findall(r"epoch \d  loss (\S+)", said(tmp_path, *WAYS[way], EXAMPLES / "custom_loop_own_data.py"))
+    losses = re.findall(r"epoch \d  loss (\S+)", said(tmp_path, *WAYS[way], EXAMPLES / "custom_loop_dataloader.py"))
     assert len(losses) == 2
     assert float(losses[-1]) < 0.5
 
@@ -210,7 +210,7 @@ def test_a_custom_loop_learns_from_data_of_its_own(way: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_task_of_ones_own_is_trained_and_takes_options(workers: int, tmp_path: Path) -> None:
     options = ["--workers", str(workers), "--width", "16", "--run-dir", "run", "--json", "result.json"]
-    said(tmp_path, "-m", "unisono", "train", f"{EXAMPLES / 'own_task.py'}:blobs", *options)
+    said(tmp_path, "-m", "unisono", "train", f"{EXAMPLES / 'custom_task.py'}:blobs", *options)
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["steps"], result["samples"]) == (150, 150 * 64)
     assert result["metrics"]["accuracy"] > 0.9

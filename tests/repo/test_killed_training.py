@@ -6,8 +6,18 @@ import json
 
 import numpy as np
 import pytest
-from benchmarks import failures, freezes
-from benchmarks.disturbed import MICRO_BATCH, MICRO_BATCHES, SAMPLES, WORKERS, Life, Recovery, Step, recovery, spoilt
+from benchmarks.elasticity import failures, freezes
+from benchmarks.elasticity.killed_training import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    SAMPLES,
+    WORKERS,
+    Life,
+    Recovery,
+    Step,
+    recovery,
+    spoilt,
+)
 
 from unisono.data import MicroBatchPlan
 

@@ -19,10 +19,10 @@ from typing import TypeVar
 
 import pytest
 from benchmarks.netlab import Failed, Host, Netlab, Rate, Unavailable, netlab, run_workers
+from benchmarks.netlab.contestants import attempts
+from benchmarks.netlab.cpu_quota import controller
 from benchmarks.netlab.network import reason_unavailable
-from benchmarks.netlab.quota import controller
-from benchmarks.netlab.trace import Mark, Trace, of_events
-from benchmarks.netlab.ways import attempts
+from benchmarks.netlab.run_trace import Mark, Trace, of_events
 
 REPOSITORY = Path(__file__).parents[2]
 _NEW_NETWORK = 0x40000000

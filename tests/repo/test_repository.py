@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from benchmarks.__main__ import modules as benchmarks
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "unisono"
@@ -320,6 +321,12 @@ def test_a_page_links_to_what_is_there() -> None:
     assert broken == []
 
 
+def runs(module: str) -> bool:
+    """Whether ``python -m`` finds that module."""
+    path = ROOT / module.replace(".", "/")
+    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
 def headings(text: str) -> set[str]:
     """The anchors of a page, as its headings give them."""
     return {re.sub(r"[^a-z0-9 -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"(?m)^#+ (.*)$", text)}
@@ -344,9 +351,6 @@ def test_a_command_that_a_page_shows_exists(page: str) -> None:
             # Options with a dot are the task's own.
             asked = re.findall(r"(?<=\s)--[a-z-]+(?=\s|$)", line.split(".py")[0])
             unknown += [f"{line}: {option}" for option in asked if not re.search(rf"{option}\b", known)]
-        unknown += [
-            line
-            for module in re.findall(r"-m (benchmarks[\w.]*)", line)
-            if not list(ROOT.glob(module.replace(".", "/") + "*"))
-        ]
+        unknown += [line for name in re.findall(r"-m benchmarks ([a-z]\w*)", line) if name not in benchmarks()]
+        unknown += [line for module in re.findall(r"-m ((?:benchmarks|tests)[.]\S+)", line) if not runs(module)]
     assert unknown == []

@@ -11,7 +11,7 @@ import pytest
 
 from unisono import Config
 from unisono.errors import InvalidInput
-from unisono.launch.lock import LOCK, Holder, held
+from unisono.launch.lock import LOCK, Holder, hold_lock
 from unisono.run import directory
 from unisono.run.directory import claimed, with_earlier
 from unisono.run.spec import PickledTask
@@ -20,7 +20,7 @@ SOURCE = PickledTask("some/where.py:my task", b"")
 
 
 def make(path: Path, **config) -> Path:
-    with claimed(Config(run_dir=str(path), **config), SOURCE, Holder.here()) as found:
+    with claimed(Config(run_dir=str(path), **config), SOURCE, Holder.current()) as found:
         return found
 
 
@@ -53,7 +53,7 @@ def test_an_empty_directory_is_free_and_a_foreign_one_stays_as_it_is(tmp_path) -
 )  # fmt: skip
 def test_what_cannot_be_is_named(config, words, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInput, match=words), claimed(config, SOURCE, Holder.here()):
+    with pytest.raises(InvalidInput, match=words), claimed(config, SOURCE, Holder.current()):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -62,7 +62,7 @@ def test_without_a_name_it_gets_one_that_no_other_run_has(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     found = []
     for _ in range(3):
-        with claimed(Config(), SOURCE, Holder.here()) as path:
+        with claimed(Config(), SOURCE, Holder.current()) as path:
             found.append(path)
     assert len(set(found)) == 3
     assert all(path.parent == tmp_path / "runs" and path.name.startswith("where.py-my-task-") for path in found)
@@ -72,7 +72,7 @@ def test_invalid_input_takes_a_new_run_away_and_leaves_an_old_one(tmp_path) -> N
     for resume in (False, True):
         with (
             pytest.raises(InvalidInput, match="x = 1"),
-            claimed(Config(run_dir=str(tmp_path / "r"), resume=resume), SOURCE, Holder.here()),
+            claimed(Config(run_dir=str(tmp_path / "r"), resume=resume), SOURCE, Holder.current()),
         ):
             raise InvalidInput("x", 1, "wrong", "right")
         assert (tmp_path / "r").exists() == resume
@@ -80,7 +80,7 @@ def test_invalid_input_takes_a_new_run_away_and_leaves_an_old_one(tmp_path) -> N
 
 
 def test_another_command_that_has_the_directory_keeps_it_as_it_is(tmp_path) -> None:
-    with claimed(Config(run_dir=str(tmp_path / "r")), SOURCE, replace(Holder.here(), process=os.getppid())) as path:
+    with claimed(Config(run_dir=str(tmp_path / "r")), SOURCE, replace(Holder.current(), process=os.getppid())) as path:
         before = sorted(path.rglob("*"))
         for resume, problem in ((True, "in use by process"), (False, "the directory exists")):
             with pytest.raises(InvalidInput, match=problem):
@@ -95,9 +95,9 @@ def test_of_two_commands_that_begin_in_one_directory_one_has_it(tmp_path, monkey
     def late(path: Path, holder: Holder):
         monkeypatch.undo()
         other.enter_context(claimed(Config(run_dir=str(path)), SOURCE, replace(holder, process=os.getppid())))
-        return held(path, holder)
+        return hold_lock(path, holder)
 
-    monkeypatch.setattr(directory, "held", late)
+    monkeypatch.setattr(directory, "hold_lock", late)
     with pytest.raises(InvalidInput, match="in use by process"):
         make(tmp_path / "r")
     with other:
@@ -126,7 +126,7 @@ def test_what_killed_processes_left_is_gone_when_the_run_goes_on(tmp_path) -> No
 
 
 def test_another_failure_leaves_the_run_to_be_resumed(tmp_path) -> None:
-    with pytest.raises(RuntimeError), claimed(Config(run_dir=str(tmp_path / "r")), SOURCE, Holder.here()):
+    with pytest.raises(RuntimeError), claimed(Config(run_dir=str(tmp_path / "r")), SOURCE, Holder.current()):
         raise RuntimeError
     make(tmp_path / "r", resume=True)
 

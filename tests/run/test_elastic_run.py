@@ -20,7 +20,7 @@ import pytest
 from unisono.config import Config
 from unisono.errors import InvalidInput
 from unisono.launch import CoordinatorProcess
-from unisono.launch.coordinator_setup import rallied
+from unisono.launch.coordinator_setup import coordinator_for
 from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership.certificate import certified, pin
 from unisono.membership.contact_file import contact_in
@@ -44,7 +44,7 @@ def order(path: Path, source: Any = None) -> RunSpec:
 
 def server(path: Path) -> Any:
     """As far as a forkserver is looked at."""
-    return SimpleNamespace(meeting=str(path))
+    return SimpleNamespace(rendezvous_directory=str(path))
 
 
 def notices() -> tuple[list[str], Any]:
@@ -136,7 +136,7 @@ def test_a_script_is_run_by_who_joins_if_it_lies_there(tmp_path) -> None:
     script.touch()
     (tmp_path / "logs").mkdir()
     words = [str(script), "--lr", "1"]
-    with rallied(Policy(expected=2), {**told, "script": words}, tmp_path, server(tmp_path), print) as elastic:
+    with coordinator_for(Policy(expected=2), {**told, "script": words}, tmp_path, server(tmp_path), print) as elastic:
         assert called(elastic.contact, server(tmp_path), OURS) == Script(
             script, words[1:], str(tmp_path), elastic.contact
         )
@@ -154,12 +154,12 @@ def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
         calling = CoordinatorOptions(elsewhere=contact)
         for _ in range(2):  # the same may be said again
             with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
-                assert elastic.coordination is None
+                assert elastic.coordinator is None
                 assert contact_in(tmp_path) == elastic.contact
         assert called(contact, server(tmp_path), OURS).settings == SETTINGS
         other = order(tmp_path, NamedTask("text"))
         with (
-            pytest.raises(InvalidInput, match="it is another run's"),
+            pytest.raises(InvalidInput, match="it serves another run"),
             gathered(Config(workers=2), other, server(tmp_path), print, calling),
         ):
             pass
@@ -192,9 +192,9 @@ def test_a_coordinator_that_was_killed_a_thousand_times_is_started_again(tmp_pat
     with CoordinatorProcess(
         Endpoint(), Policy(), tmp_path / "state", TOKEN, tmp_path / "log", notices.append
     ) as coordination:
-        first, coordination._short = coordination.pid, 5000
+        first, coordination._short_lifetimes = coordination.pid, 5000
         os.kill(first, signal.SIGKILL)
-        coordination.attend()
+        coordination.on_readable()
         assert coordination.pid != first
     assert len(notices) == 1
     assert "was killed by SIGKILL" in notices[0]
@@ -228,7 +228,7 @@ def test_with_a_certificate_of_its_own_it_is_known_by_the_fingerprint_and_nobody
         here = replace(elastic.contact, url=f"https://127.0.0.1:{url.rpartition(':')[2]}")
         assert _order(here).task == "digits"
         assert said == [
-            f"others join with  unisono join {url} --authority {authority} --task digits  and the token in "
+            f"other hosts join with  unisono join {url} --authority {authority} --task digits  and the token in "
             f"{tmp_path / 'coordinator' / 'contact.json'}"
         ]
         with pytest.raises(InvalidInput, match="its certificate is not known here"):
@@ -265,6 +265,6 @@ def test_one_that_listens_for_others_says_how_they_join(tmp_path) -> None:
         assert elastic.contact.meets_at == ""
         assert elastic.contact.token == TOKEN
         assert said == [
-            f"others join with  unisono join {elastic.contact.url} --authority none --task digits  and the token in "
-            f"{tmp_path / 'coordinator' / 'contact.json'}"
+            f"other hosts join with  unisono join {elastic.contact.url} --authority none --task digits  and the "
+            f"token in {tmp_path / 'coordinator' / 'contact.json'}"
         ]

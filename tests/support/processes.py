@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from unisono.errors import CommunicationError
-from unisono.launch.failure import Failure, describe, first_cause
+from unisono.launch.failure import Failure, first_cause
+from unisono.system.exit_status import describe_exit
 
 # Whatever a worker imports for itself takes its time in every worker. torch._dynamo comes with the first optimizer, the
 # others with training, with the built-in digits, with worker 0's scalars and with the modules that hold the tests.
@@ -93,7 +94,7 @@ class Workers:
             result, failure = pickle.loads(connection.recv_bytes())  # noqa: S301 (our own child wrote it)
         except EOFError:
             self.processes[rank].join(5)
-            return [Failure(rank, time.monotonic(), describe(self.processes[rank].exitcode))]
+            return [Failure(rank, time.monotonic(), describe_exit(self.processes[rank].exitcode))]
         if failure is not None:
             return [failure]
         self._results[rank] = result

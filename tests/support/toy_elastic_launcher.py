@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from unisono.launch import CoordinatorProcess, ElasticOptions, Interrupted, launch
+from unisono.launch import CoordinatorProcess, ElasticOptions, Interrupted, LaunchOptions, launch
 from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership.endpoint import Endpoint
 
@@ -23,12 +23,10 @@ def main(marker: str, directory: str, *_: str) -> int:
             launch(
                 "tests.support.elastic_targets:train",
                 (contact, str(here / "finish")),
-                3,
-                logs=here / "logs",
-                preload=("tests.support.elastic_targets",),
-                name=marker,
+                LaunchOptions(
+                    here / "logs", 3, preload=("tests.support.elastic_targets",), name=marker, stop_seconds=5.0
+                ),
                 on_message=lambda rank, message: "members" in message and print("running", rank, flush=True),
-                stop_seconds=5.0,
                 elastic=ElasticOptions(contact, coordination),
             )
         except Interrupted as error:

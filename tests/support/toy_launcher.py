@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from unisono.launch import Interrupted, launch
+from unisono.launch import Interrupted, LaunchOptions, launch
 
 
 def main(marker: str, logs: str, target: str, *preload: str) -> int:
@@ -16,12 +16,9 @@ def main(marker: str, logs: str, target: str, *preload: str) -> int:
     try:
         launch(
             f"tests.support.launch_targets:{target}",
-            workers=3,
-            logs=Path(logs),
-            preload=preload,
-            name=marker,
+            (),
+            LaunchOptions(Path(logs), 3, preload=preload, name=marker, stop_seconds=1.0),
             on_message=lambda rank, message: print("running", rank, flush=True),
-            stop_seconds=1.0,
         )
     except Interrupted as error:
         print("interrupted", list(error.results), flush=True)

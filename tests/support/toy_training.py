@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from unisono.launch import Interrupted, WorkerContext, launch
+from unisono.launch import Interrupted, LaunchOptions, WorkerContext, launch
 
 
 def count(worker: WorkerContext, directory: str, steps: int) -> None:
@@ -29,7 +29,7 @@ def main(directory: str, steps: str) -> int:
     logs = Path(directory) / "logs"
     target = "tests.support.toy_training:count"
     try:
-        launch(target, (directory, int(steps)), 2, logs=logs, preload=(), stop_seconds=5.0)
+        launch(target, (directory, int(steps)), LaunchOptions(logs, 2, preload=(), stop_seconds=5.0))
     except Interrupted as error:
         return error.exit_code
     return 0

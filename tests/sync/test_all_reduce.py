@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.sync.nets import plain, sgd, train
-from unisono.bad_steps import UNFIT
+from unisono.bad_steps import NOT_REPRESENTABLE
 from unisono.comm import simulate
 from unisono.compress import Cast, Exact
 from unisono.errors import UnisonoError
@@ -118,7 +118,7 @@ def test_a_gradient_that_is_refused_is_named_with_its_micro_batch(bad, reference
         return replica.settle().losses
 
     [losses] = simulate(1, run)
-    assert [loss == UNFIT for loss in losses] == [m == bad for m in range(4)]
+    assert [loss == NOT_REPRESENTABLE for loss in losses] == [m == bad for m in range(4)]
     branch = "left" if bad % 2 else "right"
     assert [r.getMessage() for r in caplog.records if f"micro-batch {bad}, {branch}.weight: " in r.getMessage()]
 

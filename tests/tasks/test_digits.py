@@ -11,7 +11,7 @@ import torch
 
 from unisono.errors import InvalidInput
 from unisono.tasks.builtin.digits import HELD_OUT, digits, images, network
-from unisono.tasks.task import build_dataset, call
+from unisono.tasks.task import build_dataset, call_model
 
 
 def test_every_image_is_in_exactly_one_part_and_the_split_is_always_the_same() -> None:
@@ -63,7 +63,7 @@ def test_a_third_of_its_steps_reaches_97_percent(seed: int) -> None:
         optimizer.zero_grad()
         for chosen in order[step * batch : (step + 1) * batch].split(micro):
             sample = data[chosen]
-            (task.loss(call(model, task.inputs(sample)), sample) * micro / batch).backward()
+            (task.loss(call_model(model, task.inputs(sample)), sample) * micro / batch).backward()
         optimizer.step()
     model.eval()
     held_out = build_dataset(task.evaluate.data)[:]

@@ -14,7 +14,7 @@ import pytest
 
 from unisono.config import FIELDS
 from unisono.errors import InvalidInput
-from unisono.tasks.arguments import bind, nested, parameters
+from unisono.tasks.arguments import bind_arguments, nested, parameters
 from unisono.tasks.source import NamedTask
 from unisono.tasks.task import Task
 
@@ -199,8 +199,8 @@ def function(
     ],
 )
 def test_text_becomes_what_the_annotation_says(given: Mapping[str, Any], read: Mapping[str, Any]) -> None:
-    assert bind(function, given) == read
-    assert all(type(bind(function, given)[name]) is type(value) for name, value in read.items())
+    assert bind_arguments(function, given) == read
+    assert all(type(bind_arguments(function, given)[name]) is type(value) for name, value in read.items())
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_text_becomes_what_the_annotation_says(given: Mapping[str, Any], read: M
 )
 def test_a_value_of_another_kind_is_refused(given: Mapping[str, Any]) -> None:
     with pytest.raises(InvalidInput):
-        bind(function, given)
+        bind_arguments(function, given)
 
 
 def test_parameters_are_flat_with_their_defaults() -> None:

@@ -26,7 +26,7 @@ from unisono.checkpoint import fingerprint
 from unisono.comm import outcomes, simulate
 from unisono.elastic.loop_group import LoopGroup
 from unisono.elastic.model_state import weights_of
-from unisono.errors import InvalidInput, UnisonoError, Unlike
+from unisono.errors import InvalidInput, TaskMismatch, UnisonoError
 from unisono.launch import WorkerIdentity
 from unisono.observe import ThreadTracker
 
@@ -894,5 +894,5 @@ def test_a_loop_whose_workers_have_other_data_or_batches_is_refused() -> None:
         "batch": "global_batch = 12: that is worker 1's, and worker 0 has 9",
     }.items():
         found = outcomes(2, run, what)
-        assert all(isinstance(each, Unlike) and words in str(each) for each in found), found
+        assert all(isinstance(each, TaskMismatch) and words in str(each) for each in found), found
     simulate(2, run, "nothing")

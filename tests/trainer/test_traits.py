@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from unisono import Config, Evaluation, Task
 from unisono.elastic.trait_check import check
-from unisono.errors import Unlike
+from unisono.errors import TaskMismatch
 from unisono.trainer.traits import of_config, of_data, of_groups, of_model, of_optimizer, of_task
 
 FILE = """
@@ -42,7 +42,7 @@ def differs(mine: Any, theirs: Any) -> str:
     """The first thing that does; empty where nothing does."""
     try:
         check(mine, theirs, "this worker's", "the run")
-    except Unlike as error:
+    except TaskMismatch as error:
         return error.field
     return ""
 
@@ -118,7 +118,7 @@ def test_the_number_of_samples_is_compared() -> None:
 
 
 def test_a_difference_is_said_with_both_values() -> None:
-    with pytest.raises(Unlike) as raised:
+    with pytest.raises(TaskMismatch) as raised:
         check({"samples": "96", "lr": "0.1"}, {"samples": "48", "lr": "0.2"}, "this worker's", "the run")
     assert str(raised.value) == (
         "samples = 96: that is this worker's, and the run has 48 (they differ in lr as well); give every host the same "
@@ -134,7 +134,9 @@ def test_data_is_compared_sample_by_sample() -> None:
     here = of_data([float(i) for i in range(20)])
     assert "data" in here
     assert differs(here, {name: text for name, text in here.items() if name != "data"}) == ""
-    with pytest.raises(Unlike, match="data = sample 15: that is this worker's, and the run has another one under this"):
+    with pytest.raises(
+        TaskMismatch, match="data = sample 15: that is this worker's, and the run has another one under this"
+    ):
         check(of_data([float(i) for i in range(15)] + [99.0] * 5), here, "this worker's", "the run")
 
 

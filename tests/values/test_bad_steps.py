@@ -10,7 +10,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from unisono.bad_steps import ENOUGH, REMEMBERED, UNFIT, AnomalyDetector, ReplicaMismatch, RollBack, Skip, Stop, compare
+from unisono.bad_steps import (
+    ENOUGH,
+    NOT_REPRESENTABLE,
+    REMEMBERED,
+    AnomalyDetector,
+    ReplicaMismatch,
+    RollBack,
+    Skip,
+    Stop,
+    find_mismatch,
+)
 
 LOSS = st.floats(-1e6, 1e6)
 LOSSES = st.lists(LOSS, min_size=1, max_size=8)
@@ -26,7 +36,7 @@ def never() -> float:
 def test_every_loss_that_is_not_finite_is_named_and_no_norm_is_computed_for_it(policy, losses, other, data) -> None:
     where = data.draw(st.sets(st.integers(0, len(losses) - 1), min_size=1))
     given = [other if m in where else loss for m, loss in enumerate(losses)]
-    bad = AnomalyDetector(policy).look(7, given, math.nan, never)
+    bad = AnomalyDetector(policy).inspect(7, given, math.nan, never)
     assert bad is not None
     assert (bad.step, bad.micro_batches) == (7, tuple(sorted(where)))
     assert str(other) in bad.why
@@ -35,14 +45,14 @@ def test_every_loss_that_is_not_finite_is_named_and_no_norm_is_computed_for_it(p
 @given(POLICY, LOSSES, NOT_FINITE, st.floats(0, 1e9))
 def test_finite_losses_are_bad_only_by_their_gradient(policy, losses, other, norm) -> None:
     mean = statistics.fmean(losses)
-    assert AnomalyDetector(policy).look(0, losses, mean, lambda: norm) is None
-    bad = AnomalyDetector(policy).look(0, losses, mean, lambda: other)
+    assert AnomalyDetector(policy).inspect(0, losses, mean, lambda: norm) is None
+    bad = AnomalyDetector(policy).inspect(0, losses, mean, lambda: other)
     assert bad is not None
     assert bad.micro_batches == ()
 
 
 def test_what_a_compressor_cannot_hold_is_not_said_to_be_a_loss() -> None:
-    bad = AnomalyDetector(Skip()).look(0, [1.0, UNFIT], UNFIT, never)
+    bad = AnomalyDetector(Skip()).inspect(0, [1.0, NOT_REPRESENTABLE], NOT_REPRESENTABLE, never)
     assert bad is not None
     assert "a gradient is too large for what travels" in bad.why
 
@@ -51,15 +61,15 @@ def test_what_a_compressor_cannot_hold_is_not_said_to_be_a_loss() -> None:
 def test_a_spike_lies_above_the_median_by_so_many_deviations_of_the_last_losses(past, spike, more) -> None:
     judge = AnomalyDetector(Skip(spike=spike))
     for loss in past:
-        judge.counts(loss)
+        judge.record_good(loss)
     seen = past[-REMEMBERED:]
     median = statistics.median(seen)
     spread = 1.4826 * statistics.median([abs(loss - median) for loss in seen])
     bound = median + spike * max(spread, abs(median) / 100)
     assert judge.bound == pytest.approx(bound)
-    assert judge.look(0, [judge.bound], judge.bound, lambda: 1.0) is None
+    assert judge.inspect(0, [judge.bound], judge.bound, lambda: 1.0) is None
     assume(judge.bound + more > judge.bound)
-    bad = judge.look(0, [judge.bound, judge.bound + more], judge.bound + more, lambda: 1.0)
+    bad = judge.inspect(0, [judge.bound, judge.bound + more], judge.bound + more, lambda: 1.0)
     assert bad is not None
     assert bad.micro_batches == (1,)
 
@@ -68,8 +78,8 @@ def test_a_spike_lies_above_the_median_by_so_many_deviations_of_the_last_losses(
 def test_too_few_losses_make_no_spike(past, loss) -> None:
     judge = AnomalyDetector(Skip(spike=1e-3))
     for each in past:
-        judge.counts(each)
-    assert judge.look(0, [loss], loss, lambda: 1.0) is None
+        judge.record_good(each)
+    assert judge.inspect(0, [loss], loss, lambda: 1.0) is None
 
 
 @given(LOSS)
@@ -77,7 +87,7 @@ def test_few_outliers_do_not_make_others_pass(far) -> None:
     """A quarter of what is remembered may be anything: the bound stays within reach of the others."""
     judge, clean = AnomalyDetector(Skip(spike=5)), [1.0 + 0.01 * (i % 7) for i in range(3 * REMEMBERED // 4)]
     for each in [*clean, *[abs(far) + 1e3] * (REMEMBERED // 4)]:
-        judge.counts(each)
+        judge.record_good(each)
     assert judge.bound < 2
 
 
@@ -87,16 +97,16 @@ def test_the_limit_counts_bad_steps_within_so_many(steps, limit, within) -> None
     for i, step in enumerate(steps):
         recent = sum(step - within < each <= step for each in steps[: i + 1])
         assert judge.too_many(step) == (recent if recent > limit else None)
-        judge.found(step)
+        judge.record_bad(step)
 
 
 @given(st.lists(LOSS, max_size=100), st.sets(st.integers(0, 99)), LOSS)
 def test_what_a_judge_remembers_survives_as_json(losses, steps, last) -> None:
     judge, heir = AnomalyDetector(Skip(spike=4)), AnomalyDetector(Skip(spike=4))
     for loss in losses:
-        judge.counts(loss)
+        judge.record_good(loss)
     for step in sorted(steps):
-        judge.found(step)
+        judge.record_bad(step)
     judge.skip(steps)
     judge.healed = 3
     state = json.loads(json.dumps(judge.state()))
@@ -104,7 +114,7 @@ def test_what_a_judge_remembers_survives_as_json(losses, steps, last) -> None:
     assert heir.state() == judge.state()
     assert heir.bound == judge.bound
     judge.skip([1000])
-    judge.counts(last)
+    judge.record_good(last)
     judge.load(state)  # of an earlier step: its losses count again, and what is bad stays so
     assert judge.bound == heir.bound
     assert judge.skipped == heir.skipped | {1000}
@@ -112,7 +122,7 @@ def test_what_a_judge_remembers_survives_as_json(losses, steps, last) -> None:
 
 @given(st.dictionaries(st.integers(0, 20), st.sampled_from([1.0, 2.0, 3.0]), min_size=1))
 def test_more_than_half_are_right(digests) -> None:
-    split = compare(digests)
+    split = find_mismatch(digests)
     counts = {digest: list(digests.values()).count(digest) for digest in digests.values()}
     if len(counts) == 1:
         assert split is None
@@ -129,7 +139,7 @@ def test_more_than_half_are_right(digests) -> None:
 @given(st.dictionaries(st.integers(0, 20), st.sampled_from([1.0, 2.0]), min_size=1), st.data())
 def test_nothing_is_compared_while_one_has_said_nothing(digests, data) -> None:
     silent = data.draw(st.sampled_from(sorted(digests)))
-    assert compare({**digests, silent: 0.0}) is None
+    assert find_mismatch({**digests, silent: 0.0}) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _START = (
-    "import runpy, sys; from unisono.launch.process import die_with; die_with(int(sys.argv.pop(1)));"
+    "import runpy, sys; from unisono.system.process import exit_with_parent; exit_with_parent(int(sys.argv.pop(1)));"
     "runpy.run_module('unisono', run_name='__main__', alter_sys=True)"
 )
 _WORKER, _COORDINATOR = "unisono worker ", "unisono coordinator"

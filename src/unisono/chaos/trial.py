@@ -10,7 +10,7 @@ from unisono.chaos.fault_record import FaultRecord
 from unisono.chaos.fault_schedule import FaultKind, FaultSchedule, draw
 from unisono.chaos.outcome import Row, RunOutcome, compare
 from unisono.compress import Exact
-from unisono.config import RECOVERING, Config, recovers, walks
+from unisono.config import RECOVERY_REQUIREMENTS, Config
 from unisono.errors import InvalidInput
 from unisono.run.resolve import settle
 from unisono.tasks.task import Task
@@ -79,17 +79,17 @@ def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[FaultKind,
             raise InvalidInput(name, given[name], "each run is one of ours", "leave it out")
     settings = {**_DEFAULTS, **given, "record_seconds": 0.0}
     config = settle(task, settings)
-    if config.workers < 2 or not recovers(config):
+    if config.workers < 2 or not config.recovers_from_loss:
         raise InvalidInput(
             "task", task.name, "workers of such a run cannot come and go",
-            f"use two workers or more, elastic, with {RECOVERING}")  # fmt: skip
+            f"use two workers or more, elastic, with {RECOVERY_REQUIREMENTS}")  # fmt: skip
     return settings if config.max_workers is not None else {**settings, "max_workers": _most(config, wanted)}
 
 
 def depends(task: Task, settings: Mapping[str, Any]) -> str:
     """Why the bits of such a run depend on who takes part; empty: they do not."""
     config = settle(task, settings)
-    if walks(config):
+    if config.takes_local_steps:
         return (
             "replicas that walk by themselves come to something else when others take part: losses and weights differ"
         )

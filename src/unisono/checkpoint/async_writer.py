@@ -28,14 +28,14 @@ from torch import Tensor
 from unisono.checkpoint import directory as place
 from unisono.checkpoint.commit import commit_parts
 from unisono.checkpoint.failure_text import reason
-from unisono.checkpoint.ownership import Holding, TensorShard, shares
-from unisono.checkpoint.part_file import Stopped, write_part
+from unisono.checkpoint.ownership import ShardMap, TensorShard, write_plan
+from unisono.checkpoint.part_file import WriteStopped, write_part
 from unisono.checkpoint.safetensors_format import Container, Spec, specs_of
 from unisono.checkpoint.staging import Image, Staging, Window
 from unisono.errors import CheckpointError
 from unisono.tensors.box import Box
 
-Holders = Sequence[Holding] | None  # by worker; None: everybody holds everything
+Holders = Sequence[ShardMap] | None  # by worker; None: everybody holds everything
 Specs = Mapping[str, Spec]
 
 
@@ -246,7 +246,7 @@ class Writer:
     def _share(self, specs: Specs, holders: Holders) -> dict[str, TensorShard]:
         """What this worker writes."""
         whole = {name: TensorShard(spec.dtype, Box.whole(spec.shape)) for name, spec in specs.items()}
-        return shares(holders or [whole] * self._size)[self._rank]
+        return write_plan(holders or [whole] * self._size)[self._rank]
 
     def _copy(self, tensors: Mapping[str, Tensor], holders: Holders, streams: list[torch.cuda.Stream]) -> Staging:
         staging = self._memory(specs_of(tensors), holders, bool(streams))
@@ -263,7 +263,7 @@ class Writer:
             path.mkdir(mode=0o700, exist_ok=True)
             write_part(path, self._rank, step, image, lambda: self._unwanted(step))
             self._update(phase=WriteStatus.WRITTEN, written=step)
-        except Stopped:
+        except WriteStopped:
             self._update(phase=WriteStatus.FAILED, error="abandoned", failed=step)
         except Exception as error:  # a thread's outermost frame: whatever it is, training goes on and is told
             self._fail(step, reason(error, self._directory, file.nbytes if file else 0))

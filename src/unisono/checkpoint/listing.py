@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.checkpoint.opened_checkpoint import Opened, Stored
+from unisono.checkpoint.opened_checkpoint import OpenedCheckpoint, StoredBox
 from unisono.checkpoint.safetensors_format import dtype_name
 from unisono.errors import printable
 
 
-def contents(opened: Opened) -> list[str]:
+def contents(opened: OpenedCheckpoint) -> list[str]:
     """The step, who wrote it, sums by the first word of names, and every tensor; line by line."""
     kinds: dict[str, list[str]] = {}
     for name in opened.specs:
@@ -39,7 +39,7 @@ def _settings(meta: Any) -> str:
     return "".join(f", {key} {printable(str(value))}" for key, value in told)
 
 
-def _tensors(opened: Opened) -> list[tuple[str, ...]]:
+def _tensors(opened: OpenedCheckpoint) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "parts")]
     for name in sorted(opened.specs):
         spec, boxes = opened.specs[name], opened.stored[name]
@@ -49,7 +49,7 @@ def _tensors(opened: Opened) -> list[tuple[str, ...]]:
     return rows
 
 
-def _where(stored: Stored) -> str:
+def _where(stored: StoredBox) -> str:
     part = stored.file.stem.removeprefix("part-")
     return part if stored.box.is_whole else f"{part} {stored.box}"
 
@@ -63,10 +63,10 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _sum(opened: Opened, kind: str, names: Sequence[str]) -> tuple[str, ...]:
+def _sum(opened: OpenedCheckpoint, kind: str, names: Sequence[str]) -> tuple[str, ...]:
     nbytes = sum(opened.specs[name].nbytes for name in names)
     return printable(kind), f"{len(names):,}", f"{_elements(opened, names):,}", f"{nbytes:,}"
 
 
-def _elements(opened: Opened, names: Sequence[str]) -> int:
+def _elements(opened: OpenedCheckpoint, names: Sequence[str]) -> int:
     return sum(math.prod(opened.specs[name].shape) for name in names)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from unisono.checkpoint import directory as place
-from unisono.checkpoint.opened_checkpoint import Opened, open_checkpoint
+from unisono.checkpoint.opened_checkpoint import OpenedCheckpoint, open_checkpoint
 from unisono.errors import CheckpointDamaged
 
 Read = TypeVar("Read")
@@ -41,6 +41,8 @@ def newest(
     return None
 
 
-def open_newest(directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]) -> Opened | None:
+def open_newest(
+    directory: str | os.PathLike[str], on_damaged: Callable[[CheckpointDamaged], None]
+) -> OpenedCheckpoint | None:
     """The newest checkpoint that can be opened, to be read piece by piece; see `newest` and `open_checkpoint`."""
     return newest(directory, on_damaged, open_checkpoint)

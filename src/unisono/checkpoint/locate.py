@@ -7,16 +7,16 @@ from pathlib import Path
 
 from unisono.checkpoint.directory import MANIFEST, checkpoints, step_of
 from unisono.checkpoint.load import open_newest
-from unisono.checkpoint.opened_checkpoint import Opened, open_checkpoint
+from unisono.checkpoint.opened_checkpoint import OpenedCheckpoint, open_checkpoint
 from unisono.errors import CheckpointDamaged, InvalidInput
 
 
-def home(directory: Path) -> Path:
+def checkpoints_directory(directory: Path) -> Path:
     """Where a run's checkpoints lie; `directory` itself where it is no run's."""
     return directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
 
 
-def found(directory: Path, field: str) -> list[Path]:
+def find_checkpoints(directory: Path, field: str) -> list[Path]:
     """All checkpoints in `directory`, oldest first; `directory`, if it is one.
 
     Raises:
@@ -24,7 +24,7 @@ def found(directory: Path, field: str) -> list[Path]:
     """
     if (directory / MANIFEST).exists() or (directory.is_dir() and step_of(directory.name) is not None):
         return [directory]
-    paths = [path for _, path in checkpoints(home(directory))]
+    paths = [path for _, path in checkpoints(checkpoints_directory(directory))]
     if not paths:
         raise InvalidInput(
             field, str(directory), "there is no checkpoint", "name a run, its checkpoints or one of them"
@@ -32,15 +32,15 @@ def found(directory: Path, field: str) -> list[Path]:
     return paths
 
 
-def open_found(directory: Path, field: str, on_damaged: Callable[[CheckpointDamaged], None]) -> Opened:
-    """The newest sound checkpoint of `found`.
+def open_found(directory: Path, field: str, on_damaged: Callable[[CheckpointDamaged], None]) -> OpenedCheckpoint:
+    """The newest sound checkpoint of `find_checkpoints`.
 
     Raises:
-        InvalidInput: as `found`.
+        InvalidInput: as `find_checkpoints`.
         CheckpointDamaged: not one of them is sound.
     """
-    if found(directory, field) == [directory]:
+    if find_checkpoints(directory, field) == [directory]:
         return open_checkpoint(directory)
-    opened = open_newest(home(directory), on_damaged)
+    opened = open_newest(checkpoints_directory(directory), on_damaged)
     assert opened is not None  # else nothing would have been found
     return opened

@@ -24,7 +24,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBox:
     """A box of a tensor in a part's file, from byte `begin` on."""
 
     name: str
@@ -43,7 +43,7 @@ class Stored:
         return f"tensor {self.name!r}" + ("" if self.box.is_whole else f" {self.box} of {list(self.box.shape)}")
 
 
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint whose manifest is sound, and whose parts are there in full length.
 
     Bytes are verified when they are first needed, by the digest of the box in which they lie, and never used before.
@@ -54,12 +54,12 @@ class Opened:
         stored: by name, the boxes of each tensor.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, stored: Mapping[str, list[Stored]]) -> None:
+    def __init__(self, path: Path, manifest: Manifest, stored: Mapping[str, list[StoredBox]]) -> None:
         self.path, self.step, self.meta = path, manifest.step, manifest.meta
         self.parts = manifest.parts
         self.stored = stored
         self.specs: Mapping[str, Spec] = {name: boxes[0].entry.piece.whole for name, boxes in stored.items()}
-        self._verified: set[Stored] = set()
+        self._verified: set[StoredBox] = set()
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A box of tensor `name`, all of it by default: on the CPU, contiguous, with memory of its own.
@@ -89,13 +89,13 @@ class Opened:
         for slab in slabs(Box.whole(spec.shape), CHUNK // spec.dtype.itemsize):
             yield raw_bytes(self.read(name, slab))
 
-    def verify(self, stored: Stored) -> None:
+    def verify(self, stored: StoredBox) -> None:
         """Read one box and compare its digest, once. Raises CheckpointDamaged."""
         if stored not in self._verified:
             with damage(stored.file), open(place.open_to_read(stored.file), "rb", buffering=0) as file:
                 self._check(stored, (raw_bytes(piece) for _, piece in _pieces(file.fileno(), stored, stored.box)))
 
-    def _fill(self, descriptor: int, stored: Stored, common: Box, target: Tensor) -> None:
+    def _fill(self, descriptor: int, stored: StoredBox, common: Box, target: Tensor) -> None:
         """Put the numbers of `common`, a box in `stored`, into `target`."""
         if common == stored.box and target.is_contiguous():
             self._check(stored, _straight(descriptor, stored, target))
@@ -105,7 +105,7 @@ class Opened:
         else:
             self._check(stored, _putting(_pieces(descriptor, stored, stored.box), common, target))
 
-    def _check(self, stored: Stored, read: Iterator[memoryview]) -> None:
+    def _check(self, stored: StoredBox, read: Iterator[memoryview]) -> None:
         """Take over what is read, all of the stored box, if it is what was written. Raises ValueError."""
         digest = xxh3_128()
         for piece in read:
@@ -115,7 +115,7 @@ class Opened:
         self._verified.add(stored)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     """The checkpoint in directory `path`.
 
     Raises:
@@ -123,11 +123,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
     """
     path = Path(path)
     manifest = read_manifest(path)
-    stored: dict[str, list[Stored]] = {name: [] for name in manifest.tensors}
+    stored: dict[str, list[StoredBox]] = {name: [] for name in manifest.tensors}
     for rank, part in enumerate(manifest.parts):
         for piece in read_part(path / part_file(rank), part):
             stored[piece.name].append(piece)
-    return Opened(path, manifest, stored)
+    return OpenedCheckpoint(path, manifest, stored)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -140,7 +140,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def read_part(file: Path, part: PartFile) -> list[Stored]:
+def read_part(file: Path, part: PartFile) -> list[StoredBox]:
     """Where each box lies in a part's file, whose length and header are right. Raises CheckpointDamaged."""
     with damage(file):
         expected = container({name: entry.piece.spec for name, entry in part.tensors.items()})
@@ -151,7 +151,7 @@ def read_part(file: Path, part: PartFile) -> list[Stored]:
                 raise ValueError(f"{length} bytes long, where {part.nbytes} were written for {expected.nbytes} to hold")
             if stream.read(len(expected.header)) != expected.header:
                 raise ValueError("its header is not what was written")
-    return [Stored(slot.name, file, slot.begin, part.tensors[slot.name]) for slot in expected.slots]
+    return [StoredBox(slot.name, file, slot.begin, part.tensors[slot.name]) for slot in expected.slots]
 
 
 @contextlib.contextmanager
@@ -166,7 +166,7 @@ def damage(file: Path) -> Iterator[None]:
         raise CheckpointDamaged(f"{file}: {what or type(error).__name__}") from error
 
 
-def _straight(descriptor: int, stored: Stored, target: Tensor) -> Iterator[memoryview]:
+def _straight(descriptor: int, stored: StoredBox, target: Tensor) -> Iterator[memoryview]:
     """Read the whole box to where it belongs; gives what was just read, some megabytes at a time."""
     memory = raw_bytes(target)
     for begin in range(0, len(memory), CHUNK):
@@ -175,7 +175,7 @@ def _straight(descriptor: int, stored: Stored, target: Tensor) -> Iterator[memor
         yield piece
 
 
-def _pieces(descriptor: int, stored: Stored, region: Box, needed: Box | None = None) -> Iterator[tuple[Box, Tensor]]:
+def _pieces(descriptor: int, stored: StoredBox, region: Box, needed: Box | None = None) -> Iterator[tuple[Box, Tensor]]:
     """Read `region`, one run of the stored box, some megabytes at a time, each into the same memory; only those that
     have to do with `needed`."""
     size = stored.entry.piece.dtype.itemsize

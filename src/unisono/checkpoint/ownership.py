@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unisono.checkpoint.safetensors_format import DTYPES, Spec, dtype_name
-from unisono.checkpoint.write_plan import deal
+from unisono.checkpoint.write_plan import plan_writes
 from unisono.errors import CheckpointError
 from unisono.tensors.box import Box, check_tiling
 
@@ -35,10 +35,10 @@ class TensorShard:
         return Spec(self.dtype, self.box.shape)
 
 
-Holding = Mapping[str, TensorShard]
+ShardMap = Mapping[str, TensorShard]
 
 
-def holding(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = None) -> dict[str, TensorShard]:
+def shards_of(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = None) -> dict[str, TensorShard]:
     """What a worker with these local tensors holds, by global name.
 
     Args:
@@ -55,14 +55,14 @@ def holding(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = Non
     return {name: TensorShard(x.dtype, boxes.get(name) or Box.whole(x.shape)) for name, x in tensors.items()}
 
 
-def encode_holding(held: Holding) -> str:
+def encode_shards(held: ShardMap) -> str:
     """As JSON, to be told to the other workers."""
     boxes = {name: (piece, piece.box) for name, piece in held.items()}
     return json.dumps({name: [dtype_name(p.dtype), b.shape, b.offset, b.size] for name, (p, b) in boxes.items()})
 
 
-def decode_holding(text: str) -> dict[str, TensorShard]:
-    """What `encode_holding` wrote. Raises ValueError where it is anything else."""
+def decode_shards(text: str) -> dict[str, TensorShard]:
+    """What `encode_shards` wrote. Raises ValueError where it is anything else."""
     fields = json.loads(text)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
@@ -77,7 +77,7 @@ def _decode(name: str, fields: Any) -> TensorShard:
     raise ValueError(f"tensor {name!r} has no possible dtype and box")
 
 
-def shares(holders: Sequence[Holding]) -> list[dict[str, TensorShard]]:
+def write_plan(holders: Sequence[ShardMap]) -> list[dict[str, TensorShard]]:
     """What each worker writes, if worker *r* holds ``holders[r]``: together every tensor once, balanced by bytes.
 
     Every worker finds the same for the same `holders`, so nobody need be asked.
@@ -95,7 +95,7 @@ def shares(holders: Sequence[Holding]) -> list[dict[str, TensorShard]]:
     dtypes = {name: piece.dtype for held in holders for name, piece in held.items()}
     who = {(name, box): ranks for name, boxes in found.items() for box, ranks in boxes.items()}
     sizes = {(name, box): box.numel * dtypes[name].itemsize for name, box in who}
-    dealt = deal(sizes, who, len(holders))
+    dealt = plan_writes(sizes, who, len(holders))
     return [{name: TensorShard(dtypes[name], box) for name, box in share if _is_something(box)} for share in dealt]
 
 
@@ -104,7 +104,7 @@ def _is_something(box: Box) -> bool:
     return box.numel > 0 or math.prod(box.shape) == 0
 
 
-def _holders(holders: Sequence[Holding]) -> dict[str, dict[Box, list[int]]]:
+def _holders(holders: Sequence[ShardMap]) -> dict[str, dict[Box, list[int]]]:
     """By name, every box of it and who holds that. An empty tensor has one box, the whole."""
     found: dict[str, dict[Box, list[int]]] = {}
     first: dict[str, Spec] = {}

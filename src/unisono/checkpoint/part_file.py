@@ -15,7 +15,7 @@ from unisono.checkpoint.staging import Image
 from unisono.system.atomic_files import write_durably
 
 
-class Stopped(Exception):
+class WriteStopped(Exception):
     """Nobody wants this part any more."""
 
 
@@ -44,7 +44,7 @@ def write_part(
         _stream(path, image, stopped)
         part = PartFile(image.container.nbytes, image.tensors)
         write_durably(report, encode_part(step, part))
-    except (OSError, Stopped):
+    except (OSError, WriteStopped):
         with contextlib.suppress(OSError):  # the first error is the one that tells
             path.unlink(missing_ok=True)
         raise
@@ -58,7 +58,7 @@ def _stream(path: Path, image: Image, stopped: Callable[[], bool]) -> None:
         os.posix_fallocate(descriptor, 0, -(-nbytes // PAGE) * PAGE)
         for chunk in image.chunks():
             if stopped():
-                raise Stopped
+                raise WriteStopped
             _write_all(descriptor, chunk)
         os.ftruncate(descriptor, nbytes)
         os.fsync(descriptor)

@@ -21,7 +21,7 @@ USUAL = "model.safetensors"
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
-class Plain:
+class PlainSafetensors:
     """Tensors of one or more safetensors files, read one after the other.
 
     Args:
@@ -48,7 +48,7 @@ class Plain:
                 yield piece
 
 
-def open_plain(path: str | os.PathLike[str]) -> Plain:
+def open_plain(path: str | os.PathLike[str]) -> PlainSafetensors:
     """A safetensors file, an index, or a directory with ``model.safetensors`` or its index.
 
     Raises:
@@ -59,7 +59,7 @@ def open_plain(path: str | os.PathLike[str]) -> Plain:
         path = path / USUAL if (path / USUAL).exists() else path / (USUAL + INDEX)
     if not path.name.endswith(".json"):
         found, metadata = _read(path)
-        return Plain({name: (path, slot) for name, slot in found.items()}, metadata)
+        return PlainSafetensors({name: (path, slot) for name, slot in found.items()}, metadata)
     with damage(path):
         where = _places(json.loads(place.read_small(path, place.JSON_LIMIT)))
     files = {file: _read(path.parent / file) for file in sorted(set(where.values()))}
@@ -67,7 +67,7 @@ def open_plain(path: str | os.PathLike[str]) -> Plain:
         if name not in files[file][0]:
             raise CheckpointDamaged(f"{path.parent / file}: it has no tensor {name!r}, which the index says")
     slots = {name: (path.parent / file, files[file][0][name]) for name, file in where.items()}
-    return Plain(slots, next((metadata for _, metadata in files.values()), {}))
+    return PlainSafetensors(slots, next((metadata for _, metadata in files.values()), {}))
 
 
 def _places(index: Any) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unisono.checkpoint.manifest import part_file
-from unisono.checkpoint.opened_checkpoint import Opened, open_checkpoint, read_manifest, read_part
+from unisono.checkpoint.opened_checkpoint import OpenedCheckpoint, open_checkpoint, read_manifest, read_part
 from unisono.errors import CheckpointDamaged
 
 
@@ -27,7 +27,7 @@ def damages(path: Path) -> Iterator[str]:
             held = ", ".join(map(repr, part.tensors)) or "no tensor"
             yield f"{error} (it held {held})"
             continue
-        opened = Opened(path, manifest, {piece.name: [piece] for piece in stored})
+        opened = OpenedCheckpoint(path, manifest, {piece.name: [piece] for piece in stored})
         for piece in stored:
             try:
                 opened.verify(piece)
@@ -35,7 +35,7 @@ def damages(path: Path) -> Iterator[str]:
                 yield str(error)
 
 
-def verified(path: Path) -> Opened:
+def verified(path: Path) -> OpenedCheckpoint:
     """The checkpoint in `path`, all of whose bytes have been read and compared. Raises CheckpointDamaged."""
     opened = open_checkpoint(path)
     for pieces in opened.stored.values():

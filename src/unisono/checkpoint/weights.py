@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from unisono.checkpoint.opened_checkpoint import Opened
+from unisono.checkpoint.opened_checkpoint import OpenedCheckpoint
 
 WEIGHTS = "model/"  # before the names of parameters and buffers
 
 
-def weights_in(opened: Opened) -> dict[str, str]:
+def weights_in(opened: OpenedCheckpoint) -> dict[str, str]:
     """The names in ``model.state_dict()``, and those of the same tensors in the checkpoint. Of tensors with several
     names, the first; no buffers that ``state_dict()`` leaves out."""
     left_out = set(_meta(opened).get("transient", ()))
@@ -20,7 +20,7 @@ def weights_in(opened: Opened) -> dict[str, str]:
     return {own: name for own, name in names.items() if own not in left_out}
 
 
-def read_weights(opened: Opened) -> dict[str, Tensor]:
+def read_weights(opened: OpenedCheckpoint) -> dict[str, Tensor]:
     """All of `weights_in`, in host memory, and tensors with several names by each of them.
 
     Raises:
@@ -30,5 +30,5 @@ def read_weights(opened: Opened) -> dict[str, Tensor]:
     return found | {alias: found[name] for alias, name in _meta(opened).get("aliases", {}).items() if name in found}
 
 
-def _meta(opened: Opened) -> Mapping[str, Any]:
+def _meta(opened: OpenedCheckpoint) -> Mapping[str, Any]:
     return opened.meta if isinstance(opened.meta, Mapping) else {}

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 Item = TypeVar("Item", bound=Hashable)
 
 
-def share_out(sizes: Mapping[str, int], workers: int) -> list[list[str]]:
-    """The names that each worker writes where everybody has everything, balanced by bytes; see `deal`.
+def plan_replicated_writes(sizes: Mapping[str, int], workers: int) -> list[list[str]]:
+    """The names that each worker writes where everybody has everything, balanced by bytes; see `plan_writes`.
 
     Args:
         sizes: bytes of each tensor.
@@ -21,10 +21,10 @@ def share_out(sizes: Mapping[str, int], workers: int) -> list[list[str]]:
     """
     if workers < 1:
         raise ValueError(f"workers={workers!r} is below 1")
-    return deal(sizes, dict.fromkeys(sizes, tuple(range(workers))), workers)
+    return plan_writes(sizes, dict.fromkeys(sizes, tuple(range(workers))), workers)
 
 
-def deal(sizes: Mapping[Item, int], holders: Mapping[Item, Sequence[int]], workers: int) -> list[list[Item]]:
+def plan_writes(sizes: Mapping[Item, int], holders: Mapping[Item, Sequence[int]], workers: int) -> list[list[Item]]:
     """What each worker writes, balanced by bytes; the same on every worker for the same arguments.
 
     What one worker alone holds is its own to write. Of the rest, largest first, each goes to that of its holders with

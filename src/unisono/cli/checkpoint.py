@@ -14,7 +14,7 @@ from unisono.errors import CheckpointDamaged, InvalidInput, UnisonoError, printa
 from unisono.notation import nearest
 
 if TYPE_CHECKING:
-    from unisono.checkpoint import Opened
+    from unisono.checkpoint import OpenedCheckpoint
     from unisono.checkpoint.tensor_stream import TensorSource
 
 USAGE = """\
@@ -73,10 +73,10 @@ def _show(directory: Path, options: Mapping[str, str]) -> int:
 
 def _verify(directory: Path, options: Mapping[str, str]) -> int:
     from unisono.checkpoint import damages, open_checkpoint
-    from unisono.checkpoint.locate import found
+    from unisono.checkpoint.locate import find_checkpoints
 
     damaged = _latest_is_damaged(directory)
-    for path in found(directory, "DIR"):
+    for path in find_checkpoints(directory, "DIR"):
         words = [printable(sentence) for sentence in damages(path)]
         if words:
             print(f"{path}: damaged\n" + "\n".join(f"  {sentence}" for sentence in words))
@@ -178,7 +178,7 @@ def size_of(options: Mapping[str, str]) -> int | None:
     return size
 
 
-def _newest(directory: Path) -> Opened:
+def _newest(directory: Path) -> OpenedCheckpoint:
     from unisono.checkpoint.locate import open_found
 
     return open_found(directory, "DIR", lambda damage: print(printable(f"damaged: {damage}"), file=sys.stderr))
@@ -186,12 +186,12 @@ def _newest(directory: Path) -> Opened:
 
 def _latest_is_damaged(directory: Path) -> bool:
     from unisono.checkpoint.directory import read_latest
-    from unisono.checkpoint.locate import found, home
+    from unisono.checkpoint.locate import checkpoints_directory, find_checkpoints
 
-    if found(directory, "DIR") == [directory]:
+    if find_checkpoints(directory, "DIR") == [directory]:
         return False
     try:
-        read_latest(home(directory))
+        read_latest(checkpoints_directory(directory))
     except CheckpointDamaged as damage:
         print(printable(str(damage)))
         return True

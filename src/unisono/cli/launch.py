@@ -16,14 +16,14 @@ from unisono.cli.coordinator_options import OPTIONS as CALLING
 from unisono.cli.coordinator_options import calling
 from unisono.errors import InvalidInput
 from unisono.launch import PRELOAD as LAUNCHER_PRELOAD
-from unisono.launch import ElasticOptions, Forkserver, launch_script, prepare
-from unisono.launch.coordinator_setup import rallied
-from unisono.launch.limit import check_count
-from unisono.launch.lock import Holder, fresh, held
-from unisono.launch.process import age_seconds
+from unisono.launch import ElasticOptions, ForkServer, LaunchOptions, launch_script, start_fork_server
+from unisono.launch.coordinator_setup import coordinator_for
+from unisono.launch.limit import check_worker_count
+from unisono.launch.lock import Holder, hold_lock, make_unique_directory
 from unisono.membership import Policy
 from unisono.membership.contact_file import forget, refused
 from unisono.membership.endpoint import CoordinatorOptions
+from unisono.system.process import age_seconds
 
 PRELOAD = (*LAUNCHER_PRELOAD, "unisono.world")
 
@@ -95,21 +95,23 @@ def launch(words: list[str]) -> int:
 
     began, told = time.time() - age_seconds(), Notices()
     with ExitStack() as stack:
-        server = stack.enter_context(prepare(PRELOAD))
+        server = stack.enter_context(start_fork_server(PRELOAD))
         asked = stack.enter_context(_locked(asked))
         elastic = stack.enter_context(_may_come_and_go(asked, server, told.say, began))
         launch_script(
             asked.script,
             asked.arguments,
-            asked.workers,
-            logs=asked.logs,
-            threads=max(1, len(os.sched_getaffinity(0)) // asked.workers),
-            echo=sys.stdout.buffer,
-            prepared=server,
-            stop_seconds=_STOP_SECONDS,
+            LaunchOptions(
+                asked.logs,
+                asked.workers,
+                threads=max(1, len(os.sched_getaffinity(0)) // asked.workers),
+                echo=sys.stdout.buffer,
+                stop_seconds=_STOP_SECONDS,
+                debug_rank=asked.debug,
+            ),
+            fork_server=server,
             on_message=told,
             elastic=elastic,
-            debugs=asked.debug,
         )
     return 0
 
@@ -140,11 +142,11 @@ def _locked(asked: Launch) -> Iterator[Launch]:
     with ExitStack() as stack:
         try:
             if not asked.named:
-                run = fresh(asked.run, 0o700)
+                run = make_unique_directory(asked.run, 0o700)
                 asked = replace(asked, run=run, logs=run / asked.logs.name)
             for directory in (asked.run, asked.logs):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            stack.enter_context(held(asked.run, Holder.here()))
+            stack.enter_context(hold_lock(asked.run, Holder.current()))
             forget(asked.run)
         except OSError as error:
             raise refused(asked.run, error) from None
@@ -152,7 +154,7 @@ def _locked(asked: Launch) -> Iterator[Launch]:
 
 
 def _may_come_and_go(
-    asked: Launch, server: Forkserver, told: Callable[[str], None], began: float
+    asked: Launch, server: ForkServer, told: Callable[[str], None], began: float
 ) -> AbstractContextManager[ElasticOptions | None]:
     """What workers need to do so, if they may."""
     if not asked.elastic or (asked.largest == 1 and asked.calling is None):
@@ -162,7 +164,7 @@ def _may_come_and_go(
     script = [str(asked.script.absolute()), *asked.arguments]
     order = {"task": "", "script": script, "run": str(asked.run.absolute()), "began": began}
     calling = asked.calling or CoordinatorOptions()
-    return rallied(policy, order, asked.run, server, told, calling, asked.logs, each_to_its_end=True)
+    return coordinator_for(policy, order, asked.run, server, told, calling, asked.logs, independent_exit=True)
 
 
 def read(words: list[str]) -> Launch:
@@ -180,7 +182,7 @@ def read(words: list[str]) -> Launch:
     logs = options.get("--logs")
     run = Path(options.get("--run-dir") or logs or f"runs/{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     workers, min_workers, max_workers = _workers(options.get("--workers", "1"))
-    check_count(workers, "--workers")
+    check_worker_count(workers, "--workers")
     elastic, where = "--no-elastic" not in options, calling({n: v for n, v in options.items() if n in CALLING})
     if not elastic and (max_workers is not None or where is not None):
         raise InvalidInput("--no-elastic", "(given)", "then no worker can come or go",

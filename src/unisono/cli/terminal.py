@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unisono.system import early_exit as early
+from unisono.system import early_exit
 from unisono.system.output_streams import unfailing
 
 
@@ -50,7 +50,7 @@ def endable() -> Iterator[None]:
     former = {
         n: signal.signal(n, ask)
         for n in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(n) in (signal.SIG_DFL, early.end)
+        if signal.getsignal(n) in (signal.SIG_DFL, early_exit.exit_now)
     }
     try:
         yield

@@ -12,7 +12,7 @@ from unisono.cli.request import Request, request
 from unisono.cli.task_help import task_options
 from unisono.cli.train_options import given, parser
 from unisono.errors import Diverged, InvalidInput, UnisonoError
-from unisono.launch import identity_here
+from unisono.launch import current_identity
 from unisono.launch.stop_request import Interrupted
 from unisono.observe.display import Display, summary
 from unisono.observe.formatting import resume_command
@@ -28,7 +28,7 @@ def train(words: list[str]) -> int:
     if "--help" in words or "-h" in words:
         return _help(words)
     asked = request(given(words))
-    if identity_here().rank > 0:  # under another launcher, where worker 0 speaks for all
+    if current_identity().rank > 0:  # under another launcher, where worker 0 speaks for all
         try:
             run_of(asked, _quiet)
         except Interrupted as stopped:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 CONTENTION = 1.3
 """How much longer several messages take that share a link in one direction than one of as many bytes: TCP streams do
 not share evenly, and the last one to end decides. Measured for 4 hosts that all send to all: 1.25 to 1.5 at 25 Mbit/s,
-1.15 to 1.3 at 100 Mbit/s, where a ring takes 1.05 to 1.15 (``python -m benchmarks.links``)."""
+1.15 to 1.3 at 100 Mbit/s, where a ring takes 1.05 to 1.15 (``python -m benchmarks links``)."""
 
 
 @dataclass(frozen=True)

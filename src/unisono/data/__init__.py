@@ -8,14 +8,14 @@ from unisono.data.load_modes import Load as Load
 from unisono.data.load_modes import Processes as Processes
 from unisono.data.load_modes import Threads as Threads
 from unisono.data.loader import Loader as Loader
-from unisono.data.loader import Turn as Turn
+from unisono.data.loader import WorkItem as WorkItem
 from unisono.data.micro_batch_plan import MicroBatchPlan as MicroBatchPlan
 from unisono.data.micro_batch_plan import default_micro_batch as default_micro_batch
 from unisono.data.permutation import Permutation as Permutation
 from unisono.data.random_streams import seed_compute as seed_compute
 from unisono.data.random_streams import seed_load as seed_load
 from unisono.data.random_streams import stream as stream
-from unisono.data.work_shares import Shares as Shares
-from unisono.data.work_shares import Stock as Stock
+from unisono.data.work_shares import MicroBatchAllocation as MicroBatchAllocation
+from unisono.data.work_shares import PaceHistory as PaceHistory
 from unisono.data.work_shares import most_ahead as most_ahead
 from unisono.data.work_shares import slowness as slowness

@@ -25,8 +25,8 @@ import numpy as np
 from torch import Tensor
 from xxhash import xxh3_64
 
-from unisono.data.fetch import draws, plain_tensors
-from unisono.data.fork_setup import settle_in
+from unisono.data.fetch import detect_rng_use, plain_tensors
+from unisono.data.fork_setup import set_up_child
 from unisono.tensors.batch import parts
 
 MOST_ITEMS = 12  # a dataset that flips coins of its own seldom gives all of so many alike twice
@@ -37,7 +37,7 @@ _TOLERANCE = 0.02  # of an item's size
 
 
 @dataclass(frozen=True)
-class Item:
+class SampleSummary:
     """What of one sample is compared.
 
     Args:
@@ -52,7 +52,7 @@ class Item:
     size: float
     projection: float
 
-    def like(self, other: Item) -> bool:
+    def matches(self, other: SampleSummary) -> bool:
         """Whether both are of the same sample, but for rounding."""
         if self.exact != other.exact:
             return False
@@ -60,29 +60,31 @@ class Item:
         return abs(self.size - other.size) <= tolerance and abs(self.projection - other.projection) <= tolerance
 
 
-def written(items: Sequence[Item]) -> str:
+def encode(items: Sequence[SampleSummary]) -> str:
     """`items` as text."""
     return json.dumps([[item.index, item.exact, item.size, item.projection] for item in items])
 
 
-def read(text: str) -> list[Item]:
-    """The items that were `written`. Raises `ValueError` or `TypeError` if it is no such text."""
-    return [Item(int(index), str(exact), float(size), float(at)) for index, exact, size, at in json.loads(text)]
+def decode(text: str) -> list[SampleSummary]:
+    """The items that were `encode`. Raises `ValueError` or `TypeError` if it is no such text."""
+    return [
+        SampleSummary(int(index), str(exact), float(size), float(at)) for index, exact, size, at in json.loads(text)
+    ]
 
 
-def sample_of(dataset: Any) -> list[Item]:
+def sample_of(dataset: Any) -> list[SampleSummary]:
     """Some items of `dataset`, the same ones on all hosts; none where reading them takes longer than `_SECONDS` or
     fails, or where items are random."""
     return _items(dataset) if plain_tensors(dataset) else _forked(dataset)
 
 
-def _items(dataset: Any) -> list[Item]:
+def _items(dataset: Any) -> list[SampleSummary]:
     with suppress(Exception):  # training raises it too, if it reads that item
-        return [look(index, dataset[index]) for index in indices(len(dataset))]
+        return [summarize(index, dataset[index]) for index in indices(len(dataset))]
     return []
 
 
-def _forked(dataset: Any) -> list[Item]:
+def _forked(dataset: Any) -> list[SampleSummary]:
     there, here = os.pipe()
     parent, pid = os.getpid(), os.fork()
     if not pid:
@@ -95,23 +97,23 @@ def _forked(dataset: Any) -> list[Item]:
                 os.killpg(pid, signal.SIGKILL)  # what the dataset has started
             os.waitpid(pid, 0)
         os.set_blocking(there, False)
-        return read((pipe.read(_MOST_BYTES) or b"[]").decode())
+        return decode((pipe.read(_MOST_BYTES) or b"[]").decode())
 
 
 def _live(dataset: Any, pipe: int, parent: int) -> None:
     """The life of the process. Nothing of the worker's may be finished in it: no buffer, no exit function."""
     try:
         os.setpgid(0, 0)
-        settle_in(parent, "reader")
+        set_up_child(parent, "reader")
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
         signal.setitimer(signal.ITIMER_REAL, _SECONDS)  # ends it, whatever it is in
         _be_quiet()
-        with draws() as drew:
+        with detect_rng_use() as drew:
             items = _items(dataset)
             again = _items(dataset)  # which differs where a generator of the dataset's own is drawn from
             if items == again and not drew():
-                os.write(pipe, written(items).encode())
+                os.write(pipe, encode(items).encode())
     finally:
         os._exit(0)
 
@@ -131,7 +133,7 @@ def indices(length: int) -> list[int]:
     return [i * length // count for i in range(count)]
 
 
-def look(index: int, value: Any) -> Item:
+def summarize(index: int, value: Any) -> SampleSummary:
     """The figures of sample `index`, which is `value`."""
     exact, reals = xxh3_64(), [np.zeros(1)]
     for piece in _pieces(value):
@@ -147,7 +149,7 @@ def look(index: int, value: Any) -> Item:
     numbers = np.concatenate(reals)
     size = math.sqrt(float(np.square(numbers).mean()))
     at = float(numbers @ np.cos(np.arange(1, len(numbers) + 1))) / math.sqrt(len(numbers))
-    return Item(index, exact.hexdigest(), size, at)
+    return SampleSummary(index, exact.hexdigest(), size, at)
 
 
 def _approximate(piece: np.ndarray[Any, Any]) -> bool:

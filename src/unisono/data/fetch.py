@@ -76,9 +76,9 @@ class Fetch:
         """The batch, drawn from its own stream; the process's generators are left as they were."""
         if self.bulk:
             return self(step, micro_batch)
-        return self.watched(step, micro_batch)[0]
+        return self.fetch_and_detect(step, micro_batch)[0]
 
-    def flawed(self, step: int, micro_batch: int) -> list[int]:
+    def nonfinite_samples(self, step: int, micro_batch: int) -> list[int]:
         """The samples of the batch with a number that is not finite, where tensors have a row for each sample."""
         indices = self.samples(step, micro_batch)
         rows: set[int] = set()
@@ -87,12 +87,12 @@ class Fetch:
                 rows |= set((~torch.isfinite(tensor)).view(len(indices), -1).any(1).nonzero().view(-1).tolist())
         return [indices[row] for row in sorted(rows)]
 
-    def watched(self, step: int, micro_batch: int) -> tuple[Batch, bool]:
+    def fetch_and_detect(self, step: int, micro_batch: int) -> tuple[Batch, bool]:
         """As `seeded`, and whether the dataset drew random numbers."""
         before = _states()
         seed_load(stream(self._seed, step, micro_batch, "load"))
         try:
-            with draws() as drew:
+            with detect_rng_use() as drew:
                 return self(step, micro_batch), drew()
         finally:
             _restore(before)
@@ -132,7 +132,7 @@ def plain_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], list[Tensor]] | Non
 
 
 @contextmanager
-def draws() -> Iterator[Callable[[], bool]]:
+def detect_rng_use() -> Iterator[Callable[[], bool]]:
     """Gives a function that says whether random numbers were drawn since, of torch, of Python or of numpy."""
     before = _states()
     yield lambda: not _equal(before, _states())

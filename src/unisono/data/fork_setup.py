@@ -12,7 +12,7 @@ from setproctitle import getproctitle, setproctitle
 _PR_SET_PDEATHSIG = 1
 
 
-def settle_in(parent: int, role: str) -> None:
+def set_up_child(parent: int, role: str) -> None:
     """Die with the worker `parent`, however it dies; leave Ctrl-C and SIGTERM to it; compute in one thread."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -21,7 +21,7 @@ INLINE_BELOW_BYTES = 1 << 20  # of what is in memory already: copied sooner than
 INLINE_BELOW_SECONDS = 300e-6
 """A hand-over between threads costs about a tenth of this; what is quicker is fetched when it is due."""
 
-Turn = tuple[int, range, Iterator[tuple[int, Batch]]]
+WorkItem = tuple[int, range, Iterator[tuple[int, Batch]]]
 """A step, one worker's own micro-batches of it, and their batches with their numbers."""
 
 _log = logging.getLogger(__name__)
@@ -81,12 +81,12 @@ class Loader:
         """
         return self._all(step, self._mine(step))
 
-    def flawed(self, step: int, micro_batch: int) -> list[int]:
+    def nonfinite_samples(self, step: int, micro_batch: int) -> list[int]:
         """The numbers of the samples of any worker's `micro_batch` that hold a number that is not finite; none where a
         batch does not show its samples."""
-        return self._fetch.flawed(step, micro_batch)
+        return self._fetch.nonfinite_samples(step, micro_batch)
 
-    def turns(self, shares: Iterable[tuple[int, range]]) -> Iterator[Turn]:
+    def work_items(self, shares: Iterable[tuple[int, range]]) -> Iterator[WorkItem]:
         """What `shares` deal out, steps and micro-batches of each, one after the other, each with its batches and
         their numbers. `shares` is asked ahead of need, as far as batches are fetched ahead.
 
@@ -110,7 +110,7 @@ class Loader:
             yield step, micro_batches, self._all(step, micro_batches)
 
     def stacks(self) -> list[str]:
-        """Where processes that fetch batches are in their code, see `Stacks.told`; for any thread."""
+        """Where processes that fetch batches are in their code, see `Stacks.collect`; for any thread."""
         return self._source.stacks()
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Loader:
         if key is None:
             return load or Inline()
         began = time.perf_counter()
-        self._probed[key], drew = (self._fetch(*key), False) if self._fetch.bulk else self._fetch.watched(*key)
+        self._probed[key], drew = (self._fetch(*key), False) if self._fetch.bulk else self._fetch.fetch_and_detect(*key)
         seconds = time.perf_counter() - began
         if drew and load:
             problem = "the dataset draws random numbers, and a thread would share its generators with the training"

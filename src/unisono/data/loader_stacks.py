@@ -14,7 +14,7 @@ _PID_BYTES = 8  # at the beginning of each process's memory
 _LOOKS, _LOOK_SECONDS = 20, 0.005  # an answer takes a fraction of the second
 
 
-class Stacks:
+class LoaderStacks:
     """Of `count` processes; made before they are forked.
 
     A process answers whatever it does, even if it is blocked in native code: the interpreter writes the lines of its
@@ -24,12 +24,12 @@ class Stacks:
     def __init__(self, count: int) -> None:
         self._files = [os.memfd_create(f"stack of loader {number}") for number in range(count)]
 
-    def answer(self, number: int) -> None:
+    def register(self, number: int) -> None:
         """Called in the process of that number: from now on it can be asked."""
         faulthandler.register(ASK, file=self._files[number], all_threads=False)
         os.pwrite(self._files[number], os.getpid().to_bytes(_PID_BYTES, "little"), 0)  # not before: it would die of it
 
-    def told(self) -> list[str]:
+    def collect(self) -> list[str]:
         """What each process that answers says, innermost line first; for any thread of the process that made this."""
         asked = [file for file in self._files if self._ask(file)]
         found = ["" for _ in asked]

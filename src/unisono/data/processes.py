@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unisono.data.fetch import ALL, Fetch, Fetched, Key, timed
-from unisono.data.fork_setup import settle_in
+from unisono.data.fork_setup import set_up_child
 from unisono.data.load_modes import Processes
-from unisono.data.loader_stacks import Stacks
-from unisono.data.remote_exception import Raised
+from unisono.data.loader_stacks import LoaderStacks
+from unisono.data.remote_exception import RemoteException
 from unisono.errors import LoadingFailed
-from unisono.system.exit_status import ended
+from unisono.system.exit_status import exit_clause
 
 _FORK = multiprocessing.get_context("fork")
 _HERE = str(Path(__file__).parent)
@@ -52,7 +52,7 @@ class LoadingProcesses:
     def __init__(self, fetch: Fetch, keys: Iterator[Key], load: Processes, notice: Callable[[str], None]) -> None:
         get_temp_dir()  # inherited: one that a process made for its sockets would be left behind when it is killed
         self._keys = keys
-        self._stacks = Stacks(load.count)
+        self._stacks = LoaderStacks(load.count)
         self._places = [_Place(number, fetch, self._stacks, notice) for number in range(load.count)]
         self._asked: deque[tuple[Key, _Place]] = deque()
         self._turn = 0
@@ -77,8 +77,8 @@ class LoadingProcesses:
         return batch, seconds / len(self._places)
 
     def stacks(self) -> list[str]:
-        """See `Stacks.told`."""
-        return self._stacks.told()
+        """See `Stacks.collect`."""
+        return self._stacks.collect()
 
     def close(self) -> None:
         """End all processes. May be called twice."""
@@ -138,7 +138,7 @@ class _Journal:
 class _Place:
     """One loading process, and after its death the next one. Batches come in the order in which they were asked for."""
 
-    def __init__(self, number: int, fetch: Fetch, stacks: Stacks, notice: Callable[[str], None]) -> None:
+    def __init__(self, number: int, fetch: Fetch, stacks: LoaderStacks, notice: Callable[[str], None]) -> None:
         self._number, self._fetch, self._stacks, self._notice = number, fetch, stacks, notice
         self._due: deque[Key] = deque()
         self._deaths: dict[_At, str] = {}
@@ -154,8 +154,8 @@ class _Place:
             self._replace()
         self._due.popleft()
         self._deaths.pop(_START, None)  # it does start
-        if isinstance(outcome, Raised):
-            raise outcome.again()
+        if isinstance(outcome, RemoteException):
+            raise outcome.rebuild()
         return outcome
 
     def ask_to_end(self) -> None:
@@ -182,12 +182,12 @@ class _Place:
         with suppress(OSError):  # it has died, as is seen once something of it is due
             self._connection.send(key)
 
-    def _receive(self) -> Fetched | Raised | None:
+    def _receive(self) -> Fetched | RemoteException | None:
         """The next outcome; None: the process has died."""
         if self._connection not in wait([self._connection, self._process.sentinel]):
             return None
         try:
-            outcome: Fetched | Raised = self._connection.recv()
+            outcome: Fetched | RemoteException = self._connection.recv()
         except _BROKEN:
             if not self._has_ended(within_seconds=_END_SECONDS):
                 raise
@@ -216,7 +216,7 @@ class _Place:
         """How the process has ended."""
         self._process.join()
         status = self._process.exitcode
-        return "ended" if status is None else ended(status)
+        return "ended" if status is None else exit_clause(status)
 
     def _release(self) -> None:
         self._process.join()
@@ -233,10 +233,12 @@ class _Place:
         return f"while fetching {what} (step {at.step}, micro-batch {at.micro_batch})"
 
 
-def _live(number: int, fetch: Fetch, journal: _Journal, stacks: Stacks, connection: Connection, parent: int) -> None:
+def _live(
+    number: int, fetch: Fetch, journal: _Journal, stacks: LoaderStacks, connection: Connection, parent: int
+) -> None:
     """The life of a loading process."""
-    settle_in(parent, f"loader {number}")
-    stacks.answer(number)
+    set_up_child(parent, f"loader {number}")
+    stacks.register(number)
     fetch.on_sample = journal.at_sample
     messages: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     threading.Thread(target=_send_all, args=(connection, messages), daemon=True).start()
@@ -251,7 +253,7 @@ def _message(fetch: Fetch, key: Key) -> memoryview:
     try:
         return ForkingPickler.dumps(timed(fetch.seeded, key))
     except Exception as error:  # of the dataset, or of a batch that cannot be pickled
-        return ForkingPickler.dumps(Raised.of(error, below=_HERE))
+        return ForkingPickler.dumps(RemoteException.of(error, below=_HERE))
 
 
 def _send_all(connection: Connection, messages: queue.SimpleQueue[memoryview]) -> None:

@@ -13,7 +13,7 @@ Line = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
-class Raised:
+class RemoteException:
     """What `of` took of an exception; can be pickled.
 
     Args:
@@ -26,27 +26,27 @@ class Raised:
     error: BaseException
     notes: tuple[str, ...]
     lines: tuple[Line, ...]
-    cause: Raised | None
-    context: Raised | None
+    cause: RemoteException | None
+    context: RemoteException | None
     suppressed: bool
 
     @staticmethod
-    def of(error: BaseException, below: str = "") -> Raised:
+    def of(error: BaseException, below: str = "") -> RemoteException:
         """`error` as it is, without the lines that led to the code that raised it, of files whose path begins with
         `below`."""
         lines = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
         while below and lines and lines[0][0].startswith(below):
             del lines[0]
-        cause, context = (Raised.of(e, below) if e else None for e in (error.__cause__, error.__context__))
+        cause, context = (RemoteException.of(e, below) if e else None for e in (error.__cause__, error.__context__))
         notes = tuple(getattr(error, "__notes__", ()))
-        return Raised(_portable(error), notes, tuple(lines), cause, context, error.__suppress_context__)
+        return RemoteException(_portable(error), notes, tuple(lines), cause, context, error.__suppress_context__)
 
-    def again(self) -> BaseException:
+    def rebuild(self) -> BaseException:
         """The exception, to be raised here: its traceback goes on with the lines of the other process."""
         error = self.error.with_traceback(_trace(self.lines))
         if self.notes:
             error.__notes__ = list(self.notes)
-        error.__cause__, error.__context__ = (e.again() if e else None for e in (self.cause, self.context))
+        error.__cause__, error.__context__ = (e.rebuild() if e else None for e in (self.cause, self.context))
         error.__suppress_context__ = self.suppressed
         return error
 

@@ -20,7 +20,7 @@ STOCK_SECONDS = 0.5  # however short steps are: what else runs on a machine come
 WORTH = 0.04  # of a step's time; less is not told from chance by that many steps
 
 
-def quickest(micro_batches: int, seconds: Sequence[float]) -> list[int]:
+def fastest_counts(micro_batches: int, seconds: Sequence[float]) -> list[int]:
     """How many micro-batches each worker computes, at least one, so that the last is done soonest.
 
     One after the other goes to whoever would be done with it first, which is optimal for equal jobs; ties to the lower
@@ -63,7 +63,7 @@ def most_ahead(load: Load | None) -> int:
     return 0 if isinstance(load, Inline) else (load or Threads()).ahead
 
 
-class Stock:
+class PaceHistory:
     """Everybody's seconds per micro-batch: their medians, taken each time that enough steps were heard of."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Stock:
         self._heard: list[Sequence[float]] = []
         self._seconds = 0.0
 
-    def hear(self, paces: Sequence[float], micro_batches: int) -> list[float] | None:
+    def add(self, paces: Sequence[float], micro_batches: int) -> list[float] | None:
         """Of one step, in which a worker had so many at most; 0 from a worker that does not know. Returns the medians
         when they are due."""
         if all(0 < pace < math.inf for pace in paces):
@@ -86,7 +86,7 @@ class Stock:
         return medians
 
 
-class Shares:
+class MicroBatchAllocation:
     """The micro-batches of each worker, step by step: contiguous ranges, in the order of ranks.
 
     Args:
@@ -128,22 +128,22 @@ class Shares:
 
     def could_save(self, seconds: Sequence[float]) -> float:
         """The part of a step's time that the best shares would save, where micro-batches take each lane `seconds`."""
-        best = quickest(self.micro_batches, seconds)
+        best = fastest_counts(self.micro_batches, seconds)
         return 1 - last_done(best, seconds) / last_done(self.counts, seconds)
 
-    def follow(self, done: int, seconds: Sequence[float]) -> bool:
+    def rebalance(self, done: int, seconds: Sequence[float]) -> bool:
         """After `done` steps: have the best shares soon, if they are worth a change. Returns whether there is one.
         A change that does not hold yet is waited for first."""
         if done < self.settled_from or self.could_save(seconds) < WORTH:
             return False
         first = done + -(-self._ahead // min(self.counts))
         assert first > self._asked, "what is fetched already changes no more"
-        ends = list(accumulate(quickest(self.micro_batches, seconds)))
+        ends = list(accumulate(fastest_counts(self.micro_batches, seconds)))
         ranges = [range(start, end) for start, end in zip([0, *ends], ends)]
         self._since = [self._since[-1], (first, ranges)]
         return True
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Training goes on from `step`, which is not after the one that is under way; what was fetched is let go."""
         self._asked = step - 1
 

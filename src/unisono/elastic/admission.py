@@ -25,7 +25,7 @@ _AWAY_SECONDS = 30.0
 
 
 def compare(comm: Communicator, traits: Callable[[], Traits]) -> None:
-    """Collective: raise `Unlike` on all workers, unless all have the same `traits`."""
+    """Collective: raise `TaskMismatch` on all workers, unless all have the same `traits`."""
     if comm.size == 1:
         return
     first, *others = (json.loads(text) for text in gather_text(comm, json.dumps(dict(traits()))))
@@ -40,7 +40,7 @@ def admit(contact: CoordinatorAddress, worker: Worker, traits: Traits, stopped: 
     comparison if `stopped` becomes true, or while the coordinator is away for too long.
 
     Raises:
-        Unlike: they differ.
+        TaskMismatch: they differ.
     """
     own = worker.name.partition(".")[0].isdecimal()
     line, away_since = HttpConnection(contact), time.monotonic()
@@ -60,6 +60,6 @@ def admit(contact: CoordinatorAddress, worker: Worker, traits: Traits, stopped: 
 
 
 def _compare_with(told: TraitsMessage | None, traits: Traits) -> None:
-    """Raise `Unlike` if a coordinator `told` of other traits; one that refuses these keeps none to compare with."""
+    """Raise `TaskMismatch` if a coordinator reports other traits; one that refuses these has none to compare with."""
     if told is not None:
         check(traits, told.traits, "this worker's", "the run")

@@ -70,7 +70,7 @@ class LoopGroup:
         return self.session is not None and self.session.elastic
 
     def admit(self, traits: Callable[[], Traits]) -> None:
-        """Before the loop begins: compare `traits` with those of the others. Raises `Unlike`."""
+        """Before the loop begins: compare `traits` with those of the others. Raises `TaskMismatch`."""
         compare(self.comm, traits)
 
     def freeze(self) -> None:

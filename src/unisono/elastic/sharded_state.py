@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint import Box, TensorShard, decode_holding, encode_holding
+from unisono.checkpoint import Box, TensorShard, decode_shards, encode_shards
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic.model_state import weights_of
 from unisono.elastic.state_transfer import Parts, Progress, committed_in, load_named_state, named_state
-from unisono.elastic.transfer import LocalTensors, MemoryCheckpoint, digest, hand_over, mean
+from unisono.elastic.transfer import LocalTensors, MemoryCheckpoint, digest, mean, transfer_tensors
 from unisono.errors import StateMissing
 
 LOG = logging.getLogger("unisono")
@@ -54,7 +54,7 @@ class StateShard:
     def report(self) -> list[Any]:
         """The shard without the contents of its tensors, of JSON's kinds."""
         digests = {} if self.replica is None else {n: digest({n: x}, {}) for n, x in self.held.tensors.items()}
-        return [self.meta, encode_holding(self.held.holding), digests]
+        return [self.meta, encode_shards(self.held.shards), digests]
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class ShardedModel:
 
 def distinct(shards: Iterable[StateShard]) -> list[StateShard]:
     """One of all that are the same shard of the same state."""
-    return list({(each.version, each.replica, frozenset(each.held.holding.items())): each for each in shards}.values())
+    return list({(each.version, each.replica, frozenset(each.held.shards.items())): each for each in shards}.values())
 
 
 def reassemble(
@@ -167,16 +167,16 @@ def _own_shard(
 ) -> dict[str, Tensor]:
     """Collective: this worker's shard of one state. Tensors that are equal on all who have them come from any of them;
     of the others, the mean over all complete replicas. Raises `StateMissing` on all workers."""
-    wants, different = sharded.wants([each.holding for each in reports]), _different(reports)
+    wants, different = sharded.wants([each.shards for each in reports]), _different(reports)
     equal = {name: shard for name, shard in wants.items() if name not in different}
     own = {name: shard for name, shard in wants.items() if name in different}
-    tensors = hand_over(comm, [shard.held for shard in here], equal, hosts)
+    tensors = transfer_tensors(comm, [shard.held for shard in here], equal, hosts)
     incomplete = list[StateMissing]()
 
     def of_replicas() -> Iterator[dict[str, Tensor]]:
         for replica in sorted({each.replica for each in reports if each.replica is not None}):
             try:
-                yield hand_over(comm, [shard.held for shard in here if shard.replica == replica], own, hosts)
+                yield transfer_tensors(comm, [shard.held for shard in here if shard.replica == replica], own, hosts)
             except StateMissing as missing:
                 incomplete.append(missing)
 
@@ -191,7 +191,7 @@ def _different(reports: Sequence[_ShardReport]) -> set[str]:
     first: dict[tuple[str, Box], str | None] = {}
     names = set()
     for each in reports:
-        for name, shard in each.holding.items():
+        for name, shard in each.shards.items():
             digest_here = each.digests.get(name)
             if first.setdefault((name, shard.box), digest_here) != digest_here:
                 names.add(name)
@@ -205,7 +205,7 @@ class _ShardReport:
     numbers: Mapping[str, float]
     history: Mapping[str, Any]
     loss: float
-    holding: Mapping[str, TensorShard]
+    shards: Mapping[str, TensorShard]
     digests: Mapping[str, str]
 
     @staticmethod
@@ -216,5 +216,5 @@ class _ShardReport:
                 version = (int(view), int(steps))
                 numbers, history, loss = meta["numbers"], meta["history"], meta["loss"]
                 return _ShardReport(
-                    version, meta["replica"], numbers, history, loss, decode_holding(held), digests)  # fmt: skip
+                    version, meta["replica"], numbers, history, loss, decode_shards(held), digests)  # fmt: skip
         raise ValueError("not a worker's report of its shard of the state")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint import decode_holding, encode_holding
+from unisono.checkpoint import decode_shards, encode_shards
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic import transfer as handover
@@ -132,7 +132,7 @@ def receive_state(
 
     Raises:
         StateDamaged: what was received is not what the sources have.
-        StateMissing, PeerLost: as `transfer.hand_over`.
+        StateMissing, PeerLost: as `transfer.transfer_tensors`.
     """
     sources = [view.members.index(source) for source in view.sources]
     tensors, numbers = named_state(model, optimizer, own) if own else ({}, {})
@@ -140,12 +140,12 @@ def receive_state(
     if comm.rank == sources[0]:
         tensors |= {f"{_EXTRA}{name}": tensor for name, tensor in (extra or {}).items()}
     here = handover.LocalTensors(tensors)
-    reports = gather_text(comm, json.dumps([encode_holding(here.holding), numbers, meta, digests]) if own else "")
+    reports = gather_text(comm, json.dumps([encode_shards(here.shards), numbers, meta, digests]) if own else "")
     kinds, numbers, meta, _ = json.loads(reports[sources[0]])
-    everything = decode_holding(kinds)
+    everything = decode_shards(kinds)
     different = handover.differing([json.loads(reports[source])[-1] for source in sources])
     equal = {} if own else {name: shard for name, shard in everything.items() if name not in different}
-    received = handover.hand_over(comm, [here], equal, [place.host for place in view.places])
+    received = handover.transfer_tensors(comm, [here], equal, [place.host for place in view.places])
     state = {name: tensor for name, tensor in received.items() if not name.startswith(_EXTRA)}
     if not own and digest_of(state, numbers, local_steps=local_steps) != view.start.digest:
         raise StateDamaged(f"the state received for step {view.start.step} is not that of its sources")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
-from unisono.data.content_sample import read
-from unisono.errors import Unlike
+from unisono.data.content_sample import decode
+from unisono.errors import TaskMismatch
 
 Traits = Mapping[str, str]
 DATA, CODE = "data", "code"
@@ -28,7 +28,7 @@ def check(mine: Traits, theirs: Traits, where: str, whose: str) -> None:
         whose: who has `theirs`: ``the run``.
 
     Raises:
-        Unlike: they differ; says in what, and what both have where that is short.
+        TaskMismatch: they differ; says in what, and what both have where that is short.
     """
     # That code differs says less than what it makes does.
     names = sorted(theirs, key=lambda name: name.startswith(CODE))
@@ -38,7 +38,7 @@ def check(mine: Traits, theirs: Traits, where: str, whose: str) -> None:
     name, here, there = found[0]
     others = ", ".join(name for name, *_ in found[1:])
     also = f" (they differ in {others} as well)" if others else ""
-    raise Unlike(name, here, f"that is {where}, and {whose} has {there}{also}", _CURE)
+    raise TaskMismatch(name, here, f"that is {where}, and {whose} has {there}{also}", _CURE)
 
 
 def _difference(name: str, mine: Traits, theirs: Traits) -> tuple[str, str] | None:
@@ -50,7 +50,7 @@ def _difference(name: str, mine: Traits, theirs: Traits) -> tuple[str, str] | No
 
 def _items_that_differ(mine: str, theirs: str) -> tuple[str, str] | None:
     with suppress(ValueError, TypeError):
-        here, there = ({item.index: item for item in read(text)} for text in (mine, theirs))
-        odd = [index for index, item in here.items() if index in there and not item.like(there[index])]
+        here, there = ({item.index: item for item in decode(text)} for text in (mine, theirs))
+        odd = [index for index, item in here.items() if index in there and not item.matches(there[index])]
         return (f"sample {odd[0]}", "another one under this number") if odd else None
     return None

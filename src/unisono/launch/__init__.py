@@ -1,11 +1,12 @@
-"""Start worker processes and supervise them; find out which rank this process is on a cluster."""
+"""Starts worker processes and supervises them; finds out which rank this process has on a cluster."""
 
-from unisono.launch.claim import claim, identity_here
+from unisono.launch.claim import claim_identity, current_identity
 from unisono.launch.cluster_environment import WorkerIdentity, identify
 from unisono.launch.coordinator_process import CoordinatorProcess
 from unisono.launch.failure import ScriptExited
-from unisono.launch.forkserver import Forkserver
-from unisono.launch.launcher import PRELOAD, ElasticOptions, ask, launch, prepare
+from unisono.launch.forkserver import ForkServer
+from unisono.launch.launcher import call_in_worker, launch, start_fork_server
+from unisono.launch.options import PRELOAD, ElasticOptions, LaunchOptions
 from unisono.launch.script import launch_script
 from unisono.launch.stop_request import Interrupted, StopRequest
 from unisono.launch.worker_main import ReportChannel, WorkerContext
@@ -14,18 +15,19 @@ __all__ = [
     "PRELOAD",
     "CoordinatorProcess",
     "ElasticOptions",
-    "Forkserver",
+    "ForkServer",
     "Interrupted",
+    "LaunchOptions",
     "ReportChannel",
     "ScriptExited",
     "StopRequest",
     "WorkerContext",
     "WorkerIdentity",
-    "ask",
-    "claim",
+    "call_in_worker",
+    "claim_identity",
+    "current_identity",
     "identify",
-    "identity_here",
     "launch",
     "launch_script",
-    "prepare",
+    "start_fork_server",
 ]

@@ -1,8 +1,8 @@
-"""Whose identity the environment holds: that of the process which first takes it, not of those that this one starts.
+"""Decides which process has the identity in the environment: the first that claims it, not its children.
 
-A child process inherits the variables that identify its parent, and would meet the other workers in its place. So the
-process that takes an identity leaves a mark in its environment: its number, and a digest of each launcher's variables.
-In another process, variables that still have that digest do not count; those that a launcher has set since do.
+A child process inherits the variables that identify its parent, and would connect to the other workers in its place.
+So the process that claims an identity sets a variable: its pid, and a digest of each launcher's variables. In another
+process, variables that still have that digest are ignored; those that a launcher has set since are used.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from unisono.errors import UnisonoError
 from unisono.launch.cluster_environment import CONVENTIONS, WorkerIdentity, identify
 
-_MARK = "UNISONO_CLAIM"
+_CLAIM = "UNISONO_CLAIM"
 
 
-def claim() -> WorkerIdentity:
-    """The identity of this process, taken: processes that it starts have none of it.
+def claim_identity() -> WorkerIdentity:
+    """Claim the identity in the environment for this process; processes that it starts do not have it.
 
     Raises:
         InvalidInput: as `identify`.
-        UnisonoError: multiprocessing has started this process, and is importing the user's script in it.
+        UnisonoError: multiprocessing has started this process, and imports the user's script in it.
     """
     _check_not_importing()
     own = unclaimed(os.environ, os.getpid())
@@ -31,28 +31,28 @@ def claim() -> WorkerIdentity:
         del os.environ[name]
     identity = identify(own)
     if identity.launcher != "none":
-        os.environ[_MARK] = mark(os.environ, os.getpid())
+        os.environ[_CLAIM] = claim_marker(os.environ, os.getpid())
     return identity
 
 
-def identity_here() -> WorkerIdentity:
+def current_identity() -> WorkerIdentity:
     """The identity of this process. Raises as `identify`."""
     return identify(unclaimed(os.environ, os.getpid()))
 
 
-def mark(environ: Mapping[str, str], process: int) -> str:
-    """What `process` leaves in its environment when it takes the identity that is there."""
-    return " ".join(map(str, (process, *(_digest(environ, names) for names in CONVENTIONS))))
+def claim_marker(environ: Mapping[str, str], pid: int) -> str:
+    """Value of the variable by which the process `pid` claims the identity in `environ`."""
+    return " ".join(map(str, (pid, *(_digest(environ, names) for names in CONVENTIONS))))
 
 
-def unclaimed(environ: Mapping[str, str], process: int) -> Mapping[str, str]:
-    """`environ` without the variables by which another process than `process` was identified."""
-    owner, *digests = environ.get(_MARK, str(process)).split()
-    if owner == str(process):
+def unclaimed(environ: Mapping[str, str], pid: int) -> Mapping[str, str]:
+    """`environ` without the variables that another process than `pid` has claimed."""
+    owner, *digests = environ.get(_CLAIM, str(pid)).split()
+    if owner == str(pid):
         return environ
-    theirs = [names for names, digest in zip(CONVENTIONS, digests) if str(_digest(environ, names)) == digest]
-    left_out = {name for names in theirs for name in names}
-    return {name: value for name, value in environ.items() if name not in left_out}
+    claimed = [names for names, digest in zip(CONVENTIONS, digests) if str(_digest(environ, names)) == digest]
+    ignored = {name for names in claimed for name in names}
+    return {name: value for name, value in environ.items() if name not in ignored}
 
 
 def _digest(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
@@ -60,10 +60,10 @@ def _digest(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
 
 
 def _check_not_importing() -> None:
-    # As multiprocessing itself finds out, to refuse to start a process there.
+    # multiprocessing itself refuses to start a process by this test.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UnisonoError(
-            "a process that multiprocessing started, by spawn or forkserver, runs the script again and has come to "
-            'unisono: put what the script does under `if __name__ == "__main__":`, so that DataLoader workers only '
+            "a process that multiprocessing started, by spawn or forkserver, runs the script again and has reached "
+            'unisono: put the script\'s actions under `if __name__ == "__main__":`, so that DataLoader workers only '
             "import what is above it"
         )

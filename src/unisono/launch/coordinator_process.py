@@ -1,7 +1,7 @@
-"""The coordinator's process beside a launcher.
+"""A coordinator's process on the launcher's host, which the launcher restarts when it exits.
 
-The launcher holds the socket at which it listens, so that a coordinator that is started again listens at the same port,
-and whoever connects in between waits instead of being turned away. What it decided is on disk, and is gone on with.
+The launcher holds the listening socket. A coordinator that is started again therefore has the same port, and clients
+that connect in between wait instead of being refused. It continues from its decisions, which are on disk.
 """
 
 from __future__ import annotations
@@ -20,97 +20,99 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import UnisonoError
-from unisono.launch import process
 from unisono.membership.endpoint import Endpoint
 from unisono.membership.protocol import Policy
 from unisono.system import atomic_files as atomic
-from unisono.system import exit_status as exits
+from unisono.system import process
 from unisono.system.backoff import Backoff
+from unisono.system.exit_status import exit_clause
 
 _START = (
-    "import json, sys; given = json.load(sys.stdin); sys.path[:] = given.pop('path');"
-    "from unisono.launch.coordinator_process import serve; serve(**given)"
+    "import json, sys; options = json.load(sys.stdin); sys.path[:] = options.pop('path');"
+    "from unisono.launch.coordinator_process import serve; serve(**options)"
 )
-_END_SECONDS = 3.0  # between SIGTERM and SIGKILL
-_SETTLED_SECONDS = 10.0  # whoever lived as long did not die of its start
+_STOP_SECONDS = 3.0  # between SIGTERM and SIGKILL
+_STABLE_SECONDS = 10.0  # a process that ran this long did not fail because of its start
 _BACKOFF = Backoff(first_seconds=0.1, factor=2.0, longest_seconds=5.0)
-_REFUSALS = 3  # ends by itself in a row, after which there will be no coordinator
-_SHOWN_BYTES = 2000  # of its log
+_MAX_EXITS = 3  # with an error, in a row
+_LOG_BYTES = 2000  # read for an error message
 
 
 class CoordinatorProcess:
-    """Starts a coordinator, and another one whenever it dies. A context: leaving it ends it.
+    """Starts a coordinator, and another one whenever it exits; a context manager, which ends it.
 
-    The calling thread must live as long, since the process follows it into death.
+    The kernel kills the process if the calling thread ends.
 
     Args:
         place: where it listens.
-        policy: what the user decided.
-        state: the file where its decisions lie.
-        token: that every call has to bear.
-        log: takes what it decides, in words.
-        told: called with what happened to it, in words.
+        policy: of the run.
+        state: file for its decisions.
+        token: required in every request.
+        log: file that receives its decisions as text.
+        on_notice: called with a sentence when the process was restarted.
         name: first word of the process's name in ``ps``.
 
     Raises:
-        InvalidInput: nobody can listen there.
+        InvalidInput: `place` is not available.
     """
 
     def __init__(
-        self, place: Endpoint, policy: Policy, state: Path, token: str, log: Path, told: Callable[[str], None],
+        self, place: Endpoint, policy: Policy, state: Path, token: str, log: Path, on_notice: Callable[[str], None],
         name: str = "unisono",
     ) -> None:  # fmt: skip
-        self._told, self._log = told, log
-        self._door = place.open()
-        self.url = place.url(self._door.getsockname()[1])
-        self._given = {
-            "path": sys.path, "launcher": os.getpid(), "name": name, "descriptor": self._door.fileno(),
+        self._on_notice, self._log = on_notice, log
+        self._listener = place.open()
+        self.url = place.url(self._listener.getsockname()[1])
+        self._options = {
+            "path": sys.path, "launcher": os.getpid(), "name": name, "descriptor": self._listener.fileno(),
             "policy": asdict(policy), "state": str(state), "token": token, "log": str(log.absolute()),
             "place": {field: value and str(value) for field, value in asdict(place).items()},
         }  # fmt: skip
-        self._watch = select.epoll()
-        self._short = self._refusals = 0
+        self._epoll = select.epoll()
+        self._short_lifetimes = self._exits = 0
         self._start(0.0)
 
     @property
     def pid(self) -> int:
-        """Of the latest process."""
+        """Number of the current process."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable when `attend` has something to do."""
-        return self._watch.fileno()
+        """Descriptor that is readable when the process has exited."""
+        return self._epoll.fileno()
 
-    def attend(self) -> None:
-        """The process has ended: another one takes its place.
+    def on_readable(self) -> None:
+        """Start another process.
 
         Raises:
-            UnisonoError: it ended by itself each time.
+            UnisonoError: it has exited with an error several times in a row.
         """
         status = self._process.wait()
-        self._short = self._short + 1 if time.monotonic() - self._began < _SETTLED_SECONDS else 0
-        self._refusals = self._refusals + 1 if status > 0 else 0
-        if self._refusals >= _REFUSALS:
-            raise UnisonoError(f"no coordinator comes up: {self._last_words()}")
-        pause = _BACKOFF.seconds(self._short - 1) if self._short > 1 else 0.0
-        self._told(f"the coordinator {_ended(status)}: another one is started, and training goes on meanwhile")
-        self._watch.unregister(self._pidfd)
+        self._short_lifetimes = self._short_lifetimes + 1 if time.monotonic() - self._started < _STABLE_SECONDS else 0
+        self._exits = self._exits + 1 if status > 0 else 0
+        if self._exits >= _MAX_EXITS:
+            raise UnisonoError(f"the coordinator cannot start: {self._last_log_line()}")
+        pause = _BACKOFF.seconds(self._short_lifetimes - 1) if self._short_lifetimes > 1 else 0.0
+        self._on_notice(
+            f"the coordinator {_exit_clause(status)}: another one is started, and training continues meanwhile"
+        )
+        self._epoll.unregister(self._pidfd)
         os.close(self._pidfd)
         self._start(pause)
 
     def close(self) -> None:
-        """No coordinator any more; may be called twice."""
-        if self._door.fileno() < 0:
+        """End the coordinator; may be called twice."""
+        if self._listener.fileno() < 0:
             return
         self._process.terminate()
         try:
-            self._process.wait(_END_SECONDS)
+            self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._watch.close()
+        self._epoll.close()
         os.close(self._pidfd)
-        self._door.close()
+        self._listener.close()
 
     def __enter__(self) -> CoordinatorProcess:
         return self
@@ -119,37 +121,37 @@ class CoordinatorProcess:
         self.close()
 
     def _start(self, pause_seconds: float) -> None:
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=[self._door.fileno()],
-            process_group=0,  # Ctrl-C is the launcher's
+            pass_fds=[self._listener.fileno()],
+            process_group=0,  # the launcher handles Ctrl-C
         )
         self._pidfd = os.pidfd_open(self._process.pid)
-        self._watch.register(self._pidfd, select.EPOLLIN)
-        given = json.dumps(self._given | {"pause_seconds": pause_seconds}).encode()
+        self._epoll.register(self._pidfd, select.EPOLLIN)
+        options = json.dumps(self._options | {"pause_seconds": pause_seconds}).encode()
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it is dead already, as will be seen
-            self._process.stdin.write(given)
+        with suppress(BrokenPipeError):  # it has exited already: `on_readable` follows
+            self._process.stdin.write(options)
             self._process.stdin.close()
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         with suppress(OSError):
-            lines = self._log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").split("\n")
+            lines = self._log.read_bytes()[-_LOG_BYTES:].decode(errors="replace").split("\n")
             return next((line for line in reversed(lines) if line), "") + f" (see {self._log})"
-        return "it said nothing"
+        return "its log is empty"
 
 
 def serve(
     path: str = "", *, launcher: int, name: str, descriptor: int, policy: Mapping[str, Any], state: str, token: str,
     log: str, place: Mapping[str, Any], pause_seconds: float,
 ) -> None:  # fmt: skip
-    """The life of the process."""
-    process.die_with(launcher)
-    _write_to(log)
+    """Run the coordinator in this process until it is asked to end."""
+    process.exit_with_parent(launcher)
+    _redirect_output(log)
     from setproctitle import setproctitle
 
     from unisono.membership.server.http_server import CoordinatorServer  # imports the web server
@@ -157,13 +159,13 @@ def serve(
     setproctitle(f"{name} coordinator")
     time.sleep(pause_seconds)
     certificate, key = (Path(place[kind]) if place[kind] else None for kind in ("certificate", "key"))
-    where = Endpoint(place["host"], certificate=certificate, key=key)
-    door = socket.socket(fileno=descriptor)
-    CoordinatorServer(where, Policy(**policy), Path(state), token, _print, door).run()
-    os._exit(0)  # all is on disk, and taking the interpreter down in order would cost the launcher a moment
+    endpoint = Endpoint(place["host"], certificate=certificate, key=key)
+    listener = socket.socket(fileno=descriptor)
+    CoordinatorServer(endpoint, Policy(**policy), Path(state), token, _print, listener).run()
+    os._exit(0)  # all decisions are on disk, and a regular exit would only delay the launcher
 
 
-def _write_to(log: str) -> None:
+def _redirect_output(log: str) -> None:
     descriptor = atomic.open_to_append(log)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -174,5 +176,5 @@ def _print(words: str) -> None:
     print(time.strftime("%Y-%m-%d %H:%M:%S"), words, flush=True)
 
 
-def _ended(status: int) -> str:
-    return exits.ended(status) if status else "was asked to end"
+def _exit_clause(status: int) -> str:
+    return exit_clause(status) if status else "was asked to end"

@@ -1,6 +1,6 @@
 """Reports to the coordinator which worker processes are runnable, so that a busy one is not evicted as frozen.
 
-Heartbeats are late when native code holds the interpreter's lock, or when the host is overloaded. In both cases a
+Heartbeats are late when native code holds the GIL, or when the host is overloaded. In both cases a
 thread of the process is running or runnable most of the time, which the launcher can see. A frozen process, or one
 that waits for unreachable peers, has no such thread.
 """
@@ -18,72 +18,74 @@ from unisono.membership.messages import LookMessage
 from unisono.membership.protocol import CoordinatorAddress, StepCount
 
 _PATH = "/v1/running"
-_LOOK_SECONDS = 0.15
-_ANSWER_SECONDS = 10.0  # longer than the coordinator waits for somebody to be late
-_LATEST_SECONDS = 3.0  # longer than the coordinator takes to answer who asks
-_MOSTLY = 0.5  # of the time
+_SAMPLE_SECONDS = 0.15
+_LONG_POLL_SECONDS = 10.0  # longer than the coordinator holds its answer until a heartbeat is late
+_ANSWER_SECONDS = 3.0  # longer than the coordinator takes to answer a request that it need not hold
+_MIN_DEMAND = 0.5  # part of the time
 
 
-def wanted_seconds(pid: int) -> dict[int, float]:
-    """Seconds that each thread of a process has run, or has waited for a processor, in all; nothing where the system
-    does not say so (Linux does, Documentation/scheduler/sched-stats.rst)."""
-    found = {}
-    with contextlib.suppress(OSError):  # it has ended
+def cpu_demand_seconds(pid: int) -> dict[int, float]:
+    """Seconds for which each thread of a process has been running or runnable so far, by thread id.
+
+    Empty where the kernel does not report them (Linux does, see Documentation/scheduler/sched-stats.rst).
+    """
+    seconds = {}
+    with contextlib.suppress(OSError):  # the process has exited
         for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # so has a thread
+            with contextlib.suppress(OSError):  # the thread has exited
                 ran, waited, _ = (task / "schedstat").read_text().split()
-                found[int(task.name)] = (int(ran) + int(waited)) * 1e-9
-    return found
+                seconds[int(task.name)] = (int(ran) + int(waited)) * 1e-9
+    return seconds
 
 
-def computes(before: Mapping[int, float], after: Mapping[int, float], seconds: float) -> bool:
-    """Whether a thread wanted a processor for most of the `seconds` between two looks at `wanted_seconds`."""
-    return any(wanted - before[task] > _MOSTLY * seconds for task, wanted in after.items() if task in before)
+def is_computing(before: Mapping[int, float], after: Mapping[int, float], seconds: float) -> bool:
+    """Whether a thread was running or runnable for most of the `seconds` between two `cpu_demand_seconds`."""
+    return any(demand - before[task] > _MIN_DEMAND * seconds for task, demand in after.items() if task in before)
 
 
 class CpuMonitor:
-    """Looks at the processes that it is told of, from a thread of its own. A context.
+    """Samples worker processes in a background thread; a context manager.
 
     Attributes:
-        count: of steps, as the coordinator last said.
+        step_count: steps of the run, as the coordinator last reported them.
 
     Raises:
         InvalidInput: as `HttpConnection`.
     """
 
     def __init__(self, contact: CoordinatorAddress) -> None:
-        self.count = StepCount()
-        self._contact, self._line = contact, HttpConnection(contact, _ANSWER_SECONDS)
+        self.step_count = StepCount()
+        self._contact, self._connection = contact, HttpConnection(contact, _LONG_POLL_SECONDS)
         self._pids: dict[str, int] = {}
-        self._changed = threading.Lock()
+        self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="unisono vouching", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="unisono cpu liveness", daemon=True)
         self._thread.start()
 
-    def began(self, worker: str, pid: int) -> None:
-        """The process of that name is there."""
-        with self._changed:
+    def process_started(self, worker: str, pid: int) -> None:
+        """Sample the process of this name from now on."""
+        with self._lock:
             self._pids[worker] = pid
 
-    def ended(self, worker: str) -> None:
-        """It is no more."""
-        with self._changed:
+    def process_exited(self, worker: str) -> None:
+        """Sample it no more."""
+        with self._lock:
             self._pids.pop(worker, None)
 
-    def latest(self) -> StepCount:
-        """As `count`, but asked for now; waits for the answer, some seconds at most."""
-        with contextlib.closing(HttpConnection(self._contact, _LATEST_SECONDS)) as line:
-            answer = line.post(_PATH, {"workers": []}, LookMessage)
+    def fetch_step_count(self) -> StepCount:
+        """Ask for the newest `step_count`; waits for the answer for at most three seconds."""
+        with contextlib.closing(HttpConnection(self._contact, _ANSWER_SECONDS)) as connection:
+            answer = connection.post(_PATH, {"workers": []}, LookMessage)
         if answer is not None:
-            self.count = answer.count
-        return self.count
+            self.step_count = answer.count
+        return self.step_count
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._closed.set()
-        self._line.cut()
+        self._connection.cut()
         self._thread.join()
-        self._line.close()
+        self._connection.close()
 
     def __enter__(self) -> CpuMonitor:
         return self
@@ -91,20 +93,22 @@ class CpuMonitor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         busy: list[str] = []
         while not self._closed.is_set():
-            answer = self._line.post(_PATH, {"workers": busy}, LookMessage)
-            if answer is None:  # nobody is there: it is asked again
-                self._closed.wait(_LOOK_SECONDS)
+            answer = self._connection.post(_PATH, {"workers": busy}, LookMessage)
+            if answer is None:  # the coordinator is restarting
+                self._closed.wait(_SAMPLE_SECONDS)
                 continue
-            self.count = answer.count
-            busy = self._busy() if answer.late else []
+            self.step_count = answer.count
+            busy = self._busy_workers() if answer.late else []
 
-    def _busy(self) -> list[str]:
-        with self._changed:
+    def _busy_workers(self) -> list[str]:
+        with self._lock:
             pids = dict(self._pids)
-        before, began = {worker: wanted_seconds(pid) for worker, pid in pids.items()}, time.monotonic()
-        self._closed.wait(_LOOK_SECONDS)
-        seconds = time.monotonic() - began
-        return [worker for worker, pid in pids.items() if computes(before[worker], wanted_seconds(pid), seconds)]
+        before, started = {worker: cpu_demand_seconds(pid) for worker, pid in pids.items()}, time.monotonic()
+        self._closed.wait(_SAMPLE_SECONDS)
+        seconds = time.monotonic() - started
+        return [
+            worker for worker, pid in pids.items() if is_computing(before[worker], cpu_demand_seconds(pid), seconds)
+        ]

@@ -1,4 +1,4 @@
-"""Whose process has ended, told to the coordinator: sooner than it could conclude that from silence."""
+"""Notifies the coordinator of worker processes that have exited, sooner than it would miss their heartbeats."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ _RETRY_SECONDS = 0.2
 
 
 class ExitNotifier:
-    """Tells it from a thread of its own, each name until it was heard, since the coordinator may be away. A context.
+    """Notifies from a background thread; a context manager.
+
+    Each name is sent until the coordinator confirms it, since the coordinator may be restarting.
 
     Raises:
         InvalidInput: as `HttpConnection`.
     """
 
     def __init__(self, contact: CoordinatorAddress) -> None:
-        self._line = HttpConnection(contact, _ANSWER_SECONDS)
+        self._connection = HttpConnection(contact, _ANSWER_SECONDS)
         self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._say, name="unisono gone", daemon=True)
+        self._thread = threading.Thread(target=self._send, name="unisono exits", daemon=True)
         self._thread.start()
 
-    def tell(self, worker: str) -> None:
-        """The process of that name has ended; returns at once."""
+    def notify(self, worker: str) -> None:
+        """Report that the process of this name has exited; returns at once."""
         self._names.put(worker)
 
     def close(self) -> None:
-        """What was not said until now is said once, if the coordinator is there."""
+        """Try once more to send each name that is not confirmed yet."""
         self._closed.set()
         self._names.put(None)
         self._thread.join()
-        self._line.close()
+        self._connection.close()
 
     def __enter__(self) -> ExitNotifier:
         return self
@@ -43,8 +45,8 @@ class ExitNotifier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _say(self) -> None:
+    def _send(self) -> None:
         while (name := self._names.get()) is not None:
-            while self._line.ask("POST", "/v1/gone", {"worker": name}, NoBody) is None:
+            while self._connection.ask("POST", "/v1/gone", {"worker": name}, NoBody) is None:
                 if self._closed.wait(_RETRY_SECONDS):
                     return

@@ -1,4 +1,4 @@
-"""Why a run failed: of all that went wrong in its workers, what came first and was no mere consequence."""
+"""Failures of workers, and which of them caused the others."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from unisono.errors import Diverged, InvalidInput, LoadingFailed, RunFailed, UnisonoError, Unlike, WorkerFailed
+from unisono.errors import Diverged, InvalidInput, LoadingFailed, RunFailed, TaskMismatch, UnisonoError, WorkerFailed
 from unisono.launch.stop_request import Interrupted
-from unisono.system.exit_status import describe as describe
 
-SAY_ALL: dict[str, type[UnisonoError]] = {
-    each.__name__: each for each in (InvalidInput, Unlike, Diverged, LoadingFailed, RunFailed, Interrupted)
+SELF_EXPLANATORY: dict[str, type[UnisonoError]] = {
+    each.__name__: each for each in (InvalidInput, TaskMismatch, Diverged, LoadingFailed, RunFailed, Interrupted)
 }
-"""Errors whose message says all that there is to say: the launcher raises them again as they were."""
+"""Errors whose message is complete without rank and traceback: the launcher raises them again unchanged."""
 
 
 class ScriptExited(WorkerFailed):
-    """A worker left by ``sys.exit`` with something else than 0: the exit code that it wants for the run."""
+    """A worker called ``sys.exit`` with something else than 0, which is then the exit code of the run."""
 
     def __init__(self, rank: int, exit_code: int) -> None:
         super().__init__(rank, f"exited with {exit_code}")
@@ -30,17 +29,17 @@ class ScriptExited(WorkerFailed):
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one worker.
+    """How one worker failed.
 
     Args:
         rank: of the worker.
         at_seconds: when, on the host's monotonic clock.
         reason: one sentence.
-        traceback: as text, empty where there is none.
-        consequence: it says that another worker is gone, so that the other's end is likely to be the cause.
-        exit_code: what ``sys.exit`` was called with, if it was.
-        said: the class and the arguments of an error that says all by itself, if it was one.
-        line: of the user's code on which it came, as `unisono.observe.user_frames` names it.
+        traceback: as text; empty if there is none.
+        consequence: the worker reported the loss of another worker, whose failure is then probably the cause.
+        exit_code: argument of ``sys.exit``, if the worker called it.
+        original: class name and arguments of the worker's error, if it is in `SELF_EXPLANATORY`.
+        line: line of the user's code that raised the error, as `unisono.observe.user_frames` formats it.
     """
 
     rank: int
@@ -49,19 +48,19 @@ class Failure:
     traceback: str = ""
     consequence: bool = False
     exit_code: int | None = None
-    said: tuple[str, Sequence[Any]] | None = None
+    original: tuple[str, Sequence[Any]] | None = None
     line: str = ""
 
     @property
-    def unlike(self) -> bool:
-        """Whether the worker would have trained something else than the others, and so never took part."""
-        return self.said is not None and self.said[0] == Unlike.__name__
+    def is_mismatch(self) -> bool:
+        """Whether the worker was refused because its task, code or data differs from that of the others."""
+        return self.original is not None and self.original[0] == TaskMismatch.__name__
 
     def error(self) -> UnisonoError:
-        """What the launcher raises for it."""
-        if self.said is not None:
-            name, arguments = self.said
-            return SAY_ALL[name](*arguments)
+        """The error that the launcher raises."""
+        if self.original is not None:
+            name, arguments = self.original
+            return SELF_EXPLANATORY[name](*arguments)
         if self.exit_code is not None:
             return ScriptExited(self.rank, self.exit_code)
         error = WorkerFailed(self.rank, self.reason, self.traceback)
@@ -70,15 +69,18 @@ class Failure:
         return error
 
 
-def first_cause(failures: Iterable[Failure], endings: Mapping[int, str] = MappingProxyType({})) -> Failure:
-    """The earliest failure that is no consequence of another; the earliest of all where every one is, with the lines
-    on which the workers were, and with the `endings`, in words, of those that had ended before, the likely cause."""
+def first_cause(failures: Iterable[Failure], exits: Mapping[int, str] = MappingProxyType({})) -> Failure:
+    """The earliest failure that is no consequence of another, or the earliest of all if every one is.
+
+    In the second case the reason also names the line at which each worker was, and the earlier `exits` (rank: how),
+    which are the probable cause.
+    """
     known = list(failures)
     first = min(known, key=lambda failure: (failure.consequence, failure.at_seconds, failure.rank))
     if not first.consequence:
         return first
     lines = {failure.rank: failure.line for failure in known if failure.line}
     where = ", ".join(f"worker {rank} was at {line}" for rank, line in sorted(lines.items()))
-    before = [f"worker {rank} had ended before: {how}" for rank, how in sorted(endings.items())]
+    before = [f"worker {rank} had exited before: {how}" for rank, how in sorted(exits.items())]
     more = [*([where] if len(lines) > 1 else []), *before]
     return replace(first, reason="; ".join([first.reason, *more]))

@@ -1,19 +1,18 @@
-"""A process that imports the heavy modules once, early, and forks a worker whenever the launcher asks.
+"""A fork server: it imports the large modules once, early, and forks a worker whenever the launcher asks.
 
-Its two ends talk over one socket of whole messages (JSON). The server forks twice, and the first child ends at once,
-so that the launcher becomes the parent of the worker: workers and their exit statuses are the launcher's, whatever
-becomes of the server. If the server is killed, the next worker that is asked for starts another one.
+Launcher and server exchange messages (JSON) over one SOCK_SEQPACKET socket. The server forks twice, and the first child
+exits at once, so that the launcher becomes the parent of the worker. The launcher therefore receives the exit status of
+every worker, also if the server has been killed. The next worker that is needed then starts another server.
 
-If the launcher is killed, the kernel kills the workers (`process.die_with`). The server reads end of file, kills what
-the workers started, removes the directory in which they met, and ends.
+If the launcher is killed, the kernel kills the workers (`process.exit_with_parent`). The server reads end of file,
+kills the processes that workers have started, removes the rendezvous directory, and exits.
 
-Why not multiprocessing's: there a start blocks until the imports are done, so that Ctrl-C must wait; its
-workers hold the pipe by which its server would notice the launcher's death; and each worker runs the user's
-script again.
+multiprocessing's fork server does not fit. A start blocks until the imports are done, so Ctrl-C has to wait. Workers
+hold the pipe by which its server would notice the launcher's exit. And each worker runs the user's script again.
 
-    launcher ── Order, 2 descriptors ──► server ── fork, fork ──► worker
+    launcher ── WorkerSpec, descriptors ──► server ── fork, fork ──► worker
              ◄── {"ready"} {"rank", "pid"} ──
-             ── {"gone"} ──►
+             ── {"exited"} ──►
 """
 
 from __future__ import annotations
@@ -37,278 +36,287 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from unisono.launch import process
-from unisono.launch import worker_main as worker
+from unisono.launch import worker_main
 from unisono.launch.worker_main import WorkerSpec
-from unisono.system.exit_status import ended
+from unisono.system import process
+from unisono.system.exit_status import exit_clause
 
-_LARGEST_MESSAGE = 1 << 20  # bytes
+_MAX_MESSAGE_BYTES = 1 << 20
 _START = (
     "import json, socket, sys; control = socket.socket(fileno=int(sys.argv[1]));"
-    f"given = json.loads(control.recv({_LARGEST_MESSAGE})); sys.path[:] = given.pop('path');"
-    "from unisono.launch.forkserver import serve; serve(control, **given)"
+    f"options = json.loads(control.recv({_MAX_MESSAGE_BYTES})); sys.path[:] = options.pop('path');"
+    "from unisono.launch.forkserver import serve; serve(control, **options)"
 )
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-class Forkserver:
-    """The launcher's handle of a server process and of the workers. A context: leaving it ends all of them.
+class ForkServer:
+    """The launcher's handle of the server process and of the workers; a context manager, which ends all of them.
 
     Attributes:
         ready: a server has imported its modules.
     """
 
     def __init__(self, preload: Sequence[str], name: str) -> None:
-        # A name that both know before the directory is made: whoever of them outlives the other removes it. Nobody else
-        # knows it before, and could make it first: it is told over the socket, not in arguments, which all can read.
-        self._meeting = os.path.join(_temporary(), f"unisono-{secrets.token_hex(8)}")
-        self._given = {
-            "path": sys.path, "preload": list(preload), "name": name, "launcher": os.getpid(), "meeting": self._meeting,
+        # Both processes know the name before the directory is made, so that either can remove it. The name is random
+        # and travels over the socket: arguments are public, and another user could create the directory first.
+        self._rendezvous = os.path.join(_temporary_directory(), f"unisono-{secrets.token_hex(8)}")
+        self._options = {
+            "path": sys.path, "preload": list(preload), "name": name, "launcher": os.getpid(),
+            "rendezvous": self._rendezvous,
         }  # fmt: skip
-        self.ready = self._up = False
-        self._errors = os.memfd_create("forkserver-errors")
-        self._forking: list[int] = []  # ranks of workers that were asked for, and whose process is not known yet
-        self._workers: dict[int, tuple[int, int]] = {}  # descriptor of the process: its number, and its rank
-        self._adopted = process.adopts()
-        self._watch = select.epoll()
+        self.ready = self._server_ready = False
+        self._output = os.memfd_create("forkserver-errors")
+        self._forking: list[int] = []  # ranks of workers that were asked for and whose pid is not known yet
+        self._workers: dict[int, tuple[int, int]] = {}  # pidfd: pid, rank
+        self._was_subreaper = process.is_subreaper()
+        self._epoll = select.epoll()
         self._start()
 
     @property
-    def meeting(self) -> str:
-        """A private directory, there as long as workers are."""
-        return self._meeting
+    def rendezvous_directory(self) -> str:
+        """A private directory, which exists as long as workers do."""
+        return self._rendezvous
 
     def fileno(self) -> int:
-        """Readable when `receive` has something."""
-        return self._watch.fileno()
+        """Descriptor that is readable when `receive` has events."""
+        return self._epoll.fileno()
 
-    def fork(self, order: WorkerSpec, descriptors: Sequence[int]) -> None:
-        """Ask for a worker that gets copies of `descriptors`, of a new server if there is none any more."""
+    def fork(self, spec: WorkerSpec, descriptors: Sequence[int]) -> None:
+        """Ask for a worker with copies of `descriptors`; starts another server if the last one has exited."""
         if self._control is None:
             self._start()
         assert self._control is not None
-        self._forking.append(order.rank)
-        process.adopt(True)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, as `receive` is about to say
-            socket.send_fds(self._control, [json.dumps(asdict(order)).encode()], descriptors)
+        self._forking.append(spec.rank)
+        process.set_subreaper(True)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server has exited: see `receive`
+            socket.send_fds(self._control, [json.dumps(asdict(spec)).encode()], descriptors)
 
     def receive(self) -> list[Mapping[str, Any]]:
-        """What has happened since: ``ready``; ``rank`` and ``pid`` of a worker that was started; ``rank`` and
-        ``status`` of one that has ended; ``words`` about the server; ``ended``, its status, if it never was ready."""
-        found: list[Mapping[str, Any]] = []
-        for descriptor, _ in self._watch.poll(0):
-            found += [self._reap(descriptor)] if descriptor in self._workers else self._hear()
-        return found
+        """Events since the last call.
 
-    def autopsy(self) -> tuple[int, str]:
-        """After its end: the server's exit status and what it said."""
+        Each is one of ``ready``; ``rank`` and ``pid`` of a worker that has started; ``rank`` and ``status`` of one that
+        has exited; a ``notice`` about the server; ``server_status``, if the server exited before it was ever ready.
+        """
+        events: list[Mapping[str, Any]] = []
+        for descriptor, _ in self._epoll.poll(0):
+            if descriptor in self._workers:
+                events.append(self._reap(descriptor))
+            else:
+                events += self._receive_from_server()
+        return events
+
+    def exit_report(self) -> tuple[int, str]:
+        """Exit status and output of the server, after it has exited."""
         status = self._process.wait()
-        return status, os.pread(self._errors, _LARGEST_MESSAGE, 0).decode(errors="replace")
+        return status, os.pread(self._output, _MAX_MESSAGE_BYTES, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """End the server and all workers; returns when they are gone. May be called twice."""
-        if self._watch.closed:
+        """End the server and all workers, and wait until they have exited; may be called twice."""
+        if self._epoll.closed:
             return
         if self._control is not None:
             self._end_server(self._control)
         for descriptor in list(self._workers):
             self._reap(descriptor)
-        self._watch.close()
-        os.close(self._errors)
-        shutil.rmtree(self._meeting, ignore_errors=True)  # the server has removed it, unless it was killed
+        self._epoll.close()
+        os.close(self._output)
+        shutil.rmtree(self._rendezvous, ignore_errors=True)  # the server has removed it, unless it was killed
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        given = self._given | {"workers": [pid for pid, _ in self._workers.values()]}
-        ours.send(json.dumps(given).encode())
+        options = self._options | {"workers": [pid for pid, _ in self._workers.values()]}
+        ours.send(json.dumps(options).encode())
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=self._errors,
-                stderr=self._errors,
+                stdout=self._output,
+                stderr=self._output,
                 pass_fds=[theirs.fileno()],
                 process_group=0,
                 env=os.environ | _ONE_THREAD,
             )
         self._control: socket.socket | None = ours
-        self._up = False
-        self._watch.register(ours, select.EPOLLIN)
+        self._server_ready = False
+        self._epoll.register(ours, select.EPOLLIN)
 
-    def _hear(self) -> list[Mapping[str, Any]]:
+    def _receive_from_server(self) -> list[Mapping[str, Any]]:
         assert self._control is not None
         try:
-            message = self._control.recv(_LARGEST_MESSAGE)
+            message = self._control.recv(_MAX_MESSAGE_BYTES)
         except ConnectionResetError:
             message = b""
         if not message:
-            return self._lose()
-        news: Mapping[str, Any] = json.loads(message)
-        if "ready" in news:
-            self.ready = self._up = True
-        if "pid" in news:
-            self._take(**news)
-        return [news]
+            return self._server_exited()
+        event: Mapping[str, Any] = json.loads(message)
+        if "ready" in event:
+            self.ready = self._server_ready = True
+        if "pid" in event:
+            self._worker_started(**event)
+        return [event]
 
-    def _take(self, rank: int, pid: int) -> None:
-        """A worker is there, and this process is its parent."""
+    def _worker_started(self, rank: int, pid: int) -> None:
         self._forking.remove(rank)
         if not self._forking:
-            process.adopt(self._adopted)  # no orphan of anybody else
+            process.set_subreaper(self._was_subreaper)  # adopt no orphans but workers
         descriptor = os.pidfd_open(pid)
         self._workers[descriptor] = pid, rank
-        self._watch.register(descriptor, select.EPOLLIN)
+        self._epoll.register(descriptor, select.EPOLLIN)
 
-    def _lose(self) -> list[Mapping[str, Any]]:
-        """The server has ended, and workers go on; who was asked for meanwhile does not come."""
+    def _server_exited(self) -> list[Mapping[str, Any]]:
+        """Events of the server's exit: workers continue, and those that were asked for meanwhile are lost."""
         assert self._control is not None
         status = self._process.wait()
-        self._watch.unregister(self._control)
+        self._epoll.unregister(self._control)
         self._control.close()
         self._control = None
-        process.adopt(self._adopted)
+        process.set_subreaper(self._was_subreaper)
         missing, self._forking = self._forking, []
         if not self.ready:
-            return [{"ended": status}]
-        words = f"the forkserver {ended(status)}: workers go on, and the next one that is needed starts another"
-        return [{"words": words}, *({"rank": rank, "status": status} for rank in missing)]
+            return [{"server_status": status}]
+        notice = f"the fork server {exit_clause(status)}: workers continue, and another one is started when needed"
+        return [{"notice": notice}, *({"rank": rank, "status": status} for rank in missing)]
 
     def _reap(self, descriptor: int) -> Mapping[str, Any]:
-        """Kill the worker and what it started, as far as they have not ended, and take note of its end."""
+        """Kill what is left of a worker's process group, and return the event of its exit."""
         pid, rank = self._workers.pop(descriptor)
-        self._watch.unregister(descriptor)
-        process.kill_group(pid)  # no other process gets this number until we have waited for it
+        self._epoll.unregister(descriptor)
+        process.kill_group(pid)  # the number is not reused before waitpid
         if self._control is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._control.send(json.dumps({"gone": pid}).encode())
+                self._control.send(json.dumps({"exited": pid}).encode())
         _, status = os.waitpid(pid, 0)
         os.close(descriptor)
         return {"rank": rank, "status": os.waitstatus_to_exitcode(status)}
 
     def _end_server(self, control: socket.socket) -> None:
         control.shutdown(socket.SHUT_WR)
-        if not self._up:  # it is importing, has no worker yet, and would not look up for seconds
+        if not self._server_ready:  # it is importing, reads nothing for seconds, and has no worker yet
             self._process.kill()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        while self._control is not None:  # what it said last: workers that nobody has heard of
-            self._hear()
+        while self._control is not None:  # its last messages may report workers that have just started
+            self._receive_from_server()
 
-    def __enter__(self) -> Forkserver:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _temporary() -> str:
-    """The directory that `tempfile` would choose; it finds out by writing a file, which stays where who writes it is
-    killed meanwhile."""
+def _temporary_directory() -> str:
+    """The directory that `tempfile` would choose.
+
+    `tempfile` finds out by writing a file, which stays if the process is killed meanwhile.
+    """
     names = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
-    found = [name for name in (*names, "/tmp", "/var/tmp", "/usr/tmp") if name]
-    return next((os.path.abspath(name) for name in found if os.access(name, os.W_OK | os.X_OK)), os.getcwd())
+    candidates = [name for name in (*names, "/tmp", "/var/tmp", "/usr/tmp") if name]
+    return next((os.path.abspath(name) for name in candidates if os.access(name, os.W_OK | os.X_OK)), os.getcwd())
 
 
 def serve(
-    control: socket.socket, preload: Sequence[str], name: str, launcher: int, meeting: str, workers: Sequence[int]
+    control: socket.socket, preload: Sequence[str], name: str, launcher: int, rendezvous: str, workers: Sequence[int]
 ) -> None:
-    """The life of the server process, until the launcher's end of the socket closes.
+    """Run the server process until the launcher closes its end of the socket; does not return.
 
     Args:
-        workers: process numbers of those that an earlier server has forked.
+        workers: pids of workers that an earlier server has forked.
     """
-    process.die_with(launcher)  # while imports run, nobody looks at the socket
+    process.exit_with_parent(launcher)  # the socket is not read during the imports
     setproctitle(f"{name} forkserver")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the launcher decides; its end is told by the socket
+        signal.signal(number, signal.SIG_IGN)  # the launcher handles signals, and ends the server over the socket
     _import(preload)
-    process.outlive_parent()  # from now on the socket tells, and what was made is taken away again
+    process.clear_parent_death_signal()  # from now on, end of file ends the server after it has cleaned up
     try:
-        os.mkdir(meeting, mode=0o700)
+        os.mkdir(rendezvous, mode=0o700)
     except FileExistsError:
-        if os.lstat(meeting).st_uid != os.getuid():  # else it is an earlier server's
+        if os.lstat(rendezvous).st_uid != os.getuid():  # otherwise an earlier server has made it
             raise
-    _Server(control, meeting, launcher, workers).run()
-    os._exit(0)  # taking torch down in order would cost most of a second
+    _ServerProcess(control, rendezvous, launcher, workers).run()
+    os._exit(0)  # regular exit with torch loaded takes most of a second
 
 
 def _import(modules: Sequence[str]) -> None:
     gc.disable()
     for module in modules:
-        with contextlib.suppress(ImportError):  # only a head start: who needs it will meet the error again
+        with contextlib.suppress(ImportError):  # preloading only saves time: a worker raises the error if it matters
             importlib.import_module(module)
     gc.enable()
-    gc.freeze()  # the workers' collections then leave the shared pages alone
+    gc.freeze()  # garbage collection in workers then leaves shared pages unchanged
 
 
-class _Server:
-    def __init__(self, control: socket.socket, meeting: str, launcher: int, workers: Iterable[int]) -> None:
-        self._control, self._meeting, self._launcher = control, meeting, launcher
+class _ServerProcess:
+    def __init__(self, control: socket.socket, rendezvous: str, launcher: int, workers: Iterable[int]) -> None:
+        self._control, self._rendezvous, self._launcher = control, rendezvous, launcher
         self._workers = set(workers)
-        self._forked = mmap.mmap(-1, 8)  # a process number, from a child
+        self._forked_pid = mmap.mmap(-1, 8)  # written by a child
 
     def run(self) -> None:
         self._send(ready=True)
-        while self._serve_one():
+        while self._handle_message():
             pass
         for pid in self._workers:
             process.kill_group(pid)
-        shutil.rmtree(self._meeting, ignore_errors=True)
+        shutil.rmtree(self._rendezvous, ignore_errors=True)
 
-    def _serve_one(self) -> bool:
+    def _handle_message(self) -> bool:
+        """Handle the next message; returns whether there was one."""
         try:
-            text, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_MESSAGE, 8)
-        except ConnectionResetError:  # the launcher ended before it read what was said to it
+            text, descriptors, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE_BYTES, 8)
+        except ConnectionResetError:  # the launcher exited before it had read all messages
             return False
         if not text:
             return False
-        asked = json.loads(text)
-        if "gone" in asked:
-            self._workers.discard(asked["gone"])
+        message = json.loads(text)
+        if "exited" in message:
+            self._workers.discard(message["exited"])
         else:
-            self._fork(WorkerSpec(**asked), descriptors)
+            self._fork(WorkerSpec(**message), descriptors)
         return True
 
-    def _fork(self, order: WorkerSpec, descriptors: Sequence[int]) -> None:
+    def _fork(self, spec: WorkerSpec, descriptors: Sequence[int]) -> None:
         child = os.fork()
         if child == 0:
-            self._fork_again(order, descriptors)
+            self._fork_again(spec, descriptors)
         _, status = os.waitpid(child, 0)
         if status:
             raise ChildProcessError(f"no worker could be forked: {os.waitstatus_to_exitcode(status)}")
         for descriptor in descriptors:
             os.close(descriptor)
-        pid = int.from_bytes(self._forked[:])
+        pid = int.from_bytes(self._forked_pid[:])
         self._workers.add(pid)
-        self._send(rank=order.rank, pid=pid)
+        self._send(rank=spec.rank, pid=pid)
 
-    def _fork_again(self, order: WorkerSpec, descriptors: Sequence[int]) -> NoReturn:
-        """In a child that ends at once, whose own child the launcher then adopts."""
+    def _fork_again(self, spec: WorkerSpec, descriptors: Sequence[int]) -> NoReturn:
+        """Fork the worker in a child that exits at once, so that the launcher adopts the worker."""
         status, child = 1, os.getpid()
         try:
             pid = os.fork()
             if pid == 0:
                 self._become_worker(child)
-                status = worker.main(order, f"file://{self._meeting}", *descriptors)
+                status = worker_main.main(spec, f"file://{self._rendezvous}", *descriptors)
             else:
-                process.lead_group(pid)
-                self._forked[:] = pid.to_bytes(len(self._forked))
+                process.make_group_leader(pid)
+                self._forked_pid[:] = pid.to_bytes(len(self._forked_pid))
                 status = 0
         finally:
             os._exit(status)
 
     def _become_worker(self, parent: int) -> None:
-        process.lead_group(0)
-        while os.getppid() == parent:  # it is about to end
+        process.make_group_leader(0)
+        while os.getppid() == parent:  # which is about to exit
             os.sched_yield()
-        process.die_with(self._launcher)
+        process.exit_with_parent(self._launcher)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         self._control.close()
 
-    def _send(self, **news: Any) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # end of file tells us next
-            self._control.send(json.dumps(news).encode())
+    def _send(self, **message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # end of file is read next
+            self._control.send(json.dumps(message).encode())

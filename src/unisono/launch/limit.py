@@ -1,4 +1,4 @@
-"""How many workers one host is asked for at most: a misspelt number, or a hostile one, shall not bring it to a stop."""
+"""Limits the number of workers on one host, so that a misspelt number does not overload it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 
 from unisono.errors import InvalidInput
 
-PER_PROCESSOR = 64
+MAX_PER_PROCESSOR = 64
 
 
-def check_count(workers: int, field: str = "workers") -> None:
-    """Raise `InvalidInput`, which names `field`, if more workers are to be started here than 64 for each processor that
-    this process may use. Nothing has been started or created before."""
+def check_worker_count(workers: int, field: str = "workers") -> None:
+    """Raise `InvalidInput` for `field` if there would be more than 64 workers per processor of this process.
+
+    Callers call it before they start or create anything.
+    """
     processors = len(os.sched_getaffinity(0))
-    if workers > PER_PROCESSOR * processors:
+    if workers > MAX_PER_PROCESSOR * processors:
         raise InvalidInput(
             field, workers, f"this process may use {processors} processor{'s' * (processors != 1)}, and starts at most "
-            f"{PER_PROCESSOR} workers for each", "start fewer here, and others on other hosts with unisono join"
+            f"{MAX_PER_PROCESSOR} workers for each", "start fewer here, and more on other hosts with unisono join"
         )  # fmt: skip

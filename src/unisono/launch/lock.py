@@ -1,8 +1,9 @@
-"""The lock on a run's directory: the processes of one command at a time write there.
+"""Locks a run's directory, so that only the processes of one command write there.
 
-Every process that writes into the directory holds its file ``lock`` shared (``flock``). The kernel releases a lock when
-its process ends, however it ends, so a free lock means that no process of the run is left. A command takes the lock
-exclusively before it shares it with its workers, which succeeds only if it is free, and writes down who it is.
+Every process that writes to the directory holds its file ``lock`` shared (``flock``). The kernel releases a lock when
+its process exits, for whatever reason, so a free lock means that no process of the run is left. A command first takes
+the lock exclusively, which succeeds only if it is free. It writes its identity to the file, then shares the lock with
+its workers.
 
 On NFS, Linux turns such locks into byte-range locks, which exclude processes of other hosts too.
 """
@@ -22,23 +23,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from unisono.errors import InvalidInput
-from unisono.launch import process
+from unisono.system import process
 
 LOCK = "lock"  # in the run's directory
-_ENDING_SECONDS = 10.0  # that workers may take to follow their launcher into its end
-_AGAIN_SECONDS = 0.05
+_EXIT_SECONDS = 10.0  # that workers may take to exit after their launcher
+_RETRY_SECONDS = 0.05
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _log = logging.getLogger("unisono")
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The command that a run's directory belongs to.
+    """The command that holds the lock of a run's directory.
 
     Args:
-        host: its name.
-        process: number of the launcher's process there; under another launcher, of worker 0's.
-        since: seconds since 1970.
+        host: name of its host.
+        process: pid of the launcher there; under another launcher, of worker 0.
+        since: start of the command, in seconds since 1970.
     """
 
     host: str
@@ -46,31 +47,33 @@ class Holder:
     since: float
 
     @classmethod
-    def here(cls) -> Holder:
-        """This process, from now on."""
+    def current(cls) -> Holder:
+        """This process, as of now."""
         return cls(os.uname().nodename, os.getpid(), time.time())
 
     @property
-    def ended(self) -> bool:
-        """Whether the process is known to have ended."""
-        return self._is_here and process.has_ended(self.process)
+    def has_exited(self) -> bool:
+        """Whether the process is known to have exited."""
+        return self._is_on_this_host and process.has_exited(self.process)
 
     @property
-    def leaves(self) -> bool:
-        """Whether the command has ended, or was an earlier one of this process, so that its last workers are about to
-        release the lock."""
-        return self.ended or (self._is_here and self.process == os.getpid())
+    def is_releasing(self) -> bool:
+        """Whether the last workers of the command are about to release the lock.
+
+        They are if the command has exited, or was an earlier one of this process.
+        """
+        return self.has_exited or (self._is_on_this_host and self.process == os.getpid())
 
     @property
-    def _is_here(self) -> bool:
+    def _is_on_this_host(self) -> bool:
         return self.host == os.uname().nodename
 
 
-def fresh(path: Path, mode: int = 0o777) -> Path:
-    """Make the directory `path`, or one with a number added to its name where that is taken; return it.
+def make_unique_directory(path: Path, mode: int = 0o777) -> Path:
+    """Create the directory `path`, or ``<path>-2``, ``<path>-3``, … if it exists; return the path.
 
     Raises:
-        OSError: nothing can be made there.
+        OSError: it cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for name in itertools.chain([path.name], (f"{path.name}-{n}" for n in itertools.count(2))):
@@ -81,65 +84,67 @@ def fresh(path: Path, mode: int = 0o777) -> Path:
 
 
 @contextlib.contextmanager
-def held(directory: Path, holder: Holder) -> Iterator[None]:
-    """Hold the lock of `directory` for the command `holder`, beside other processes of the same command.
+def hold_lock(directory: Path, holder: Holder) -> Iterator[None]:
+    """Hold the lock of `directory` for the command `holder`, shared with its other processes.
 
-    Waits for some seconds for the workers of a command that has ended.
+    Waits up to ten seconds for the workers of a command that has exited.
 
     Raises:
         InvalidInput: another command holds it.
-        OSError: the directory is not there, or cannot be written.
+        OSError: the directory does not exist, or cannot be written.
     """
-    file = _locked(directory / LOCK, holder)
+    file = _acquire(directory / LOCK, holder)
     try:
         yield
     finally:
         os.close(file)
 
 
-def _locked(path: Path, holder: Holder) -> int:
-    """A descriptor that holds the lock."""
-    end = time.monotonic() + _ENDING_SECONDS
+def _acquire(path: Path, holder: Holder) -> int:
+    """Acquire the lock; returns the descriptor that holds it."""
+    deadline = time.monotonic() + _EXIT_SECONDS
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if _lock(file, holder) and _is_at(file, path):
                 return file
             other = _read(file)
-            if not (other and other.leaves and time.monotonic() < end):
+            if not (other and other.is_releasing and time.monotonic() < deadline):
                 raise _refused(path.parent, other)
         except BaseException:
             os.close(file)
             raise
         os.close(file)
-        time.sleep(_AGAIN_SECONDS)
+        time.sleep(_RETRY_SECONDS)
 
 
 def _lock(file: int, holder: Holder) -> bool:
-    """Lock `file` shared, if it is free or belongs to `holder` already."""
+    """Lock `file` shared if it is free or `holder` has it; returns whether it is locked."""
     if _read(file) != holder:
         if not _flock(file, fcntl.LOCK_EX):
             return False
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(asdict(holder)).encode(), 0)
-    # Another command may have taken the lock between the two calls: then it is the one that is written down.
+    # Another command may have taken the lock between the two calls: then the file names that one.
     return _flock(file, fcntl.LOCK_SH) and _read(file) == holder
 
 
-def _flock(file: int, how: int) -> bool:
+def _flock(file: int, operation: int) -> bool:
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        _log.warning("this file system has no locks (%s): start no second command in the directory", error.strerror)
+        _log.warning(
+            "this file system has no locks (%s): do not start a second command in the directory", error.strerror
+        )
     return True
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether `path` still leads to `file`: a command that is refused removes the directory that it made."""
+    """Whether `path` still refers to `file`: a command that is refused removes the directory that it made."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
@@ -147,7 +152,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _read(file: int) -> Holder | None:
-    """Whom the file names; None for a new one, or one that is being written."""
+    """The holder that the file names; None if it is new or being written."""
     try:
         return Holder(**json.loads(os.pread(file, 4096, 0)))
     except (ValueError, TypeError):
@@ -155,11 +160,14 @@ def _read(file: int) -> Holder | None:
 
 
 def _refused(directory: Path, other: Holder | None) -> InvalidInput:
-    who = "another command"
+    command = "another command"
     if other:
-        workers, ended = ("workers of ", ", which has ended,") if other.ended else ("", "")
+        workers, exited = ("workers of ", ", which has exited,") if other.has_exited else ("", "")
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other.since))
-        who = f"{workers}process {other.process} on host {other.host}{ended} since {since}"
+        command = f"{workers}process {other.process} on host {other.host}{exited} since {since}"
     return InvalidInput(
-        "run_dir", str(directory), f"it is in use by {who}", "wait for that run or end it, or name another directory"
+        "run_dir",
+        str(directory),
+        f"it is in use by {command}",
+        "wait for that run or end it, or name another directory",
     )

@@ -1,4 +1,4 @@
-"""A file that grows, shown while it grows; the kernel says when (inotify), so that nobody looks in vain."""
+"""Copies a log file while it grows; the kernel reports growth (inotify), so nothing is polled."""
 
 from __future__ import annotations
 
@@ -9,62 +9,62 @@ from pathlib import Path
 from typing import BinaryIO
 
 _IN_MODIFY = 0x2
-_PIECE = 1 << 16  # bytes
+_CHUNK_BYTES = 1 << 16
 
 
-class Tail:
-    """Copies what is appended to a file from now on. A context.
+class LogTail:
+    """Copies what is appended to a file from now on; a context manager.
 
     Args:
-        path: of the file, which exists.
-        to: where the copy goes.
+        path: an existing file.
+        to: stream that receives the copy.
     """
 
     def __init__(self, path: Path, to: BinaryIO) -> None:
         self._to, self._path = to, path
         self._file = os.open(path, os.O_RDONLY)
-        self._at = os.lseek(self._file, 0, os.SEEK_END)
+        self._offset = os.lseek(self._file, 0, os.SEEK_END)
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._watch: int = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._number = self._look_at(path)
+        self._inotify: int = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._watch_id = self._add_watch(path)
 
     def fileno(self) -> int:
         """Readable when the file has grown."""
-        return self._watch
+        return self._inotify
 
-    def turn_to(self, path: Path, at: int) -> None:
-        """From now on, of the file `path`, what follows its first `at` bytes; of the one before, all there is."""
+    def switch_to(self, path: Path, offset: int) -> None:
+        """Copy the rest of the current file, then `path` from byte `offset` on."""
         if path == self._path:
             return
-        self.attend()
-        number = self._look_at(path)
-        self._libc.inotify_rm_watch(self._watch, self._number)
+        self.on_readable()
+        watch_id = self._add_watch(path)
+        self._libc.inotify_rm_watch(self._inotify, self._watch_id)
         os.close(self._file)
-        self._path, self._number, self._at = path, number, at
+        self._path, self._watch_id, self._offset = path, watch_id, offset
         self._file = os.open(path, os.O_RDONLY)
-        self.attend()
+        self.on_readable()
 
-    def _look_at(self, path: Path) -> int:
-        number: int = -1
-        if self._watch >= 0:
-            number = self._libc.inotify_add_watch(self._watch, os.fsencode(path), _IN_MODIFY)
-        if number < 0:
+    def _add_watch(self, path: Path) -> int:
+        watch_id: int = -1
+        if self._inotify >= 0:
+            watch_id = self._libc.inotify_add_watch(self._inotify, os.fsencode(path), _IN_MODIFY)
+        if watch_id < 0:
             raise OSError(ctypes.get_errno(), "the kernel watches no more files (fs.inotify.max_user_watches)")
-        return number
+        return watch_id
 
-    def attend(self) -> None:
-        """Copy what has come since the last call."""
+    def on_readable(self) -> None:
+        """Copy what was appended since the last call."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self._watch, _PIECE)
-        while piece := os.pread(self._file, _PIECE, self._at):
-            self._at += len(piece)
-            self._to.write(piece)
+            os.read(self._inotify, _CHUNK_BYTES)
+        while chunk := os.pread(self._file, _CHUNK_BYTES, self._offset):
+            self._offset += len(chunk)
+            self._to.write(chunk)
         self._to.flush()
 
-    def __enter__(self) -> Tail:
+    def __enter__(self) -> LogTail:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.attend()
+        self.on_readable()
         os.close(self._file)
-        os.close(self._watch)
+        os.close(self._inotify)

@@ -1,4 +1,4 @@
-"""What a launcher sees of its workers' processes, told to the coordinator."""
+"""Reports to the coordinator which worker processes of a launcher run, compute or have exited."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import ExitStack
 
 from unisono.launch.cpu_liveness import CpuMonitor
 from unisono.launch.exit_notifier import ExitNotifier
-from unisono.launch.remaining import goes_on
+from unisono.launch.remaining import others_continue
 from unisono.membership.protocol import CoordinatorAddress, StepCount
 
 
 class ProcessMonitor:
-    """A `Present` that tells it. A context.
+    """A `ProcessObserver` that reports to a coordinator; a context manager.
 
     Raises:
         InvalidInput: as `HttpConnection`.
@@ -20,30 +20,30 @@ class ProcessMonitor:
 
     def __init__(self, contact: CoordinatorAddress) -> None:
         self._contact, self._stack = contact, ExitStack()
-        self._gone = self._stack.enter_context(ExitNotifier(contact))
-        self._vouching = self._stack.enter_context(CpuMonitor(contact))
+        self._exit_notifier = self._stack.enter_context(ExitNotifier(contact))
+        self._cpu_monitor = self._stack.enter_context(CpuMonitor(contact))
 
     @property
-    def count(self) -> StepCount:
-        """See `Present`."""
-        return self._vouching.count
+    def step_count(self) -> StepCount:
+        """See `ProcessObserver`."""
+        return self._cpu_monitor.step_count
 
-    def latest(self) -> StepCount:
-        """See `Present`."""
-        return self._vouching.latest()
+    def fetch_step_count(self) -> StepCount:
+        """See `ProcessObserver`."""
+        return self._cpu_monitor.fetch_step_count()
 
-    def goes_on(self, without: Set[str]) -> bool:
-        """See `Present`."""
-        return goes_on(self._contact, without)
+    def others_continue(self, without: Set[str]) -> bool:
+        """See `ProcessObserver`."""
+        return others_continue(self._contact, without)
 
-    def began(self, worker: str, pid: int) -> None:
-        """See `Present`."""
-        self._vouching.began(worker, pid)
+    def process_started(self, worker: str, pid: int) -> None:
+        """See `ProcessObserver`."""
+        self._cpu_monitor.process_started(worker, pid)
 
-    def ended(self, worker: str) -> None:
-        """See `Present`."""
-        self._vouching.ended(worker)
-        self._gone.tell(worker)
+    def process_exited(self, worker: str) -> None:
+        """See `ProcessObserver`."""
+        self._cpu_monitor.process_exited(worker)
+        self._exit_notifier.notify(worker)
 
     def __enter__(self) -> ProcessMonitor:
         return self

@@ -1,4 +1,4 @@
-"""Whether a run goes on elsewhere when all workers of one launcher have ended."""
+"""Whether other launchers continue a run when all workers of this one have exited."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from unisono.membership.messages import StatusMessage
 from unisono.membership.protocol import CoordinatorAddress
 
 _ANSWER_SECONDS = 3.0
-_WAIT_SECONDS = 10.0  # longer than others take to a view without the workers that ended, and to a step in it
-_LOOK_SECONDS = 0.1
+_WAIT_SECONDS = 10.0  # longer than others need for a view without the workers that exited, and a step in it
+_POLL_SECONDS = 0.1
 
 
-def goes_on(contact: CoordinatorAddress, without: Set[str]) -> bool:
-    """Whether others take a step in a view `without` these workers, whose processes have ended. Waits until that is
-    known, and takes it for no after ten seconds, or where the coordinator has ended with its run."""
-    until = time.monotonic() + _WAIT_SECONDS
+def others_continue(contact: CoordinatorAddress, without: Set[str]) -> bool:
+    """Whether others take a step in a view `without` these workers, whose processes have exited.
+
+    Waits until that is known. The answer is no after ten seconds, or if the coordinator has ended with its run.
+    """
+    deadline = time.monotonic() + _WAIT_SECONDS
     with contextlib.closing(HttpConnection(contact, _ANSWER_SECONDS)) as line:
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             answer = line.get("/v1/status", StatusMessage)
             if answer is None or answer.body is None:
                 return False
@@ -32,5 +34,5 @@ def goes_on(contact: CoordinatorAddress, without: Set[str]) -> bool:
             )
             if stepped and not without & set(view.members):
                 return True
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     return False

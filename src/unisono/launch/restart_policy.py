@@ -1,4 +1,4 @@
-"""What the end of one worker's process means for the others: for most runs the end, for some only another process."""
+"""Decides what the exit of a worker process means: the run fails, continues without it, or starts a replacement."""
 
 from __future__ import annotations
 
@@ -15,279 +15,294 @@ from unisono.launch.stop_request import STOP, STOP_ALL
 from unisono.membership.protocol import StepCount
 from unisono.system.backoff import Backoff
 
-_IN_ONE_PLACE = 3  # processes that may die there in a row without a step between them
-_IN_VAIN = 10  # processes that may die there in a row, where steps were taken between them, but none beyond before
-_APART = Backoff(first_seconds=1.0, factor=2.0, longest_seconds=60.0)
-_SETTLED_SECONDS = 30.0  # whoever lived as long did not die of its start
+_MAX_WITHOUT_STEP = 3  # processes that may fail in a row in one slot without a step between them
+_MAX_WITHOUT_PROGRESS = 10  # processes that may fail in a row in one slot, where every step between them was repeated
+_RESTART_INTERVAL = Backoff(first_seconds=1.0, factor=2.0, longest_seconds=60.0)
+_STABLE_SECONDS = 30.0  # a process that ran this long did not fail because of its start
 
 
 @dataclass(frozen=True)
 class RestartVerdict:
-    """What is done about a worker that has ended.
+    """What the launcher does about a worker that has exited.
 
     Args:
-        words: for people; empty says nothing.
-        cause: the run has failed, for this reason.
-        another_in_seconds: another process takes its place then.
+        notice: sentence for the user; empty: none.
+        failure: why the run has failed, if it has.
+        restart_in_seconds: when to start a replacement, if one is to be started.
     """
 
-    words: str = ""
-    cause: Failure | None = None
-    another_in_seconds: float | None = None
+    notice: str = ""
+    failure: Failure | None = None
+    restart_in_seconds: float | None = None
 
 
 class RestartPolicy(Protocol):
-    """Decides for all workers of a launcher, which it knows by their places, 0, 1, ..."""
+    """Decides for all workers of a launcher.
 
-    stop: signal.Signals
-    """Asks a worker to come to a step boundary and return."""
+    Each worker has a slot, numbered from 0; a replacement has the slot, the rank and the log of its predecessor.
+    """
 
-    def name(self, place: int) -> str:
-        """Of the process that is about to be started there."""
+    stop_signal: signal.Signals
+    """Asks a worker to return at the next step boundary."""
 
-    def heard(self, message: Mapping[str, Any]) -> RestartVerdict:
-        """A worker reported it."""
+    def next_name(self, slot: int) -> str:
+        """The name of the process that is about to be started in `slot`."""
 
-    def began(self, place: int, pid: int) -> None:
-        """The process there is running."""
+    def on_message(self, message: Mapping[str, Any]) -> RestartVerdict:
+        """Take note of a message that a worker reported."""
 
-    def ended(self, place: int) -> None:
-        """The process there is no more, for whatever reason."""
+    def process_started(self, slot: int, pid: int) -> None:
+        """Take note that a process runs in `slot`."""
 
-    def returned(self, place: int, result: Any, others: int) -> RestartVerdict:
-        """It was done, and came to `result`; of `others` there are processes yet."""
+    def process_exited(self, slot: int) -> None:
+        """Take note that the process in `slot` has exited, for whatever reason."""
 
-    def lost(self, what: Failure, others: int, lived_seconds: float) -> RestartVerdict:
-        """It died while the run went on."""
+    def worker_returned(self, slot: int, result: Any, others: int) -> RestartVerdict:
+        """Decide about a worker that has returned `result`, while `others` processes of the launcher still run."""
 
-    def over(self, results: Sequence[Any]) -> bool:
-        """Whether `results` are all that the run was for."""
+    def worker_failed(self, failure: Failure, others: int, lifetime_seconds: float) -> RestartVerdict:
+        """Decide about a worker that has failed during the run, while `others` processes still run."""
 
-    def lacking(self, results: Sequence[Any]) -> str:
-        """All have ended, and none failed: why `results` are none of a run all the same.
+    def is_complete(self, results: Sequence[Any]) -> bool:
+        """Whether `results` are all that the run needs."""
+
+    def incomplete_reason(self, results: Sequence[Any]) -> str:
+        """Why the run is incomplete although all workers have exited and none has failed; empty if it is complete.
 
         Raises:
-            RunFailed: others go on with what a worker has left.
+            RunFailed: the others continue a training loop that a worker has left.
         """
 
 
 class NoRestart:
-    """All begin, none is replaced, and every one is needed to the end."""
+    """No worker is replaced, and every worker has to return."""
 
-    stop = STOP
+    stop_signal = STOP
 
-    def name(self, place: int) -> str:
+    def next_name(self, slot: int) -> str:
         """See `RestartPolicy`."""
         return ""
 
-    def heard(self, message: Mapping[str, Any]) -> RestartVerdict:
+    def on_message(self, message: Mapping[str, Any]) -> RestartVerdict:
         """See `RestartPolicy`."""
         return RestartVerdict()
 
-    def began(self, place: int, pid: int) -> None:
+    def process_started(self, slot: int, pid: int) -> None:
         """See `RestartPolicy`."""
 
-    def ended(self, place: int) -> None:
+    def process_exited(self, slot: int) -> None:
         """See `RestartPolicy`."""
 
-    def returned(self, place: int, result: Any, others: int) -> RestartVerdict:
+    def worker_returned(self, slot: int, result: Any, others: int) -> RestartVerdict:
         """See `RestartPolicy`."""
         return RestartVerdict()
 
-    def lost(self, what: Failure, others: int, lived_seconds: float) -> RestartVerdict:
+    def worker_failed(self, failure: Failure, others: int, lifetime_seconds: float) -> RestartVerdict:
         """See `RestartPolicy`."""
-        return RestartVerdict(cause=what)
+        return RestartVerdict(failure=failure)
 
-    def over(self, results: Sequence[Any]) -> bool:
+    def is_complete(self, results: Sequence[Any]) -> bool:
         """See `RestartPolicy`."""
         return False
 
-    def lacking(self, results: Sequence[Any]) -> str:
+    def incomplete_reason(self, results: Sequence[Any]) -> str:
         """See `RestartPolicy`."""
         return ""
 
 
-class Present(Protocol):
-    """Is told of processes, by the names of their workers.
+class ProcessObserver(Protocol):
+    """Reports the launcher's processes to the coordinator, and knows the run's steps.
 
     Attributes:
-        count: of the steps of all workers of the run, of this launcher or another one, as far as is known.
+        step_count: steps of all workers of the run, of any launcher, as last received.
     """
 
     @property
-    def count(self) -> StepCount: ...
-    def latest(self) -> StepCount:
-        """As `count`, asked for now, which takes a while: who has survived a loss has said by then what it has done."""
+    def step_count(self) -> StepCount: ...
+    def fetch_step_count(self) -> StepCount:
+        """Ask for the newest `step_count`, which may take seconds; survivors of a loss have reported their steps."""
 
-    def goes_on(self, without: Set[str]) -> bool:
-        """Whether others take a step without these workers, which have ended; takes a while."""
+    def others_continue(self, without: Set[str]) -> bool:
+        """Whether other workers take a step without these, which have exited; may take seconds."""
 
-    def began(self, worker: str, pid: int) -> None: ...
-    def ended(self, worker: str) -> None: ...
+    def process_started(self, worker: str, pid: int) -> None: ...
+    def process_exited(self, worker: str) -> None: ...
 
 
 class RestartFailed:
-    """Whoever dies is replaced, as long as that is of use; whoever returns None has left; the first other result ends
-    the run.
+    """Replaces a failed worker; None means that a worker has left, and the first other result ends the run.
 
-    A run fails, and says why, when three processes in one place, or twice as many as there are places, died in a row
-    without a step between them, be it one that a worker took by itself, or one that was lost again. Where all steps
-    were lost again, ten in one place are the limit.
+    The run fails, with a reason, after three failures in a row in one slot, or twice as many as there are slots, with
+    no step between them. Any step counts, also a local step, and one that was lost again. Where all steps were lost
+    again, the limit is ten failures in one slot.
 
-    Where others take steps meanwhile, processes follow each other in a place more slowly each time: the third is
-    started one second after the second was, at the earliest, the next two seconds after the third, and so on.
+    Where other workers take steps meanwhile, the interval between starts in one slot grows: the third process starts
+    one second after the second at the earliest, the fourth two seconds after the third, and so on.
 
     Args:
-        places: number of processes at a time.
-        present: told the name of each process that has begun, and of each that has ended.
+        slots: number of processes at a time.
+        observer: notified of each process that has started or exited, by its name.
         prefix: of all names.
     """
 
-    stop = STOP_ALL
+    stop_signal = STOP_ALL
 
-    def __init__(self, places: int, present: Present, prefix: str = "") -> None:
-        self._places, self._present, self._prefix = places, present, prefix
-        self._lives: Counter[int] = Counter()
-        self._short: Counter[int] = Counter()  # lives in a row that were
-        self._count = StepCount()
+    def __init__(self, slots: int, observer: ProcessObserver, prefix: str = "") -> None:
+        self._slots, self._observer, self._prefix = slots, observer, prefix
+        self._starts: Counter[int] = Counter()
+        self._short_lifetimes: Counter[int] = Counter()  # in a row
+        self._step_count = StepCount()
         self._without_step: list[Failure] = []  # since the last step
-        self._in_vain: list[Failure] = []  # since a step beyond all before
+        self._without_progress: list[Failure] = []  # since a step beyond all before
 
-    def name(self, place: int) -> str:
+    def next_name(self, slot: int) -> str:
         """See `RestartPolicy`."""
-        self._lives[place] += 1
-        return self._name(place)
+        self._starts[slot] += 1
+        return self._name(slot)
 
-    def heard(self, message: Mapping[str, Any]) -> RestartVerdict:
+    def on_message(self, message: Mapping[str, Any]) -> RestartVerdict:
         """See `RestartPolicy`."""
         if message.get("kind") == "step":
             self._without_step.clear()
         return RestartVerdict()
 
-    def began(self, place: int, pid: int) -> None:
+    def process_started(self, slot: int, pid: int) -> None:
         """See `RestartPolicy`."""
-        self._present.began(self._name(place), pid)
+        self._observer.process_started(self._name(slot), pid)
 
-    def ended(self, place: int) -> None:
+    def process_exited(self, slot: int) -> None:
         """See `RestartPolicy`."""
-        self._present.ended(self._name(place))
+        self._observer.process_exited(self._name(slot))
 
-    def goes_on(self, without: Set[str]) -> bool:
-        """See `Present`."""
-        return self._present.goes_on(without)
+    def others_continue(self, without: Set[str]) -> bool:
+        """See `ProcessObserver`."""
+        return self._observer.others_continue(without)
 
-    def returned(self, place: int, result: Any, others: int) -> RestartVerdict:
+    def worker_returned(self, slot: int, result: Any, others: int) -> RestartVerdict:
         """See `RestartPolicy`."""
-        return RestartVerdict(f"worker {self._name(place)} has left: {_on(others)}")
+        return RestartVerdict(f"worker {self._name(slot)} has left: {_others_go_on(others)}")
 
-    def lost(self, what: Failure, others: int, lived_seconds: float) -> RestartVerdict:
+    def worker_failed(self, failure: Failure, others: int, lifetime_seconds: float) -> RestartVerdict:
         """See `RestartPolicy`."""
-        if what.unlike:
-            return self._refused(what, others)
-        self._look(self._present.count)
-        self._without_step.append(what)
-        self._in_vain.append(what)
-        self._short[what.rank] = self._short[what.rank] + 1 if lived_seconds < _SETTLED_SECONDS else 0
-        if cause := self._given_up(what):
-            return RestartVerdict(cause=cause)
-        pause = round(max(0.0, self._apart_seconds(what.rank) - lived_seconds), 1)
-        said = f"worker {self._name(what.rank)} {_was(what.reason)}: {_on(others)}, another one is started"
-        return RestartVerdict(said + (f" in {pause:g} s" if pause else ""), another_in_seconds=pause)
+        if failure.is_mismatch:
+            return self._worker_refused(failure, others)
+        self._update_steps(self._observer.step_count)
+        self._without_step.append(failure)
+        self._without_progress.append(failure)
+        is_short = lifetime_seconds < _STABLE_SECONDS
+        self._short_lifetimes[failure.rank] = self._short_lifetimes[failure.rank] + 1 if is_short else 0
+        if cause := self._exceeded_limit(failure.rank):
+            return RestartVerdict(failure=cause)
+        pause = round(max(0.0, self._interval_seconds(failure.rank) - lifetime_seconds), 1)
+        when = f" in {pause:g} s" if pause else ""
+        notice = (
+            f"worker {self._name(failure.rank)} {_was(failure.reason)}: {_others_go_on(others)}, "
+            f"a replacement is started{when}"
+        )
+        return RestartVerdict(notice, restart_in_seconds=pause)
 
-    def over(self, results: Sequence[Any]) -> bool:
+    def is_complete(self, results: Sequence[Any]) -> bool:
         """See `RestartPolicy`."""
         return any(result is not None for result in results)
 
-    def lacking(self, results: Sequence[Any]) -> str:
+    def incomplete_reason(self, results: Sequence[Any]) -> str:
         """See `RestartPolicy`."""
-        return "" if self.over(results) else "every worker was asked to leave before the run was over"
+        return "" if self.is_complete(results) else "every worker was asked to leave before the run was over"
 
-    def _refused(self, what: Failure, others: int) -> RestartVerdict:
-        """A replacement found other files than its predecessor, on which the others may still depend."""
-        if self._lives[what.rank] == 1 or not others:
-            return RestartVerdict(cause=what)
+    def _worker_refused(self, failure: Failure, others: int) -> RestartVerdict:
+        """Decide about a worker whose task, code or data differs from that of the others.
+
+        A first process fails the run. A replacement found files that have changed since, and the others may continue.
+        """
+        if self._starts[failure.rank] == 1 or not others:
+            return RestartVerdict(failure=failure)
         return RestartVerdict(
-            f"worker {self._name(what.rank)} cannot take part, {_on(others)} without it: {what.error()}"
+            f"worker {self._name(failure.rank)} cannot take part, {_others_go_on(others)} without it: {failure.error()}"
         )
 
-    def _look(self, count: StepCount) -> None:
-        if count.taken > self._count.taken:
+    def _update_steps(self, count: StepCount) -> None:
+        if count.taken > self._step_count.taken:
             self._without_step.clear()
-        if count.furthest > self._count.furthest:
-            self._in_vain.clear()
-        self._count = StepCount(count.taken, max(count.furthest, self._count.furthest))
+        if count.furthest > self._step_count.furthest:
+            self._without_progress.clear()
+        self._step_count = StepCount(count.taken, max(count.furthest, self._step_count.furthest))
 
-    def _given_up(self, what: Failure) -> Failure | None:
-        """Why nobody takes the place of what has died; None if somebody does."""
-        found = self._exceeded(what.rank)
-        if found is None:
+    def _exceeded_limit(self, slot: int) -> Failure | None:
+        """The failure of the run, if too many workers have failed in a row; None if a replacement is started."""
+        if self._find_exceeded(slot) is None:
             return None
-        self._look(self._present.latest())  # what was known may be some seconds old
-        return self._exceeded(what.rank)
+        self._update_steps(self._observer.fetch_step_count())  # the known count may be some seconds old
+        return self._find_exceeded(slot)
 
-    def _exceeded(self, place: int) -> Failure | None:
-        """Of the deaths that are more than a limit allows, the first, with the limit in words."""
-        here, in_all = _of(place, self._without_step), max(2 * self._places, _IN_ONE_PLACE)
-        if len(here) >= _IN_ONE_PLACE:
-            return _first(here, f"of worker {place} were lost in a row {WITHOUT_STEP}")
-        if len(self._without_step) >= in_all:
-            return _first(self._without_step, f"of {self._places} workers were lost in a row {WITHOUT_STEP}")
-        if len(here := _of(place, self._in_vain)) >= _IN_VAIN:
-            return _first(here, f"of worker {place} were lost in a row with no step beyond step {self._count.furthest}")
+    def _find_exceeded(self, slot: int) -> Failure | None:
+        """The first of more failures than a limit allows, with the limit in its reason."""
+        here, max_in_all = _of_slot(slot, self._without_step), max(2 * self._slots, _MAX_WITHOUT_STEP)
+        if len(here) >= _MAX_WITHOUT_STEP:
+            return _with_limit(here, f"of worker {slot} were lost in a row {WITHOUT_STEP}")
+        if len(self._without_step) >= max_in_all:
+            return _with_limit(self._without_step, f"of {self._slots} workers were lost in a row {WITHOUT_STEP}")
+        if len(here := _of_slot(slot, self._without_progress)) >= _MAX_WITHOUT_PROGRESS:
+            words = f"of worker {slot} were lost in a row with no step beyond step {self._step_count.furthest}"
+            return _with_limit(here, words)
         return None
 
-    def _name(self, place: int) -> str:
-        life = self._lives[place]
-        return f"{self._prefix}{place}" + (f".{life}" if life > 1 else "")
+    def _name(self, slot: int) -> str:
+        start = self._starts[slot]
+        return f"{self._prefix}{slot}" + (f".{start}" if start > 1 else "")
 
-    def _apart_seconds(self, place: int) -> float:
-        """Between the start of the process that has ended there, and that of the next."""
-        short = self._short[place]
-        return _APART.seconds(short - 2) if short > 1 else 0.0
+    def _interval_seconds(self, slot: int) -> float:
+        """Between the start of the process that has exited in `slot`, and the start of the next."""
+        short = self._short_lifetimes[slot]
+        return _RESTART_INTERVAL.seconds(short - 2) if short > 1 else 0.0
 
 
 class JoinedLauncher(RestartFailed):
-    """As `RestartFailed`, of one launcher among several: the others may go on without its workers, which leave when it
-    is asked to end."""
+    """As `RestartFailed`, for a launcher that has joined a run.
 
-    stop = STOP
+    Other launchers may continue the run without its workers. They leave when it is asked to end.
+    """
 
-    def lacking(self, results: Sequence[Any]) -> str:
+    stop_signal = STOP
+
+    def incomplete_reason(self, results: Sequence[Any]) -> str:
         """See `RestartPolicy`."""
         return ""
 
 
 class IndependentExit:
-    """As `inner`, of workers that each have an end of their own to come to: a script goes on after its loop. Once the
-    loop is over nobody is replaced any more, as nobody would hand over a state. When all for whom it is over have come
-    to their ends, the others, who are frozen or came too late, are not waited for any longer. A script that ends inside
-    the loop ends it for all: the run fails if the others take a step without that worker.
+    """As `policy`, for scripts: after the training loop, each worker continues and exits by itself.
+
+    Once the loop has ended, no worker is replaced, because no worker could send it the state. When every worker that
+    has completed the loop has exited, the launcher does not wait for the rest, which are frozen or joined too late. A
+    script that exits inside the loop ends the loop for all: the run fails if the others take a step without that
+    worker.
 
     Args:
-        together: places whose first processes meet before the loop: as long as one of them has yet to come to the loop,
-            all others are needed, and cannot be replaced.
+        policy: decides about workers in the loop.
+        initial: slots whose first processes form the first group. Until each of them has entered the loop, the others
+            need it, and it cannot be replaced.
     """
 
-    def __init__(self, inner: RestartFailed, together: Iterable[int] = ()) -> None:
-        self._inner = inner
-        self._before_loop = set(together)
+    def __init__(self, policy: RestartFailed, initial: Iterable[int] = ()) -> None:
+        self._policy = policy
+        self._before_loop = set(initial)
         self._in_loop: set[int] = set()
         self._past_loop: set[int] = set()
-        self._ended_in_loop: dict[int, str] = {}  # how
+        self._exited_in_loop: dict[int, str] = {}  # and how
         self._names: dict[int, str] = {}
-        self._ours: set[str] = set()  # all names so far
-        self._ending = False
-        self.stop = inner.stop
+        self._all_names: set[str] = set()  # of this launcher so far
+        self._loop_ended = False
+        self.stop_signal = policy.stop_signal
 
-    def name(self, place: int) -> str:
+    def next_name(self, slot: int) -> str:
         """See `RestartPolicy`."""
-        for places in (self._in_loop, self._past_loop):
-            places.discard(place)
-        self._names[place] = self._inner.name(place)
-        self._ours.add(self._names[place])
-        return self._names[place]
+        for slots in (self._in_loop, self._past_loop):
+            slots.discard(slot)
+        self._names[slot] = self._policy.next_name(slot)
+        self._all_names.add(self._names[slot])
+        return self._names[slot]
 
-    def heard(self, message: Mapping[str, Any]) -> RestartVerdict:
+    def on_message(self, message: Mapping[str, Any]) -> RestartVerdict:
         """See `RestartPolicy`."""
         match message.get("kind"):
             case "loop":
@@ -296,73 +311,73 @@ class IndependentExit:
             case "over":
                 self._in_loop.discard(message["place"])
                 self._past_loop.add(message["place"])
-                self._ending = True
+                self._loop_ended = True
             case "ended" if message["place"] in self._in_loop:
-                self._ended_in_loop[message["place"]] = message["text"]
-            case "step" if cause := self._deserted(message["members"]):
-                return RestartVerdict(cause=cause)
-        return self._inner.heard(message)
+                self._exited_in_loop[message["place"]] = message["text"]
+            case "step" if failure := self._exited_in_loop_of(message["members"]):
+                return RestartVerdict(failure=failure)
+        return self._policy.on_message(message)
 
-    def began(self, place: int, pid: int) -> None:
+    def process_started(self, slot: int, pid: int) -> None:
         """See `RestartPolicy`."""
-        self._inner.began(place, pid)
+        self._policy.process_started(slot, pid)
 
-    def ended(self, place: int) -> None:
+    def process_exited(self, slot: int) -> None:
         """See `RestartPolicy`."""
-        self._inner.ended(place)
+        self._policy.process_exited(slot)
 
-    def returned(self, place: int, result: Any, others: int) -> RestartVerdict:
+    def worker_returned(self, slot: int, result: Any, others: int) -> RestartVerdict:
         """See `RestartPolicy`."""
         if result is None:
-            return self._inner.returned(place, result, others)
-        self._ending = True
+            return self._policy.worker_returned(slot, result, others)
+        self._loop_ended = True
         return RestartVerdict()
 
-    def lost(self, what: Failure, others: int, lived_seconds: float) -> RestartVerdict:
+    def worker_failed(self, failure: Failure, others: int, lifetime_seconds: float) -> RestartVerdict:
         """See `RestartPolicy`."""
-        if self._ending:
-            return RestartVerdict(cause=replace(what, reason=f"{what.reason}, {AFTER_LOOP}"))
-        needed = what.rank in self._before_loop and len(self._before_loop) > 1
-        self._before_loop.discard(what.rank)
-        if needed:
-            return RestartVerdict(cause=replace(what, reason=f"{what.reason}, {BEFORE_LOOP}"))
-        return self._inner.lost(what, others, lived_seconds)
+        if self._loop_ended:
+            return RestartVerdict(failure=replace(failure, reason=f"{failure.reason}, {AFTER_LOOP}"))
+        is_needed = failure.rank in self._before_loop and len(self._before_loop) > 1
+        self._before_loop.discard(failure.rank)
+        if is_needed:
+            return RestartVerdict(failure=replace(failure, reason=f"{failure.reason}, {BEFORE_LOOP}"))
+        return self._policy.worker_failed(failure, others, lifetime_seconds)
 
-    def over(self, results: Sequence[Any]) -> bool:
+    def is_complete(self, results: Sequence[Any]) -> bool:
         """See `RestartPolicy`."""
-        return bool(self._past_loop) and all(results[place] is not None for place in self._past_loop)
+        return bool(self._past_loop) and all(results[slot] is not None for slot in self._past_loop)
 
-    def lacking(self, results: Sequence[Any]) -> str:
+    def incomplete_reason(self, results: Sequence[Any]) -> str:
         """See `RestartPolicy`."""
-        if self._ended_in_loop and not self._past_loop and self._inner.goes_on(self._ours):
-            place, how = next(iter(self._ended_in_loop.items()))
-            raise RunFailed(self._deserter(place, how))
-        return self._inner.lacking(results)
+        if self._exited_in_loop and not self._past_loop and self._policy.others_continue(self._all_names):
+            slot, how = next(iter(self._exited_in_loop.items()))
+            raise RunFailed(self._exit_reason(slot, how))
+        return self._policy.incomplete_reason(results)
 
-    def _deserted(self, members: Sequence[str]) -> Failure | None:
-        """Why a step that `members` took fails the run: a script ended inside the loop, which others go on with."""
-        for place, how in self._ended_in_loop.items():
-            if self._names[place] not in members:
-                words = self._deserter(place, how)
-                return Failure(place, time.monotonic(), words, said=("RunFailed", [words]))
+    def _exited_in_loop_of(self, members: Sequence[str]) -> Failure | None:
+        """Why a step of `members` fails the run: a script exited inside the loop that they continue."""
+        for slot, how in self._exited_in_loop.items():
+            if self._names[slot] not in members:
+                reason = self._exit_reason(slot, how)
+                return Failure(slot, time.monotonic(), reason, original=("RunFailed", [reason]))
         return None
 
-    def _deserter(self, place: int, how: str) -> str:
-        return f"worker {self._names[place]}: {how}, {IN_LOOP}"
+    def _exit_reason(self, slot: int, how: str) -> str:
+        return f"worker {self._names[slot]}: {how}, {IN_LOOP}"
 
 
 WITHOUT_STEP = "without a step in between"
-BEFORE_LOOP = "before its loop over world.steps began: only in there a lost worker is replaced"
-IN_LOOP = "inside its loop over world.steps, which the others went on with"
-AFTER_LOOP = "when the loop over world.steps was over: nobody is replaced any more"
+BEFORE_LOOP = "before its loop over world.steps began: a lost worker is replaced only inside the loop"
+IN_LOOP = "inside its loop over world.steps, which the others continued"
+AFTER_LOOP = "after the loop over world.steps had ended: no worker is replaced any more"
 
 
-def _of(place: int, failures: Sequence[Failure]) -> list[Failure]:
-    return [each for each in failures if each.rank == place]
+def _of_slot(slot: int, failures: Sequence[Failure]) -> list[Failure]:
+    return [failure for failure in failures if failure.rank == slot]
 
 
-def _first(failures: Sequence[Failure], words: str) -> Failure:
-    """Of as many as the limit is, which is said in words."""
+def _with_limit(failures: Sequence[Failure], words: str) -> Failure:
+    """The first of `failures`, as many as the limit is, with the limit in its reason."""
     first = failures[0]
     return replace(first, reason=f"{first.reason}; {len(failures)} processes {words} (the limit is {len(failures)})")
 
@@ -371,5 +386,5 @@ def _was(reason: str) -> str:
     return f"was {reason}" if reason.startswith("killed") else reason
 
 
-def _on(others: int) -> str:
-    return f"{others} go on" if others > 1 else "1 goes on" if others else "nobody is left here"
+def _others_go_on(others: int) -> str:
+    return f"{others} continue" if others > 1 else "1 continues" if others else "no worker of this host continues"

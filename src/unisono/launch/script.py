@@ -1,4 +1,4 @@
-"""A user's script as a worker's target: what ``python script.py …`` would do, in every worker."""
+"""Run a user's script in every worker, as ``python script.py …`` would run it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from unisono.errors import InvalidInput, Left
-from unisono.launch.forkserver import Forkserver
-from unisono.launch.launcher import PRELOAD, ElasticOptions, launch
+from unisono.launch.forkserver import ForkServer
+from unisono.launch.launcher import launch
+from unisono.launch.options import ElasticOptions, LaunchOptions
 from unisono.launch.stop_request import STOP_ALL
 from unisono.launch.supervisor import OnMessage
 from unisono.launch.torch_store import TorchStore
@@ -22,36 +23,29 @@ from unisono.launch.worker_main import WorkerContext
 from unisono.membership.protocol import CoordinatorAddress
 from unisono.observe.user_frames import exit_in_words
 
-DONE = True  # what comes of a script that has come to its end
-_TAKES_PART: ContextVar[ElasticContext | None] = ContextVar("takes_part", default=None)
+FINISHED = True  # the result of a worker whose script has finished
+_ELASTIC_CONTEXT: ContextVar[ElasticContext | None] = ContextVar("elastic_context", default=None)
 
 
 def launch_script(
     path: Path,
     arguments: Sequence[str],
-    workers: int,
+    options: LaunchOptions,
     *,
-    logs: Path,
-    preload: Sequence[str] = PRELOAD,
-    threads: int = 1,
-    echo: BinaryIO | None = None,
-    prepared: Forkserver | None = None,
-    stop_seconds: float = 30.0,
+    fork_server: ForkServer | None = None,
     on_message: OnMessage = lambda rank, message: None,
     elastic: ElasticOptions | None = None,
-    debugs: int | None = None,
 ) -> bool:
-    """Run the script at `path` in `workers` processes; see `launch`, whose `echo` shows worker 0 live, and whose
-    `debugs` has the terminal.
+    """Run the script at `path` in every worker; see `launch`.
 
-    Returns whether any has come to its end; all have, but those that left the others before.
+    Returns whether the script has finished in any worker. It has in all workers that did not leave before.
 
     Args:
-        elastic: workers may come and go while the script is in the loop that it runs with the others.
+        elastic: workers may join and leave while the script is in its distributed training loop.
 
     Raises:
         InvalidInput: there is no such file.
-        ScriptExited: the script left by ``sys.exit`` with something else than 0, the first of all workers.
+        ScriptExited: the script called ``sys.exit`` with something else than 0, in the first worker that failed.
         WorkerFailed, Interrupted: as `launch`.
     """
     if not path.is_file():
@@ -59,25 +53,19 @@ def launch_script(
     target = f"{__name__}:{run_script.__name__}"
     contact = elastic.contact if elastic else None
     with TorchStore() as store:
-        # Workers of several launchers are not numbered together, as such a script would need.
-        port = None if elastic and elastic.coordination is None else store.port
-        given = (str(path.absolute()), list(arguments), str(path), contact, port)
+        # init_process_group() needs ranks that are unique in the run; those of a launcher that joins are its own.
+        port = None if elastic and elastic.coordinator is None else store.port
+        target_arguments = (str(path.absolute()), list(arguments), str(path), contact, port)
         results = launch(
             target,
-            given,
-            workers,
-            logs=logs,
-            preload=preload,
-            threads=threads,
-            echo=echo,
-            prepared=prepared,
-            stop_seconds=stop_seconds,
+            target_arguments,
+            options,
+            fork_server=fork_server,
             on_message=on_message,
             elastic=elastic,
-            beside=[store],
-            debugs=debugs,
+            event_sources=[store],
         )
-    return any(result is DONE for result in results)
+    return any(result is FINISHED for result in results)
 
 
 def run_script(
@@ -88,45 +76,46 @@ def run_script(
     contact: CoordinatorAddress | None = None,
     port: int | None = None,
 ) -> bool | None:
-    """The target: run `path` as ``__main__`` with ``sys.argv = [shown, *arguments]``, and the environment of torchrun
-    where torch's store can be reached at `port`.
+    """The worker's target: run `path` as ``__main__`` with ``sys.argv = [shown, *arguments]``.
 
-    A request to stop reaches a script that does not listen for one as Ctrl-C would. Returns `DONE`, or None from a
-    worker that has left the others before the end.
+    Sets torchrun's environment variables where torch's store is served at `port`. A request to stop raises
+    KeyboardInterrupt in a script that does not handle the signal. Returns `FINISHED`, or None in a worker that has left
+    the run before its end.
     """
-    worker.stop.close()  # a script does not look at it
+    worker.stop.close()  # the script does not poll it
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if port is not None:
         os.environ.update(worker.identity.torch_environ(port))
     if contact is not None:
-        signal.signal(STOP_ALL, _stop)
-        _TAKES_PART.set(ElasticContext(worker, contact))
+        signal.signal(STOP_ALL, _stop_all)
+        _ELASTIC_CONTEXT.set(ElasticContext(worker, contact))
     sys.argv = [shown, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     try:
         runpy.run_path(path, run_name="__main__")
     except Left:
         return None
-    except SystemExit as leave:
-        if leave.code:
+    except SystemExit as error:
+        if error.code:
             raise
-        _tell_end(worker, exit_in_words(leave))
+        _report_exit(worker, exit_in_words(error))
     else:
-        _tell_end(worker, "its script came to its end")
-    return DONE
+        _report_exit(worker, "its script finished")
+    return FINISHED
 
 
-def _tell_end(worker: WorkerContext, text: str) -> None:
-    """Whether that was the end for all shows only in what the others do next."""
+def _report_exit(worker: WorkerContext, text: str) -> None:
+    """Report that the script has exited; the launcher decides by the others' next steps whether the run is over."""
     worker.report({"kind": "ended", "place": worker.identity.rank, "text": text})
 
 
 @dataclass(frozen=True)
 class ElasticContext:
-    """What a script's process was given if workers may come and go.
+    """What a script's process needs to take part in an elastic run.
 
     Args:
-        contact: of the coordinator.
+        worker: context of this worker.
+        contact: address of the coordinator.
     """
 
     worker: WorkerContext
@@ -134,17 +123,16 @@ class ElasticContext:
 
     @property
     def first(self) -> bool:
-        """Whether this is one of the processes with which the run began: those have the names of their places."""
+        """Whether the run began with this process: its name is then its rank."""
         return self.worker.name == str(self.worker.identity.rank)
 
     def leave_when_asked(self) -> None:
-        """From now on, SIGTERM asks this worker to leave the others, unless the script listens for it itself. Only the
-        main thread may call it."""
+        """Let SIGTERM ask this worker to leave the run, unless the script handles it; main thread only."""
         if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
             signal.signal(signal.SIGTERM, self._leave)
 
     def interrupt_again(self) -> None:
-        """From now on, it is as Ctrl-C again."""
+        """Let SIGTERM raise KeyboardInterrupt again, as before `leave_when_asked`."""
         if signal.getsignal(signal.SIGTERM) == self._leave:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -152,16 +140,16 @@ class ElasticContext:
         self.worker.stop.leaving = True
 
 
-def takes_part() -> ElasticContext | None:
-    """What this process was given to do so; said once, as a process takes part in one run only."""
-    found = _TAKES_PART.get()
-    _TAKES_PART.set(None)
-    return found
+def take_elastic_context() -> ElasticContext | None:
+    """The context of this process, once: later calls return None, as a process takes part in one run only."""
+    context = _ELASTIC_CONTEXT.get()
+    _ELASTIC_CONTEXT.set(None)
+    return context
 
 
-def _stop(number: int, frame: Any) -> None:
-    """All are to stop: what the script wants to happen at SIGTERM, else Ctrl-C."""
-    theirs = signal.getsignal(signal.SIGTERM)
-    ours = isinstance(getattr(theirs, "__self__", None), ElasticContext)
-    handle: Callable[[int, Any], Any] = theirs if callable(theirs) and not ours else signal.default_int_handler
+def _stop_all(number: int, frame: Any) -> None:
+    """Handle a request that all workers stop, by the script's own handler of SIGTERM or as Ctrl-C."""
+    installed = signal.getsignal(signal.SIGTERM)
+    is_ours = isinstance(getattr(installed, "__self__", None), ElasticContext)
+    handle: Callable[[int, Any], Any] = installed if callable(installed) and not is_ours else signal.default_int_handler
     handle(signal.SIGTERM, frame)

@@ -1,4 +1,4 @@
-"""Slurm's short notations for lists of hosts and of counts, as pure functions."""
+"""Parses Slurm's compact notations for lists of hosts and of counts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 
 from unisono.errors import InvalidInput
 
-_LARGEST = 1_000_000  # hosts; a list from the environment must not fill the memory
+_MAX_HOSTS = 1_000_000  # a list from the environment must not exhaust memory
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand(field: str, text: str) -> tuple[str, ...]:
-    """The hosts of a bracketed list: ``n[1-2,07],login`` is ``n1, n2, n07, login``.
+    """Expand a bracketed list of hosts: ``n[1-2,07],login`` is ``n1, n2, n07, login``.
 
     Args:
-        field: the variable that `text` comes from, for the message.
+        field: the environment variable that `text` is from, for the error.
         text: names separated by commas, each with any number of ``[low-high,…]`` parts.
 
     Raises:
@@ -23,52 +23,52 @@ def expand(field: str, text: str) -> tuple[str, ...]:
     """
     hosts: list[str] = []
     for name in _split(field, text):
-        pieces = re.split(r"\[([^\[\]]*)\]", name)
-        if any(mark in piece for piece in pieces for mark in "[]") or not name:
+        parts = re.split(r"\[([^\[\]]*)\]", name)
+        if any(bracket in part for part in parts for bracket in "[]") or not name:
             raise _unreadable(field, text)
-        choices = [_ranges(field, text, piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
-        hosts += map("".join, itertools.islice(itertools.product(*choices), _LARGEST))
+        choices = [_ranges(field, text, part) if i % 2 else [part] for i, part in enumerate(parts)]
+        hosts += map("".join, itertools.islice(itertools.product(*choices), _MAX_HOSTS))
     return tuple(hosts)
 
 
 def counts(field: str, text: str) -> tuple[int, ...]:
-    """The numbers of a repeated list: ``2(x3),1`` is ``2, 2, 2, 1``.
+    """Expand a list with repetitions: ``2(x3),1`` is ``2, 2, 2, 1``.
 
     Raises:
         InvalidInput: `text` is not such a list.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
-        if match is None or int(match[2] or 1) > _LARGEST:
+        if match is None or int(match[2] or 1) > _MAX_HOSTS:
             raise _unreadable(field, text)
-        found += [int(match[1])] * int(match[2] or 1)
-    return tuple(found)
+        numbers += [int(match[1])] * int(match[2] or 1)
+    return tuple(numbers)
 
 
 def _split(field: str, text: str) -> list[str]:
-    """`text` at the commas outside brackets."""
+    """Split `text` at the commas outside brackets."""
     names, depth = [""], 0
-    for letter in text:
-        depth += {"[": 1, "]": -1}.get(letter, 0)
+    for character in text:
+        depth += {"[": 1, "]": -1}.get(character, 0)
         if depth not in (0, 1):
             raise _unreadable(field, text)
-        if letter == "," and depth == 0:
+        if character == "," and depth == 0:
             names.append("")
         else:
-            names[-1] += letter
+            names[-1] += character
     return names
 
 
 def _ranges(field: str, text: str, ranges: str) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     for part in ranges.split(","):
         low, _, high = part.partition("-")
         high = high or low
-        if not (low.isdecimal() and high.isdecimal() and 0 <= int(high) - int(low) < _LARGEST):
+        if not (low.isdecimal() and high.isdecimal() and 0 <= int(high) - int(low) < _MAX_HOSTS):
             raise _unreadable(field, text)
-        found += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
-    return found
+        names += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    return names
 
 
 def _unreadable(field: str, text: str) -> InvalidInput:
@@ -76,5 +76,5 @@ def _unreadable(field: str, text: str) -> InvalidInput:
         field,
         text,
         "not a list in Slurm's notation",
-        "start the worker by srun, and leave its variables alone",
+        "start the worker by srun, and do not change its variables",
     )

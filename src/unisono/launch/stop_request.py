@@ -1,4 +1,4 @@
-"""How a run is asked to stop, and what is raised when it was."""
+"""Requests to stop a run, and the error that is raised when a run was stopped."""
 
 from __future__ import annotations
 
@@ -9,56 +9,59 @@ from typing import Any
 from unisono.errors import UnisonoError
 
 STOP = signal.SIGTERM
-STOP_ALL = signal.SIGUSR1  # where SIGTERM asks one worker to leave the others
+STOP_ALL = signal.SIGUSR1  # in an elastic run, where SIGTERM asks one worker to leave
 
 
 class StopRequest:
-    """What this process was asked to do at the next step boundary: `requested` to stop the run; `leaving` to go, while
-    the others go on.
+    """What signals have asked this process to do at the next step boundary.
 
     Args:
-        leaves: SIGTERM asks this worker to leave, and SIGUSR1 all to stop; else SIGTERM, SIGHUP and SIGINT ask to stop,
-            unless they are ignored. A second SIGINT does what it did before `listen`.
+        leaves: SIGTERM asks this worker to leave, and SIGUSR1 asks all workers to stop. Otherwise SIGTERM, SIGHUP and
+            SIGINT ask to stop, unless they are ignored. A second SIGINT then has the effect that it had before
+            `listen`.
+
+    Attributes:
+        requested: all workers are to stop.
+        leaving: this worker is to leave, and the others continue.
     """
 
     def __init__(self, leaves: bool = False) -> None:
         self.requested = self.leaving = False
-        asks = {STOP_ALL: self._stop, signal.SIGTERM: self._leave}
-        self._asks = asks if leaves else dict.fromkeys((STOP, signal.SIGHUP, signal.SIGINT), self._stop)
-        self._former: dict[int, Any] = {}
+        elastic = {STOP_ALL: self._stop, signal.SIGTERM: self._leave}
+        self._handlers = elastic if leaves else dict.fromkeys((STOP, signal.SIGHUP, signal.SIGINT), self._stop)
+        self._previous: dict[int, Any] = {}
 
     def listen(self) -> StopRequest:
-        """From now on the signals are such requests. Only the main thread may call it."""
-        for number, ask in self._asks.items():
-            former = signal.getsignal(number)
-            if former not in (signal.SIG_IGN, ask):
-                self._former[number] = former or signal.SIG_DFL  # None: it was not set by Python
-                signal.signal(number, ask)
+        """Install the signal handlers; main thread only."""
+        for number, handler in self._handlers.items():
+            previous = signal.getsignal(number)
+            if previous not in (signal.SIG_IGN, handler):
+                self._previous[number] = previous or signal.SIG_DFL  # None: not set by Python
+                signal.signal(number, handler)
         return self
 
     def close(self) -> None:
-        """From now on the signals do what they did before. Only the main thread may call it."""
-        for number, former in self._former.items():
-            signal.signal(number, former)
-        self._former.clear()
+        """Restore the previous signal handlers; main thread only."""
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        self._previous.clear()
 
     def _stop(self, number: int, frame: Any) -> None:
         self.requested = True
         if number == signal.SIGINT:
-            signal.signal(number, self._former.get(number, signal.default_int_handler))
+            signal.signal(number, self._previous.get(number, signal.default_int_handler))
 
     def _leave(self, number: int, frame: Any) -> None:
         self.leaving = True
 
 
 class Interrupted(UnisonoError):
-    """The launcher, or all workers, were asked to end the run before it had finished (Ctrl-C, SIGTERM, a closed
-    terminal).
+    """The run was asked to stop before it was complete, by Ctrl-C, SIGTERM or a closed terminal.
 
     Args:
         number: of the signal.
-        results: what the workers returned, by rank, if all came to a step boundary and returned; else empty.
-        words: how far the run came; empty where that is not known.
+        results: results of the workers by rank, if all of them stopped at a step boundary; otherwise empty.
+        words: progress of the run; empty if it is not known.
     """
 
     def __init__(self, number: int, results: Sequence[Any] = (), words: str = "") -> None:
@@ -70,5 +73,5 @@ class Interrupted(UnisonoError):
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process ended by this signal: 130 after Ctrl-C, 143 after SIGTERM."""
+        """The exit code that shells expect after this signal: 130 for SIGINT (Ctrl-C), 143 for SIGTERM."""
         return 128 + self.number

@@ -1,12 +1,12 @@
-"""All workers of a run, from the order to the end: what they say, how they end, and who is ended for it.
+"""Supervises the workers of one launcher from their start to their exit.
 
-    RUNNING ── a consequence is heard ──► DOUBTING ──┐ (its cause is heard, or not in time)
-       ├────── a failure, a signal ──────────────────┴─► ENDING ── time over, second signal ──┐
-       └────── the run is over without the others ─────► PARTING ── time over, a signal ──────┴─► KILLED
+    RUNNING ── a consequence is reported ─► AWAITING_CAUSE ──┐ (the cause is reported, or time is up)
+       ├────── a failure, a signal ──────────────────────────┴─► STOPPING ── time is up, second signal ─┐
+       └────── the run is complete, some workers still run ────► FINISHING ── time is up, a signal ─────┴─► KILLING
 
-ENDING begins with a request to all to stop, KILLED with SIGKILL; every state may end by the workers having ended. A
-terminal that closes sends several SIGHUP, so that a second one is no second request. What the end of a worker means
-while RUNNING, its `succession.Succession` decides.
+STOPPING begins with a request to all workers to stop, KILLING with SIGKILL. Every phase may end because all workers
+have exited. A terminal that is closed sends several SIGHUP, so a second SIGHUP does not count as a second signal. While
+RUNNING, a `RestartPolicy` decides what the exit of a worker means.
 """
 
 from __future__ import annotations
@@ -24,277 +24,281 @@ from functools import partial
 from typing import Any, Protocol
 
 from unisono.errors import InvalidInput, RunFailed, WorkerFailed
-from unisono.launch import failure, process
-from unisono.launch.failure import Failure
-from unisono.launch.forkserver import Forkserver
+from unisono.launch.failure import Failure, first_cause
+from unisono.launch.forkserver import ForkServer
 from unisono.launch.restart_policy import NoRestart, RestartPolicy, RestartVerdict
 from unisono.launch.signals import SignalInbox
 from unisono.launch.stop_request import STOP, Interrupted
 from unisono.launch.worker_handle import WorkerHandle
 from unisono.launch.worker_main import WorkerSpec
+from unisono.system import process
+from unisono.system.exit_status import describe_exit
 
-_CAUSE_SECONDS = 2.0  # how long a cause is waited for after its consequence was heard
-_END_SECONDS = 3.0  # between a request to stop and SIGKILL to the others after a failure
-_PART_SECONDS = 10.0  # how long those who are still there may take when the run is over
-_AGAIN_SECONDS = 0.5  # after which a signal is a second one: timeout(1) and others send theirs twice at once
-_KILLED_SECONDS = 10.0  # until a kill must have been reported
+_CAUSE_SECONDS = 2.0  # that a cause may be reported later than its consequence
+_STOP_SECONDS = 3.0  # between a request to stop and SIGKILL after a failure
+_FINISH_SECONDS = 10.0  # that workers may run after the run is complete
+_SECOND_SIGNAL_SECONDS = 0.5  # apart, to count as two: timeout(1) and others send theirs twice at once
+_KILL_SECONDS = 10.0  # until the exit of a killed process must have been reported
 
 OnMessage = Callable[[int, Mapping[str, Any]], None]
 
 
 class _SupervisorPhase(Enum):
     RUNNING = "running"
-    DOUBTING = "doubting"
-    ENDING = "ending"
-    PARTING = "parting"
-    KILLED = "killed"
+    AWAITING_CAUSE = "awaiting cause"
+    STOPPING = "stopping"
+    FINISHING = "finishing"
+    KILLING = "killing"
 
 
 class EventSource(Protocol):
-    """Something besides workers that the launcher has to look after."""
+    """A source of events, besides workers, that the launcher's event loop serves."""
 
     def fileno(self) -> int:
-        """Readable when `attend` has something to do."""
+        """Descriptor that is readable when `on_readable` has to be called."""
 
-    def attend(self) -> None:
-        """Do it."""
+    def on_readable(self) -> None:
+        """Handle the events."""
 
 
 class WorkerSupervisor:
-    """The workers of one run; `run` once.
+    """The event loop of a launcher; `run` may be called once.
 
     Args:
-        server: forks them.
-        inbox: the signals to this process.
-        beside: looked after meanwhile.
-        on_message: called with the rank and what a worker reported.
-        stop_seconds: see `launch`.
-        succession: decides what the end of a worker means.
-        terminal: descriptors for the worker whose order has a `terminal`.
+        server: forks the workers.
+        inbox: signals to this process.
+        event_sources: served by the same loop.
+        on_message: called with the rank of a worker and a message that it reported.
+        stop_seconds: see `LaunchOptions`.
+        policy: decides what the exit of a worker means.
+        terminal: descriptors for the worker whose spec has a `terminal`.
     """
 
     def __init__(
         self,
-        server: Forkserver,
+        server: ForkServer,
         inbox: SignalInbox,
-        beside: Iterable[EventSource],
+        event_sources: Iterable[EventSource],
         on_message: OnMessage,
         stop_seconds: float,
-        succession: RestartPolicy | None = None,
+        policy: RestartPolicy | None = None,
         terminal: Sequence[int] = (),
     ) -> None:
         self._server, self._inbox, self._terminal = server, inbox, terminal
         self._on_message, self._stop_seconds = on_message, stop_seconds
-        self._succession: RestartPolicy = succession or NoRestart()
-        self._sources = selectors.DefaultSelector()
-        self._sources.register(server, selectors.EVENT_READ, self._hear_server)
-        self._sources.register(inbox, selectors.EVENT_READ, self._obey)
-        for source in beside:
-            self._sources.register(source, selectors.EVENT_READ, source.attend)
-        self._members: list[WorkerHandle] = []  # the latest in each place
-        self._awaited: dict[int, float] = {}  # when another one is started there
+        self._policy: RestartPolicy = policy or NoRestart()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ, self._receive_from_server)
+        self._selector.register(inbox, selectors.EVENT_READ, self._handle_signals)
+        for source in event_sources:
+            self._selector.register(source, selectors.EVENT_READ, source.on_readable)
+        self._workers: list[WorkerHandle] = []  # the latest of each slot
+        self._restarts: dict[int, float] = {}  # by slot: when its next process is started
         self._failures: list[Failure] = []
         self._signal: int | None = None
-        self._asked_seconds = float("-inf")
+        self._signal_seconds = float("-inf")
         self._phase, self._deadline_seconds = _SupervisorPhase.RUNNING, float("inf")
-        self._parted = False
-        self._furthest = 0  # step that is done
+        self._completed = False
+        self._last_step = 0
 
-    def run(self, orders: Sequence[WorkerSpec], payload: int) -> list[Any]:
-        """Have `orders` carried out and return the results by rank; raises as `launch` does.
+    def run(self, specs: Sequence[WorkerSpec], payload: int) -> list[Any]:
+        """Run one worker per spec, and return their results by rank; raises as `launch`.
 
         Args:
-            orders: one for each worker.
-            payload: descriptor of their pickled arguments.
+            payload: descriptor of the pickled arguments.
         """
         try:
             while not self._server.ready:
-                self._listen()
+                self._handle_events()
             self._payload = payload
-            for order in orders:
-                self._members.append(self._start(order))
-            while self._awaited or not all(member.ended for member in self._members):
-                self._listen()
+            for spec in specs:
+                self._workers.append(self._start(spec))
+            while self._restarts or not all(worker.exited for worker in self._workers):
+                self._handle_events()
         finally:
-            for member in self._members:
-                self._hang_up(member)
-            self._sources.close()
+            for worker in self._workers:
+                self._disconnect(worker)
+            self._selector.close()
         return self._outcome()
 
-    def _start(self, order: WorkerSpec) -> WorkerHandle:
+    def _start(self, spec: WorkerSpec) -> WorkerHandle:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        member = WorkerHandle(replace(order, worker=self._succession.name(order.rank)), ours)
-        self._sources.register(ours, selectors.EVENT_READ, partial(self._hear, member))
+        worker = WorkerHandle(replace(spec, worker=self._policy.next_name(spec.rank)), ours)
+        self._selector.register(ours, selectors.EVENT_READ, partial(self._receive, worker))
         with theirs:
-            terminal = self._terminal if order.terminal else ()
-            self._server.fork(member.order, [theirs.fileno(), self._payload, *terminal])
-        return member
+            terminal = self._terminal if spec.terminal else ()
+            self._server.fork(worker.spec, [theirs.fileno(), self._payload, *terminal])
+        return worker
 
-    def _listen(self) -> None:
-        """Wait for the next events, or what is due first, and act on them."""
-        due = min(self._deadline_seconds, *self._awaited.values(), float("inf"))
-        left = due - time.monotonic()
-        for key, _ in self._sources.select(None if left == float("inf") else max(0.0, left)):
+    def _handle_events(self) -> None:
+        """Wait for the next event or deadline, and handle it."""
+        deadline = min(self._deadline_seconds, *self._restarts.values(), float("inf"))
+        timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        for key, _ in self._selector.select(timeout):
             key.data()
         if time.monotonic() >= self._deadline_seconds:
             self._escalate()
-        for place in [place for place, at in self._awaited.items() if time.monotonic() >= at]:
-            del self._awaited[place]
-            self._members[place] = self._start(self._members[place].order)
+        for slot in [slot for slot, start in self._restarts.items() if time.monotonic() >= start]:
+            del self._restarts[slot]
+            self._workers[slot] = self._start(self._workers[slot].spec)
 
-    def _hear(self, member: WorkerHandle) -> None:
-        if member.silent:
+    def _receive(self, worker: WorkerHandle) -> None:
+        if worker.disconnected:
             return
-        said = member.hear()
-        if said is None:
-            self._hang_up(member)
-        for news in said or ():
-            self._note(member, **news)
+        received = worker.receive()
+        if received is None:
+            self._disconnect(worker)
+        for report in received or ():
+            self._handle_report(worker, **report)
 
-    def _hang_up(self, member: WorkerHandle) -> None:
-        if not member.silent:
-            member.silent = True
-            self._sources.unregister(member.channel)
-            member.channel.close()
+    def _disconnect(self, worker: WorkerHandle) -> None:
+        if not worker.disconnected:
+            worker.disconnected = True
+            self._selector.unregister(worker.channel)
+            worker.channel.close()
 
-    def _note(self, member: WorkerHandle, **news: Any) -> None:
-        if "message" in news:
-            if news["message"].get("kind") == "progress":
-                self._furthest = max(self._furthest, news["message"]["step"])
-            if news["message"].get("kind") == "ended":
-                member.ending = news["message"]["text"]
-            verdict = self._succession.heard(news["message"])
-            self._on_message(member.rank, news["message"])
-            if self._phase is _SupervisorPhase.RUNNING:
-                self._carry_out(member, verdict)
-            if news["message"].get("kind") == "breakpoint":
-                member.channel.send(b".")  # it waits until whoever shows messages has let go of the terminal
-        elif "result" in news:
-            member.returned, member.result = True, news["result"]
-            if self._over and self._phase in (_SupervisorPhase.RUNNING, _SupervisorPhase.DOUBTING):
-                self._parted = True  # whatever becomes of the others
-                self._enter(_SupervisorPhase.PARTING, _PART_SECONDS)
+    def _handle_report(self, worker: WorkerHandle, **report: Any) -> None:
+        if "message" in report:
+            self._handle_message(worker, report["message"])
+        elif "result" in report:
+            worker.returned, worker.result = True, report["result"]
+            if self._is_complete and self._phase in (_SupervisorPhase.RUNNING, _SupervisorPhase.AWAITING_CAUSE):
+                self._completed = True  # whatever the other workers do next
+                self._enter(_SupervisorPhase.FINISHING, _FINISH_SECONDS)
         else:
-            member.failed = True
-            what = Failure(member.rank, **news["failure"])
-            if what.unlike and self._phase is _SupervisorPhase.RUNNING:
-                others = sum(not other.ended for other in self._members if other is not member)
-                lived = what.at_seconds - member.began_seconds
-                self._carry_out(member, self._succession.lost(what, others, lived))
+            worker.failed = True
+            failure = Failure(worker.rank, **report["failure"])
+            if failure.is_mismatch and self._phase is _SupervisorPhase.RUNNING:
+                others = sum(not other.exited for other in self._workers if other is not worker)
+                lifetime = failure.at_seconds - worker.started_seconds
+                self._carry_out(worker, self._policy.worker_failed(failure, others, lifetime))
             else:
-                self._fail(what)
+                self._add_failure(failure)
 
-    def _hear_server(self) -> None:
-        for news in self._server.receive():
-            if "pid" in news:
-                member = self._members[news["rank"]]
-                member.pid = news["pid"]
-                self._succession.began(member.rank, member.pid)
-                self._tell(member)
-            elif "status" in news:
-                self._bury(self._members[news["rank"]], news["status"])
-            elif "words" in news:
-                self._on_message(0, {"kind": "notice", "text": news["words"]})
-            elif "ended" in news:
-                status, said = self._server.autopsy()
-                raise WorkerFailed(0, f"lost with the forkserver, which was {failure.describe(status)}", said)
+    def _handle_message(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
+        if message.get("kind") == "progress":
+            self._last_step = max(self._last_step, message["step"])
+        if message.get("kind") == "ended":
+            worker.script_exit = message["text"]
+        verdict = self._policy.on_message(message)
+        self._on_message(worker.rank, message)
+        if self._phase is _SupervisorPhase.RUNNING:
+            self._carry_out(worker, verdict)
+        if message.get("kind") == "breakpoint":
+            worker.channel.send(b".")  # `on_message` has released the terminal: the worker may use it
 
-    def _bury(self, member: WorkerHandle, status: int) -> None:
-        """`member` has ended; hear its last words first."""
+    def _receive_from_server(self) -> None:
+        for event in self._server.receive():
+            if "pid" in event:
+                worker = self._workers[event["rank"]]
+                worker.pid = event["pid"]
+                self._policy.process_started(worker.rank, worker.pid)
+                self._signal_phase(worker)
+            elif "status" in event:
+                self._handle_exit(self._workers[event["rank"]], event["status"])
+            elif "notice" in event:
+                self._on_message(0, {"kind": "notice", "text": event["notice"]})
+            elif "server_status" in event:
+                status, output = self._server.exit_report()
+                raise WorkerFailed(0, f"lost with the fork server, which was {describe_exit(status)}", output)
+
+    def _handle_exit(self, worker: WorkerHandle, status: int) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while not member.silent:
-                self._hear(member)
-        self._hang_up(member)
-        member.ended = True
-        self._succession.ended(member.rank)
-        ended_by_us = self._phase in (_SupervisorPhase.ENDING, _SupervisorPhase.KILLED) and -status in (
-            self._succession.stop,
+            while not worker.disconnected:  # its last messages come first
+                self._receive(worker)
+        self._disconnect(worker)
+        worker.exited = True
+        self._policy.process_exited(worker.rank)
+        was_signalled = self._phase in (_SupervisorPhase.STOPPING, _SupervisorPhase.KILLING) and -status in (
+            self._policy.stop_signal,
             signal.SIGKILL,
         )
-        if not (member.failed or ended_by_us):
-            self._judge(member, status)
+        if not (worker.failed or was_signalled):
+            self._handle_unreported_exit(worker, status)
 
-    def _judge(self, member: WorkerHandle, status: int) -> None:
-        """What follows from the end of `member`."""
-        what = Failure(member.rank, time.monotonic(), failure.describe(status))
+    def _handle_unreported_exit(self, worker: WorkerHandle, status: int) -> None:
+        """Act on the exit of a worker that has reported no failure and was not asked to stop."""
+        failure = Failure(worker.rank, time.monotonic(), describe_exit(status))
+        succeeded = worker.returned and status == 0
         if self._phase is _SupervisorPhase.RUNNING:
-            others = sum(not other.ended for other in self._members)
-            if member.returned and status == 0:
-                verdict = self._succession.returned(member.rank, member.result, others)
+            others = sum(not other.exited for other in self._workers)
+            if succeeded:
+                verdict = self._policy.worker_returned(worker.rank, worker.result, others)
             else:
-                verdict = self._succession.lost(what, others, what.at_seconds - member.began_seconds)
-            self._carry_out(member, verdict)
-        elif not (member.returned and status == 0):
-            self._fail(what)
+                lifetime = failure.at_seconds - worker.started_seconds
+                verdict = self._policy.worker_failed(failure, others, lifetime)
+            self._carry_out(worker, verdict)
+        elif not succeeded:
+            self._add_failure(failure)
 
-    def _carry_out(self, member: WorkerHandle, verdict: RestartVerdict) -> None:
-        if verdict.words:
-            self._on_message(member.rank, {"kind": "notice", "text": verdict.words})
-        if verdict.cause is not None:
-            self._fail(verdict.cause)
-        elif verdict.another_in_seconds == 0:
-            self._members[member.rank] = self._start(member.order)
-        elif verdict.another_in_seconds is not None:
-            self._awaited[member.rank] = time.monotonic() + verdict.another_in_seconds
+    def _carry_out(self, worker: WorkerHandle, verdict: RestartVerdict) -> None:
+        if verdict.notice:
+            self._on_message(worker.rank, {"kind": "notice", "text": verdict.notice})
+        if verdict.failure is not None:
+            self._add_failure(verdict.failure)
+        elif verdict.restart_in_seconds == 0:
+            self._workers[worker.rank] = self._start(worker.spec)
+        elif verdict.restart_in_seconds is not None:
+            self._restarts[worker.rank] = time.monotonic() + verdict.restart_in_seconds
 
-    def _fail(self, what: Failure) -> None:
-        self._failures.append(what)
-        if self._phase is _SupervisorPhase.RUNNING and what.consequence:
-            self._enter(_SupervisorPhase.DOUBTING, _CAUSE_SECONDS)
-        elif self._phase in (_SupervisorPhase.RUNNING, _SupervisorPhase.DOUBTING) and not what.consequence:
-            self._enter(_SupervisorPhase.ENDING, _END_SECONDS)
+    def _add_failure(self, failure: Failure) -> None:
+        self._failures.append(failure)
+        if self._phase is _SupervisorPhase.RUNNING and failure.consequence:
+            self._enter(_SupervisorPhase.AWAITING_CAUSE, _CAUSE_SECONDS)
+        elif self._phase in (_SupervisorPhase.RUNNING, _SupervisorPhase.AWAITING_CAUSE) and not failure.consequence:
+            self._enter(_SupervisorPhase.STOPPING, _STOP_SECONDS)
 
-    def _obey(self) -> None:
+    def _handle_signals(self) -> None:
         for number in self._inbox.take():
-            if not self._members:
+            if not self._workers:
                 raise Interrupted(number)
-            if self._phase in (_SupervisorPhase.RUNNING, _SupervisorPhase.DOUBTING):
-                self._signal, self._asked_seconds = number, time.monotonic()
-                self._enter(_SupervisorPhase.ENDING, self._stop_seconds)
-            elif number != signal.SIGHUP and time.monotonic() - self._asked_seconds > _AGAIN_SECONDS:
-                self._enter(_SupervisorPhase.KILLED, _KILLED_SECONDS)
+            if self._phase in (_SupervisorPhase.RUNNING, _SupervisorPhase.AWAITING_CAUSE):
+                self._signal, self._signal_seconds = number, time.monotonic()
+                self._enter(_SupervisorPhase.STOPPING, self._stop_seconds)
+            elif number != signal.SIGHUP and time.monotonic() - self._signal_seconds > _SECOND_SIGNAL_SECONDS:
+                self._enter(_SupervisorPhase.KILLING, _KILL_SECONDS)
 
     def _escalate(self) -> None:
-        if self._phase is _SupervisorPhase.DOUBTING:
-            self._enter(_SupervisorPhase.ENDING, _END_SECONDS)
-        elif self._phase in (_SupervisorPhase.ENDING, _SupervisorPhase.PARTING):
-            self._enter(_SupervisorPhase.KILLED, _KILLED_SECONDS)
+        if self._phase is _SupervisorPhase.AWAITING_CAUSE:
+            self._enter(_SupervisorPhase.STOPPING, _STOP_SECONDS)
+        elif self._phase in (_SupervisorPhase.STOPPING, _SupervisorPhase.FINISHING):
+            self._enter(_SupervisorPhase.KILLING, _KILL_SECONDS)
         else:
-            rank = next(member.rank for member in self._members if not member.ended)
-            raise WorkerFailed(rank, f"still there {_KILLED_SECONDS} s after SIGKILL")
+            rank = next(worker.rank for worker in self._workers if not worker.exited)
+            raise WorkerFailed(rank, f"still running {_KILL_SECONDS} s after SIGKILL")
 
     def _enter(self, phase: _SupervisorPhase, seconds: float) -> None:
         self._phase, self._deadline_seconds = phase, time.monotonic() + seconds
-        self._awaited.clear()
-        for member in self._members:
-            self._tell(member)
+        self._restarts.clear()
+        for worker in self._workers:
+            self._signal_phase(worker)
 
-    def _tell(self, member: WorkerHandle) -> None:
-        """Let `member` know of the phase; said again to one whose process appears only now."""
-        if member.pid is None or member.ended:
+    def _signal_phase(self, worker: WorkerHandle) -> None:
+        """Send `worker` the signal of the current phase; called again for a process that starts later."""
+        if worker.pid is None or worker.exited:
             return
-        if self._phase is _SupervisorPhase.ENDING:
+        if self._phase is _SupervisorPhase.STOPPING:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(member.pid, self._succession.stop)
-        elif self._phase is _SupervisorPhase.KILLED:
-            process.kill_group(member.pid)
+                os.kill(worker.pid, self._policy.stop_signal)
+        elif self._phase is _SupervisorPhase.KILLING:
+            process.kill_group(worker.pid)
 
     @property
-    def _over(self) -> bool:
-        return self._succession.over([member.result for member in self._members])
+    def _is_complete(self) -> bool:
+        return self._policy.is_complete([worker.result for worker in self._workers])
 
     def _outcome(self) -> list[Any]:
-        endings = {member.rank: member.ending for member in self._members if member.ending}
-        cause = failure.first_cause(self._failures, endings).error() if self._failures else None
-        if isinstance(cause, InvalidInput) and self._furthest:  # of a worker that came later
-            cause = RunFailed(f"after {self._furthest} step{'s' * (self._furthest != 1)}: {cause}")
-        results = [member.result for member in self._members]
+        exits = {worker.rank: worker.script_exit for worker in self._workers if worker.script_exit}
+        cause = first_cause(self._failures, exits).error() if self._failures else None
+        if isinstance(cause, InvalidInput) and self._last_step:  # of a worker that joined later
+            cause = RunFailed(f"after {self._last_step} step{'s' * (self._last_step != 1)}: {cause}")
+        results = [worker.result for worker in self._workers]
         if self._signal is not None:
-            complete = self._over or all(member.returned for member in self._members)
+            complete = self._is_complete or all(worker.returned for worker in self._workers)
             raise Interrupted(self._signal, results if complete else ()) from cause
-        if cause and not self._parted:
+        if cause and not self._completed:
             raise cause
-        if lacking := self._succession.lacking(results):
-            raise Interrupted(STOP, words=lacking)
+        if reason := self._policy.incomplete_reason(results):
+            raise Interrupted(STOP, words=reason)
         return results

@@ -1,7 +1,7 @@
-"""The terminal of the launcher, for a worker that is debugged: ``breakpoint()`` there asks whoever sits at it.
+"""Gives a worker the launcher's terminal, for ``breakpoint()`` and standard input.
 
-Workers are in process groups of their own, and the launcher's is the terminal's foreground group, which Ctrl-C goes to.
-A worker that reads from the terminal takes its place meanwhile.
+Each worker has its own process group. The foreground group of the terminal, which Ctrl-C signals, is the launcher's. A
+worker makes its group the foreground group while it reads.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, TextIO
 
 from unisono.errors import UnisonoError
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
-def descriptors() -> list[int]:
-    """The launcher's input, and an output that is a terminal if there is one; none where it has no input."""
+def terminal_descriptors() -> list[int]:
+    """Descriptors of the launcher's input, and of an output, a terminal if possible; empty if it has no input."""
     try:
         os.fstat(0)
     except OSError:
@@ -31,21 +31,23 @@ def descriptors() -> list[int]:
     return [0, next((number for number in (1, 2) if os.isatty(number)), 1)]
 
 
-def attach(group: int, given: list[int], pause: Callable[[], None]) -> None:
-    """Give this worker the terminal `given`, for its standard input and for ``breakpoint()``.
+def attach_terminal(group: int, descriptors: list[int], pause: Callable[[], None]) -> None:
+    """Use the terminal `descriptors` for standard input and ``breakpoint()`` of this worker.
 
     Args:
         group: the launcher's process group.
-        pause: has the launcher leave the terminal alone; returns when it does.
+        pause: stops the launcher's output to the terminal, and returns when it has stopped.
     """
-    raw = _Foreground(given[0], group)
+    raw = _Foreground(descriptors[0], group)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(raw), "utf-8", "surrogateescape")
-    output = io.TextIOWrapper(io.FileIO(given[1], "wb", closefd=False), "utf-8", "backslashreplace", write_through=True)
-    sys.breakpointhook = _Breakpoint(sys.stdin, output, pause, given[0], group)
+    output = io.TextIOWrapper(
+        io.FileIO(descriptors[1], "wb", closefd=False), "utf-8", "backslashreplace", write_through=True
+    )
+    sys.breakpointhook = _Breakpoint(sys.stdin, output, pause, descriptors[0], group)
 
 
-def refuse(rank: int) -> None:
-    """Have ``breakpoint()`` say what to do: this worker has no terminal."""
+def refuse_breakpoint(rank: int) -> None:
+    """Let ``breakpoint()`` raise an error that names the option: this worker has no terminal."""
 
     def hook(*_: Any, **__: Any) -> None:
         if os.environ.get("PYTHONBREAKPOINT") != "0":
@@ -58,18 +60,19 @@ def refuse(rank: int) -> None:
 
 @dataclass(frozen=True)
 class _Breakpoint:
-    """In place of Python's own, which would read from and write to what a worker has instead of a terminal.
+    """Replaces `sys.__breakpointhook__`, which would read the null device and write to the log.
 
     Args:
         input, output: the terminal.
-        pause: has the launcher leave it alone.
-        number: of the terminal's descriptor; `group` is the launcher's process group.
+        pause: stops the launcher's output to it.
+        descriptor: of the terminal.
+        group: the launcher's process group.
     """
 
     input: TextIO
     output: TextIO
     pause: Callable[[], None]
-    number: int
+    descriptor: int
     group: int
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -77,23 +80,23 @@ class _Breakpoint:
         if chosen == "0":
             return None
         self.pause()
-        if chosen:  # a debugger of the user's
+        if chosen:  # a debugger that the user has chosen
             with contextlib.redirect_stdout(self.output), contextlib.redirect_stderr(self.output):
                 return sys.__breakpointhook__(*arguments, **keywords)
         from pdb import Pdb
 
         class Debugger(Pdb):
-            """Has the terminal from before a prompt is shown; Ctrl-C while the program runs is the launcher's."""
+            """In the foreground while it shows a prompt; the launcher handles Ctrl-C while the program runs."""
 
-            def interaction(debugger, *what: Any) -> None:
-                with _in_foreground(self.number, self.group), _interruptible():
-                    super().interaction(*what)
+            def interaction(debugger, *arguments: Any) -> None:
+                with _in_foreground(self.descriptor, self.group), _interruptible():
+                    super().interaction(*arguments)
 
         return Debugger(stdin=self.input, stdout=self.output, nosigint=True).set_trace(sys._getframe().f_back)
 
 
 class _Foreground(io.FileIO):
-    """Reads from what may be a terminal, in its foreground."""
+    """A file, which is read in the foreground if it is a terminal."""
 
     def __init__(self, number: int, group: int) -> None:
         super().__init__(number, "rb", closefd=False)
@@ -105,40 +108,40 @@ class _Foreground(io.FileIO):
 
 
 @contextlib.contextmanager
-def _in_foreground(number: int, launcher: int) -> Iterator[None]:
-    """Be the terminal's foreground group in place of the launcher's; once that is, if it is not yet."""
+def _in_foreground(descriptor: int, launcher: int) -> Iterator[None]:
+    """Make this process group the foreground group, as soon as the launcher's is in the foreground."""
     own = os.getpgrp()
     try:
-        while (now := os.tcgetpgrp(number)) not in (launcher, own):
-            time.sleep(_LOOK_SECONDS)
+        while (foreground := os.tcgetpgrp(descriptor)) not in (launcher, own):
+            time.sleep(_POLL_SECONDS)
     except OSError:  # a pipe, a file
-        now = own
-    if now == own:
+        foreground = own
+    if foreground == own:
         yield
         return
-    _hand_over(number, own)
+    _set_foreground(descriptor, own)
     try:
         yield
     finally:
-        _hand_over(number, launcher)
+        _set_foreground(descriptor, launcher)
 
 
-def _hand_over(number: int, group: int) -> None:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # which would stop who is not in front
+def _set_foreground(descriptor: int, group: int) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # it would stop a background process
     try:
-        os.tcsetpgrp(number, group)
+        os.tcsetpgrp(descriptor, group)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C, which a worker ignores, breaks off what is read."""
+    """Let Ctrl-C, which a worker ignores, interrupt a read."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, former)
+        signal.signal(signal.SIGINT, previous)

@@ -1,8 +1,8 @@
-"""Torch's key-value store for scripts that call ``torch.distributed.init_process_group`` themselves.
+"""Serves torch's key-value store for scripts that call ``torch.distributed.init_process_group`` themselves.
 
-The launcher holds the listening socket from before the first worker starts until the last one has ended: no other
-process can take the port in between, and only the loopback address is bound. The process that serves the store is
-started when a worker connects, so that scripts without it do not pay for it.
+The launcher holds the listening socket from before the first worker starts until the last one has exited. No other
+process can take the port in between, and only the loopback address is bound. The process that serves the store starts
+when a worker connects, so scripts that do not use it do not pay for it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ import sys
 from datetime import timedelta
 from typing import Self
 
-from unisono.launch import process
 from unisono.launch.cluster_environment import LOOPBACK
+from unisono.system import process
 
 _START = (
-    "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path');"
-    "from unisono.launch.torch_store import serve; serve(**given)"
+    "import json, sys; options = json.loads(sys.argv[1]); sys.path[:] = options.pop('path');"
+    "from unisono.launch.torch_store import serve; serve(**options)"
 )
 _BACKLOG = 1024  # workers that connect while the process starts
 
 
 class TorchStore:
-    """A context: leaving it ends the store. The thread that calls `attend` must live as long.
+    """A store of the launcher's host; a context manager, which ends it.
+
+    The kernel kills the process if the thread that called `on_readable` ends.
 
     Attributes:
-        port: at which it can be reached on this host.
+        port: of the loopback address.
     """
 
     def __init__(self, name: str = "unisono") -> None:
@@ -39,33 +41,33 @@ class TorchStore:
         self.port: int = self._socket.getsockname()[1]
         self._name = name
         self._process: subprocess.Popen[bytes] | None = None
-        self._watch = select.epoll()
-        self._watch.register(self._socket, select.EPOLLIN)
+        self._epoll = select.epoll()
+        self._epoll.register(self._socket, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable when a first worker connects."""
-        return self._watch.fileno()
+        """Descriptor that is readable when the first worker connects."""
+        return self._epoll.fileno()
 
-    def attend(self) -> None:
-        """Start the process, which takes over the socket and whoever has connected."""
-        self._watch.unregister(self._socket)
-        given = {"path": sys.path, "launcher": os.getpid(), "name": self._name, "port": self.port}
+    def on_readable(self) -> None:
+        """Start the process, which inherits the socket and the pending connections."""
+        self._epoll.unregister(self._socket)
+        options = {"path": sys.path, "launcher": os.getpid(), "name": self._name, "port": self.port}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps(given | {"descriptor": self._socket.fileno()})],
+            [sys.executable, "-c", _START, json.dumps(options | {"descriptor": self._socket.fileno()})],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[self._socket.fileno()],
-            process_group=0,  # Ctrl-C is the launcher's
+            process_group=0,  # the launcher handles Ctrl-C
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
 
     def close(self) -> None:
-        """No store any more."""
+        """End the store."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._watch.close()
+        self._epoll.close()
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -76,8 +78,8 @@ class TorchStore:
 
 
 def serve(*, launcher: int, name: str, port: int, descriptor: int) -> None:
-    """The life of the process."""
-    process.die_with(launcher)
+    """Serve the store until the process is killed."""
+    process.exit_with_parent(launcher)
     from setproctitle import setproctitle
     from torch._C._distributed_c10d import TCPStore
 

@@ -1,4 +1,4 @@
-"""One worker, as its launcher knows it: what it was told to do, what it says, and how it ended."""
+"""A worker as its launcher knows it: its spec, its messages, and how it ended."""
 
 from __future__ import annotations
 
@@ -12,51 +12,54 @@ from typing import Any
 from unisono.errors import WorkerFailed
 from unisono.launch.worker_main import WorkerSpec
 
-_LARGEST_LINE = 1 << 26  # bytes of one report
-_PIECE = 1 << 16  # bytes
+_MAX_LINE_BYTES = 1 << 26  # of one message
+_RECEIVE_BYTES = 1 << 16
 
 
 @dataclass
 class WorkerHandle:
-    """A process that was asked for; `pid` once it is there.
+    """A process that the fork server was asked for.
 
     Attributes:
-        returned: it said that it is done, with `result`.
-        failed: it said that it is not, and why.
-        silent: it says no more.
-        ended: the process is gone.
-        ending: how its script ended, where that was no failure.
+        channel: socket by which the worker reports.
+        pid: its number, once it has started.
+        started_seconds: when it was asked for, on the monotonic clock.
+        returned: the worker has reported its `result`.
+        failed: the worker has reported its failure.
+        disconnected: the worker sends no more messages.
+        exited: the process has exited.
+        script_exit: how its script exited, if that was no failure.
     """
 
-    order: WorkerSpec
+    spec: WorkerSpec
     channel: socket.socket
     pid: int | None = None
-    began_seconds: float = field(default_factory=time.monotonic)
+    started_seconds: float = field(default_factory=time.monotonic)
     returned: bool = False
     result: Any = None
     failed: bool = False
-    silent: bool = False
-    ended: bool = False
-    ending: str = ""
-    _heard: bytearray = field(default_factory=bytearray)
+    disconnected: bool = False
+    exited: bool = False
+    script_exit: str = ""
+    _partial_line: bytearray = field(default_factory=bytearray)
 
     @property
     def rank(self) -> int:
-        """Also its place among the members."""
-        return self.order.rank
+        """Rank, and slot at the launcher."""
+        return self.spec.rank
 
-    def hear(self) -> list[Mapping[str, Any]] | None:
-        """What it has said since; None if it will say no more.
+    def receive(self) -> list[Mapping[str, Any]] | None:
+        """Messages that have arrived; None if the worker has closed the channel.
 
         Raises:
-            WorkerFailed: more than it may say at once.
-            OSError: nothing has come, or the channel was cut.
+            WorkerFailed: a message is too long.
+            OSError: no message has arrived, or the channel is broken.
         """
-        piece = self.channel.recv(_PIECE)
-        if not piece:
+        chunk = self.channel.recv(_RECEIVE_BYTES)
+        if not chunk:
             return None
-        *lines, rest = (self._heard + piece).split(b"\n")
-        if len(rest) > _LARGEST_LINE:
-            raise WorkerFailed(self.rank, f"reported more than {_LARGEST_LINE} bytes at once")
-        self._heard = rest
+        *lines, rest = (self._partial_line + chunk).split(b"\n")
+        if len(rest) > _MAX_LINE_BYTES:
+            raise WorkerFailed(self.rank, f"reported more than {_MAX_LINE_BYTES} bytes at once")
+        self._partial_line = rest
         return [json.loads(line) for line in lines]

@@ -1,4 +1,4 @@
-"""The life of a worker process: its name, its log, its threads, its target, its report to the launcher."""
+"""Main function of a worker process: set up the process, call the target, report its result or failure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFailed, RunFailed, Unlike
+from unisono.errors import CommunicationError, Diverged, InvalidInput, LoadingFailed, RunFailed, TaskMismatch
 from unisono.launch.cluster_environment import WorkerIdentity
 from unisono.launch.stop_request import Interrupted, StopRequest
-from unisono.launch.terminal import attach, refuse
+from unisono.launch.terminal import attach_terminal, refuse_breakpoint
 from unisono.observe.user_frames import raised_at
 from unisono.system import atomic_files as atomic
 from unisono.system.output_streams import unfailing
@@ -33,17 +33,19 @@ from unisono.system.output_streams import unfailing
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What the launcher wants of one worker.
+    """What the launcher asks of one worker.
 
     Args:
-        rank: of the worker; `size` is the number of all workers.
+        rank: of the worker.
+        size: number of workers.
         target: ``module:function``.
-        log: path of the file that takes what the worker prints.
+        log: path of the file that receives the worker's output.
         threads: compute threads.
-        name: what processes of this run are called in ``ps``.
-        path: the launcher's ``sys.path``; `directory` is its working directory.
-        worker: a name that no other process of the run ever has; empty where nobody replaces workers.
-        terminal: the process group whose terminal this worker may read from; 0: none.
+        name: first word of the names of the run's processes in ``ps``.
+        path: the launcher's ``sys.path``.
+        directory: the launcher's working directory.
+        worker: name that no other process of the run ever has; empty if workers are not replaced.
+        terminal: process group whose terminal this worker may read from; 0: none.
     """
 
     rank: int
@@ -59,17 +61,17 @@ class WorkerSpec:
 
 
 class ReportChannel:
-    """The private pipe to the launcher: one JSON value per line. Any thread may use it."""
+    """A private socket to the launcher, with one JSON value per line; thread-safe."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._lock = channel, threading.Lock()
 
     def __call__(self, message: Mapping[str, Any]) -> None:
-        """Have the launcher call ``on_message(rank, message)``; `message` is made of what JSON knows."""
+        """Have the launcher call ``on_message(rank, message)``; the values of `message` are JSON values."""
         self.send("message", message)
 
-    def ask(self, message: Mapping[str, Any]) -> None:
-        """As a call, and wait until the launcher has heard it."""
+    def send_and_wait(self, message: Mapping[str, Any]) -> None:
+        """As a call, and return when the launcher has handled the message."""
         self(message)
         self._channel.recv(1)
 
@@ -81,13 +83,13 @@ class ReportChannel:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a target is called with, before its own arguments.
+    """First argument of a target.
 
     Args:
-        identity: who this worker is.
+        identity: rank of this worker, number of workers, and their rendezvous.
         report: ``report(mapping)`` sends progress or an event to the launcher.
-        stop: whether to stop at the next step boundary.
-        name: that no other process of the run ever has; empty where nobody replaces workers.
+        stop: whether this worker was asked to stop or to leave.
+        name: name that no other process of the run ever has; empty if workers are not replaced.
     """
 
     identity: WorkerIdentity
@@ -96,47 +98,47 @@ class WorkerContext:
     name: str = ""
 
 
-def main(order: WorkerSpec, rendezvous: str, channel: int, payload: int, *terminal: int) -> int:
-    """Carry `order` out in this freshly forked process; the process's exit code.
+def main(spec: WorkerSpec, rendezvous: str, channel: int, payload: int, *terminal: int) -> int:
+    """Run the target of `spec` in this process, which was just forked; returns the exit code.
 
     Args:
-        rendezvous: where the workers meet.
+        rendezvous: URL by which the workers find each other.
         channel: descriptor of the socket to the launcher.
-        payload: descriptor of the pickled arguments, written by the launcher into anonymous memory.
-        terminal: descriptors of the launcher's input and output, for a worker that may read from there.
+        payload: descriptor of the pickled arguments, in anonymous memory.
+        terminal: descriptors of the launcher's input and output, if this worker may read from the terminal.
     """
-    identity = WorkerIdentity(order.rank, order.size, order.rank, order.size, rendezvous, "unisono")
+    identity = WorkerIdentity(spec.rank, spec.size, spec.rank, spec.size, rendezvous, "unisono")
     report = ReportChannel(socket.socket(fileno=channel))
     try:
-        _settle_in(order, identity)
+        _set_up_process(spec, identity)
         if terminal:
-            attach(order.terminal, list(terminal), lambda: report.ask({"kind": "breakpoint"}))
+            attach_terminal(spec.terminal, list(terminal), lambda: report.send_and_wait({"kind": "breakpoint"}))
         else:
-            refuse(order.rank)
-        worker = WorkerContext(identity, report, StopRequest(leaves=bool(order.worker)).listen(), order.worker)
-        report.send("result", _call(_resolve(order.target), worker, _arguments(payload)))
+            refuse_breakpoint(spec.rank)
+        worker = WorkerContext(identity, report, StopRequest(leaves=bool(spec.worker)).listen(), spec.worker)
+        report.send("result", _call(_resolve(spec.target), worker, _arguments(payload)))
         status = 0
-    except BaseException as error:  # whatever it is, the launcher has to know
-        _print(error)
-        report.send("failure", _describe(error))
+    except BaseException as error:  # whatever it is, the launcher reports it
+        _print_error(error)
+        report.send("failure", failure_fields(error))
         status = 1
-    _finish()
+    _shut_down()
     return status
 
 
-def _settle_in(order: WorkerSpec, identity: WorkerIdentity) -> None:
-    setproctitle(f"{order.name} worker {order.worker or order.rank}")
+def _set_up_process(spec: WorkerSpec, identity: WorkerIdentity) -> None:
+    setproctitle(f"{spec.name} worker {spec.worker or spec.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _redirect(order.log)
+    _redirect(spec.log)
     faulthandler.enable()
-    os.chdir(order.directory)
-    sys.path[:] = order.path
+    os.chdir(spec.directory)
+    sys.path[:] = spec.path
     os.environ.update(identity.environ())
-    os.environ["OMP_NUM_THREADS"] = str(order.threads)
+    os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(order.threads)
+        torch.set_num_threads(spec.threads)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # drawn when the forkserver imported it, so all workers would share it
+        numpy.random.seed()  # the fork server drew the seed at import, so all workers would share it
 
 
 def _redirect(log: str) -> None:
@@ -157,7 +159,7 @@ def _resolve(target: str) -> Callable[..., Any]:
 
 def _arguments(payload: int) -> tuple[Any, ...]:
     with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as memory:
-        arguments: tuple[Any, ...] = pickle.loads(memory)  # noqa: S301  our own launcher wrote it, into memory
+        arguments: tuple[Any, ...] = pickle.loads(memory)  # noqa: S301  our own launcher has written it, to memory
     os.close(payload)
     return arguments
 
@@ -165,21 +167,21 @@ def _arguments(payload: int) -> tuple[Any, ...]:
 def _call(target: Callable[..., Any], worker: WorkerContext, arguments: tuple[Any, ...]) -> Any:
     try:
         return target(worker, *arguments)
-    except SystemExit as leave:
-        if leave.code:
+    except SystemExit as error:
+        if error.code:
             raise
         return None
 
 
-def _finish() -> None:
-    """What an interpreter does at its end and ``os._exit`` does not: threads, exit functions, buffers."""
+def _shut_down() -> None:
+    """Join threads, call exit functions and flush buffers, which ``os._exit`` does not."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for text in (sys.stdout, sys.stderr):
         text.flush()
 
 
-def _print(error: BaseException) -> None:
+def _print_error(error: BaseException) -> None:
     if isinstance(error, SystemExit):
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
@@ -187,49 +189,49 @@ def _print(error: BaseException) -> None:
     print(_traceback(error), end="", file=sys.stderr)
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
-    """The fields of a `Failure`, all but the rank."""
-    found: dict[str, Any] = {"at_seconds": time.monotonic(), "reason": _reason(error)}
+def failure_fields(error: BaseException) -> dict[str, Any]:
+    """Fields of the `Failure` that `error` is, except the rank."""
+    fields: dict[str, Any] = {"at_seconds": time.monotonic(), "reason": _reason(error)}
     if isinstance(error, SystemExit):
         code = error.code
-        return found | {"exit_code": code if isinstance(code, int) else int(code is not None)}
+        return fields | {"exit_code": code if isinstance(code, int) else int(code is not None)}
     line = raised_at(error.__traceback__)
     if isinstance(error, InvalidInput):
         value = error.value if isinstance(error.value, str | int | float | None) else repr(error.value)
-        kind = Unlike if isinstance(error, Unlike) else InvalidInput
-        found["said"] = [kind.__name__, [error.field, value, error.problem, error.cure]]
+        kind = TaskMismatch if isinstance(error, TaskMismatch) else InvalidInput
+        fields["original"] = [kind.__name__, [error.field, value, error.problem, error.cure]]
     elif isinstance(error, Diverged | LoadingFailed | RunFailed):
-        found["said"] = [type(error).__name__, [_noted(str(error), error)]]
+        fields["original"] = [type(error).__name__, [_with_notes(str(error), error)]]
     elif isinstance(error, Interrupted):
-        found["said"] = ["Interrupted", [error.number, [], error.words]]
-    elif isinstance(error, KeyboardInterrupt):  # how SIGTERM reaches a script: a worker ignores SIGINT
-        found["said"] = ["Interrupted", [signal.SIGTERM, [], f"the script was at {line}" if line else ""]]
-    consequence = isinstance(error, CommunicationError) or _in_torchs_groups(error)
-    return found | {"traceback": _traceback(error), "consequence": consequence, "line": line}
+        fields["original"] = ["Interrupted", [error.number, [], error.words]]
+    elif isinstance(error, KeyboardInterrupt):  # raised in a script by SIGTERM: a worker ignores SIGINT
+        fields["original"] = ["Interrupted", [signal.SIGTERM, [], f"the script was at {line}" if line else ""]]
+    consequence = isinstance(error, CommunicationError) or _raised_by_torch_distributed(error)
+    return fields | {"traceback": _traceback(error), "consequence": consequence, "line": line}
 
 
-def _in_torchs_groups(error: BaseException) -> bool:
-    """Whether torch.distributed raised it, as it does where another worker is gone."""
+def _raised_by_torch_distributed(error: BaseException) -> bool:
+    """Whether torch.distributed raised `error`, as it does when another worker is lost."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, RuntimeError) and bool(frames) and "/torch/distributed/" in frames[-1].filename
 
 
 def _reason(error: BaseException) -> str:
-    """The class, what it says, and short notes, such as which sample it was."""
+    """Class and message of `error`, with short notes, such as which sample it was."""
     notes = [str(note) for note in getattr(error, "__notes__", [])]
     lines = traceback.format_exception_only(error)
-    said = lines[-1 - sum(len(note.split("\n")) for note in notes)].strip()
-    return _noted(said, error)
+    message = lines[-1 - sum(len(note.split("\n")) for note in notes)].strip()
+    return _with_notes(message, error)
 
 
-def _noted(said: str, error: BaseException) -> str:
-    """`said` with the short notes on `error`."""
+def _with_notes(message: str, error: BaseException) -> str:
+    """`message` with the one-line notes of `error`."""
     short = [note for note in map(str, getattr(error, "__notes__", [])) if "\n" not in note]
-    return f"{said} ({', '.join(short)})" if short else said
+    return f"{message} ({', '.join(short)})" if short else message
 
 
 def _traceback(error: BaseException) -> str:
-    """As Python prints it, without the frames that led from here to the target."""
+    """The traceback as Python prints it, without the frames between this module and the target."""
     trace, here = error.__traceback__, str(Path(__file__).parent)
     while trace and trace.tb_frame.f_code.co_filename.startswith((here, "<frozen ")):
         trace = trace.tb_next

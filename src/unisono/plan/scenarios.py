@@ -18,7 +18,7 @@ from unisono.tasks.task import Task, build_dataset
 
 AUTO = "auto"
 # What arrives of a link's rate: 1448 of the 1514 bytes of a frame are payload, and sums and gathers of a megabyte and
-# more reach 0.86 to 0.94 of that on TCP (python -m benchmarks.links).
+# more reach 0.86 to 0.94 of that on TCP (python -m benchmarks links).
 _GOODPUT = 1448 / 1514 * 0.92
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from unisono.checkpoint.directory import checkpoints, sweep
 from unisono.config import Config
 from unisono.errors import InvalidInput
-from unisono.launch.lock import LOCK, Holder, fresh, held
+from unisono.launch.lock import LOCK, Holder, hold_lock, make_unique_directory
 from unisono.membership.contact_file import forget
 from unisono.notation import current_names
 from unisono.observe import write_config
@@ -79,7 +79,7 @@ def _chosen(config: Config, source: TaskSource) -> tuple[Path, list[Path]]:
     if config.run_dir:
         return path, missing
     with _written(path):
-        path = fresh(path)
+        path = make_unique_directory(path)
     return path, [path, *missing[1:]]
 
 
@@ -99,7 +99,7 @@ def _locked(path: Path, holder: Holder) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with _written(path):
             path.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(path, holder))
+            stack.enter_context(hold_lock(path, holder))
         yield
 
 
@@ -123,7 +123,7 @@ def _clear(path: Path) -> None:
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """Turn a refusal of the file system into `InvalidInput`."""
+    """WorkItem a refusal of the file system into `InvalidInput`."""
     try:
         yield
     except OSError as error:

@@ -10,8 +10,8 @@ from typing import Any
 
 from unisono.config import Config
 from unisono.errors import InvalidInput
-from unisono.launch import ElasticOptions, Forkserver
-from unisono.launch.coordinator_setup import lying_at, rallied
+from unisono.launch import ElasticOptions, ForkServer
+from unisono.launch.coordinator_setup import coordinator_for, fetch_run_spec
 from unisono.launch.lock import Holder
 from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership.endpoint import CoordinatorOptions
@@ -33,13 +33,13 @@ def policy_of(config: Config) -> Policy:
 def gathered(
     config: Config,
     order: RunSpec,
-    server: Forkserver,
+    server: ForkServer,
     told: Callable[[str], None],
     calling: CoordinatorOptions = CoordinatorOptions(),
 ) -> AbstractContextManager[ElasticOptions]:
-    """A coordinator that knows `order`, whose first workers `server` forks; see `rallied`."""
+    """A coordinator that knows `order`, whose first workers `server` forks; see `coordinator_for`."""
     assert order.path is not None
-    return rallied(policy_of(config), _told_of(order), order.path, server, told, calling)
+    return coordinator_for(policy_of(config), _told_of(order), order.path, server, told, calling)
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Script:
     contact: CoordinatorAddress
 
 
-def called(contact: CoordinatorAddress, server: Forkserver, consent: Consent) -> RunSpec | Script:
+def called(contact: CoordinatorAddress, server: ForkServer, consent: Consent) -> RunSpec | Script:
     """What workers that `server` forks are to do as part of the run whose coordinator `contact` reaches.
 
     Raises:
         InvalidInput: nobody answers there, there is nothing that this host could do, or it is not what `consent` says.
     """
-    told, here = lying_at(contact, server)
+    told, here = fetch_run_spec(contact, server)
     if told.script or told.task:
         consent.check(told)
     if told.script:

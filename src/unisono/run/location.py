@@ -14,7 +14,7 @@ from unisono.comm import Communicator
 from unisono.comm.text import broadcast_text
 from unisono.config import Config
 from unisono.errors import InvalidInput
-from unisono.launch.lock import Holder, held
+from unisono.launch.lock import Holder, hold_lock
 from unisono.notation import show
 from unisono.run.directory import CHECKPOINTS, claimed
 from unisono.run.spec import RunSpec
@@ -65,7 +65,7 @@ class DirectoryLock:
         """Share the lock of the directory `path` with all processes of the command `holder`."""
         if not self._shared:
             with contextlib.suppress(OSError):  # the directory is not writable: the checkpoint writer reports it
-                self._stack.enter_context(held(path, holder))
+                self._stack.enter_context(hold_lock(path, holder))
         self._shared = True
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ def locate(
             lock.share(spec.path, spec.holder)
         return RunLocation(spec.path, attempt, tuple(range(comm.size)))
     if comm.rank == 0 and spec.path is None:
-        holder = Holder.here()
+        holder = Holder.current()
         made = stack.enter_context(claimed(config, spec.source, holder))
         spec = dataclasses.replace(spec, path=made, holder=holder)
     path, writers = same_directory(comm, str(spec.path) if comm.rank == 0 else "", attempt)

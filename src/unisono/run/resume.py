@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint import Opened, newest, verified
+from unisono.checkpoint import OpenedCheckpoint, newest, verified
 from unisono.config import Config
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
 from unisono.observe import Recorder
@@ -19,7 +19,7 @@ from unisono.trainer.checkpointing import Checkpointer, history
 LOG = logging.getLogger("unisono")
 
 
-def newest_sound(path: Path, record: Recorder) -> Opened | None:
+def newest_sound(path: Path, record: Recorder) -> OpenedCheckpoint | None:
     """The newest undamaged checkpoint of the run in `path`, if there is one. Damaged ones are reported."""
     try:
         return newest(path / CHECKPOINTS, partial(_report_damage, record), verified)
@@ -28,7 +28,9 @@ def newest_sound(path: Path, record: Recorder) -> Opened | None:
         return None
 
 
-def resumable_checkpoint(config: Config, path: Path, meta: Mapping[str, Any], record: Recorder) -> Opened | None:
+def resumable_checkpoint(
+    config: Config, path: Path, meta: Mapping[str, Any], record: Recorder
+) -> OpenedCheckpoint | None:
     """The newest undamaged checkpoint in `path`, from which a run resumes. Damaged ones are reported.
 
     Args:
@@ -59,7 +61,7 @@ def resumable_checkpoint(config: Config, path: Path, meta: Mapping[str, Any], re
     return found
 
 
-def load_checkpoint(checkpointer: Checkpointer, found: Opened | None, path: Path) -> int:
+def load_checkpoint(checkpointer: Checkpointer, found: OpenedCheckpoint | None, path: Path) -> int:
     """Collective: load the checkpoint that worker 0 has `found` in `path`, or agree on initial weights. Returns the
     steps that it holds.
 

@@ -12,25 +12,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.config import FIELDS, RECOVERING, Config, ranged, recovers
+from unisono.config import FIELDS, RECOVERY_REQUIREMENTS, Config, expand_worker_range
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.launch import (
     ElasticOptions,
-    Forkserver,
+    ForkServer,
     Interrupted,
+    LaunchOptions,
     StopRequest,
     WorkerContext,
     WorkerIdentity,
-    ask,
-    claim,
-    identity_here,
+    call_in_worker,
+    claim_identity,
+    current_identity,
     launch,
     launch_script,
-    prepare,
+    start_fork_server,
 )
-from unisono.launch.limit import check_count
+from unisono.launch.limit import check_worker_count
 from unisono.launch.lock import Holder
-from unisono.launch.process import age_seconds
 from unisono.launch.stop_request import STOP
 from unisono.membership import CoordinatorAddress
 from unisono.membership.endpoint import CoordinatorOptions
@@ -42,6 +42,7 @@ from unisono.run.directory import claimed, resumable, with_earlier
 from unisono.run.elastic_run import Script, called, gathered
 from unisono.run.resolve import settle
 from unisono.run.spec import PickledTask, Result, RunSpec, TaskSource
+from unisono.system.process import age_seconds
 from unisono.tasks.task import Task
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "unisono.run.worker")
@@ -71,7 +72,7 @@ def train(task: Task, config: Config | None = None, *, json: Path | None = None,
     config = config or Config()
     settings = {name: value for name, value in config.mapping().items() if name in config.given}
     source = PickledTask.of(task)
-    if quiet or identity_here().rank > 0:  # under another launcher, worker 0 prints for all
+    if quiet or current_identity().rank > 0:  # under another launcher, worker 0 prints for all
         return start(source, settings, json=json, on_message=lambda rank, message: None)
     with Display(task.name, sys.stderr) as display:
         return start(source, settings, json=json, on_message=display.handle)
@@ -93,7 +94,7 @@ def start(
         debug: the worker that has this terminal for ``breakpoint()``. Default: one that is alone.
     """
     began = time.time() - age_seconds()
-    identity = claim()
+    identity = claim_identity()
     if identity.launcher != "none":
         if calling is not None:
             raise InvalidInput(
@@ -101,15 +102,15 @@ def start(
                 "leave it out")  # fmt: skip
         return _be_worker(identity, source, settings, began, json, on_message)
     preload = LAID if settings.get("layout") else PRELOAD
-    with prepare(preload) as server:  # imports torch while this process checks what was written
+    with start_fork_server(preload) as server:  # imports torch while this process checks what was written
         settings = with_earlier(settings)
         config = settle(source.load(FIELDS), settings)
-        check_count(config.workers)
+        check_worker_count(config.workers)
         if debug is not None and not 0 <= debug < config.workers:
             raise InvalidInput("debug", debug, f"there are workers 0 to {config.workers - 1}", "choose one of them")
         if config.layout.workers > 1:  # what workers would refuse is refused before there are any
             _ask("unisono.plan.layout_check:check", source, settings, server)
-        holder = Holder.here()
+        holder = Holder.current()
         with claimed(config, source, holder) as path, resumable(path), contextlib.ExitStack() as stack:
             on_message(0, {"kind": "run", "path": str(path)})
             order = RunSpec(source, settings, path, began, holder=holder)
@@ -119,12 +120,10 @@ def start(
                 results = launch(
                     "unisono.run.worker:run_worker",
                     (order,),
-                    config.workers,
-                    logs=path / "logs",
-                    prepared=server,
+                    LaunchOptions(path / "logs", config.workers, debug_rank=debug),
+                    fork_server=server,
                     on_message=on_message,
                     elastic=elastic,
-                    debugs=debug,
                 )
             except Interrupted as stopped:
                 result = next((result for result in stopped.results if result is not None), None)
@@ -151,25 +150,24 @@ def join(
         InvalidInput: nobody answers there, or this host cannot do what the run's workers do, or is not to do it.
         WorkerFailed: as `launch`.
     """
-    check_count(workers, "--workers")
+    check_worker_count(workers, "--workers")
     name = f"{os.uname().nodename}-{secrets.token_hex(2)}"
-    with prepare(PRELOAD) as server:
+    with start_fork_server(PRELOAD) as server:
         order = called(contact, server, consent)
         logs = logs or Path("runs", name, "logs")
         if isinstance(order, Script):
-            elastic = ElasticOptions(order.contact, launcher=name, each_to_its_end=True)
+            elastic = ElasticOptions(order.contact, launcher=name, independent_exit=True)
             done = launch_script(
-                order.path, order.arguments, workers, logs=logs, prepared=server, on_message=on_message,
-                elastic=elastic)  # fmt: skip
+                order.path, order.arguments, LaunchOptions(logs, workers), fork_server=server,
+                on_message=on_message, elastic=elastic)  # fmt: skip
             return {"run": order.run} if done else None
         settle(order.source.load(FIELDS), order.settings)
         assert order.contact is not None
         results = launch(
             "unisono.run.worker:run_worker",
             (order,),
-            workers,
-            logs=logs,
-            prepared=server,
+            LaunchOptions(logs, workers),
+            fork_server=server,
             on_message=on_message,
             elastic=ElasticOptions(order.contact, launcher=name),
         )
@@ -178,14 +176,14 @@ def join(
 
 
 def _may_come_and_go(
-    config: Config, order: RunSpec, server: Forkserver, on_message: Messages, calling: CoordinatorOptions | None
+    config: Config, order: RunSpec, server: ForkServer, on_message: Messages, calling: CoordinatorOptions | None
 ) -> contextlib.AbstractContextManager[ElasticOptions | None]:
     """What workers need to do so, if they may.
 
     Raises:
         InvalidInput: they may not, and the user wants it.
     """
-    if recovers(config):
+    if config.recovers_from_loss:
         told = lambda words: on_message(0, {"kind": "notice", "text": words})
         alone = max(config.workers, config.max_workers or 1) == 1 and calling is None
         return (
@@ -197,7 +195,7 @@ def _may_come_and_go(
         raise InvalidInput(
             "workers", f"{config.min_workers}:{config.max_workers or config.workers}",
             "in this run none can come or go",
-            f"give one number; or leave elastic on, with {RECOVERING}")  # fmt: skip
+            f"give one number; or leave elastic on, with {RECOVERY_REQUIREMENTS}")  # fmt: skip
     return contextlib.nullcontext()
 
 
@@ -208,14 +206,14 @@ def foretell(source: TaskSource, settings: Mapping[str, Any]) -> Mapping[str, An
     Raises:
         InvalidInput: what is asked for cannot work.
     """
-    with prepare(LAID) as server:
+    with start_fork_server(LAID) as server:
         found: Mapping[str, Any] = _ask("unisono.plan.layout_estimate:answer", source, settings, server)
         return found
 
 
-def _ask(target: str, source: TaskSource, settings: Mapping[str, Any], server: Forkserver) -> Any:
+def _ask(target: str, source: TaskSource, settings: Mapping[str, Any], server: ForkServer) -> Any:
     """In a process of its own, since a model may be built, and torch's default process group be a false one."""
-    return ask(target, (source, settings), server, threads=len(os.sched_getaffinity(0)))
+    return call_in_worker(target, (source, settings), server, threads=len(os.sched_getaffinity(0)))
 
 
 def _be_worker(
@@ -229,7 +227,7 @@ def _be_worker(
     """This process is one of several that somebody else's launcher started."""
     from unisono.run.worker import run_worker  # imports torch
 
-    settings = ranged(settings)
+    settings = expand_worker_range(settings)
     said = settings.get("workers")
     if said is not None and int(said) != identity.size:
         raise InvalidInput(

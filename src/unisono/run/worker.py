@@ -22,7 +22,7 @@ from unisono.checkpoint import Event, Writer, fingerprint, fingerprint_of, open_
 from unisono.comm import Communicator, SingleWorker
 from unisono.comm.process_groups import ProcessGroups
 from unisono.comm.text import broadcast_text
-from unisono.config import Config, recovers, walks
+from unisono.config import Config
 from unisono.elastic.admission import admit, compare
 from unisono.elastic.recovery import Recovery, ReplicatedRecovery
 from unisono.elastic.session import ElasticSession, Session, StaticSession, ViewRendezvous
@@ -32,8 +32,7 @@ from unisono.elastic.training_state import TrainingState
 from unisono.elastic.trait_check import Traits
 from unisono.elastic.view_loop import Attempt, attempts
 from unisono.errors import CheckpointDamaged, CommunicationError, Diverged, InvalidInput, RunFailed
-from unisono.launch import WorkerContext, claim
-from unisono.launch.process import age_seconds
+from unisono.launch import WorkerContext, claim_identity
 from unisono.layout import AXES, SIDE_BY_SIDE, LocalModel, RankMesh, WholeTensors
 from unisono.membership import View
 from unisono.observe import (
@@ -54,6 +53,7 @@ from unisono.run.location import DirectoryLock, RunLocation, locate
 from unisono.run.resolve import settle
 from unisono.run.resume import load_checkpoint, newest_sound, resumable_checkpoint
 from unisono.run.spec import Result, RunSpec
+from unisono.system.process import age_seconds
 from unisono.tasks.task import Task, with_data
 from unisono.trainer.build import DataFeed, bind, build
 from unisono.trainer.checkpointing import Checkpointer
@@ -71,7 +71,7 @@ def run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
         The fields of a `Result`; None from a worker that left before the end.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    claim()
+    claim_identity()
     with _exit_is_failure(worker.identity.rank):
         return _run_worker(worker, spec)
 
@@ -92,7 +92,7 @@ def _run_worker(worker: WorkerContext, spec: RunSpec) -> dict[str, Any] | None:
         stack.callback(run.lock.close)
         session: Session
         if spec.contact:
-            if recovers(config) and config.layout.workers == 1:
+            if config.recovers_from_loss and config.layout.workers == 1:
                 run.build()
             admit(spec.contact, worker, run.traits(), lambda: worker.stop.requested or worker.stop.leaving)
             session = ElasticSession(worker, config.communicator, config.timeout_seconds, spec.contact, tracker)
@@ -129,7 +129,7 @@ class WorkerRun:
     ) -> None:
         self.worker, self.spec, self.task, self.config = worker, spec, task, config
         self.device, self.tracker, self._make_writer = device, tracker, make_writer
-        self.state = TrainingState(local_steps=walks(config))
+        self.state = TrainingState(local_steps=config.takes_local_steps)
         self.lock = DirectoryLock()
         self._recovery: Recovery | None = None
         self.startup_seconds: float | None = None

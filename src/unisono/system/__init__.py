@@ -1,1 +1,1 @@
-"""What the operating system offers: processes, files, output streams, pauses."""
+"""Services of the operating system: processes, files, output streams, back-off."""

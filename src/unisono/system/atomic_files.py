@@ -1,7 +1,7 @@
-"""Files and directories that appear whole or not at all: written under another name, and renamed.
+"""Writes files atomically: under a temporary name, then renamed.
 
-On a network file system a call may fail for a reason that passes, for instance because the server has restarted. Such
-calls are repeated a few times here, and nowhere else.
+On a network file system a call may fail for a transient reason, for instance because the server has restarted. Such
+calls are retried a few times here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_PASSING = (errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.EBUSY)
+_TRANSIENT = (errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.EBUSY)
 _PAUSES_SECONDS = (0.05, 0.2, 0.5)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a private file so that it is there whole or not at all; what was there before stays until then.
+    """Write a private file atomically; a file that `path` names before is replaced when all data is written.
 
     Raises:
         OSError: the file cannot be written.
     """
-    _repeated(lambda: _replace(path, data, durably=False))
+    _with_retries(lambda: _replace(path, data, durably=False))
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """As `write`, also after a power cut."""
+    """As `write`; the file also survives a power failure."""
 
     def attempt() -> None:
         _replace(path, data, durably=True)
         sync_directory(path.parent)
 
-    _repeated(attempt)
+    _with_retries(attempt)
 
 
 def open_to_append(path: str | os.PathLike[str]) -> int:
-    """A descriptor that writes behind all that the file `path` holds; it is made, private, if it is not there.
+    """A descriptor that appends to the file `path`, which is created, private, unless it exists.
 
     Raises:
         OSError: the file cannot be written, or it is a symbolic link or a pipe.
@@ -58,22 +58,22 @@ def move(source: Path, target: Path) -> None:
     """Rename a file or a directory; a file at `target` is replaced.
 
     Raises:
-        OSError: it cannot be renamed; FileNotFoundError if it is not there.
+        OSError: it cannot be renamed; FileNotFoundError if it does not exist.
     """
-    moved = _repeated(source.lstat)
+    renamed = _with_retries(source.lstat)
 
     def attempt() -> None:
         try:
             source.rename(target)
         except FileNotFoundError:
-            if not os.path.samestat(target.lstat(), moved):  # else a call that failed had its effect all the same
+            if not os.path.samestat(target.lstat(), renamed):  # otherwise a call that failed has renamed it
                 raise
 
-    _repeated(attempt)
+    _with_retries(attempt)
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable. Raises OSError."""
+    """Make the entries of `directory` durable (fsync). Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -82,33 +82,33 @@ def sync_directory(directory: Path) -> None:
 
 
 def unfinished(directory: Path, name: str) -> list[Path]:
-    """What writers of the file `name` in `directory` have left that were killed."""
+    """Temporary files that killed writers of the file `name` have left in `directory`."""
     return list(directory.glob(f".{name}.*.tmp"))
 
 
 def _replace(path: Path, data: bytes, *, durably: bool) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        part.unlink(missing_ok=True)  # a killed process of the same number may have left one
-        with open(os.open(part, flags, 0o600), "wb") as file:
+        temporary.unlink(missing_ok=True)  # a killed process with the same pid may have left one
+        with open(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(data)
             if durably:
                 file.flush()
                 os.fsync(file.fileno())
-        part.replace(path)
+        temporary.replace(path)
     except OSError:
-        with contextlib.suppress(OSError):  # the first error is the one that tells
-            part.unlink()
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            temporary.unlink()
         raise
 
 
-def _repeated(call: Callable[[], T]) -> T:
+def _with_retries(call: Callable[[], T]) -> T:
     for pause in _PAUSES_SECONDS:
         try:
             return call()
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno not in _TRANSIENT:
                 raise
         time.sleep(pause)
     return call()

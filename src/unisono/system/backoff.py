@@ -1,4 +1,4 @@
-"""How long to pause before the next attempt: exponential back-off with an upper bound."""
+"""Exponential back-off with an upper bound."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Backoff:
     """Pauses that grow from attempt to attempt up to a bound.
 
     Args:
-        first_seconds: before attempt 0, greater than 0.
-        factor: by which each pause is longer than the one before it, greater than 1.
-        longest_seconds: no pause is longer.
+        first_seconds: pause before attempt 0, greater than 0.
+        factor: ratio of one pause to the one before, greater than 1.
+        longest_seconds: upper bound of all pauses.
     """
 
     first_seconds: float
@@ -22,10 +22,10 @@ class Backoff:
     longest_seconds: float
 
     def seconds(self, attempt: int) -> float:
-        """The pause before `attempt` (0, 1, ...), which may be any number however large."""
-        # A power with an unbounded exponent would overflow.
-        return min(self.first_seconds * self.factor ** min(attempt, self._attempts_that_grow), self.longest_seconds)
+        """The pause before `attempt` (0, 1, …), which may be arbitrarily large."""
+        # An unbounded exponent would overflow.
+        return min(self.first_seconds * self.factor ** min(attempt, self._growing_attempts), self.longest_seconds)
 
     @cached_property
-    def _attempts_that_grow(self) -> int:
+    def _growing_attempts(self) -> int:
         return math.ceil(math.log(self.longest_seconds / self.first_seconds) / math.log(self.factor))

@@ -1,4 +1,4 @@
-"""How a signal ends the command while its modules are being imported. Imports next to nothing, to be there first."""
+"""Ends the command on a signal while its modules are imported; imports little itself, to be installed first."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 
-def listen() -> None:
-    """From now on, SIGTERM and SIGHUP end this process in words, unless they are ignored or handled."""
+def install() -> None:
+    """Let SIGTERM and SIGHUP end this process with a message, unless they are ignored or handled."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, end)
+            signal.signal(number, exit_now)
 
 
-def end(number: int, frame: Any = None) -> NoReturn:
-    """End this process as the command does that a signal interrupts."""
+def exit_now(number: int, frame: Any = None) -> NoReturn:
+    """End this process with the message and exit code of a command that a signal interrupts."""
     print(f"interrupted by {signal.Signals(number).name}", file=sys.stderr, flush=True)
-    os._exit(128 + number)  # what SystemExit would run through was interrupted in the middle of an import
+    os._exit(128 + number)  # SystemExit would pass through a module that is half imported

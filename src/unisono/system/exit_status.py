@@ -1,12 +1,12 @@
-"""How a process ended, in words."""
+"""Describes exit statuses of processes as text."""
 
 from __future__ import annotations
 
 import signal
 
 
-def describe(status: int) -> str:
-    """A process's end in words; `status` is its exit code, or minus the signal that killed it."""
+def describe_exit(status: int) -> str:
+    """The exit of a process that returned no result; `status` is its exit code, or minus the signal's number."""
     if status >= 0:
         return f"ended with exit code {status} and without a result"
     known = {int(number): number for number in signal.Signals}
@@ -16,14 +16,14 @@ def describe(status: int) -> str:
     return f"killed by {number.name}" + _HINTS.get(number, "")
 
 
-def ended(status: int) -> str:
-    """The same as the predicate of a sentence: ``was killed by SIGKILL``, ``ended with exit code 3``."""
-    return f"was {describe(status)}" if status < 0 else f"ended with exit code {status}"
+def exit_clause(status: int) -> str:
+    """The exit as the predicate of a sentence: ``was killed by SIGKILL``, ``ended with exit code 3``."""
+    return f"was {describe_exit(status)}" if status < 0 else f"ended with exit code {status}"
 
 
 _HINTS = {
     signal.SIGKILL: " (out of memory?)",
-    signal.SIGSEGV: " (a fault in native code; the worker's log holds the stack)",
-    signal.SIGABRT: " (native code gave up; the worker's log holds the stack)",
+    signal.SIGSEGV: " (a fault in native code; the worker's log has the stack)",
+    signal.SIGABRT: " (native code aborted; the worker's log has the stack)",
     signal.SIGBUS: " (shared memory or a mapped file too small?)",
 }

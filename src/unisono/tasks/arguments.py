@@ -40,7 +40,9 @@ def parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
     return flat
 
 
-def bind(function: Callable[..., Any], arguments: Mapping[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
+def bind_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], others: Collection[str] = ()
+) -> dict[str, Any]:
     """The keyword arguments that `arguments` mean.
 
     Args:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import InvalidInput, UnisonoError
 from unisono.notation import nearest
 from unisono.tasks import TASKS
-from unisono.tasks.arguments import Parameter, bind, option, parameters
+from unisono.tasks.arguments import Parameter, bind_arguments, option, parameters
 
 if TYPE_CHECKING:
     from unisono.tasks.task import Task
@@ -44,13 +44,17 @@ class NamedTask:
     directory: str = field(default_factory=os.getcwd)
 
     def load(self, others: Collection[str] = ()) -> Task:
-        """The task. `others` as for `bind`.
+        """The task. `others` as for `bind_arguments`.
 
         Raises:
             InvalidInput: no such task, file or function; an argument that it does not take; an error in it.
         """
         target = self.target()
-        made = target(**bind(target, self.arguments, others)) if _built_in(target) else self._call(target, others)
+        made = (
+            target(**bind_arguments(target, self.arguments, others))
+            if _built_in(target)
+            else self._call(target, others)
+        )
         from unisono.tasks.task import Task  # imports torch
 
         if not isinstance(made, Task):
@@ -106,7 +110,7 @@ class NamedTask:
                 raise InvalidInput(option(argument), self.arguments[argument], problem, "leave it out")
             return target
         with _Explained(self.name):
-            return target(**bind(target, self.arguments, others))
+            return target(**bind_arguments(target, self.arguments, others))
 
     def _module(self, place: str) -> ModuleType:
         if place.endswith(".py"):

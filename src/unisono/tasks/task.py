@@ -195,7 +195,7 @@ def with_data(task: Task) -> Task:
     return replace(task, **made)
 
 
-def call(model: Callable[..., Any], inputs: Any) -> Any:
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """`model` called with what `Task.inputs` returned."""
     if isinstance(inputs, tuple):
         return model(*inputs)

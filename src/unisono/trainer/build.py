@@ -20,8 +20,8 @@ from unisono.comm import Communicator
 from unisono.comm.process_groups import ProcessGroups
 from unisono.comm.text import gather_text
 from unisono.compress import Exact
-from unisono.config import Config, recovers
-from unisono.data import Loader, MicroBatchPlan, Shares, assign, most_ahead, seed_compute, stream
+from unisono.config import Config
+from unisono.data import Loader, MicroBatchAllocation, MicroBatchPlan, assign, most_ahead, seed_compute, stream
 from unisono.elastic.control_word import NUMBERS
 from unisono.elastic.recovery import Recovery, ReplicatedRecovery
 from unisono.elastic.session import Session, StaticSession
@@ -77,7 +77,7 @@ class DataFeed:
         self.mine = ranges[self.places.lane(rank)]  # of the first steps
         speakers = {self.places.lane(rank): rank for rank in reversed(range(size))}
         who = [speakers[lane] for lane in range(len(ranges))]
-        self.shares = Shares(ranges, self.places.lane(rank), who, most_ahead(config.load))
+        self.shares = MicroBatchAllocation(ranges, self.places.lane(rank), who, most_ahead(config.load))
         epochs = config.epochs or 1.0
         self.steps = config.steps or self.plan.steps_in(epochs)
         self.left_out = "" if config.steps else self.plan.left_out(epochs)  # in words
@@ -161,7 +161,7 @@ def _wholes(
     replica = places.along(rank, *AXES)
     group = [replica.index(other) for other in places.along(rank, *CUTTING)]
     lane = inside.channel("whole tensors")
-    return Wholes(task.optimizer, held.local, held.parts, lane, group, undo=recovers(config))
+    return Wholes(task.optimizer, held.local, held.parts, lane, group, undo=config.recovers_from_loss)
 
 
 def _check_offloaded(config: Config, places: RankMesh, device: torch.device) -> None:
@@ -215,7 +215,7 @@ def bind(
         micro_batches=feed.plan.micro_batches,
         reference=float(feed.plan.global_batch), clip=config.clip, overlap=config.overlap,
         extra=NUMBERS * comm.size, lazy=not config.compile, drops=drops(config),
-        repeats=recovers(config), awaits=state.snapshot is not None)  # fmt: skip
+        repeats=config.recovers_from_loss, awaits=state.snapshot is not None)  # fmt: skip
     with (
         contextlib.ExitStack() as undo
     ):  # a worker may be lost while lanes are opened, and the model is bound again then
@@ -243,7 +243,7 @@ def bind(
                 not any(getattr(here, axis) for axis in AXES if axis != "pipeline"))  # fmt: skip
         loader = feed.loader(state.progress.steps)
         guard = StepValidator(
-            replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.flawed,
+            replica, persistence, record, comm, samples=feed.plan.indices, flawed=loader.nonfinite_samples,
             worker_of=feed.shares.worker_of, name_of=session.worker_name, clips=config.clip is not None,
             compare_replicas_every=config.compare_replicas_every, places=feed.places.alike)  # fmt: skip
         made = trainer(

@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 
 from unisono.bad_steps import AnomalyDetector, Stop
 from unisono.checkpoint import (
-    Opened,
+    OpenedCheckpoint,
     Spec,
     TensorShard,
     Writer,
     compare,
-    decode_holding,
-    encode_holding,
-    holding,
+    decode_shards,
+    encode_shards,
     open_checkpoint,
+    shards_of,
 )
 from unisono.comm import Communicator
 from unisono.comm.text import broadcast_text, gather_text
@@ -70,7 +70,7 @@ class Checkpointer:
         *,
         judge: AnomalyDetector | None = None,
         beside: Mapping[str, Tensor] | None = None,
-        newest: Callable[[], Opened | None] = lambda: None,
+        newest: Callable[[], OpenedCheckpoint | None] = lambda: None,
     ) -> None:
         self._writer, self._model, self._optimizer, self._comm = writer, model, optimizer, comm
         self.every, self.meta = every, meta
@@ -140,7 +140,7 @@ class Checkpointer:
             self._take(done, still=True)
         self._conclude()
 
-    def resume(self, found: Opened | None) -> int:
+    def resume(self, found: OpenedCheckpoint | None) -> int:
         """Take over the state that worker 0 has `found` on all workers; returns the steps done so far. No memory is
         taken before what the checkpoint claims was compared with the model. Where a replica lies on several workers,
         each reads its own boxes.
@@ -192,7 +192,7 @@ class Checkpointer:
             self._replica.begin()
         return done
 
-    def _restore(self, found: Opened | None) -> int | None:
+    def _restore(self, found: OpenedCheckpoint | None) -> int | None:
         plan = json.loads(broadcast_text(self._comm, json.dumps(self._inventory(found, *self._everything()))))
         if not plan:
             return None
@@ -258,7 +258,7 @@ class Checkpointer:
 
     def _inventory(
         self,
-        found: Opened | None,
+        found: OpenedCheckpoint | None,
         here: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         buffers: Collection[str],
     ) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class Checkpointer:
         """Whether this worker has a part in the checkpoint's tensor `name`, which is a parameter's."""
         return self._parts is None or self._part(name) is not None or "/" not in name.partition("/")[2]
 
-    def _read(self, opened: Opened, name: str) -> Tensor:
+    def _read(self, opened: OpenedCheckpoint, name: str) -> Tensor:
         part = self._part(name)
         fits = part is not None and opened.specs[name].shape == part.shape
         return opened.read(name, part if fits else None)
@@ -319,8 +319,8 @@ class Checkpointer:
             part = self._part(name)
             if part is not None and tuple(tensor.shape) == part.size:
                 boxes[name] = part
-        told = gather_text(self._comm, encode_holding(holding(tensors, boxes)))
-        holders = [decode_holding(text) for text in told]
+        told = gather_text(self._comm, encode_shards(shards_of(tensors, boxes)))
+        holders = [decode_shards(text) for text in told]
         if holders != self._holders:
             self._holders = holders
         return self._holders
@@ -332,7 +332,7 @@ class Checkpointer:
         told = gather_text(self._comm, json.dumps(numbers))
         return {name: number for text in reversed(told) for name, number in json.loads(text).items()}
 
-    def _receive(self, found: Opened | None, name: str, like: Tensor) -> Tensor:
+    def _receive(self, found: OpenedCheckpoint | None, name: str, like: Tensor) -> Tensor:
         mine = found.read(name).to(like.device) if found else torch.empty_like(like.detach())
         return self._comm.broadcast(mine.contiguous()).wait()
 
@@ -387,7 +387,7 @@ class Checkpointer:
         self._pending = 0
 
 
-def history(found: Opened) -> Mapping[str, Any]:
+def history(found: OpenedCheckpoint) -> Mapping[str, Any]:
     """What the run that wrote a checkpoint said about itself; nothing where weights were made into a checkpoint."""
     meta = found.meta
     return {**meta, "config": current(meta["config"])} if isinstance(meta, Mapping) and "config" in meta else {}

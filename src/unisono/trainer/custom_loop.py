@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.config import Config
-from unisono.data import Loader, MicroBatchPlan, Turn
+from unisono.data import Loader, MicroBatchPlan, WorkItem
 from unisono.elastic.control_word import NUMBERS, ControlWord, decode, encode
 from unisono.elastic.loop_group import LoopGroup
 from unisono.elastic.recovery import receive
@@ -197,7 +197,7 @@ class CustomLoop:
 
     # ---- steps ----
 
-    def work_items(self, loader: Loader, mine: range, first: int, count: int) -> Iterator[Turn]:
+    def work_items(self, loader: Loader, mine: range, first: int, count: int) -> Iterator[WorkItem]:
         """The work items of this worker: those that it leases, else `mine` of each step from `first` to before `count`.
 
         Raises:
@@ -211,7 +211,7 @@ class CustomLoop:
                 yield from ((t, mine, loader.batches(t)) for t in range(first, count))
                 return
             self._leasing = True
-            yield from loader.turns(leased)
+            yield from loader.work_items(leased)
             self._leasing, first = False, replica.leased_until
             self.state.set_steps(first)
             if self._group.recovers and not self.lost:

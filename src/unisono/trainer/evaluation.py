@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from unisono.comm import Communicator
 from unisono.errors import InvalidInput
-from unisono.tasks.task import Evaluation, Task, build_dataset, call
+from unisono.tasks.task import Evaluation, Task, build_dataset, call_model
 from unisono.tensors.batch import Batch, samples_in
 
 
@@ -83,7 +83,7 @@ class Evaluator:
 def forward(task: Task, autocast: Callable[[], Any]) -> Callable[[Any, Batch], Any]:
     """``model -> batch -> output`` as `task` wants its model called."""
 
-    return within(autocast, lambda model, batch: call(model, task.inputs(batch)))
+    return within(autocast, lambda model, batch: call_model(model, task.inputs(batch)))
 
 
 def within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:

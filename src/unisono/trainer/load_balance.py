@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from unisono.data import Shares, Stock, slowness
+from unisono.data import MicroBatchAllocation, PaceHistory, slowness
 from unisono.observe import Recorder
 
 SLOW = 3.0  # times as long as the others, and a worker is named
@@ -45,7 +45,7 @@ class LoadBalancer:
         asked_to_leave: workers that are too slow for the user, the same on all of them.
     """
 
-    shares: Shares
+    shares: MicroBatchAllocation
     follow: RebalanceMode
     rank: int
     record: Recorder
@@ -57,7 +57,7 @@ class LoadBalancer:
     remove_slower_than: float | None = None
     pace: float = 0.0
     asked_to_leave: frozenset[int] = frozenset()
-    _stock: Stock = field(default_factory=Stock)
+    _stock: PaceHistory = field(default_factory=PaceHistory)
     _lagged: list[float] = field(default_factory=list)
     _named: set[int] = field(default_factory=set)
     _hinted: bool = False
@@ -79,12 +79,12 @@ class LoadBalancer:
         """After `done` steps, what all workers said. They said it during the last of these, of the one before."""
         if done < self.shares.settled_from + 2:
             return
-        seconds = self._stock.hear(paces, max(self.shares.counts)) if len(paces) > 1 else None
+        seconds = self._stock.add(paces, max(self.shares.counts)) if len(paces) > 1 else None
         if seconds is not None:
             self._take_stock(done, seconds)
 
     def _take_stock(self, done: int, seconds: Sequence[float]) -> None:
-        if self.follow is RebalanceMode.YES and self.shares.follow(done, seconds):
+        if self.follow is RebalanceMode.YES and self.shares.rebalance(done, seconds):
             self.record.event("shares", step=done, micro_batches=self.shares.counts, seconds=list(seconds))
         now = slowness(seconds)
         lasting = [min(before, after) for before, after in zip(self._lagged or [1.0] * len(now), now)]

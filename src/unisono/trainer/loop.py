@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from unisono.comm import Communicator
-from unisono.data import Loader, Turn, seed_compute, stream
+from unisono.data import Loader, WorkItem, seed_compute, stream
 from unisono.elastic.control_word import ControlWord, decode, encode
 from unisono.elastic.recovery import Recovery
 from unisono.elastic.session import Session
@@ -126,7 +126,7 @@ class Trainer:
                     self.session.committed()
                 if done <= t:  # the step was rolled back
                     self.done = done
-                    self.load_balancer.shares.go_back(done)
+                    self.load_balancer.shares.roll_back(done)
                     break
 
                 self.done = max(self.done, done)
@@ -184,7 +184,7 @@ class Trainer:
         """Whether all steps are taken, or all workers know that a worker was asked to stop or that the view ends."""
         return self.stopping or self.view_ending or self.done >= self.steps
 
-    def work_items(self) -> tuple[bool, Iterator[Turn]]:
+    def work_items(self) -> tuple[bool, Iterator[WorkItem]]:
         """Whether work is leased, and this worker's work items.
 
         Leased items end with the step before the next synchronization of all workers; else all steps are left.
@@ -194,7 +194,7 @@ class Trainer:
         if shares is None:
             mine = self.load_balancer.shares.mine
             return False, ((t, mine(t), self.loader.batches(t)) for t in range(self.done, self.steps))
-        return True, iter(self.tracker.each(Phase.COMMUNICATION, self.loader.turns(shares)))
+        return True, iter(self.tracker.each(Phase.COMMUNICATION, self.loader.work_items(shares)))
 
     def gather_control(self, dealt: int) -> None:
         """Collective: exchange control words, once the items that this worker has leased, of steps before `dealt`, are

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.checkpoint import Event, Opened, Writer, home, newest, verified
+from unisono.checkpoint import Event, OpenedCheckpoint, Writer, checkpoints_directory, newest, verified
 from unisono.checkpoint.directory import step_name
 from unisono.comm import Communicator
 from unisono.comm.text import broadcast_text, gather_text
@@ -80,7 +80,7 @@ def save(
         PeerLost: a worker is gone, and nothing was written.
     """
     done, life = state.progress.steps, broadcast_text(comm, secrets.token_hex(8))
-    path, writers = same_directory(comm, str(home(directory.absolute())), life)
+    path, writers = same_directory(comm, str(checkpoints_directory(directory.absolute())), life)
     meta = {
         "config": plan.config.mapping(),
         "samples": plan.samples,
@@ -103,7 +103,7 @@ def load(comm: Communicator, directory: Path, state: TrainingState, plan: Plan) 
         InvalidInput: the checkpoint is of another model, optimizer or compressor, or holds other things than are kept.
         CheckpointDamaged: there are checkpoints, and not one is sound.
     """
-    found = newest(home(directory.absolute()), LOG.warning, verified) if comm.rank == 0 else None
+    found = newest(checkpoints_directory(directory.absolute()), LOG.warning, verified) if comm.rank == 0 else None
     if comm.rank == 0 and found is None:
         LOG.info("there is no checkpoint in %s yet: starting from the beginning", directory)
     persistence = Checkpointer(None, state.model, state.optimizer, comm, 0, {"config": plan.config.mapping()})
@@ -166,11 +166,11 @@ def _told(event: Event) -> None:
     (LOG.warning if event.kind == "failed" else LOG.info)(event.words)
 
 
-def _told_by(found: Opened | None) -> Mapping[str, Any]:
+def _told_by(found: OpenedCheckpoint | None) -> Mapping[str, Any]:
     return history(found) if found is not None else {}
 
 
-def _kept(found: Opened | None) -> dict[str, Tensor]:
+def _kept(found: OpenedCheckpoint | None) -> dict[str, Tensor]:
     if found is None:
         return {}
     return {name.removeprefix(KEPT): found.read(name) for name in found.specs if name.startswith(KEPT)}

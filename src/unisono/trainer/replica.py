@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from unisono.bad_steps import UNFIT
+from unisono.bad_steps import NOT_REPRESENTABLE
 from unisono.checkpoint import digest
 from unisono.comm import Communicator, Work
 from unisono.comm.process_groups import ProcessGroups
@@ -56,7 +56,7 @@ class Replica:
         lazy: whether weights may arrive during the forward pass, module by module, if the synchronizer can do so. No
             effect in the user's own loop, which may read weights at any time.
         drops: whether steps may be dropped. A gradient that the compressor cannot represent then sets the loss of its
-            micro-batch to `UNFIT` instead of raising an error.
+            micro-batch to `NOT_REPRESENTABLE` instead of raising an error.
         repeats: whether a step is computed again after a worker was lost in it.
         awaits: whether a group of one may grow: it then goes through the synchronizer as any other group.
     """
@@ -386,7 +386,7 @@ class Replica:
                 raise
             LOG.warning("micro-batch %d, %s", self._micro_batch, error)
             # Control words are sent when all gradients are through.
-            self._control[self._micro_batch] = self._said[self._micro_batch] = UNFIT
+            self._control[self._micro_batch] = self._said[self._micro_batch] = NOT_REPRESENTABLE
         except CommunicationError as error:
             if self._listener is None:
                 raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unisono.bad_steps import AnomalyDetector, Bad, ReplicaMismatch, RollBack, Skip, Stop, compare
+from unisono.bad_steps import AnomalyDetector, Bad, ReplicaMismatch, RollBack, Skip, Stop, find_mismatch
 from unisono.comm import Communicator
 from unisono.elastic.control_word import decode
 from unisono.errors import Diverged
@@ -83,9 +83,9 @@ class StepValidator:
         if t in self.judge.skipped:
             step.drop()
             return False, t + 1
-        bad = self.judge.look(t, step.losses, step.loss, lambda: self._norm(step))
+        bad = self.judge.inspect(t, step.losses, step.loss, lambda: self._norm(step))
         if bad is None:
-            self.judge.counts(step.loss)
+            self.judge.record_good(step.loss)
             return True, t + 1
         if not bad.micro_batches:
             bad = replace(bad, micro_batches=tuple(steep(t)))
@@ -124,7 +124,7 @@ class StepValidator:
             )
         step.drop()
         back = self.persistence.roll_back() if isinstance(policy, RollBack) else None
-        self.judge.found(bad.step)
+        self.judge.record_bad(bad.step)
         self.judge.skip([bad.step])
         if back is not None and isinstance(policy, RollBack):
             self.judge.skip(range(max(back, bad.step - policy.before), bad.step))
@@ -156,7 +156,7 @@ class StepValidator:
 
     def _different(self, digests: Sequence[float]) -> Different:
         """The places at which not all replicas are alike."""
-        found = [(ranks, compare({rank: digests[rank] for rank in ranks})) for ranks in self.places]
+        found = [(ranks, find_mismatch({rank: digests[rank] for rank in ranks})) for ranks in self.places]
         return [(ranks, split) for ranks, split in found if split is not None]
 
     def _heal(self, t: int, different: Different) -> int:
@@ -189,7 +189,7 @@ class StepValidator:
                 f"{words}; a memory is damaged, or workers compute different bits: go on from the last checkpoint with "
                 "--resume, and watch these workers"
             )
-        self.judge.found(t)
+        self.judge.record_bad(t)
         return f"{words}: going back to the checkpoint of step {back}", back
 
 

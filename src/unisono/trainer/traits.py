@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.config import IDENTITY, Config
-from unisono.data.content_sample import sample_of, written
+from unisono.data.content_sample import encode, sample_of
 from unisono.elastic.agreement import shown
 from unisono.elastic.model_state import weights_of
 from unisono.elastic.trait_check import CODE, DATA, Traits
@@ -48,7 +48,7 @@ def of_script() -> Traits:
 def of_data(dataset: Any) -> Traits:
     """Of a dataset's length, of some of its items, and of the user's file that defines it."""
     items = sample_of(dataset)
-    content = {DATA: written(items)} if items else {}
+    content = {DATA: encode(items)} if items else {}
     return {**_code([type(dataset)]), **_length("samples", dataset), **content}
 
 

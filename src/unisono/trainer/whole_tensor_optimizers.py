@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint import Spec, TensorShard, decode_holding, encode_holding, share_out
+from unisono.checkpoint import Spec, TensorShard, decode_shards, encode_shards, plan_replicated_writes
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic.transfer import Route
@@ -47,7 +47,7 @@ class Wholes:
         self._parameters = {name: p for name, p in local.named_parameters() if p.requires_grad}
         self._undo = undo
         mine = {name: TensorShard(p.dtype, parts[name]) for name, p in self._parameters.items()}
-        told = [decode_holding(text) for text in gather_text(comm, encode_holding(mine))]
+        told = [decode_shards(text) for text in gather_text(comm, encode_shards(mine))]
         held = [told[rank] if rank in group else {} for rank in range(comm.size)]
         cut = {name: each.whole for here in held for name, each in here.items() if not each.box.is_whole}
         owned = owners(cut, group)
@@ -127,4 +127,4 @@ class Wholes:
 
 def owners(cut: Mapping[str, Spec], group: Sequence[int]) -> dict[int, list[str]]:
     """Which of `group`, all of whom hold parts of the tensors `cut`, owns which of these."""
-    return dict(zip(group, share_out({name: whole.nbytes for name, whole in cut.items()}, len(group))))
+    return dict(zip(group, plan_replicated_writes({name: whole.nbytes for name, whole in cut.items()}, len(group))))

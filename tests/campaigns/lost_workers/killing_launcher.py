@@ -106,19 +106,19 @@ class Raiding(ProcessMonitor):
         self._news, self._begun = threading.Condition(), 0
         threading.Thread(target=self._raid, daemon=True).start()
 
-    def began(self, worker: str, pid: int) -> None:
+    def process_started(self, worker: str, pid: int) -> None:
         """See `ProcessMonitor`."""
-        super().began(worker, pid)
+        super().process_started(worker, pid)
         with self._news:
             self._there[worker] = pid
             self._begun += 1
             self._news.notify_all()
 
-    def ended(self, worker: str) -> None:
+    def process_exited(self, worker: str) -> None:
         """See `ProcessMonitor`."""
         with self._news:
             self._there.pop(worker, None)
-        super().ended(worker)
+        super().process_exited(worker)
 
     def _raid(self) -> None:
         run = Path(self.plan.run)

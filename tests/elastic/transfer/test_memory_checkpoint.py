@@ -17,8 +17,8 @@ from torch import Tensor
 from tests.support.processes import start
 from unisono.checkpoint import Box, TensorShard
 from unisono.comm import Abort, Communicator, Rendezvous, for_attempt, simulate
-from unisono.elastic.transfer import LocalTensors, MemoryCheckpoints, hand_over, newest
-from unisono.elastic.transfer.buddies import keepers
+from unisono.elastic.transfer import LocalTensors, MemoryCheckpoints, newest, transfer_tensors
+from unisono.elastic.transfer.buddies import buddies
 from unisono.errors import PeerLost, StateMissing
 
 SHAPE, ROWS = (12, 50), 12
@@ -26,11 +26,11 @@ SHAPE, ROWS = (12, 50), 12
 
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=30))
 def test_everybody_keeps_one_copy_of_another_host_where_there_is_room(hosts: list[str]) -> None:
-    chosen, n = keepers(hosts), len(hosts)
+    chosen, n = buddies(hosts), len(hosts)
     assert sorted(chosen) == list(range(n))
-    assert n == 1 or all(keeper != rank for rank, keeper in enumerate(chosen))
+    assert n == 1 or all(buddy != rank for rank, buddy in enumerate(chosen))
     largest = max(Counter(hosts).values())
-    beside = sum(hosts[rank] == hosts[keeper] for rank, keeper in enumerate(chosen))
+    beside = sum(hosts[rank] == hosts[buddy] for rank, buddy in enumerate(chosen))
     assert beside == max(0, 2 * largest - n)
 
 
@@ -69,7 +69,7 @@ def take(comm: Communicator, left: list[MemoryCheckpoints]) -> tuple[int | None,
     assert step is not None
     here = [kept.held for kept in copies.at(step)] if copies else []
     wanted = {} if copies else {"weight": TensorShard(torch.float32, Box.whole(SHAPE))}
-    return step, hand_over(comm, here, wanted).get("weight", torch.empty(0))
+    return step, transfer_tensors(comm, here, wanted).get("weight", torch.empty(0))
 
 
 def lost_at(polls: list[int], lost: int) -> tuple[int, Tensor]:
@@ -78,9 +78,9 @@ def lost_at(polls: list[int], lost: int) -> tuple[int, Tensor]:
     for rank, copies in enumerate(all_):
         for step in copies.steps():
             own, kept = copies.at(step)
-            assert (own.owner, kept.owner) == (rank, copies.ward)
+            assert (own.owner, kept.owner) == (rank, copies.owner)
             assert own.meta == {"step": step, "rank": rank}
-            assert kept.meta == {"step": step, "rank": copies.ward}
+            assert kept.meta == {"step": step, "rank": copies.owner}
     left = [copies for rank, copies in enumerate(all_) if rank != lost]
     *_, (step, found) = simulate(len(polls), take, left)
     assert step is not None
@@ -141,7 +141,7 @@ def neighbours_lost(comm: Communicator, left: list[MemoryCheckpoints]) -> str:
 
 def test_who_is_lost_with_their_keeper_is_missed_by_name() -> None:
     left = simulate(4, keep, [PLENTY] * 4)
-    lost = {0, left[0].keeper}
+    lost = {0, left[0].buddy}
     texts = simulate(3, neighbours_lost, [copies for rank, copies in enumerate(left) if rank not in lost])
     assert texts == ["no worker has weight [0:3, 0:50] of [12, 50]"] * 3
 
@@ -167,7 +167,7 @@ def go_on(rank: int, size: int, kind: str, hosts: str, url: str) -> Any:
     again = Rendezvous(rank, hosts[:2], for_attempt(url, 2), kind, device, 60.0).connect(range(2))
     step = newest(again, copies)
     assert step is not None
-    found = hand_over(
+    found = transfer_tensors(
         again, [kept.held for kept in copies.at(step)], {"weight": TensorShard(torch.float32, Box.whole(SHAPE))}
     )
     again.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.processes import run
 from unisono.checkpoint import Box, TensorShard
 from unisono.comm import Communicator, Rendezvous, simulate
-from unisono.elastic.transfer import LocalTensors, digest, hand_over
+from unisono.elastic.transfer import LocalTensors, digest, transfer_tensors
 from unisono.errors import StateDamaged, StateMissing
 
 STATE: dict[str, Tensor] = {
@@ -25,7 +25,7 @@ STATE: dict[str, Tensor] = {
 
 
 def whole(state: dict[str, Tensor]) -> dict[str, TensorShard]:
-    return LocalTensors(state).holding
+    return LocalTensors(state).shards
 
 
 def rows(worker: int, of: int) -> dict[str, Box]:
@@ -53,7 +53,9 @@ def good(found: dict[str, Tensor], expected: LocalTensors) -> bool:
 def newcomers(comm: Communicator, round_bytes: int) -> bool:
     """The last two have nothing, all others everything."""
     new = comm.rank >= comm.size - 2
-    found = hand_over(comm, [] if new else [LocalTensors(STATE)], whole(STATE) if new else {}, round_bytes=round_bytes)
+    found = transfer_tensors(
+        comm, [] if new else [LocalTensors(STATE)], whole(STATE) if new else {}, round_bytes=round_bytes
+    )
     return good(found, LocalTensors(STATE if new else {}))
 
 
@@ -66,7 +68,7 @@ def replacement(comm: Communicator) -> bool:
     """Two replicas over three workers each; worker 4 is new, and takes the place of worker 1's like."""
     mine = shard(comm.rank % 3, 3)
     new = comm.rank == 4
-    found = hand_over(comm, [] if new else [mine], mine.holding if new else {}, hosts=list("aaabbb"))
+    found = transfer_tensors(comm, [] if new else [mine], mine.shards if new else {}, hosts=list("aaabbb"))
     return good(found, mine if new else LocalTensors({}))
 
 
@@ -78,7 +80,7 @@ def relaid(comm: Communicator) -> bool:
     """What lay on two workers is to lie on four, and what lay in one part and a kept copy too."""
     here = [shard(comm.rank, 2)] if comm.rank < 2 else []
     mine = shard(comm.rank, comm.size)
-    return good(hand_over(comm, here, mine.holding), mine)
+    return good(transfer_tensors(comm, here, mine.shards), mine)
 
 
 def test_state_is_cut_anew() -> None:
@@ -88,7 +90,7 @@ def test_state_is_cut_anew() -> None:
 def copies(comm: Communicator) -> bool:
     """Of three parts one is lost; a survivor has its own and a copy of the lost one."""
     here = [[shard(0, 3)], [shard(1, 3), shard(2, 3)]][comm.rank]
-    return good(hand_over(comm, here, whole(STATE)), LocalTensors(STATE))
+    return good(transfer_tensors(comm, here, whole(STATE)), LocalTensors(STATE))
 
 
 def test_kept_copies_are_as_good() -> None:
@@ -98,7 +100,7 @@ def test_kept_copies_are_as_good() -> None:
 def lacking(comm: Communicator) -> Any:
     here = [shard(comm.rank, 3)] if comm.rank < 2 else []
     with pytest.raises(StateMissing) as caught:
-        hand_over(comm, here, whole(STATE) if comm.rank == 2 else {})
+        transfer_tensors(comm, here, whole(STATE) if comm.rank == 2 else {})
     return caught.value.missing
 
 
@@ -131,7 +133,9 @@ class Lying:
 def damaged(comm: Communicator) -> str:
     new = comm.rank == 2
     with pytest.raises(StateDamaged) as caught:
-        hand_over(Lying(comm), [] if new else [LocalTensors(STATE)], whole(STATE) if new else {}, round_bytes=100)
+        transfer_tensors(
+            Lying(comm), [] if new else [LocalTensors(STATE)], whole(STATE) if new else {}, round_bytes=100
+        )
     return str(caught.value)
 
 
@@ -167,7 +171,9 @@ def take(rank: int, size: int, kind: str, url: str) -> tuple[bool, int]:
     comm = Rendezvous(rank, ["h"] * size, url, kind, torch.device("cpu"), 60.0).connect(range(size))
     new = rank == size - 1
     before = comm.bytes_sent
-    found = hand_over(comm, [] if new else [LocalTensors(LARGE)], whole(LARGE) if new else {}, round_bytes=2 << 20)
+    found = transfer_tensors(
+        comm, [] if new else [LocalTensors(LARGE)], whole(LARGE) if new else {}, round_bytes=2 << 20
+    )
     sent = comm.bytes_sent - before
     comm.gather(torch.zeros(1)).wait()
     comm.close()

@@ -20,10 +20,10 @@ from tests.support.training_runs import HERE
 from unisono.errors import UnisonoError
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.launch.failure import Failure, first_cause
-from unisono.launch.process import age_seconds
-from unisono.launch.worker_main import _describe
+from unisono.launch.worker_main import failure_fields
 from unisono.run.spec import RunSpec
 from unisono.run.worker import run_worker
+from unisono.system.process import age_seconds
 from unisono.tasks.source import NamedTask
 
 PLANTED = "tests/end_to_end/faults/planted.py"
@@ -84,7 +84,7 @@ def _loop(rank: int, size: int, fault: str, meeting: str) -> dict[str, Any]:
     os.environ.update(WorkerIdentity(rank, size, rank, size, f"file://{meeting}/store", "unisono").environ())
     with pytest.raises(UnisonoError) as raised:
         loop(fault)
-    return _describe(raised.value)
+    return failure_fields(raised.value)
 
 
 def _worker(
@@ -102,5 +102,5 @@ def _worker(
         told["age_seconds"] = age_seconds()
     except BaseException as error:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        told["failure"] = _describe(error)
+        told["failure"] = failure_fields(error)
     return told

@@ -9,4 +9,4 @@ from unisono.elastic.transfer.memory_checkpoint import MemoryCheckpoint as Memor
 from unisono.elastic.transfer.memory_checkpoint import MemoryCheckpoints as MemoryCheckpoints
 from unisono.elastic.transfer.memory_checkpoint import newest as newest
 from unisono.elastic.transfer.route import Route as Route
-from unisono.elastic.transfer.transfer import hand_over as hand_over
+from unisono.elastic.transfer.transfer import transfer_tensors as transfer_tensors

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.ownership import Holding
+from unisono.checkpoint.ownership import ShardMap
 from unisono.comm import Communicator
 
 
@@ -18,7 +18,7 @@ def differing(digests: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def mean_of(
-    comm: Communicator, here: Mapping[str, Tensor], wanted: Holding, sources: Sequence[int]
+    comm: Communicator, here: Mapping[str, Tensor], wanted: ShardMap, sources: Sequence[int]
 ) -> dict[str, Tensor]:
     """The mean of what `sources` have under each name of `wanted`, in CPU memory; of whole numbers, what the first of
     them has. All call it alike, those who have none of it too, and get the same bits.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 
-def keepers(hosts: Sequence[str]) -> list[int]:
+def buddies(hosts: Sequence[str]) -> list[int]:
     """Who keeps the copy of each worker's state: each keeps one, nobody their own unless alone, and as few as possible
     that of a worker of the same host.
 

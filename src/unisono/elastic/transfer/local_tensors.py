@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.ownership import Holding, TensorShard, decode_holding, encode_holding, holding
+from unisono.checkpoint.ownership import ShardMap, TensorShard, decode_shards, encode_shards, shards_of
 from unisono.tensors.box import Box
 
 
@@ -27,13 +27,13 @@ class LocalTensors:
     boxes: Mapping[str, Box] = field(default_factory=dict)
 
     @cached_property
-    def holding(self) -> dict[str, TensorShard]:
+    def shards(self) -> dict[str, TensorShard]:
         """The same without the numbers. Raises `ValueError` where a tensor has not the size of its box."""
-        return holding(self.tensors, self.boxes)
+        return shards_of(self.tensors, self.boxes)
 
     def part(self, name: str, dtype: torch.dtype, box: Box) -> Tensor | None:
         """The numbers of that box, where they are here."""
-        piece = self.holding.get(name)
+        piece = self.shards.get(name)
         if piece is None or piece.dtype != dtype or piece.box.shape != box.shape or piece.box.overlap(box) != box:
             return None
         return self.tensors[name].detach()[box.slices(piece.box)]
@@ -43,17 +43,17 @@ class LocalTensors:
 class Inventory:
     """What one worker says to all: what it has, and what it wants."""
 
-    here: Sequence[Holding]
-    wants: Holding
+    here: Sequence[ShardMap]
+    wants: ShardMap
 
     def encode(self) -> str:
         """As JSON."""
-        return json.dumps([[encode_holding(each) for each in self.here], encode_holding(self.wants)])
+        return json.dumps([[encode_shards(each) for each in self.here], encode_shards(self.wants)])
 
     @staticmethod
     def decode(text: str) -> Inventory:
         """What `encode` wrote. Raises `ValueError` where it is anything else."""
         match json.loads(text):
             case [list(here), str(wants)] if all(isinstance(each, str) for each in here):
-                return Inventory([decode_holding(each) for each in here], decode_holding(wants))
+                return Inventory([decode_shards(each) for each in here], decode_shards(wants))
         raise ValueError("not what a worker says of its state")

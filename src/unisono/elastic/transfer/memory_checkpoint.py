@@ -2,7 +2,7 @@
 
 Each rank holds two versions of its own shard and two of its buddy's, of the same two steps: one that is complete on all
 ranks, and one in flight. So after a loss there is one step for which all surviving ranks hold the shards that they
-should hold. `hand_over` sends the shards of that step to the ranks that need them.
+should hold. `transfer_tensors` sends the shards of that step to the ranks that need them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from unisono.checkpoint.fingerprint import raw_bytes
-from unisono.checkpoint.ownership import Holding, decode_holding, encode_holding
+from unisono.checkpoint.ownership import ShardMap, decode_shards, encode_shards
 from unisono.comm import Communicator, Work
 from unisono.comm.text import gather_text, gather_text_steps
-from unisono.elastic.transfer.buddies import keepers
+from unisono.elastic.transfer.buddies import buddies
 from unisono.elastic.transfer.flat_buffer import bytes_like, image_bytes, read_image, write_image
 from unisono.elastic.transfer.local_tensors import LocalTensors
 
@@ -71,8 +71,8 @@ class MemoryCheckpoints:
         self, lane: Communicator, hosts: Sequence[str], *, background: bool = True, round_bytes: int = ROUND_BYTES
     ) -> None:
         self._lane, self._background, self._round_bytes = lane, background, round_bytes
-        chosen = keepers(hosts)
-        self.keeper, self.ward = chosen[lane.rank], chosen.index(lane.rank)
+        chosen = buddies(hosts)
+        self.buddy, self.owner = chosen[lane.rank], chosen.index(lane.rank)
         self._lock = threading.Lock()
         self._states: dict[int, _CopySlots] = {}
         self._spare: list[tuple[Tensor, Tensor]] = []
@@ -100,9 +100,9 @@ class MemoryCheckpoints:
         """
         self._finish()
         image, other = self._spare.pop() if self._spare else (None, None)
-        mine = bytes_like(image_bytes(held.holding), image)
+        mine = bytes_like(image_bytes(held.shards), image)
         write_image(held, mine)
-        own = MemoryCheckpoint(self._lane.rank, read_image(held.holding, mine), dict(meta or {}))
+        own = MemoryCheckpoint(self._lane.rank, read_image(held.shards, mine), dict(meta or {}))
         self._passing, self._work = self._pass(step, own, mine, other), None
         if self._background:
             self._thread = threading.Thread(target=self._drain, name="copies", daemon=True)
@@ -165,15 +165,15 @@ class MemoryCheckpoints:
 
     def _pass(self, step: int, own: MemoryCheckpoint, mine: Tensor, other: Tensor | None) -> _Passing:
         """Everybody's state to their keeper."""
-        lane, ward = self._lane, self.ward
-        said = yield from gather_text_steps(lane, json.dumps([encode_holding(own.held.holding), own.meta]))
+        lane, owner = self._lane, self.owner
+        said = yield from gather_text_steps(lane, json.dumps([encode_shards(own.held.shards), own.meta]))
         holdings, metas = zip(*map(_decode, said))
-        theirs = bytes_like(image_bytes(holdings[ward]), other)
+        theirs = bytes_like(image_bytes(holdings[owner]), other)
         yield from self._carry(mine, theirs, max(map(image_bytes, holdings)))
         digests = yield lane.gather(_digest(mine))
-        sound = torch.equal(digests[ward], _digest(theirs))
+        sound = torch.equal(digests[owner], _digest(theirs))
         if sound:
-            kept = MemoryCheckpoint(ward, read_image(holdings[ward], theirs), metas[ward])
+            kept = MemoryCheckpoint(owner, read_image(holdings[owner], theirs), metas[owner])
             with self._lock:
                 self._states[step] = _CopySlots((own, kept), (mine, theirs))
         everywhere = bool((yield lane.gather(torch.tensor([sound]))).all())
@@ -187,9 +187,9 @@ class MemoryCheckpoints:
         for begin in range(0, most_bytes, self._round_bytes):
             part = slice(begin, begin + self._round_bytes)
             leaving, coming = [nothing] * self._lane.size, [nothing] * self._lane.size
-            leaving[self.keeper] = mine[part].clone()  # what is handed in may be written to
-            coming[self.ward] = theirs[part]
-            theirs[part] = (yield self._lane.exchange(leaving, coming))[self.ward]
+            leaving[self.buddy] = mine[part].clone()  # what is handed in may be written to
+            coming[self.owner] = theirs[part]
+            theirs[part] = (yield self._lane.exchange(leaving, coming))[self.owner]
 
     def _settle(self, step: int, everywhere: bool) -> None:
         """Of two states one is needed no more: the former, where all have the new one; else the new one."""
@@ -206,10 +206,10 @@ def newest(comm: Communicator, copies: MemoryCheckpoints | None) -> int | None:
     return max(common, default=None)
 
 
-def _decode(text: str) -> tuple[Holding, dict[str, Any]]:
+def _decode(text: str) -> tuple[ShardMap, dict[str, Any]]:
     match json.loads(text):
         case [str(held), dict(meta)]:
-            return decode_holding(held), meta
+            return decode_shards(held), meta
     raise ValueError("not what a worker says of its state")
 
 

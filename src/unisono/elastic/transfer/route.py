@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.ownership import Holding
+from unisono.checkpoint.ownership import ShardMap
 from unisono.comm import Communicator
 from unisono.elastic.transfer.transfer_plan import Move, plan
 
@@ -23,7 +23,7 @@ class Route:
     """
 
     def __init__(
-        self, comm: Communicator, here: Sequence[Holding], wanted: Sequence[Holding], device: torch.device
+        self, comm: Communicator, here: Sequence[ShardMap], wanted: Sequence[ShardMap], device: torch.device
     ) -> None:
         moves, me, ranks = plan([[each] for each in here], wanted), comm.rank, range(comm.size)
         self._comm, self._device, self._here, self._wanted = comm, device, here[me], wanted[me]

@@ -9,7 +9,7 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from unisono.checkpoint.fingerprint import raw_bytes
-from unisono.checkpoint.ownership import Holding
+from unisono.checkpoint.ownership import ShardMap
 from unisono.comm import Communicator
 from unisono.comm.text import gather_text
 from unisono.elastic.transfer.local_tensors import Inventory, LocalTensors
@@ -22,10 +22,10 @@ _ALIGNMENT_BYTES = 16  # any dtype may begin there
 _DIGEST_BYTES = 16
 
 
-def hand_over(
+def transfer_tensors(
     comm: Communicator,
     here: Sequence[LocalTensors],
-    wanted: Holding,
+    wanted: ShardMap,
     hosts: Sequence[str] = (),
     round_bytes: int = ROUND_BYTES,
 ) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ def hand_over(
         StateDamaged: on all workers; names a tensor and its holder.
         PeerLost: a worker was lost meanwhile.
     """
-    texts = gather_text(comm, Inventory([each.holding for each in here], wanted).encode())
+    texts = gather_text(comm, Inventory([each.shards for each in here], wanted).encode())
     read = {text: Inventory.decode(text) for text in set(texts)}  # equals say the same
     everybody = [read[text] for text in texts]
     moves = plan([said.here for said in everybody], [said.wants for said in everybody], hosts)
@@ -68,7 +68,7 @@ def _exchange(
     comm: Communicator,
     moves: Sequence[Move],
     here: Sequence[LocalTensors],
-    wanted: Holding,
+    wanted: ShardMap,
     found: Mapping[str, Tensor],
 ) -> str:
     """One round; returns what is damaged of what came, if anything is."""
@@ -107,7 +107,7 @@ def _part(here: Sequence[LocalTensors], move: Move) -> Tensor:
     return next(part for held in here if (part := held.part(move.name, move.dtype, move.box)) is not None)
 
 
-def _place(found: Mapping[str, Tensor], wanted: Holding, move: Move, numbers: Tensor) -> None:
+def _place(found: Mapping[str, Tensor], wanted: ShardMap, move: Move, numbers: Tensor) -> None:
     found[move.name][move.box.slices(wanted[move.name].box)].copy_(numbers)
 
 

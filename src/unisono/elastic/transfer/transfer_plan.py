@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.ownership import Holding
+from unisono.checkpoint.ownership import ShardMap
 from unisono.checkpoint.safetensors_format import Spec
 from unisono.errors import StateMissing
 from unisono.tensors.box import Box, slabs, without
@@ -37,8 +37,8 @@ class Move:
 
 
 def plan(
-    here: Sequence[Sequence[Holding]],
-    wants: Sequence[Holding],
+    here: Sequence[Sequence[ShardMap]],
+    wants: Sequence[ShardMap],
     hosts: Sequence[str] = (),
     grain_bytes: int = GRAIN_BYTES,
 ) -> list[Move]:
@@ -95,7 +95,7 @@ def _largest_first(cell: _Wanted) -> tuple[Any, ...]:
     return -box.numel * dtype.itemsize, name, box, target
 
 
-def _holders(here: Sequence[Sequence[Holding]]) -> dict[tuple[str, Spec], dict[Box, list[int]]]:
+def _holders(here: Sequence[Sequence[ShardMap]]) -> dict[tuple[str, Spec], dict[Box, list[int]]]:
     """Who has which boxes of a tensor; one of another dtype or shape is another tensor."""
     found: dict[tuple[str, Spec], dict[Box, list[int]]] = {}
     for rank, holdings in enumerate(here):
@@ -108,7 +108,7 @@ def _holders(here: Sequence[Sequence[Holding]]) -> dict[tuple[str, Spec], dict[B
 
 
 def _wanted_cells(
-    holders: Mapping[tuple[str, Spec], Mapping[Box, Sequence[int]]], wants: Sequence[Holding]
+    holders: Mapping[tuple[str, Spec], Mapping[Box, Sequence[int]]], wants: Sequence[ShardMap]
 ) -> Iterator[_Wanted]:
     cut: dict[tuple[str, Spec, Box], _Cells] = {}  # equals want the same
     for target, wanted in enumerate(wants):

@@ -1,0 +1,1 @@
+"""Messages between workers: links, actors, compressors, simulation."""

@@ -1,0 +1,139 @@
+"""One of three workers freezes ten times: how soon the others go on each time, and how many steps they take.
+
+The worker, chosen by chance, is stopped by SIGSTOP for `--away` seconds, and again `--every` seconds after the last
+time, or later: once it has taken part in twenty further steps. So every freeze hits a member of the view. For each
+freeze, the longest time is measured that the others were without a new step while the worker was stopped. How far the
+weights have come in all is compared with what the workers present would have done: steps per second of three, and of
+two while one is stopped, as runs without any freeze show them in the same repeat. A worker that runs, but may not join
+again yet, counts as present.
+
+At the end, the weights themselves tell which samples are missing in them, or in them too often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.elasticity.failures import CALM, FEWER, KEPT, PATIENCE_SECONDS, calm, furthest
+from benchmarks.elasticity.killed_training import UNISONO, WARM_STEPS, WORKERS, Life, Training, started
+from benchmarks.harness import Claim, Spread, Verdict
+
+LATER = 1.5  # times what the first half of the freezes cost
+Figures = Mapping[str, Any]
+
+
+def held_seconds(others: Sequence[Life], at: float, until: float) -> float:
+    """The longest time without a new step of `others` that has a part between `at` and `until`.
+
+    Raises:
+        LookupError: there is no step after `until` yet.
+    """
+    steps = sorted(step.at for life in others for step in life.steps)
+    if not steps or steps[-1] < until:
+        raise LookupError("it is not over")
+    return max(after - max(before, at) for before, after in pairwise(steps) if after > at and before < until)
+
+
+def frozen(asked: argparse.Namespace) -> Figures:
+    """One run in which a worker freezes again and again."""
+    with started(UNISONO) as training:
+        training.until(training.complete, PATIENCE_SECONDS)
+        began = time.monotonic()
+        pid = random.Random(asked.seed).choice(training.present()).pid
+        held = [_freeze(training, pid, asked) for _ in range(asked.times)]
+        end = time.monotonic()
+        lives = training.lives()
+        steps, lacking, repeated = training.tally(PATIENCE_SECONDS)
+    useful = furthest(lives, end) - furthest(lives, began)
+    return {
+        "held_seconds": held,
+        "first_seconds": statistics.median(held[: len(held) // 2]),
+        "last_seconds": statistics.median(held[len(held) // 2 :]),
+        "useful_steps": useful,
+        "steps_per_second": useful / (end - began),
+        "stopped_share": asked.times * asked.away / (end - began),
+        "steps": steps,
+        "missing": lacking,
+        "repeated": repeated,
+    }
+
+
+def _freeze(training: Training, pid: int, asked: argparse.Namespace) -> float:
+    """Stops that worker once; afterwards it has come back, and the next time may begin."""
+    at = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(asked.away)
+    until = time.monotonic()
+    training.of(pid).resume()
+    others = [life.pid for life in training.present() if life.pid != pid]
+    held = training.until(lambda: held_seconds([training.of(o) for o in others], at, until), PATIENCE_SECONDS)
+    training.until(lambda: _steps_since(training.of(pid), until) >= WARM_STEPS, PATIENCE_SECONDS)
+    time.sleep(max(0.0, at + asked.every - time.monotonic()))
+    return float(held)
+
+
+def _steps_since(life: Life, at: float) -> int:
+    return sum(step.at > at for step in life.steps)
+
+
+def expected(found: Mapping[str, Sequence[Figures]]) -> list[float]:
+    """Steps per second of the workers that were present, repeat by repeat."""
+    rates = zip(*([each["steps_per_second"] for each in found[way]] for way in (CALM, FEWER)), strict=True)
+    shares = (each["stopped_share"] for each in found[UNISONO])
+    return [three * (1 - share) + two * share for (three, two), share in zip(rates, shares, strict=True)]
+
+
+def judged(found: Mapping[str, Sequence[Figures]]) -> list[Verdict]:
+    """The claims."""
+    of = lambda name: [each[name] for each in found[UNISONO]]
+    present = Claim("useful steps/s under freezes against those of the workers present", KEPT)
+    later = Claim("a freeze of the last half to the others' next step: s against the first half", LATER, at_least=False)
+    return [
+        Verdict(present, "undisturbed", "steps/s", of("steps_per_second"), expected(found)),
+        Verdict(later, "the first half", "s", of("last_seconds"), of("first_seconds")),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser(__doc__, repeats=1)
+    parser.add_argument("--times", type=int, default=10, help="that the worker freezes (10)")
+    parser.add_argument("--every", type=float, default=12.0, help="seconds between two freezes, or more (12)")
+    parser.add_argument("--away", type=float, default=4.0, help="seconds of each freeze (4)")
+    parser.add_argument("--calm", type=float, default=40.0, help="seconds of each run without any (40)")
+    parser.add_argument("--seed", type=int, default=0, help="of who freezes")
+    asked = parser.parse_args(arguments)
+    ways: dict[str, Callable[[], Figures]] = {
+        CALM: functools.partial(calm, WORKERS, asked.calm),
+        FEWER: functools.partial(calm, WORKERS - 1, asked.calm),
+        UNISONO: functools.partial(frozen, asked),
+    }
+    found = harness.interleave(ways, asked.repeats)
+    for way, each in found.items():
+        print(f"\n{way}")
+        for name, one in each[0].items():
+            if not isinstance(one, list):
+                print(f"  {name:16} {Spread.of([figures[name] for figures in each])}")
+    for each in found[UNISONO]:
+        print("  each freeze:", " ".join(f"{seconds:.2f}" for seconds in each["held_seconds"]))
+    spoilt = any(figures["missing"] or figures["repeated"] for figures in found[UNISONO])
+    sizes = {k: v for k, v in vars(asked).items() if k != "json"}
+    code = harness.conclude("freezes", judged(found), asked.json, sizes=sizes, figures=found)
+    print(f"no sample lost or repeated: {'FAIL' if spoilt else 'PASS'}")
+    return code or int(spoilt)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

@@ -1,0 +1,145 @@
+"""Seconds from the death of one of three workers to the survivors' next step; what is lost; when another is back.
+
+One of three workers is killed by SIGKILL, chosen by chance, between step 20 and 40 of its training. From then on is
+counted: the seconds until a further step is in the weights, in which the dead had no part; steps that were in the
+weights and had to be taken once more; the seconds until a process is there in its place, and from its start until that
+has its first step in the weights. At the end, the weights themselves tell which samples are missing in them, or in them
+too often (`scripts/sample_counting_model.py`).
+
+Peers in the same repeats: torchrun with restarts and a checkpoint each 20 steps, DDP on gloo; torchft, by hand.
+
+In a run of its own, a worker of ours is frozen (SIGSTOP): the seconds until another says that it has noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import random
+import re
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.elasticity.killed_training import (
+    TORCHFT,
+    TORCHRUN,
+    UNISONO,
+    WORKERS,
+    Training,
+    recovery,
+    started,
+    usual_seconds,
+)
+from benchmarks.harness import Claim, Spread, Verdict
+
+FROZEN = "unisono, frozen"
+NEXT_SECONDS, BORN_SECONDS, BACK_SECONDS = 0.5, 3.0, 1.0
+PATIENCE_SECONDS = 120.0
+FIRST, LAST = 20, 40  # steps, between which somebody is killed
+Figures = Mapping[str, Any]
+
+
+def killed(way: str, chances: random.Random, torchft: str) -> Figures:
+    """One run in which one is killed."""
+    after = chances.randint(FIRST, LAST)
+    with started(way, torchft=torchft) as training:
+        training.until(lambda: training.complete(after), PATIENCE_SECONDS)
+        dead, at = training.do(signal.SIGKILL, chances)
+        found = training.until(lambda: recovery(training.lives(), dead, at), PATIENCE_SECONDS)
+        training.until(lambda: training.complete(5), PATIENCE_SECONDS)
+        steps, missing, repeated = training.tally()
+        usual = statistics.median(usual_seconds(life) for life in training.lives() if len(life.steps) > FIRST // 2)
+    return {**vars(found), "after": after, "step_seconds": usual, "steps": steps, "missing": missing,
+            "repeated": repeated}  # fmt: skip
+
+
+def frozen(chances: random.Random) -> Figures:
+    """One run of ours in which one is frozen, and later goes on."""
+    with started(UNISONO) as training:
+        training.until(lambda: training.complete(chances.randint(FIRST, LAST)), PATIENCE_SECONDS)
+        usual = statistics.median(usual_seconds(life) for life in training.present())
+        today = time.time()
+        life, at = training.do(signal.SIGSTOP, chances)
+        noticed = training.until(lambda: _said(training, today), PATIENCE_SECONDS) - today
+        others = [each for each in training.present() if each is not life]
+        again = training.until(
+            lambda: [s.at - at for other in others for s in training.of(other.pid).steps if s.at - at > noticed],
+            PATIENCE_SECONDS,
+        )
+        life.resume()
+        training.until(lambda: training.of(life.pid).steps[-1].at > at + min(again), PATIENCE_SECONDS)
+        steps, missing, repeated = training.tally()
+    return {"noticed_seconds": noticed, "target_seconds": 3 * usual + 1, "next_seconds": min(again),
+            "step_seconds": usual, "steps": steps, "missing": missing, "repeated": repeated}  # fmt: skip
+
+
+def _said(training: Training, since: float) -> float | None:
+    """When the first worker said that its view is over, after that time of day."""
+    said = re.compile(r"^(\S+ \S+),(\d+) \w+ view \d+ is over", re.M)
+    found = (match for log in training.folder.glob("run/logs/worker-*.log") for match in said.finditer(log.read_text()))
+    times = (datetime.fromisoformat(match[1]).timestamp() + int(match[2]) / 1000 for match in found)
+    return min((each for each in times if each >= since), default=None)
+
+
+def ways(asked: argparse.Namespace) -> dict[str, Callable[[], Figures]]:
+    """All that is done in a repeat."""
+    dice = functools.partial(random.Random, asked.seed)  # the same for each
+    peers = (TORCHRUN, TORCHFT) if asked.torchft else (TORCHRUN,)
+    found = {way: functools.partial(killed, way, dice(), asked.torchft) for way in (UNISONO, *peers)}
+    return {**found, FROZEN: functools.partial(frozen, dice())}
+
+
+def judged(found: Mapping[str, Sequence[Figures]]) -> list[Verdict]:
+    """The claims: against the targets, and against the peers."""
+    of = lambda way, name: [each[name] for each in found[way]]
+    targets = (
+        ("a death to the survivors' next step: s", of(UNISONO, "next_seconds"), NEXT_SECONDS),
+        ("a death to another process: s", of(UNISONO, "born_seconds"), BORN_SECONDS),
+        ("that process to its first step in the group: s", of(UNISONO, "ready_seconds"), BACK_SECONDS),
+    )
+    made = [
+        Verdict(Claim(text, 1.0, at_least=False), "the target", "s", ours, [target] * len(ours))
+        for text, ours, target in targets
+    ]
+    noticed, limit = of(FROZEN, "noticed_seconds"), of(FROZEN, "target_seconds")
+    made.append(Verdict(Claim("a freeze to who notices it: s against 3 steps + 1 s", 1.0, at_least=False),
+                        "the target", "s", noticed, limit))  # fmt: skip
+    for peer in (TORCHRUN, TORCHFT):
+        if peer in found:
+            claim = Claim(f"a death to the next step: s against {peer}", 1.0, at_least=False)
+            made.append(Verdict(claim, peer, "s", of(UNISONO, "next_seconds"), of(peer, "next_seconds")))
+    return made
+
+
+def told(found: Mapping[str, Sequence[Figures]]) -> None:
+    """All figures of each way."""
+    for way, each in found.items():
+        print(f"\n{way}")
+        for name in each[0]:
+            print(f"  {name:16} {Spread.of([figures[name] for figures in each])}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser(__doc__, repeats=5)
+    parser.add_argument("--seed", type=int, default=0, help="of who is killed, and when")
+    parser.add_argument("--torchft", default="", metavar="DIR", help="where torchft is installed; else it is left out")
+    asked = parser.parse_args(arguments)
+    found = harness.interleave(ways(asked), asked.repeats)
+    told(found)
+    lost = [figures["missing"] + figures["repeated"] for way in (UNISONO, FROZEN) for figures in found[way]]
+    lost += [figures["steps_lost"] for figures in found[UNISONO]]
+    code = harness.conclude("recovery", judged(found), asked.json, seed=asked.seed, workers=WORKERS, figures=found)
+    print(f"no step, no sample lost or repeated: {'FAIL' if any(lost) else 'PASS'}")
+    return code or int(any(lost))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

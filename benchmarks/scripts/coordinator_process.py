@@ -1,0 +1,33 @@
+"""A coordinator by itself, as a launcher starts it, for `workers` workers; says where it is, and ends with its input.
+
+Run by `benchmarks.elasticity.coordinator`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from unisono.membership.endpoint import Endpoint
+from unisono.membership.protocol import Policy
+from unisono.membership.server.http_server import CoordinatorServer
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workers", type=int)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        policy = Policy(minimum=1, expected=asked.workers, maximum=2 * asked.workers, patience_seconds=120.0)
+        serving = CoordinatorServer(Endpoint(), policy, Path(folder, "state"), os.environ["UNISONO_TOKEN"])
+
+        def until_told() -> None:
+            sys.stdin.read()
+            serving.stop()
+
+        threading.Thread(target=until_told, daemon=True).start()
+        print(serving.url, flush=True)
+        serving.run()

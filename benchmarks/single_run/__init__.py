@@ -1,0 +1,1 @@
+"""One run by itself: time and memory."""
