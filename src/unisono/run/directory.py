@@ -123,7 +123,7 @@ def _clear(path: Path) -> None:
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """WorkItem a refusal of the file system into `InvalidInput`."""
+    """Turn a refusal of the file system into `InvalidInput`."""
     try:
         yield
     except OSError as error:
