@@ -421,7 +421,7 @@ class _CustomLoop:
         self._held = 0  # steps that count
         self._left = True
         # With nobody to agree with and nothing to round, autograd's own gradients are the mean.
-        keeps = all(options["compress"].keeps(p.dtype) for p in model.parameters() if p.requires_grad)
+        keeps = all(options["compress"].is_lossless(p.dtype) for p in model.parameters() if p.requires_grad)
         self._alone = company.size == 1 and keeps
         self._plain_step, self._own = optimizer.step, optimizer.__dict__.get("step")
 

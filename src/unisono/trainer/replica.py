@@ -22,7 +22,7 @@ from unisono.compress import Compressor
 from unisono.elastic.model_state import state_of, weights_of
 from unisono.errors import CommunicationError, InvalidInput
 from unisono.layout import LocalModel
-from unisono.sync import BoundSynchronizer, LocalGradients, Loop, PendingUpdate, Share, Synchronizer
+from unisono.sync import BoundSynchronizer, LocalGradients, Loop, PendingUpdate, Synchronizer, WorkItem
 from unisono.sync.flat_weights import relative
 from unisono.tasks.checks import check_optimizer
 from unisono.trainer.buffer_sync import BufferSync
@@ -89,7 +89,7 @@ class Replica:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         compress = compress.for_sums_of(micro_batches)
         self._sync: BoundSynchronizer
-        if comm.size == 1 and not awaits and all(compress.keeps(p.dtype) for p in parameters.values()):
+        if comm.size == 1 and not awaits and all(compress.is_lossless(p.dtype) for p in parameters.values()):
             self._sync = LocalGradients(parameters)  # with nobody to agree with and nothing to round
         else:
             loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, self.held.sparse, awaits,
@@ -100,7 +100,7 @@ class Replica:
         self._weighted = self._local or self._wires.is_sharded
         self._comm = comm.channel("meeting")
         chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
-        self.has_residuals = comm.size > 1 and not all(each.adds_up and not each.owes for each in chosen)
+        self.has_residuals = comm.size > 1 and not all(each.is_additive and not each.keeps_residual for each in chosen)
         self.finite = all(each.finite for each in chosen) and not self._local
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
@@ -147,7 +147,7 @@ class Replica:
         """Whether replicas are equal after every step."""
         return self._sync.synchronous
 
-    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[WorkItem] | None:
         """See `BoundSynchronizer.work_items`."""
         return self._sync.work_items(first, until, stop)
 
