@@ -223,6 +223,12 @@ def shell_lines(page: Path) -> Iterator[str]:
                 yield line.split("  #")[0].removeprefix("$ ").strip()
 
 
+def runs(module: str) -> bool:
+    """Whether ``python -m`` finds that module."""
+    path = ROOT / module.replace(".", "/")
+    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_command_that_a_page_names_exists(page: Path) -> None:
     """Of what is executed as well as of what is not."""
@@ -242,8 +248,8 @@ def test_a_command_that_a_page_names_exists(page: Path) -> None:
             unknown += [f"{line}: {option}" for option in given if not re.search(rf"{option}\b", known)]
         unknown += [
             line
-            for module in re.findall(r"-m (benchmarks[\w.]*)", line)
-            if not list(ROOT.glob(module.replace(".", "/") + "*"))
+            for module in re.findall(r"-m ((?:benchmarks|tests)[\w.]*)", line)
+            if not runs(module)
         ]
     assert unknown == []
 
