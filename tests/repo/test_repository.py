@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from benchmarks.__main__ import modules as benchmarks
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "unisono"
