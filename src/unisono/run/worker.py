@@ -44,7 +44,7 @@ from unisono.elastic.trait_check import Traits
 from unisono.errors import CheckpointDamaged, CheckpointMismatch, CommunicationError, Diverged, InvalidInput, RunFailed
 from unisono.launch import WorkerContext, claim_identity
 from unisono.launch.lock import Holder, hold_lock
-from unisono.layout import AXES, SIDE_BY_SIDE, LocalModel, RankMesh, WholeTensors
+from unisono.layout import AXES, DATA_AXES, LocalModel, RankMesh, WholeTensors
 from unisono.membership import View
 from unisono.notation import show
 from unisono.observe import NullRecorder, ProgressReporter, Recorder, RunRecorder, ThreadTracker, in_words, write_config
@@ -391,8 +391,8 @@ def _wires(
         comm,
         dp_replicate=meeting.connect(places.along(rank, "replica"), "dp_replicate"),
         model=meeting.connect(places.along(rank, *AXES), "model"),
-        batch=meeting.connect(places.along(rank, "replica", *SIDE_BY_SIDE), "batch"),
-        dp_shard=meeting.connect(places.along(rank, *SIDE_BY_SIDE), "dp_shard"),
+        batch=meeting.connect(places.along(rank, "replica", *DATA_AXES), "batch"),
+        dp_shard=meeting.connect(places.along(rank, *DATA_AXES), "dp_shard"),
         reports_loss=here.tensor == 0,
         reports_weight=here.tensor == here.context == here.pipeline == 0,
         torch=world,
@@ -401,9 +401,9 @@ def _wires(
 
 
 def _mesh(places: RankMesh, device: torch.device) -> Any:
-    from unisono.layout.parallelize import mesh_of  # imports more of torch than others need
+    from unisono.layout.parallelize import device_mesh  # imports more of torch than others need
 
-    return mesh_of(places, device.type)
+    return device_mesh(places, device.type)
 
 
 def _hash(trainer: Trainer, path: Path, steps: int) -> str:

@@ -128,7 +128,7 @@ class Replica:
             ):
                 self._asking = LazyParameters(model, self._names, self._awaited)
             as_they_come = not self._local and self.held.pipeline is None
-            come = parameters.keys() - self.held.gathering.late if as_they_come else ()
+            come = parameters.keys() - self.held.unsharding.late if as_they_come else ()
             self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if name in come]
             undo.pop_all()
 
@@ -223,7 +223,7 @@ class Replica:
 
     def end_forward(self, loss: float = 0.0, *, last: bool, extra: list[float] | None = None) -> None:
         """After the forward pass and before backward. `last`: no further micro-batch of this worker in this step."""
-        self.held.gathering.backward(last)
+        self.held.unsharding.backward(last)
         self._control[self._micro_batch] = loss
         if self.held.pipeline is None:
             self.after(self._micro_batch)
@@ -264,7 +264,7 @@ class Replica:
         """The backward pass of the micro-batch's mean `loss`, a scalar."""
         share = self.loss_scale(self._weight)
         weighted = loss * share if self._weighted and share != 1.0 else loss
-        self.held.gathering.joined(weighted).backward()
+        self.held.unsharding.connect(weighted).backward()
 
     def loss_scale(self, weight: float) -> float:
         """The factor of the loss of a micro-batch with that weight, so that gradients add up to the mean."""
@@ -283,7 +283,7 @@ class Replica:
         if self._failed is not None:
             raise self._failed
         if not self._local:
-            self._unused = self.held.gathering.finish()
+            self._unused = self.held.unsharding.finish()
             self._take_what_lies_there()
             for name, gradient in self._late.items():
                 self._arrived(name, gradient)
@@ -296,7 +296,7 @@ class Replica:
         """The 2-norm of `change` over all of the replica's parameters."""
         if not self._wires.is_sharded:
             return change.norm()
-        square = torch.tensor([change.norm(self.held.elsewhere) ** 2], dtype=torch.float64)
+        square = torch.tensor([change.norm(self.held.counted_elsewhere) ** 2], dtype=torch.float64)
         return math.sqrt(float(self._wires.model.sum(square).wait()))
 
     @property
@@ -361,7 +361,7 @@ class Replica:
         return InvalidInput("optimizer", name, problem, "unfreeze or add it before world.bind")
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
-        if self._unused is None and (name in self._late or not self.held.gathering.used(name)):
+        if self._unused is None and (name in self._late or not self.held.unsharding.used(name)):
             self._late[name] = self._late[name] + gradient if name in self._late else gradient
             return
         if self._unused and name in self._unused:
