@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unisono.errors import InvalidInput
 from unisono.layout.context import SequenceSplit, attending, hide_padding, sequence_length, take_part, verify_sample
-from unisono.layout.context.group import PendingTensor
+from unisono.layout.context.group import PendingTensor, Received
 from unisono.layout.deferred import record
 from unisono.layout.expert import check_divides, derive, stub_mixtures
 from unisono.layout.expert.find_experts import expert_count, find_mixtures
@@ -159,14 +159,4 @@ class _IdenticalPeers:
         return mine.expand(self.size, *mine.shape)
 
     def ring_shift(self, mine: Tensor) -> PendingTensor:
-        return _There(mine)
-
-
-@dataclass(frozen=True)
-class _There:
-    """What came is what was sent."""
-
-    tensor: Tensor
-
-    def wait(self) -> Tensor:
-        return self.tensor
+        return Received(mine)

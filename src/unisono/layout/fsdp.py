@@ -176,24 +176,20 @@ class FsdpUnsharding:
         self.late = frozenset(name for name, *_ in self._late)
 
     def connect(self, loss: Tensor) -> Tensor:
-        """See `Unsharding`."""
         for aligned in self._passes:
             loss = aligned.connect(loss)
         return loss
 
     def backward(self, last: bool) -> None:
-        """See `Unsharding`."""
         if self._once:
             for model in self._models:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
 
     def used(self, name: str) -> bool:
-        """See `Unsharding`."""
         return name not in self._known or any(name in each.used for each in self._gradients)
 
     def finish(self) -> frozenset[str]:
-        """See `Unsharding`."""
         whole = [p for p in (_parameter(*place) for place in self._late) if p.grad is not None]
         if not whole and not self._varying:
             return frozenset()
@@ -213,7 +209,6 @@ class FsdpUnsharding:
         return [part.view(each.shape) for part, each in zip(flat.split([each.numel() for each in tensors]), tensors)]
 
     def reshard(self) -> None:
-        """See `Unsharding`."""
         for model in self._models:
             for module in _sharded(model):
                 module.reshard()

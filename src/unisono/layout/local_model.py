@@ -73,15 +73,12 @@ class NoUnsharding:
     late: frozenset[str] = frozenset()
 
     def connect(self, loss: Tensor) -> Tensor:
-        """See `Unsharding`."""
         return loss
 
     def used(self, name: str) -> bool:
-        """See `Unsharding`."""
         return True
 
     def finish(self) -> frozenset[str]:
-        """See `Unsharding`."""
         return frozenset()
 
     def backward(self, last: bool) -> None:

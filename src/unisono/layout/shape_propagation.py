@@ -34,7 +34,6 @@ class PropagateShapes(TorchDispatchMode):
         self._twins = WeakTensorKeyDictionary()  # real ones of tensors on the meta device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `TorchDispatchMode`."""
         kwargs = dict(kwargs or {})
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         fresh = not given and kwargs.get("device") == _META

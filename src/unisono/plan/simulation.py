@@ -187,7 +187,6 @@ class _TraceRecorder:
         """See `Recorder`."""
 
     def step(self, step: int, steps: int, fields: Callable[[], Fields]) -> None:
-        """See `Recorder`."""
         seconds, loss = self._comm.now() - self._began, fields()["loss"]
         self.points.append(Point(step, seconds, self.bytes, loss))
         rate = step * self._global_batch / seconds if seconds else math.inf
@@ -195,7 +194,6 @@ class _TraceRecorder:
                     "metrics": self._metrics})  # fmt: skip
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Recorder`."""
         self._metrics = dict(values)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,16 @@ class PendingTensor(Protocol):
     def wait(self) -> Tensor:
         """The tensor."""
         ...
+
+
+@dataclass(frozen=True)
+class Received:
+    """A `PendingTensor` that has arrived."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
 
 
 class Peers(Protocol):
@@ -56,7 +67,6 @@ class GroupPeers:
         return gathered.view(self.size, *mine.shape)
 
     def ring_shift(self, mine: Tensor) -> PendingTensor:
-        """See `Peers`."""
         landing = torch.empty_like(mine)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv([

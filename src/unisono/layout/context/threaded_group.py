@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.layout.context.group import PendingTensor
+from unisono.layout.context.group import PendingTensor, Received
 from unisono.layout.pipeline.rng_states import Generators
 
 
@@ -28,7 +28,6 @@ class ThreadedGroup:
         self._exchanges = 0
 
     def gather(self, mine: Tensor) -> Tensor:
-        """See `Peers`."""
         return torch.stack(self._exchange(mine))
 
     def ring_shift(self, mine: Tensor) -> PendingTensor:
@@ -80,14 +79,6 @@ class SharedExchange:
         errors = [error for error in self._ended.values() if error is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, GroupMismatch)):
             raise error
-
-
-class Received:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> Tensor:
-        return self._tensor
 
 
 def run_members(
