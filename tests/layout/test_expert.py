@@ -115,7 +115,10 @@ def _gradients(rank: int, size: int, path: str, names: tuple[str, ...]) -> list[
         for layout in LAYOUTS[size]:
             places = RankMesh(layout, size)
             mesh = device_mesh(places, "cpu")
-            found += [_law(MODELS[name], layout, mesh, places.data_parallel_rank(rank), places.data_parallel_size) for name in names]
+            found += [
+                _law(MODELS[name], layout, mesh, places.data_parallel_rank(rank), places.data_parallel_size)
+                for name in names
+            ]
         return found
     finally:
         dist.destroy_process_group()
