@@ -1,7 +1,8 @@
 """What compression costs on one core: ``python -m benchmarks compress [--numel N] [--repeats N] [--json FILE]``.
 
 Nanoseconds of CPU time per number for every compressor, beside a plain copy and a plain addition of the same numbers,
-and the bits that travel. `encode` makes a message, `owe` does so and keeps what it leaves out, `decode` reads it.
+and the bits that travel. `encode` makes a message, `encode_with_feedback` also keeps its residual, and `decode` reads
+it.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spread = {key: Spread.of([1e9 * s / numel for s in seconds]) for key, seconds in measured.items()}
     print(f"{numel} numbers of fp32, CPU nanoseconds per number: median (quartiles)")
     print(f"copy {spread['copy ']}, add {spread['add ']}\n")
-    print(f"{'':45} {'bits':>7}  {'encode':24} {'owe':24} {'decode':24}")
+    print(f"{'':45} {'bits':>7}  {'encode':24} {'with feedback':24} {'decode':24}")
     rows = {}
     for compress in WAYS:
         name, weight = notation.show(compress), bits(compress, spans, numel) / numel
-        verbs = {verb: spread[f"{name} {verb}"] for verb in ("encode", "owe", "decode")}
+        verbs = {verb: spread[f"{name} {verb}"] for verb in ("encode", "encode_with_feedback", "decode")}
         print(f"{name:45} {weight:7.3f}  " + " ".join(f"{verbs[v]!s:24}" for v in verbs))
         rows[name] = {"bits": weight, **{verb: vars(figure) for verb, figure in verbs.items()}}
     if asked.json:
@@ -110,13 +111,13 @@ def _verbs(compress: Compressor, x: torch.Tensor, spans: tuple[Span, ...]) -> di
     owing, memory = total.clone(), CompressorMemory()
     message = compress.encode(total, spans, CompressorMemory()).clone()
 
-    def owe() -> None:
-        compress.owe(owing, spans, memory)
+    def encode_with_feedback() -> None:
+        compress.encode_with_feedback(owing, spans, memory)
         memory.commit()
 
     return {
         "encode": lambda: compress.encode(total, spans, CompressorMemory()),
-        "owe": owe,
+        "encode_with_feedback": encode_with_feedback,
         "decode": lambda: compress.decode(message, spans, x.numel(), dtype),
     }
 

@@ -17,7 +17,7 @@ from unisono.config import Config
 from unisono.elastic.model_state import state_of
 from unisono.layout import LocalModel, RankMesh
 from unisono.layout.accounting import CollectiveCounter, SavedTensors
-from unisono.plan.layout_estimate import foretell, traffic
+from unisono.plan.layout_estimate import estimate_layout, traffic
 from unisono.run.resolve import settle
 from unisono.tasks.source import NamedTask
 from unisono.trainer.loop import Trainer
@@ -69,7 +69,7 @@ def foretold(task: NamedTask, workers: int, layout: str, settings: Mapping[str, 
 
 def _foretold(rank: int, size: int, task: NamedTask, settings: Mapping[str, Any]) -> dict[str, Any]:
     found = task.load()
-    return foretell(found, settle(found, settings)).mapping()
+    return estimate_layout(found, settle(found, settings)).mapping()
 
 
 def seen(task: NamedTask, workers: int, layout: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ def _watched(rank: int, size: int, *arguments: Any) -> dict[str, Any]:
 
     def watch_step(self: Trainer, t: int, mine: range, batches: Any) -> None:
         kept, messages = SavedTensors(), CollectiveCounter()
-        with messages, kept.watching(self.model):
+        with messages, kept.counting(self.model):
             once[type(self)](self, t, mine, batches)
         found["activations"] = kept.bytes / len(mine)
         found["messages"] = dict(messages.seen)

@@ -57,10 +57,10 @@ def test_a_fault_hits_only_whom_it_may_and_never_the_last_who_is_able(fault, now
     if not strike.victim:
         assert fault.kind in (FaultKind.JOIN, FaultKind.COORDINATOR)
         return
-    assert set(now.able) - {strike.victim}
+    assert set(now.trainable) - {strike.victim}
     assert strike.moment in (fault.moment, Moment.ANY)
-    allowed = {Moment.TAKING: now.takers, Moment.GIVING: now.givers}.get(strike.moment, now.able)
-    assert strike.victim in (now.apart if fault.kind is FaultKind.PARTITION else allowed)
+    allowed = {Moment.TAKING: now.receivers, Moment.GIVING: now.senders}.get(strike.moment, now.trainable)
+    assert strike.victim in (now.cuttable if fault.kind is FaultKind.PARTITION else allowed)
     assert now.saving or strike.moment is not Moment.SAVING or fault.kind is FaultKind.PARTITION
 
 
@@ -82,5 +82,5 @@ def test_each_fault_comes_once_at_most_and_not_before_its_time(seed, wanted, mom
 @given(FAULTS.filter(lambda fault: fault.kind is not FaultKind.PARTITION and fault.after < 0.7))
 def test_a_moment_that_never_comes_is_not_waited_for_for_ever(fault) -> None:
     pending = Pending(FaultSchedule(0, (fault,)))
-    calm = [RunStatus(share / 10, able=("a", "b")) for share in range(11)]
+    calm = [RunStatus(share / 10, trainable=("a", "b")) for share in range(11)]
     assert len([strike for now in calm for strike in pending.due(now)]) == 1

@@ -13,7 +13,7 @@ import torch
 
 from unisono.chaos.fault_schedule import FaultKind, Moment
 from unisono.chaos.outcome import RunOutcome
-from unisono.chaos.trial import QUIET, Trial, settings_of, trials
+from unisono.chaos.trial import NO_FAULTS, Trial, settings_of, trials
 from unisono.chaos.virtual_ground import VirtualGround
 from unisono.elastic import state_transfer as state
 from unisono.elastic.state_transfer import Progress
@@ -41,7 +41,7 @@ SETTINGS = {"steps": 25, "global_batch": 16, "micro_batch": 2, "checkpoint_every
 def undisturbed(name: str) -> tuple[VirtualGround, RunOutcome]:
     task = TASKS[name]()
     ground = VirtualGround.of(replace(task, evaluate=None), settings_of(task, SETTINGS, ALL))
-    return ground, ground.run("undisturbed", QUIET, None, [])
+    return ground, ground.run("undisturbed", NO_FAULTS, None, [])
 
 
 def tried(name: str, seed: int, wanted: Mapping[FaultKind, int] = ALL) -> Trial:
@@ -56,9 +56,9 @@ def tried(name: str, seed: int, wanted: Mapping[FaultKind, int] = ALL) -> Trial:
 def test_faults_change_nothing(name: str, seed: int) -> None:
     trial = tried(name, seed)
     assert not trial.differences, trial
-    assert len(trial.happened) == sum(ALL.values())
+    assert len(trial.injected) == sum(ALL.values())
     assert len(trial.rows) == 5
-    aimed = {each.moment for each in trial.happened if each.kind is FaultKind.KILL}
+    aimed = {each.moment for each in trial.injected if each.kind is FaultKind.KILL}
     assert aimed - {Moment.ANY}, "no kill hit a checkpoint or a handing over"
 
 
@@ -72,7 +72,7 @@ def test_a_run_without_faults_has_used_each_sample_once_an_epoch() -> None:
 
 @pytest.mark.long
 def test_the_same_seed_is_the_same_to_the_moment() -> None:
-    assert tried("digits", 11).happened == tried("digits", 11).happened
+    assert tried("digits", 11).injected == tried("digits", 11).injected
 
 
 def test_whoever_comes_with_another_state_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

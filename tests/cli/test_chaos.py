@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unisono.chaos.fault_schedule import FaultKind
-from unisono.chaos.trial import depends
+from unisono.chaos.trial import dependence
 from unisono.cli.chaos import read
 from unisono.elastic import state_transfer as state
 from unisono.elastic.state_transfer import Progress
@@ -88,7 +88,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(
 )
 def test_why_bits_depend_on_who_takes_part(settings: dict[str, Any], why: str) -> None:
     task = NamedTask("unisono.tasks.builtin.digits:digits").load()
-    found = depends(task, {"workers": 3, "compress": "Exact()", **settings})
+    found = dependence(task, {"workers": 3, "compress": "Exact()", **settings})
     assert why in found
     assert bool(why) == bool(found)
 

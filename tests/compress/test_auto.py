@@ -10,16 +10,16 @@ from unisono.comm.link_model import CONTENTION
 from unisono.comm.link_model import Link as Wires
 from unisono.compress import Auto, Cast, Compressor, CompressorMemory, OneBit, Quantize, TopK
 from unisono.compress.cost_model import (
-    HIDES,
+    HIDDEN_FRACTION,
     Candidate,
     CandidateCost,
     LinkCost,
     OverlapModel,
     fit,
     forecast,
-    heats,
-    pace,
+    measured_overlap,
     pick,
+    trial_order,
 )
 from unisono.sync.pending_mean import PendingMean
 
@@ -46,7 +46,7 @@ def test_the_pace_is_found_again_in_the_step_that_it_forecasts(exchange, share, 
     candidate, links = Candidate("c", 0.01, (("sum", 1000),)), {"sum": LinkCost(0.0, exchange / 1000)}
     step = forecast(candidate, links, OverlapModel(0.3, hidden, share)).step_seconds
     blocked = max(0.0, exchange - hidden)
-    found = pace(candidate, links, step, blocked, share)
+    found = measured_overlap(candidate, links, step, blocked, share)
     assert found.computing_seconds == pytest.approx(0.3)
     if blocked:
         assert found.hidden_seconds == pytest.approx(hidden)
@@ -54,7 +54,7 @@ def test_the_pace_is_found_again_in_the_step_that_it_forecasts(exchange, share, 
 
 def test_where_all_was_hidden_half_of_the_computing_may_hide() -> None:
     small, links = Candidate("c", 0.0, (("sum", 1000),)), {"sum": LinkCost(0.0, 1e-6)}
-    assert pace(small, links, 0.1, 0.0, 0.5) == OverlapModel(0.1, HIDES * 0.1 * 0.5, 0.5)
+    assert measured_overlap(small, links, 0.1, 0.0, 0.5) == OverlapModel(0.1, HIDDEN_FRACTION * 0.1 * 0.5, 0.5)
 
 
 CANDIDATES = [
@@ -76,7 +76,7 @@ CANDIDATES = [
 )
 def test_it_declines_where_compression_does_not_pay(seconds_per_byte, compute, chosen) -> None:
     links = dict.fromkeys(("sum", "exchange", "gather"), LinkCost(1e-4, seconds_per_byte))
-    steps = [forecast(c, links, OverlapModel(compute, HIDES * compute)).step_seconds for c in CANDIDATES]
+    steps = [forecast(c, links, OverlapModel(compute, HIDDEN_FRACTION * compute)).step_seconds for c in CANDIDATES]
     assert pick(steps, 0.1) == chosen
 
 
@@ -93,7 +93,7 @@ def test_a_less_faithful_candidate_has_to_save_the_gain() -> None:
     ],
 )
 def test_what_is_out_of_the_question_is_not_tried(seconds, tried) -> None:
-    assert heats([CandidateCost(0.0, 0.0, each) for each in seconds], 0.1) == tried
+    assert trial_order([CandidateCost(0.0, 0.0, each) for each in seconds], 0.1) == tried
 
 
 def train(comm, compress: Compressor, compute: float, numel: int, steps: int, drop: int = -1) -> list[float]:
@@ -180,12 +180,12 @@ def test_what_the_others_owed_is_forgotten_when_one_is_chosen() -> None:
     ("build", "words"),
     [
         (lambda: Auto(()), "candidates"),
-        (lambda: Auto((OneBit,)), "no compressor"),
+        (lambda: Auto((OneBit,)), "not a compressor"),
         (lambda: Auto((Cast(), __import__("unisono.compress").compress.Exact())), "another type"),
         (lambda: Auto(gain=1.0), "gain=1.0"),
         (lambda: Auto(steps=2), "steps=2"),
         (lambda: Auto(again=42), "above the 42 steps"),
-        (lambda: Auto((Quantize(8), TopK(0.01)), fixed=3), "no compressor"),
+        (lambda: Auto((Quantize(8), TopK(0.01)), fixed=3), "not a compressor"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(build, words) -> None:

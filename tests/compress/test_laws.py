@@ -133,7 +133,7 @@ def test_the_mean_over_one_peer_is_decode_of_encode(row) -> None:
 @dtypes
 def test_keeps_says_whether_bits_survive(row, dtype) -> None:
     x = gradient(1000).to(dtype)
-    assert torch.equal(arrived(row.compress, x), x) or not row.compress.keeps(dtype)
+    assert torch.equal(arrived(row.compress, x), x) or not row.compress.is_lossless(dtype)
 
 
 @law
@@ -173,25 +173,25 @@ def test_bits_are_what_the_wire_weighs(row, numel, dtype) -> None:
             total = total_of(row.compress, x.to(dtype))
             for message in (
                 row.compress.encode(total, spans, CompressorMemory()),
-                row.compress.owe(total, spans, CompressorMemory()),
+                row.compress.encode_with_feedback(total, spans, CompressorMemory()),
             ):
                 assert (message.shape, message.dtype) == (blank.shape, blank.dtype)
                 assert message.is_contiguous()
         assert bits(row.compress, spans, numel, dtype) == blank.numel() * blank.element_size() * 8
 
 
-@law_for(lambda row: row.debt is not None)  # the others owe nothing: rounding errors have no sign
+@law_for(lambda row: row.residual is not None)  # the others owe nothing: rounding errors have no sign
 def test_what_arrives_approaches_what_was_sent(row) -> None:
     """The debt does not grow, so the mean of what arrived approaches what was sent (Karimireddy et al. 2019)."""
     x = gradient(1000)
     for spans in layouts(1000):
         memory, got = CompressorMemory(), torch.zeros(1000, dtype=torch.float64)
         for sends in range(1, 101):
-            message = row.compress.owe(total_of(row.compress, x), spans, memory)
+            message = row.compress.encode_with_feedback(total_of(row.compress, x), spans, memory)
             there = row.compress.decode(message, spans, 1000, row.compress.total_dtype(x.dtype))
             got += row.compress.value(there, x.dtype)
             memory.commit()
-            assert norm(sends * x.double() - got) <= row.debt * norm(x) + 1e-6 * sends * norm(x)
+            assert norm(sends * x.double() - got) <= row.residual * norm(x) + 1e-6 * sends * norm(x)
 
 
 @law
@@ -203,7 +203,7 @@ def test_a_dropped_step_leaves_no_trace(row) -> None:
                 if attempt:
                     memory.discard()
                 total = total_of(row.compress, gradient(700, seed=step + 100 * (attempt < dropped and step == 3)))
-                message = row.compress.owe(total, (), memory)
+                message = row.compress.encode_with_feedback(total, (), memory)
             out.append(message.clone())
             memory.commit()
         return out
@@ -219,7 +219,9 @@ def test_the_same_run_gives_the_same_bits_whatever_torch_has_drawn(row) -> None:
         memory = CompressorMemory()
         out = []
         for step in range(3):
-            out.append(row.compress.owe(total_of(row.compress, gradient(700, step)), (), memory).clone())
+            out.append(
+                row.compress.encode_with_feedback(total_of(row.compress, gradient(700, step)), (), memory).clone()
+            )
             memory.commit()
         return out
 
@@ -277,9 +279,9 @@ def test_what_is_not_finite_is_never_hidden(row, bad, place) -> None:
 def test_what_is_not_finite_is_forgotten_with_its_step(row) -> None:
     """A dropped step's NaN is not owed to the steps that follow."""
     memory, x = CompressorMemory(), gradient(300)
-    row.compress.owe(total_of(row.compress, x * math.nan), (), memory)
+    row.compress.encode_with_feedback(total_of(row.compress, x * math.nan), (), memory)
     memory.discard()
-    message = row.compress.owe(total_of(row.compress, x), (), memory)
+    message = row.compress.encode_with_feedback(total_of(row.compress, x), (), memory)
     assert row.compress.decode(message, (), 300, x.dtype).isfinite().all()
 
 

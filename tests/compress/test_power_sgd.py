@@ -122,7 +122,7 @@ def test_a_worker_owes_what_is_lost_of_its_own_matrix() -> None:
 def test_what_is_owed_stays_bounded(rank) -> None:
     spans, memory, sizes = (span((50, 40), 0),), CompressorMemory(), []
     for step in range(400):
-        PowerSGD(rank).owe(normal(2000, seed=step), spans, memory)
+        PowerSGD(rank).encode_with_feedback(normal(2000, seed=step), spans, memory)
         memory.commit()
         sizes.append(float(memory.get("owed").norm()))
     assert max(sizes[200:]) <= 1.2 * max(sizes[:200])
@@ -211,10 +211,15 @@ def test_what_is_not_finite_is_seen_and_a_dropped_step_leaves_no_trace(bad) -> N
     x = normal(1200)
     x[617] = bad
     for _ in range(2):
-        message = PowerSGD().owe(x.clone(), spans, memory)
+        message = PowerSGD().encode_with_feedback(x.clone(), spans, memory)
         assert not PowerSGD().decode(message, spans, 1200, torch.float32).isfinite().all()
         memory.discard()
-    assert PowerSGD().decode(PowerSGD().owe(normal(1200), spans, memory), spans, 1200, x.dtype).isfinite().all()
+    assert (
+        PowerSGD()
+        .decode(PowerSGD().encode_with_feedback(normal(1200), spans, memory), spans, 1200, x.dtype)
+        .isfinite()
+        .all()
+    )
 
 
 def test_a_matrix_that_was_zero_or_not_finite_starts_again() -> None:

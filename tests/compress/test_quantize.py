@@ -7,7 +7,7 @@ import torch
 
 from unisono.compress import CompressorMemory, OneBit, Quantize, TwoBit, bits
 from unisono.compress.bit_packing import pack, packed, unpack
-from unisono.compress.block_codec import Blocks
+from unisono.compress.block_codec import BlockCodec
 
 LARGE = 1_000_000
 BLOCKS = [Quantize(), Quantize(bits=4), Quantize(block=64, stochastic=True), OneBit(), TwoBit(1.0)]
@@ -17,7 +17,7 @@ def normal(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def arrived(compress: Blocks, x: torch.Tensor, memory: CompressorMemory | None = None) -> torch.Tensor:
+def arrived(compress: BlockCodec, x: torch.Tensor, memory: CompressorMemory | None = None) -> torch.Tensor:
     return compress.decode(compress.encode(x, (), memory or CompressorMemory()), (), x.numel(), x.dtype)
 
 
@@ -94,7 +94,7 @@ def test_two_bit_sends_what_is_above_its_threshold_and_owes_the_rest() -> None:
     compress, memory, x = TwoBit(1.0), CompressorMemory(), torch.tensor([0.4, -0.7, 2.5, -1.5, 0.0])
     sent = []
     for _ in range(3):
-        message = compress.owe(x.clone(), (), memory)
+        message = compress.encode_with_feedback(x.clone(), (), memory)
         sent.append(compress.decode(message, (), 5, x.dtype).tolist())
         memory.commit()
     assert sent == [[0, 0, 1, -1, 0], [0, -1, 1, -1, 0], [1, -1, 1, -1, 0]]
@@ -119,9 +119,9 @@ def test_a_total_of_several_pieces_arrives_block_by_block(compress) -> None:
         middle = slice(512 * 300, 512 * 310)
         assert torch.equal(arrived(compress, x[middle].clone()), whole[middle])
     owed, memory = x.clone(), CompressorMemory()
-    message = compress.owe(owed, (), memory)
+    message = compress.encode_with_feedback(owed, (), memory)
     memory.commit()
-    if compress.owes:
+    if compress.keeps_residual:
         assert torch.equal(compress.decode(message, (), x.numel(), x.dtype), whole)
         torch.testing.assert_close(memory.get("owed"), x - whole)
 

@@ -64,7 +64,7 @@ def test_what_messages_that_add_up_owe_is_paid() -> None:
         return got / 256
 
     for compress, most in ((Cast("bf16"), None), (WithErrorFeedback(Cast("bf16")), 1e-4)):
-        assert compress.adds_up
+        assert compress.is_additive
         off = [float((mean - x).abs().max()) for mean in simulate(2, run, compress)]
         assert max(off) > 1e-3 if most is None else max(off) < most
 
@@ -73,11 +73,11 @@ def test_what_messages_that_add_up_owe_is_paid() -> None:
     ("build", "words"),
     [
         (lambda: BySize(below=0), "below=0"),
-        (lambda: BySize(small=3), "small=3 is no compressor"),
-        (lambda: BySize(large=Cast), "large=.*Cast.* is no compressor"),
+        (lambda: BySize(small=3), "small=3 is not a compressor"),
+        (lambda: BySize(large=Cast), "large=.*Cast.* is not a compressor"),
         (lambda: ByName([("a", Cast())]), "rules="),
-        (lambda: ByName((("a",),)), r"\('a',\) is no pair"),
-        (lambda: ByName((("a", "bf16"),)), "rules: a='bf16' is no compressor"),
+        (lambda: ByName((("a",),)), r"\('a',\) is not a pair"),
+        (lambda: ByName((("a", "bf16"),)), "rules: a='bf16' is not a compressor"),
         (lambda: ByName(otherwise=None), "otherwise=None"),
         (lambda: WithErrorFeedback("bf16"), "compress='bf16'"),
     ],

@@ -185,7 +185,7 @@ def test_momentum_correction_is_equation_4_and_algorithm_4() -> None:
         v = v + u
         top = v.abs().topk(2).indices
         expected = torch.zeros(8).index_copy(0, top, v[top])
-        got = compress.decode(compress.owe(g.clone(), (), memory), (), 8, torch.float32)
+        got = compress.decode(compress.encode_with_feedback(g.clone(), (), memory), (), 8, torch.float32)
         memory.commit()
         assert torch.equal(got, expected)
         u[top], v[top] = 0.0, 0.0
@@ -199,7 +199,7 @@ def test_what_is_sent_and_what_is_owed_add_up_to_all_momentum() -> None:
         g = normal(200, step) if step < 20 else torch.zeros(200)
         u = 0.9 * u + g
         wanted += u
-        got += compress.decode(compress.owe(g.clone(), (), memory), (), 200, torch.float32)
+        got += compress.decode(compress.encode_with_feedback(g.clone(), (), memory), (), 200, torch.float32)
         memory.commit()
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
@@ -223,7 +223,7 @@ def test_density_falls_exponentially_while_warming_up() -> None:
     counts = [int((mean != 0).sum()) for mean in simulate(2, steps, compress, gradients)[0]]
     assert counts == [25_000, 6287, 1581, 398, 100, 100, 100]
     memory = CompressorMemory()
-    message = compress.owe(normal(1000), (), memory)
+    message = compress.encode_with_feedback(normal(1000), (), memory)
     assert message.shape == compress.blank((), 1000, torch.float32, torch.device("cpu")).shape
 
 
@@ -258,7 +258,7 @@ def test_values_arrive_at_every_magnitude(values, magnitude) -> None:
 def test_what_is_owed_stays_bounded(compress) -> None:
     memory, sizes = CompressorMemory(), []
     for step in range(400):
-        compress.owe(normal(2000, step), (), memory)
+        compress.encode_with_feedback(normal(2000, step), (), memory)
         memory.commit()
         sizes.append(float(memory.get("owed").norm()))
     assert max(sizes[200:]) <= 1.2 * max(sizes[:200])
@@ -268,10 +268,12 @@ def test_after_what_was_not_finite_has_been_sent_finite_numbers_come() -> None:
     compress, memory = TopK(0.1), CompressorMemory()
     bad = normal(100)
     bad[3], bad[4] = math.nan, -math.inf
-    first = compress.decode(compress.owe(bad, (), memory), (), 100, torch.float32)
+    first = compress.decode(compress.encode_with_feedback(bad, (), memory), (), 100, torch.float32)
     memory.commit()
     assert not first[[3, 4]].isfinite().any()
-    assert compress.decode(compress.owe(normal(100), (), memory), (), 100, torch.float32).isfinite().all()
+    assert (
+        compress.decode(compress.encode_with_feedback(normal(100), (), memory), (), 100, torch.float32).isfinite().all()
+    )
 
 
 @pytest.mark.parametrize(("density", "numel"), [(0.1, 1000), (0.03, 1001), (0.34, 50), (0.5, 7)])
@@ -282,7 +284,7 @@ def test_each_number_is_drawn_once_in_a_cycle_and_all_workers_draw_alike(density
     for first in (0, cycle):
         drawn = torch.zeros(numel)
         for draw in range(first, first + cycle):
-            places = compress._places(draw, numel, torch.device("cpu"))
+            places = compress._indices(draw, numel, torch.device("cpu"))
             assert places.shape == (k,)
             assert bool((places.diff() > 0).all())
             drawn[places] += 1
@@ -290,7 +292,7 @@ def test_each_number_is_drawn_once_in_a_cycle_and_all_workers_draw_alike(density
 
 
 def test_another_seed_and_another_cycle_draw_others() -> None:
-    draws = [RandomK(0.1, seed)._places(draw, 1000, torch.device("cpu")) for seed in (0, 1) for draw in (0, 10)]
+    draws = [RandomK(0.1, seed)._indices(draw, 1000, torch.device("cpu")) for seed in (0, 1) for draw in (0, 10)]
     assert not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
 
 
@@ -298,7 +300,7 @@ def test_random_k_sends_the_sum_of_all_workers_at_the_places_of_the_draw() -> No
     compress = RandomK(0.1)
     gradients = [[normal(300, 10 * step + rank) for rank in range(3)] for step in range(2)]
     for means in simulate(3, steps, compress, gradients):
-        places = compress._places(0, 300, torch.device("cpu"))
+        places = compress._indices(0, 300, torch.device("cpu"))
         expected = torch.zeros(300)
         expected[places] = (torch.stack(gradients[0]) / 3).sum(0)[places]
         torch.testing.assert_close(means[0], expected)

@@ -254,8 +254,10 @@ def test_the_interpreter_prints_it_too(tmp_path) -> None:
     """Whose own printer is written in C."""
     (tmp_path / "broken.py").write_text("def fetch():\n    x = 1\n    raise KeyError('no such file')\n")
     script = (
-        "import sys; sys.path.insert(0, '.')\nimport broken\nfrom unisono.data.remote_exception import RemoteException\n"
-        "try:\n    broken.fetch()\nexcept KeyError as error:\n    raised = RemoteException.of(error)\nraise raised.rebuild()\n"
+        "import sys; sys.path.insert(0, '.')\nimport broken\n"
+        "from unisono.data.remote_exception import RemoteException\n"
+        "try:\n    broken.fetch()\nexcept KeyError as error:\n    raised = RemoteException.of(error)\n"
+        "raise raised.rebuild()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert "broken.py\", line 3, in fetch\n    raise KeyError('no such file')\n" in done.stderr

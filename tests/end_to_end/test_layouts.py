@@ -60,7 +60,7 @@ def test_the_users_own_plan_computes_what_one_worker_does(tmp_path) -> None:
 )
 def test_batchnorm_is_synchronized_over_all_who_compute_side_by_side(layout, workers, name, tmp_path) -> None:
     task, settings = TASKS[name] if name != "sgd" else (source("regression", optimizer="sgd"), EVEN)
-    side_by_side = RankMesh(notation.parse("layout", layout, LAYOUTS_BY_NAME), workers).lanes
+    side_by_side = RankMesh(notation.parse("layout", layout, LAYOUTS_BY_NAME), workers).data_parallel_size
     whole = losses(tmp_path / "whole", side_by_side, task, sync_batchnorm=True, **settings)
     laid = losses(tmp_path / "laid", workers, task, layout=layout, sync_batchnorm=True, **settings)
     assert differ(laid, whole) <= SAME

@@ -286,7 +286,7 @@ def test_a_milestone_gives_everything_back_and_takes_no_more_memory_the_next_tim
 def test_the_mean_is_of_those_who_have_something() -> None:
     def body(comm: Any) -> dict[str, Tensor]:
         mine = {"w": torch.full((2, 2), float(comm.rank)), "n": torch.tensor(10 + comm.rank)}
-        return mean_of(comm, mine if comm.rank in (1, 3) else {}, LocalTensors(mine).holding, [1, 3])
+        return mean_of(comm, mine if comm.rank in (1, 3) else {}, LocalTensors(mine).shards, [1, 3])
 
     for found in outcomes(4, body):
         assert not isinstance(found, BaseException)

@@ -121,10 +121,10 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.rng_states, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.right(self.left(x).relu()) if float(x.sum()) > 0 else self.left(x)
+        out: Tensor = self.right(self.rng_states(x).relu()) if float(x.sum()) > 0 else self.rng_states(x)
         return out
 
 
@@ -295,7 +295,7 @@ def pieces(case: Case, workers: int, rank: int, group: Any) -> Any:
         entered.append((micro_batch, stage))
         return nullcontext()
 
-    pipeline = Pipeline(mine, len(stages.modules), group, case.schedule, tied=stages.tied, around=around)
+    pipeline = Pipeline(mine, len(stages.modules), group, case.schedule, tied=stages.tied, forward_context=around)
     held = pipeline.parameters()
     steps, optim = [], optimizer(case, held.values()) if any(p.requires_grad for p in held.values()) else None
     for step in range(STEPS):
@@ -319,7 +319,7 @@ def pieces(case: Case, workers: int, rank: int, group: Any) -> Any:
         stage.eval()
     outputs = pipeline.forward_only([inputs for inputs, _ in batch(case, 0)])
     state = {name: t for stage in mine.values() for name, t in stage.state_dict().items()}
-    return steps, state, outputs, pipeline.counted()
+    return steps, state, outputs, pipeline.counted_names()
 
 
 def work(rank: int, size: int, store: str, cases: list[Case]) -> list[Any]:

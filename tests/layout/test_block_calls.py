@@ -19,7 +19,7 @@ from tests.support.processes import run
 from unisono.checkpoint import open_newest
 from unisono.errors import InvalidInput
 from unisono.layout import Layout, RankMesh, Sample
-from unisono.layout.block_calls import Calls, calls
+from unisono.layout.block_calls import BlockCalls, trace_calls
 from unisono.layout.repeated_blocks import blocks
 
 TOKENS = torch.arange(4 * 2 * 8).view(4, 2, 8) % VOCABULARY
@@ -62,8 +62,8 @@ def seen(build: Any, device: str) -> tuple[list[str], dict[str, str]]:
     with torch.device(device):
         model = build()
     names = {module: name.removeprefix("blocks.") for name, module in model.named_modules()}
-    found: Calls = calls(model, blocks(model), sample())
-    return [names[block] for block in found.order], {names[block]: why for block, why in found.otherwise.items()}
+    found: BlockCalls = trace_calls(model, blocks(model), sample())
+    return [names[block] for block in found.order], {names[block]: why for block, why in found.used_outside.items()}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -110,7 +110,7 @@ def test_calls_may_vary_where_code_asks_for_numbers(build: Any, vary: bool, devi
     with torch.device(device):
         model = build()
     before = random.getstate(), torch.get_rng_state()
-    assert calls(model, blocks(model), sample()).vary == vary
+    assert trace_calls(model, blocks(model), sample()).may_vary == vary
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
 
@@ -139,12 +139,12 @@ CALLED = ([0, 3], [1, 3])  # nobody calls the third block
 
 def _chosen(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
     """Gradients of two micro-batches of each worker, against those of one that computes all four."""
-    from unisono.layout.parallelize import lay, mesh_of
+    from unisono.layout.parallelize import device_mesh, parallelize
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         torch.manual_seed(3)
-        held = lay(Choosing, layout, mesh_of(RankMesh(layout, size), "cpu"), sample())
+        held = parallelize(Choosing, layout, device_mesh(RankMesh(layout, size), "cpu"), sample())
         model: Any = held.model
         told: list[Any] = []  # what a hook of the user sees
         model.blocks[3].register_forward_hook(lambda _, args, output: told.append((len(args), output.shape)))
@@ -154,11 +154,11 @@ def _chosen(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
         _take(model, rank)
         for i in range(2):
             batch = TOKENS[2 * rank + i]
-            loss = held.gathering.joined(_loss(model(batch), batch))
-            held.gathering.backward(last=i == 1)
+            loss = held.unsharding.connect(_loss(model(batch), batch))
+            held.unsharding.backward(last=i == 1)
             loss.backward()
-        mine = {name for name in held.leaves if held.gathering.used(name)}
-        unused = held.gathering.finish()
+        mine = {name for name in held.leaves if held.unsharding.used(name)}
+        unused = held.unsharding.finish()
 
         torch.manual_seed(3)
         whole = Choosing()
@@ -200,13 +200,13 @@ class Partial(Stack):
 
 
 def _unlike(rank: int, size: int, path: str, layout: Layout, called: list[list[int]]) -> str:
-    from unisono.layout.parallelize import lay, mesh_of
+    from unisono.layout.parallelize import device_mesh, parallelize
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         Partial.called = called[rank]
         with pytest.raises(InvalidInput) as caught:
-            lay(Partial, layout, mesh_of(RankMesh(layout, size), "cpu"), sample())
+            parallelize(Partial, layout, device_mesh(RankMesh(layout, size), "cpu"), sample())
         return str(caught.value)
     finally:
         dist.destroy_process_group()
@@ -226,12 +226,12 @@ def test_workers_that_will_not_call_the_same_blocks_are_refused(layout, called, 
 
 
 def _twice(rank: int, size: int, path: str, order: list[int]) -> str:
-    from unisono.layout.parallelize import lay, mesh_of
+    from unisono.layout.parallelize import device_mesh, parallelize
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         layout = Layout(shard=2)
-        model: Any = lay(Choosing, layout, mesh_of(RankMesh(layout, size), "cpu"), sample()).model
+        model: Any = parallelize(Choosing, layout, device_mesh(RankMesh(layout, size), "cpu"), sample()).model
         model.called = order
         with pytest.raises(InvalidInput) as caught:
             model(TOKENS[0])

@@ -29,11 +29,11 @@ from unisono.errors import InvalidInput
 from unisono.layout.context import (
     SequenceSplit,
     attending,
-    length,
+    hide_padding,
+    loss_share,
     part_loss,
-    share,
-    take,
-    unmasked,
+    sequence_length,
+    take_part,
     verify,
     with_positions,
 )
@@ -109,7 +109,7 @@ def test_take_cuts_what_has_the_sequence() -> None:
     tokens, labels, square = torch.arange(24).view(3, 8), torch.arange(3), torch.rand(3, 1, 8, 8)
     features, other = torch.rand(3, 8, 2), torch.rand(3, 5)
     batch = {"x": (tokens, [labels, features]), "mask": square, "other": other, "name": "a"}
-    part = take(batch, split, 1)
+    part = take_part(batch, split, 1)
     mine = [2, 3, 4, 5]
     assert torch.equal(part["x"][0], tokens[:, mine])
     assert torch.equal(part["x"][1][1], features[:, mine])
@@ -117,15 +117,15 @@ def test_take_cuts_what_has_the_sequence() -> None:
     assert part["x"][1][0] is labels
     assert part["other"] is other
     assert part["name"] == "a"
-    assert length(batch) == 8
+    assert sequence_length(batch) == 8
     with pytest.raises(InvalidInput, match="context=1 for data without sequences"):
-        length({"x": labels})
+        sequence_length({"x": labels})
 
 
 def test_take_keeps_the_kind_of_mapping() -> None:
     tokens = torch.arange(24).view(3, 8)
     batch = BatchEncoding({"input_ids": tokens, "attention_mask": tokens})
-    part = take(batch, SequenceSplit(8, 2), 1)
+    part = take_part(batch, SequenceSplit(8, 2), 1)
     assert torch.equal(part.input_ids, tokens[:, [2, 3, 4, 5]])
     assert isinstance(part, BatchEncoding)
     assert list(part) == list(batch) == ["input_ids", "attention_mask"]
@@ -148,14 +148,16 @@ def test_shares_of_counted_tokens_make_a_mean_of_all(balanced: bool) -> None:
         for place in ignored:
             target[place] = -100
         batch = (output.detach(), target)
-        shares = [share(_counted, batch, split, r) for r in range(2)]
-        parts = [part_loss(_cross_entropy, split.part(output, 1, r), take(batch, split, r), shares[r]) for r in (0, 1)]
+        shares = [loss_share(_counted, batch, split, r) for r in range(2)]
+        parts = [
+            part_loss(_cross_entropy, split.part(output, 1, r), take_part(batch, split, r), shares[r]) for r in (0, 1)
+        ]
         (got,) = torch.autograd.grad(torch.stack(parts).sum(), output)
         (want,) = torch.autograd.grad(_cross_entropy(output, batch), output)
         assert sum(shares) == pytest.approx(1)
         torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
     assert shares != [0.5, 0.5]
-    assert share(None, batch, split, 0) == share(len, batch, split, 0) == 0.5  # as many samples in each part
+    assert loss_share(None, batch, split, 0) == loss_share(len, batch, split, 0) == 0.5  # as many samples in each part
 
 
 def _counted(batch: Any) -> float:
@@ -358,10 +360,10 @@ def part_losses(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def compute(batch: Any) -> Tensor:
-        split = SequenceSplit(length(batch), size, balanced)
-        part = take(batch, split, rank)
+        split = SequenceSplit(sequence_length(batch), size, balanced)
+        part = take_part(batch, split, rank)
         with attending(group, split, form):
-            loss = part_loss(_cross_entropy, model(part[0]), part, share(None, batch, split, rank))
+            loss = part_loss(_cross_entropy, model(part[0]), part, loss_share(None, batch, split, rank))
             loss.backward()
         if sums:
             summed = nn.utils.parameters_to_vector([p.grad for p in model.parameters() if p.grad is not None])
@@ -779,12 +781,12 @@ def test_a_sequence_longer_than_a_table_of_positions_is_refused(how: str) -> Non
 
 def test_padding_that_is_no_part_of_a_batch_is_refused() -> None:
     batch = {"input_ids": torch.tensor([[1, 2, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 0, 0]])}
-    found, keys = unmasked(batch, lambda each: each, 4)
+    found, keys = hide_padding(batch, lambda each: each, 4)
     assert keys.tolist() == [[True, True, False, False]]
     assert found["attention_mask"].tolist() == [[1, 1, 1, 1]]
-    assert unmasked({**batch, "attention_mask": torch.ones(1, 4)}, lambda each: each, 4)[1] is None
+    assert hide_padding({**batch, "attention_mask": torch.ones(1, 4)}, lambda each: each, 4)[1] is None
     with pytest.raises(InvalidInput, match=r"attention_mask.*has to be part of the batch"):
-        unmasked(batch, lambda each: {"attention_mask": each["input_ids"] != 0}, 4)
+        hide_padding(batch, lambda each: {"attention_mask": each["input_ids"] != 0}, 4)
 
 
 @pytest.mark.parametrize("seed", range(12))

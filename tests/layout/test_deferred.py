@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from unisono.errors import InvalidInput
-from unisono.layout.deferred import Deferred, record
+from unisono.layout.deferred import DeferredModel, record
 from unisono.tasks.builtin.gpt import GPT
 
 Build = Callable[[], nn.Module]
@@ -192,7 +192,7 @@ class Content(nn.Module):
             self.w.index_put_((self.w.sum(1) > 0,), torch.tensor(3.0))
             self.w.masked_scatter_(self.w > 1, torch.randn(36))
             self.different = nn.Parameter(torch.unique(self.w))
-            self.counted = nn.Parameter(torch.bincount(torch.tensor([1, 1, 3])).float())
+            self.counted_names = nn.Parameter(torch.bincount(torch.tensor([1, 1, 3])).float())
             self.picked = nn.Parameter(self.w[torch.multinomial(torch.rand(6), 3)])
             self.rare = nn.Parameter(torch.poisson(torch.rand(9) * 5))
             self.sorted = nn.Parameter(self.w.sort(0).values)
@@ -290,7 +290,7 @@ def assert_same(kept: dict[str, Tensor], model: nn.Module) -> None:
         assert found.numel() == 0 or torch.equal(bits(found), bits(tensor)), name
 
 
-def check(build: Build, seed: int = 3) -> Deferred:
+def check(build: Build, seed: int = 3) -> DeferredModel:
     """Build at once and put off, from the same state; the two must not differ in any bit."""
     torch.manual_seed(seed)
     ordinary = build()
@@ -308,7 +308,7 @@ def check(build: Build, seed: int = 3) -> Deferred:
 
     torch.manual_seed(seed + 1)  # whatever happened in between does not matter
     torch.randn(3)
-    assert_same(deferred.materialise(lambda name, whole: whole), ordinary)
+    assert_same(deferred.materialize(lambda name, whole: whole), ordinary)
     assert torch.equal(torch.get_rng_state(), end)
     assert all(tensor.is_meta for tensor in everything(deferred.model).values())
     return deferred
@@ -433,7 +433,7 @@ def test_what_cannot_be_put_off_is_built_and_says_why(build: Build) -> None:
     assert deferred.whole
     assert len(deferred.why) > 20
     assert random.random() == consumed
-    assert_same(deferred.materialise(lambda name, whole: whole.clone()), ordinary)
+    assert_same(deferred.materialize(lambda name, whole: whole.clone()), ordinary)
     assert torch.equal(torch.get_rng_state(), end)
     assert all(tensor.is_meta for tensor in everything(deferred.model).values())
 
@@ -479,7 +479,7 @@ def test_a_part_is_kept_and_a_view_does_not_hold_the_whole() -> None:
     torch.manual_seed(3)
     ordinary = mlp()
     torch.manual_seed(3)
-    kept = record(mlp).materialise(lambda name, whole: whole[1:3] if name.endswith("weight") else None)
+    kept = record(mlp).materialize(lambda name, whole: whole[1:3] if name.endswith("weight") else None)
     assert list(kept) == ["0.weight", "2.weight"]
     for name, part in kept.items():
         assert torch.equal(part, everything(ordinary)[name][1:3])
@@ -488,7 +488,7 @@ def test_a_part_is_kept_and_a_view_does_not_hold_the_whole() -> None:
 
 def test_every_tensor_is_asked_for_once_under_its_first_name() -> None:
     asked: list[str] = []
-    record(Tied).materialise(lambda name, whole: asked.append(name))
+    record(Tied).materialize(lambda name, whole: asked.append(name))
     assert sorted(asked) == sorted(everything(Tied()))
 
 
@@ -502,8 +502,8 @@ def spoil(_: str, whole: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["two phases", "reads", "seeds", "buffers", "legacy"])
 def test_it_can_be_materialised_again(name: str) -> None:
     deferred = record(BUILDS[name])
-    first = {name: bits(kept).clone() for name, kept in deferred.materialise(spoil).items()}
-    second = deferred.materialise(spoil)
+    first = {name: bits(kept).clone() for name, kept in deferred.materialize(spoil).items()}
+    second = deferred.materialize(spoil)
     assert all(torch.equal(first[name], bits(second[name])) for name in first)
 
 
@@ -521,7 +521,7 @@ def test_a_generator_of_somebody_else_ends_where_it_should() -> None:
     generator.manual_seed(8)
     deferred = record(build)
     assert torch.equal(generator.get_state(), torch.Generator().manual_seed(8).get_state())
-    assert_same(deferred.materialise(lambda name, whole: whole), ordinary)
+    assert_same(deferred.materialize(lambda name, whole: whole), ordinary)
     assert torch.equal(generator.get_state(), end)
 
 
@@ -541,7 +541,7 @@ def test_tensors_beside_the_parameters_are_put_in_place() -> None:
     ordinary = Beside()
     torch.manual_seed(3)
     deferred = record(Beside)
-    deferred.materialise(lambda name, whole: None)
+    deferred.materialize(lambda name, whole: None)
     model = deferred.model
     found = (model.mask, model.some["a"], *model.many, model.original)
     for one, other in zip(found, (ordinary.mask, ordinary.some["a"], *ordinary.many, ordinary.original), strict=True):
@@ -597,10 +597,10 @@ def deep_redrawn() -> nn.Module:
 @pytest.mark.parametrize(("build", "temporaries"), [(deep, 3), (deep_redrawn, 6)])
 def test_memory_holds_what_is_kept_and_one_tensor(build: Build, temporaries: int) -> None:
     sizes = [tensor.numel() * tensor.itemsize for tensor in everything(build()).values()]
-    found: list[Deferred] = []
+    found: list[DeferredModel] = []
     assert peak_bytes(lambda: found.append(record(build))) < 6 * max(sizes)
     kept: dict[str, Tensor] = {}
-    used = peak_bytes(lambda: kept.update(found[0].materialise(lambda name, whole: whole[: len(whole) // 4].clone())))
+    used = peak_bytes(lambda: kept.update(found[0].materialize(lambda name, whole: whole[: len(whole) // 4].clone())))
     held = sum(tensor.numel() * tensor.itemsize for tensor in kept.values())
     assert held == sum(sizes) // 4
     assert used <= held + temporaries * max(sizes)

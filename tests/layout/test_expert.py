@@ -79,22 +79,22 @@ def test_a_mixture_of_ours_needs_two_experts_and_as_many_as_it_chooses(shape, wo
 def test_fewer_experts_than_workers_are_sharded_inside(shape, dimension) -> None:
     from torch.distributed.tensor import Shard
 
-    from unisono.layout.fsdp import placed
+    from unisono.layout.fsdp import shard_placement
 
     expected = None if dimension is None else Shard(dimension)
-    assert placed(4, nn.Parameter(torch.zeros(shape))) == expected
+    assert shard_placement(4, nn.Parameter(torch.zeros(shape))) == expected
 
 
 @pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 2), (7, 2, 4), (16, 3, 5), (0, 2, 4)])
 def test_pairs_are_in_the_order_of_experts_and_come_back_to_their_tokens(tokens, choices, experts) -> None:
-    from unisono.layout.expert.routing import Pairs, numbered
+    from unisono.layout.expert.routing import Pairs, expert_numbers
 
     random = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, 3, generator=random)
     weights = torch.rand(tokens, choices, generator=random)
     chosen = torch.randint(experts + 1, (tokens, choices), generator=random)  # the last one stands for none
     pairs, scale = Pairs.of(chosen, experts), 1.0 + torch.arange(experts)
-    outputs = pairs.tokens(x) * (pairs.weights(weights) * scale[numbered(pairs.counts)])[:, None]
+    outputs = pairs.tokens(x) * (pairs.weights(weights) * scale[expert_numbers(pairs.counts)])[:, None]
     expected = x * (weights * torch.cat([scale, torch.zeros(1)])[chosen]).sum(1, keepdim=True)
     assert torch.allclose(pairs.summed(outputs), expected)
 
@@ -106,7 +106,7 @@ LAYOUTS = {
 
 
 def _gradients(rank: int, size: int, path: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    from unisono.layout.parallelize import mesh_of
+    from unisono.layout.parallelize import device_mesh
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
@@ -114,8 +114,11 @@ def _gradients(rank: int, size: int, path: str, names: tuple[str, ...]) -> list[
         found = []
         for layout in LAYOUTS[size]:
             places = RankMesh(layout, size)
-            mesh = mesh_of(places, "cpu")
-            found += [_law(MODELS[name], layout, mesh, places.lane(rank), places.lanes) for name in names]
+            mesh = device_mesh(places, "cpu")
+            found += [
+                _law(MODELS[name], layout, mesh, places.data_parallel_rank(rank), places.data_parallel_size)
+                for name in names
+            ]
         return found
     finally:
         dist.destroy_process_group()
@@ -123,13 +126,13 @@ def _gradients(rank: int, size: int, path: str, names: tuple[str, ...]) -> list[
 
 def _law(build: Any, layout: Layout, mesh: Any, lane: int, lanes: int) -> dict[str, Any]:
     """The same bits, hash, outputs and gradients as the whole has; each lane has another number of tokens."""
-    from unisono.layout.parallelize import lay
+    from unisono.layout.parallelize import parallelize
 
     batches = [torch.randint(VOCABULARY, (1 + i, CONTEXT), generator=torch.Generator().manual_seed(i))
                for i in range(lanes)]  # fmt: skip
     sample = Sample((batches[0], batches[0]), lambda batch: batch[0], mixtures.loss, None)
     torch.manual_seed(3)
-    held = lay(build, layout, mesh, sample)
+    held = parallelize(build, layout, mesh, sample)
     torch.manual_seed(3)
     whole = build()
     parameters = dict(whole.named_parameters())
@@ -145,7 +148,7 @@ def _law(build: Any, layout: Layout, mesh: Any, lane: int, lanes: int) -> dict[s
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(parameter.grad.abs().max())), name
     with torch.inference_mode():
         assert torch.allclose(held.model(batches[-1]), whole(batches[-1]), atol=1e-5)
-    return {"layout": layout, "parts": dict(held.parts), "elsewhere": held.elsewhere}
+    return {"layout": layout, "parts": dict(held.parts), "elsewhere": held.counted_elsewhere}
 
 
 @pytest.mark.long

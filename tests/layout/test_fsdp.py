@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.processes import run
 from unisono.errors import InvalidInput
 from unisono.layout import BlockOptions, Layout, RankMesh, Sample
-from unisono.layout.fsdp import others
+from unisono.layout.fsdp import modules_of_other_dtype
 from unisono.tasks.builtin.gpt import GPT
 
 NETWORK = GPT(layers=3, width=32, heads=4, context=16, dropout=0.0)
@@ -57,13 +57,13 @@ class Messages(TorchDispatchMode):
 
 def _step(rank: int, size: int, path: str, layout: Layout, compute: BlockOptions) -> dict[str, Any]:
     """Forward and backward of two micro-batches of each worker."""
-    from unisono.layout.parallelize import lay, mesh_of
+    from unisono.layout.parallelize import device_mesh, parallelize
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         torch.manual_seed(3)
-        mesh = mesh_of(RankMesh(layout, size), "cpu")
-        held = lay(NETWORK.build, layout, mesh, sample(), compute)
+        mesh = device_mesh(RankMesh(layout, size), "cpu")
+        held = parallelize(NETWORK.build, layout, mesh, sample(), compute)
         assert {p.dtype for p in held.local.parameters()} == {torch.float32}
         sums: dict[str, list[Tensor]] = {name: [] for name in held.leaves}
         for name in held.leaves:
@@ -78,7 +78,7 @@ def _step(rank: int, size: int, path: str, layout: Layout, compute: BlockOptions
                 batch = TOKENS[MICRO_BATCHES * rank + i]
                 loss = _loss(held.model(batch), (batch, batch.roll(1)))
                 losses.append(loss.item())
-                held.gathering.backward(last=i == MICRO_BATCHES - 1)
+                held.unsharding.backward(last=i == MICRO_BATCHES - 1)
                 loss.backward()
         return {
             "count": dict(messages.count), "bytes": dict(messages.bytes), "dtypes": messages.dtypes, "losses": losses,
@@ -146,12 +146,12 @@ def test_blocks_that_compute_again_gather_no_more(tmp_path: Path) -> None:
 
 def _changed(rank: int, size: int, path: str, layout: Layout) -> dict[str, float]:
     """Weights are doubled after an evaluation, as replicas that meet change them; what the next forward pass sees."""
-    from unisono.layout.parallelize import lay, mesh_of
+    from unisono.layout.parallelize import device_mesh, parallelize
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         torch.manual_seed(3)
-        held = lay(NETWORK.build, layout, mesh_of(RankMesh(layout, size), "cpu"), sample())
+        held = parallelize(NETWORK.build, layout, device_mesh(RankMesh(layout, size), "cpu"), sample())
 
         def loss(model: nn.Module) -> float:
             return _loss(model(TOKENS[0]), (TOKENS[0], TOKENS[0])).item()
@@ -166,7 +166,7 @@ def _changed(rank: int, size: int, path: str, layout: Layout) -> dict[str, float
             for parameter in whole.parameters():
                 parameter.mul_(2)
             expected.append(loss(whole))
-            held.gathering.let_go()
+            held.unsharding.reshard()
             after = loss(held.model)
         return {"before": before - expected[0], "after": after - expected[1], "change": before - expected[1]}
     finally:
@@ -192,12 +192,12 @@ class Both(nn.Module):
 
 def test_a_module_with_parameters_of_several_dtypes_is_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match="Both: this module holds parameters of float32 and float64 itself"):
-        others(nn.Sequential(nn.Linear(4, 4), Both()), [])
+        modules_of_other_dtype(nn.Sequential(nn.Linear(4, 4), Both()), [])
 
 
 def test_what_lies_together_is_of_the_dtype_of_most_of_its_numbers() -> None:
     few, many = nn.Linear(2, 2), nn.Linear(9, 9).double()
-    assert others(nn.Sequential(few, many), []) == [few]
-    assert others(nn.Sequential(few, many), [many]) == []
+    assert modules_of_other_dtype(nn.Sequential(few, many), []) == [few]
+    assert modules_of_other_dtype(nn.Sequential(few, many), [many]) == []
     frozen = nn.Linear(2, 2).requires_grad_(False)
-    assert others(nn.Sequential(frozen, many), []) == []
+    assert modules_of_other_dtype(nn.Sequential(frozen, many), []) == []

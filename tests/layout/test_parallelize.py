@@ -52,12 +52,12 @@ class Tied(nn.Module):
 
 def _places(rank: int, size: int, path: str, layout: Layout) -> list[str]:
     """Names of the tensors that differ from the model's, of all places where modules hold one."""
-    from unisono.layout.parallelize import lay, mesh_of
+    from unisono.layout.parallelize import device_mesh, parallelize
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         torch.manual_seed(3)
-        held = lay(Tied, layout, mesh_of(RankMesh(layout, size), "cpu"), sample())
+        held = parallelize(Tied, layout, device_mesh(RankMesh(layout, size), "cpu"), sample())
         torch.manual_seed(3)
         whole = Tied().state_dict()
         pieces = held.pipeline.stages.values() if held.pipeline else [held.model]
@@ -79,13 +79,13 @@ def test_what_blocks_share_is_filled_wherever_it_is_held(layout, tmp_path: Path)
 
 
 def _held(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
-    from unisono.layout.parallelize import lay, mesh_of
+    from unisono.layout.parallelize import device_mesh, parallelize
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", size), rank=rank, world_size=size)
     try:
         torch.manual_seed(3)
-        held = lay(built, layout, mesh_of(RankMesh(layout, size), "cpu"), sample())
+        held = parallelize(built, layout, device_mesh(RankMesh(layout, size), "cpu"), sample())
         after = torch.rand(1)
         torch.manual_seed(3)
         whole = dict(built().named_parameters())
@@ -97,7 +97,7 @@ def _held(rank: int, size: int, path: str, layout: Layout) -> dict[str, Any]:
             torch.equal(tensor, whole[name]) for name, tensor in WholeTensors(held.model).items() if name in whole
         )
         numbers = {name: p.numel() for name, p in held.local.named_parameters()}
-        return {"numbers": numbers, "elsewhere": held.elsewhere, "parts": dict(held.parts)}
+        return {"numbers": numbers, "elsewhere": held.counted_elsewhere, "parts": dict(held.parts)}
     finally:
         dist.destroy_process_group()
 

@@ -31,12 +31,12 @@ from unisono.errors import InvalidInput
 from unisono.layout.pipeline import (
     SCHEDULES,
     balance,
+    balance_workers,
     by_name,
     check,
-    joints,
-    measure,
+    cut_points,
+    measure_segments,
     split,
-    spread,
     stages_for,
     stages_of,
 )
@@ -190,10 +190,10 @@ def test_a_model_on_the_meta_device_is_cut() -> None:
 
 
 def seconds(model: nn.Module, sample: Any) -> list[float]:
-    found = joints(model, sample)
+    found = cut_points(model, sample)
     inputs = by_name(inspect.signature(model.forward), sample)
     device = torch.device("cpu")
-    return measure(found, {k: torch.zeros_like(v, device=device) for k, v in inputs.items()}, device)
+    return measure_segments(found, {k: torch.zeros_like(v, device=device) for k, v in inputs.items()}, device)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -209,8 +209,8 @@ def test_code_that_asks_for_sizes_is_cut(device: str, model: Any, found: Any, wi
     with torch.device(device):
         made = model()
     sample = torch.zeros(2, 8, dtype=torch.long)
-    assert set(found) <= set(joints(made, sample).names)
-    assert set(widest) <= set(joints(made, sample, (), 7).names)
+    assert set(found) <= set(cut_points(made, sample).names)
+    assert set(widest) <= set(cut_points(made, sample, (), 7).names)
 
 
 @pytest.mark.parametrize("model", [Remembering, Residual])
@@ -247,7 +247,7 @@ def test_a_model_without_numbers_is_measured_by_kinds_of_blocks() -> None:
         sample = torch.zeros(2048, dtype=torch.long)
     assert split(model, sample, 2).cuts == ("1",)
     found = seconds(model, sample)
-    assert len(found) == len(joints(model, sample).segments())
+    assert len(found) == len(cut_points(model, sample).segments())
     assert len(set(found[1:5])) == 1
     assert min(found[5:]) > 2 * found[1]
     assert split(model, sample, 2, costs=found).cuts == ("6",)
@@ -262,14 +262,14 @@ def test_two_stages_of_a_worker_are_balanced_together(costs: list[int], v: bool)
         parts = [sum(costs[a:b]) for a, b in zip((0, *cuts), (*cuts, len(costs)))]
         return max(sum(part for part, holder in zip(parts, holders) if holder == worker) for worker in (0, 1))
 
-    found = busiest(spread(costs, [1] * len(costs), holders))
+    found = busiest(balance_workers(costs, [1] * len(costs), holders))
     best = min(busiest(cuts) for cuts in combinations(range(1, len(costs)), 3))
     assert best <= found <= 1.02 * busiest(balance(costs, 4))
 
 
 def test_of_cuts_that_are_as_fast_the_lightest_is_taken() -> None:
-    assert spread([10, 0, 10], [1, 50, 100], (0, 1)) == (2,)
-    assert spread([10, 0, 10], [100, 50, 1], (0, 1)) == (1,)
+    assert balance_workers([10, 0, 10], [1, 50, 100], (0, 1)) == (2,)
+    assert balance_workers([10, 0, 10], [100, 50, 1], (0, 1)) == (1,)
 
 
 def test_a_limit_of_bytes_moves_the_cut() -> None:

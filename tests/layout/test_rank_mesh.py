@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import InvalidInput
-from unisono.layout import AXES, SIDE_BY_SIDE, Layout, RankMesh
+from unisono.layout import AXES, DATA_AXES, Layout, RankMesh
 from unisono.layout.rank_mesh import nearest_divisor
 
 SHARDS = st.integers(1, 5)
@@ -38,15 +38,17 @@ def test_groups_along_some_axes_divide_the_workers(axes, shard, replicas) -> Non
 def test_a_lane_is_a_place_on_the_axes_side_by_side(layout, replicas) -> None:
     places = RankMesh(layout, layout.workers * replicas)
     for rank in range(places.workers):
-        lanes = [places.lane(other) for other in places.along(rank, "replica", *SIDE_BY_SIDE)]
-        assert lanes == list(range(places.lanes))
-        assert {places.lane(other) for other in places.along(rank, "tensor")} == {places.lane(rank)}
+        lanes = [places.data_parallel_rank(other) for other in places.along(rank, "replica", *DATA_AXES)]
+        assert lanes == list(range(places.data_parallel_size))
+        assert {places.data_parallel_rank(other) for other in places.along(rank, "tensor")} == {
+            places.data_parallel_rank(rank)
+        }
 
 
 def test_members_of_a_shard_group_have_lanes_of_their_own() -> None:
     places = RankMesh(Layout(shard=2), 4)
-    assert [places.lane(rank) for rank in range(4)] == [0, 1, 2, 3]
-    assert places.lanes == 4
+    assert [places.data_parallel_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
+    assert places.data_parallel_size == 4
 
 
 @pytest.mark.parametrize(

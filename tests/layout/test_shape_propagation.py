@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unisono.layout.shape_propagation import Known
+from unisono.layout.shape_propagation import PropagateShapes
 from unisono.layout.tensor import derive
 
 
@@ -35,7 +35,7 @@ def test_what_depends_on_inputs_alone_has_its_numbers_and_all_else_a_shape() -> 
     for mask in (torch.ones(1, 3), torch.tensor([[1.0, 1.0, 0.0]])):
         with torch.no_grad(), pytest.raises(Exception, match="meta"):
             model(WORDS.to("meta"), mask.to("meta"))
-        with torch.no_grad(), Known():
+        with torch.no_grad(), PropagateShapes():
             out = model(WORDS, mask)
         assert out.is_meta
         assert out.shape == (1, 3, 4)
@@ -43,7 +43,7 @@ def test_what_depends_on_inputs_alone_has_its_numbers_and_all_else_a_shape() -> 
 
 def test_numbers_that_were_written_over_with_unknown_ones_are_unknown() -> None:
     weight, whole = torch.ones(3, device="meta"), torch.ones(3, device="meta", dtype=torch.long)
-    with Known():
+    with PropagateShapes():
         kept, view = torch.zeros(3, device="meta", dtype=torch.long), torch.zeros(2, 3)
         assert kept.add_(1).sum().item() == 3
         assert kept.add_(whole) is kept
@@ -55,7 +55,7 @@ def test_numbers_that_were_written_over_with_unknown_ones_are_unknown() -> None:
 
 def test_fresh_real_numbers_stay_on_the_meta_device_and_are_known() -> None:
     unknown = torch.ones(3, device="meta")
-    with Known():
+    with PropagateShapes():
         mask = torch.ones(2, 3, device="meta")
         assert mask.is_meta
         assert bool(mask.all())

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono.errors import InvalidInput
-from unisono.layout.pipeline import joints, split
-from unisono.layout.pipeline.stub_modules import Door, Earlier, Later
+from unisono.layout.pipeline import cut_points, split
+from unisono.layout.pipeline.stub_modules import EarlierStub, LaterStub, StubInput
 
 
 def unit() -> nn.Module:
@@ -25,13 +25,13 @@ def unit() -> nn.Module:
 
 
 def test_it_knows_what_its_unit_knew_and_does_nothing_of_what_it_did() -> None:
-    arrived, door = torch.ones(3), Door()
-    stand = Earlier(unit(), door, arrived)
+    arrived, door = torch.ones(3), StubInput()
+    stand = EarlierStub(unit(), door, arrived)
     door.value = arrived
     assert stand(torch.zeros(3)) is arrived
     assert (stand.kind, stand.in_features, dict(stand.named_parameters())) == ("linear", 2, {})
     with pytest.raises(Exception) as left:
-        Later(unit(), door)(arrived)
+        LaterStub(unit(), door)(arrived)
     assert isinstance(left.value.value, Tensor)
 
 
@@ -77,7 +77,7 @@ def _look(model: nn.Module, x: Tensor) -> Tensor:
 def test_random_numbers_that_change_activations_leave_places_to_cut(through: Any, device: str) -> None:
     with torch.device(device):
         model = Blocks(through)
-    assert set(joints(model, torch.ones(3, 4)).names) >= {"blocks.1", "blocks.2", "blocks.3"}
+    assert set(cut_points(model, torch.ones(3, 4)).names) >= {"blocks.1", "blocks.2", "blocks.3"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -86,7 +86,7 @@ def test_code_that_decides_by_numbers_what_it_calls_is_refused(through: Any, dev
     with torch.device(device):
         model = Blocks(through)
     with pytest.raises(InvalidInput, match=r"pipeline = Blocks: no place to cut .*decides by numbers"):
-        joints(model, torch.ones(3, 4))
+        cut_points(model, torch.ones(3, 4))
 
 
 def test_random_states_are_taken_up_where_the_first_unit_of_a_stage_begins() -> None:

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from tests.support.processes import run
 from unisono.errors import InvalidInput
-from unisono.layout.tensor import TensorPlan, apply, derive, given, refusal, verify
+from unisono.layout.tensor import TensorPlan, apply, check_heads, derive, user_plan, verify
 from unisono.layout.tensor.attention_heads import local_sizes
 from unisono.layout.tensor.linear_modules import grouped_rows
-from unisono.layout.tensor.row_exchange import Exchange
+from unisono.layout.tensor.row_exchange import RowExchange
 from unisono.tasks.builtin.gpt import GPT
 
 STEPS = 10
@@ -238,7 +238,7 @@ def law(rank: int, size: int, path: str, names: list[str], own: bool = True) -> 
 def compared(name: str, optimizer: str, mesh: DeviceMesh, own: bool) -> dict[str, Any]:
     """`own`: the plan that is found, else the one in `GIVEN`."""
     whole, split, sample = build(name), build(name), (tokens(0),)
-    plan = derive(split, mesh.size(), sample) if own else given(split, mesh.size(), GIVEN[name], sample)
+    plan = derive(split, mesh.size(), sample) if own else user_plan(split, mesh.size(), GIVEN[name], sample)
     apply(split, mesh, plan)
     assert [key for key, _ in split.named_parameters()] == [key for key, _ in whole.named_parameters()]
     off = max(abs(a - b) for a, b in zip(train(whole, optimizer), train(split, optimizer), strict=True))
@@ -334,7 +334,7 @@ def test_a_plan_that_was_given_is_the_whole_plan(tmp_path: Path) -> None:
 )
 def test_a_plan_that_cannot_be_is_refused_with_its_entry(degree: int, words: dict[str, str], said: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        given(build("tied"), degree, words, (tokens(0),))
+        user_plan(build("tied"), degree, words, (tokens(0),))
     assert said in str(caught.value)
 
 
@@ -456,11 +456,11 @@ def test_a_degree_that_cuts_through_heads_is_refused() -> None:
         GPT(layers=1, width=36, heads=6).build(),
         nn.TransformerEncoderLayer(36, 6),
     ):
-        refusal(model, 3)
+        check_heads(model, 3)
         with pytest.raises(InvalidInput, match=r"tensor = 4: .*6.* at most 6; write tensor=3") as caught:
-            refusal(model, 4)
+            check_heads(model, 4)
         assert caught.value.field == "tensor"
-    refusal(Convolutional(), 7)
+    check_heads(Convolutional(), 7)
 
 
 def test_sizes_are_divided_where_the_heads_are_whatever_the_number_of_samples() -> None:
@@ -479,7 +479,7 @@ def test_sizes_are_divided_where_the_heads_are_whatever_the_number_of_samples() 
 @pytest.mark.parametrize(("groups", "degree"), [(3, 2), (3, 3), (3, 4), (2, 2), (2, 4), (1, 4)])
 def test_rows_change_places_exactly(groups: int, degree: int) -> None:
     outputs = groups * degree * 4
-    members = [Exchange(outputs, groups, degree, member) for member in range(degree)]
+    members = [RowExchange(outputs, groups, degree, member) for member in range(degree)]
     share = outputs // degree
     for user, mine in enumerate(members):
         arrived = []

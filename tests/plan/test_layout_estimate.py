@@ -17,7 +17,7 @@ from tests.support import processes
 from tests.support.training_runs import Noisy, source
 from unisono import Task
 from unisono.plan import layout_table as laid_table
-from unisono.plan.layout_estimate import foretell
+from unisono.plan.layout_estimate import estimate_layout
 from unisono.run.resolve import settle
 from unisono.tasks.source import NamedTask
 
@@ -56,7 +56,7 @@ def foretold(task: NamedTask, **settings: Any) -> dict[str, Any]:
 def _foretold(rank: int, size: int, task: NamedTask, settings: Mapping[str, Any]) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = task.load()
-    laid = foretell(found, settle(found, settings)).mapping()
+    laid = estimate_layout(found, settle(found, settings)).mapping()
     return {**laid, "grown": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
 
 

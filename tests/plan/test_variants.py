@@ -9,7 +9,7 @@ import pytest
 from tests.support.training_runs import regression
 from unisono.config import Config
 from unisono.errors import InvalidInput
-from unisono.plan.scenarios import ways
+from unisono.plan.scenarios import variants
 from unisono.plan.variants import changes, label
 
 
@@ -52,7 +52,9 @@ def test_what_is_no_way_is_one_sentence(text: str, says: str) -> None:
 
 def test_a_synchronizer_alone_sends_what_it_has_and_a_compressor_alone_keeps_the_synchronizer() -> None:
     given = {"workers": 2, "sync": "LocalSGD(every=4)", "compress": "Quantize(8)"}
-    found = ways(regression(), given, ["AllReduce()", "Exact()", "AllReduce() + Quantize(4)", "AllReduce() + lr=0.5"])
+    found = variants(
+        regression(), given, ["AllReduce()", "Exact()", "AllReduce() + Quantize(4)", "AllReduce() + lr=0.5"]
+    )
     assert list(found) == [
         "LocalSGD(every=4) + Quantize()",
         "AllReduce()",
@@ -65,22 +67,22 @@ def test_a_synchronizer_alone_sends_what_it_has_and_a_compressor_alone_keeps_the
 
 def test_the_same_way_twice_is_refused() -> None:
     with pytest.raises(InvalidInput, match="the same as another way"):
-        ways(regression(), {"workers": 2}, ["AllReduce()"])
+        variants(regression(), {"workers": 2}, ["AllReduce()"])
 
 
 def test_a_layout_is_refused_rather_than_forecast_as_if_it_were_none() -> None:
     with pytest.raises(InvalidInput, match=r"Layout\(shard=2\): virtual workers are whole replicas"):
-        ways(regression(), {"workers": 2, "layout": "Layout(shard=2)"}, [])
+        variants(regression(), {"workers": 2, "layout": "Layout(shard=2)"}, [])
 
 
 def test_more_workers_than_micro_batches_get_one_each_unless_the_batch_was_given() -> None:
-    (fits,) = ways(regression(), {"workers": 16}, []).values()
+    (fits,) = variants(regression(), {"workers": 16}, []).values()
     assert (fits.global_batch, fits.micro_batch) == (64, 4)
-    (many,) = ways(regression(), {"workers": 40}, []).values()
+    (many,) = variants(regression(), {"workers": 40}, []).values()
     assert (many.global_batch, many.micro_batch) == (80, 2)  # of 96 samples
     with pytest.raises(InvalidInput, match="workers = 16: a step has only 4 micro-batches"):
-        ways(regression(), {"workers": 16, "global_batch": 24}, [])
-    (few,) = ways(regression(), {"workers": 6}, []).values()
+        variants(regression(), {"workers": 16, "global_batch": 24}, [])
+    (few,) = variants(regression(), {"workers": 6}, []).values()
     assert (few.global_batch, few.micro_batch) == (24, 4)
 
 

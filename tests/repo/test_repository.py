@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from benchmarks.__main__ import modules as benchmarks
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "unisono"
@@ -283,74 +282,3 @@ def test_torch_is_installed_by_a_call_of_its_own_before_the_package() -> None:
     assert "--require-hashes" in calls[1]
     assert "-c constraints.txt" in calls[2]
     assert plan.splitlines()[-1].endswith("unisono train digits --workers 2")
-
-
-# --- what is written about it
-
-
-def shell_lines(page: str) -> Iterator[str]:
-    """The lines of a page's shell blocks, without prompts and comments."""
-    for block in re.findall(r"```(?:sh|bash|console|shell)\n(.*?)```", page, re.S):
-        for line in block.replace("\\\n", " ").splitlines():
-            yield line.split("  #")[0].removeprefix("$ ").strip()
-
-
-@cache
-def options_of(*command: str) -> str:
-    shown = subprocess.run([sys.executable, "-m", "unisono", *command, "--help"], capture_output=True, text=True)
-    return shown.stdout
-
-
-PAGES = [
-    str(page.relative_to(ROOT))
-    for page in [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted(ROOT.glob("docs/[!d]*/*.md"))]
-    if list(shell_lines(page.read_text()))
-]
-
-
-def test_a_page_links_to_what_is_there() -> None:
-    broken = []
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"]:
-        text = page.read_text()
-        for target, part in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", text):
-            there = (page.parent / target).resolve() if target else page
-            if not there.exists():
-                broken.append(f"{page.relative_to(ROOT)}: {target}")
-            elif part and part[1:] not in headings(there.read_text()):
-                broken.append(f"{page.relative_to(ROOT)}: {target}{part}")
-    assert broken == []
-
-
-def runs(module: str) -> bool:
-    """Whether ``python -m`` finds that module."""
-    path = ROOT / module.replace(".", "/")
-    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
-
-
-def headings(text: str) -> set[str]:
-    """The anchors of a page, as its headings give them."""
-    return {re.sub(r"[^a-z0-9 -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"(?m)^#+ (.*)$", text)}
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_command_that_a_page_shows_exists(page: str) -> None:
-    text = (ROOT / page).read_text()
-    said = [*shell_lines(text), *re.findall(r"`((?:make|unisono|python -m) [^`]+)`", text)]
-    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
-    unknown = []
-    for line in said:
-        words = line.split()
-        if words[:1] == ["make"]:
-            unknown += [line for word in words[1:] if "=" not in word and word not in targets]
-        if words[:1] == ["unisono"] and len(words) > 1:
-            known = options_of(words[1]) + options_of(*words[1:3]) * (words[2:3] in (["digits"], ["text"]))
-            # Options with a dot are the task's own.
-            asked = re.findall(r"(?<=\s)--[a-z-]+(?=\s|$)", line.split(".py")[0])
-            unknown += [f"{line}: {option}" for option in asked if not re.search(rf"{option}\b", known)]
-        unknown += [line for name in re.findall(r"-m benchmarks ([a-z]\w*)", line) if name not in benchmarks()]
-        unknown += [line for module in re.findall(r"-m ((?:benchmarks|tests)[.]\S+)", line) if not runs(module)]
-    assert unknown == []

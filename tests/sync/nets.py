@@ -54,14 +54,14 @@ def plain(optimizer: Callable, steps: int = 5, sparse: bool = False) -> tuple[li
     """What PyTorch alone computes: every micro-batch in turn, one step for their mean."""
     torch.manual_seed(0)
     model = Net(sparse)
-    stepper, losses = optimizer(p for p in model.parameters() if p.requires_grad), []
+    optimizer, losses = optimizer(p for p in model.parameters() if p.requires_grad), []
     for xs, ys in zip(*batches(steps)):
         parts = [cross_entropy(model(x), y) / MICRO_BATCHES for x, y in zip(xs, ys)]
         for part in parts:
             part.backward()
         losses.append(float(sum(parts).detach()))
-        stepper.step()
-        stepper.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return losses, model
 
 
@@ -95,8 +95,8 @@ def bound(
     """A new net on `comm`."""
     torch.manual_seed(0)
     model = Net(sparse)
-    stepper = optimizer(p for p in model.parameters() if p.requires_grad)
-    return Replica(model, stepper, comm, sync=sync, compress=compress, micro_batches=MICRO_BATCHES,
+    optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
+    return Replica(model, optimizer, comm, sync=sync, compress=compress, micro_batches=MICRO_BATCHES,
                    reference=MICRO_BATCHES * SAMPLES, **options)  # fmt: skip
 
 

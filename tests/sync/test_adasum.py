@@ -37,10 +37,10 @@ def test_every_parameter_is_combined_by_itself() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_it_is_a_tree_over_the_workers(size: int) -> None:
     def run(comm):
-        flow = PendingMean(
+        pending = PendingMean(
             adasum(Cast(), random(comm.rank) / comm.size, SPANS, comm, CompressorMemory(), torch.float32)
         )
-        return flow.wait().clone()
+        return pending.wait().clone()
 
     xs = [random(rank) for rank in range(size)]
     while len(xs) > 1:

@@ -12,7 +12,7 @@ from unisono.comm import simulate
 from unisono.compress import Cast, Exact
 from unisono.errors import UnisonoError
 from unisono.sync import AllReduce, Loop
-from unisono.sync.buckets import cut, gaps, pack, unpack
+from unisono.sync.buckets import gaps, pack, plan_buckets, unpack
 from unisono.trainer.replica import Replica
 
 SMALL = AllReduce(bucket_bytes=600, first_bytes=100)
@@ -25,9 +25,9 @@ def parameters(*sizes: int) -> dict[str, nn.Parameter]:
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.integers(1, 2000), st.integers(1, 500))
 def test_every_parameter_has_its_own_place_in_reverse_order(sizes, bucket_bytes, first_bytes) -> None:
     given = parameters(*sizes)
-    cuts = cut(given, Cast(), bucket_bytes, first_bytes)
-    assert [s.name for c in cuts for s in c.spans] == list(reversed(given))
-    for c in cuts:
+    plans = plan_buckets(given, Cast(), bucket_bytes, first_bytes)
+    assert [s.name for c in plans for s in c.spans] == list(reversed(given))
+    for c in plans:
         covered = [i for s in c.spans for i in range(s.start, s.stop)] + [i for a, b in gaps(c) for i in range(a, b)]
         assert sorted(covered) == list(range(c.numel))
         assert all(s.start % 16 == 0 for s in c.spans)
@@ -36,7 +36,7 @@ def test_every_parameter_has_its_own_place_in_reverse_order(sizes, bucket_bytes,
 def test_buckets_hold_one_dtype_each() -> None:
     mixed = parameters(4, 4, 4)
     mixed["p1"] = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    assert [c.dtype for c in cut(mixed, Cast(), 10**6, 10**6)] == [torch.float32, torch.float64]
+    assert [c.dtype for c in plan_buckets(mixed, Cast(), 10**6, 10**6)] == [torch.float32, torch.float64]
 
 
 @given(st.lists(st.floats(allow_nan=False), max_size=20))
@@ -129,7 +129,7 @@ def test_a_gradient_after_its_exchange_is_refused_with_the_cure() -> None:
         bound = AllReduce(bucket_bytes=1, first_bytes=1).bind(ps, comm, Cast(), Loop(sgd(ps.values())))
         bound.close([])
         bound.offer("p1", torch.ones(3), 1.0)
-        with pytest.raises(UnisonoError, match=r"p1 came once more .* overlap=False"):
+        with pytest.raises(UnisonoError, match=r"p1 was computed again .* overlap=False"):
             bound.offer("p1", torch.ones(3), 1.0)
         return True
 

@@ -45,7 +45,7 @@ class Lopsided:
         parts = {peer: self.sends(peer, size, step).get(rank, 0.0) for peer in range(size) if peer != rank}
         return {peer: part for peer, part in parts.items() if part}
 
-    def turns(self, size: int) -> int:
+    def period(self, size: int) -> int:
         return 1
 
 
@@ -114,7 +114,7 @@ def test_stochastic_gradient_push_is_its_equations(topology) -> None:
 @pytest.mark.parametrize("compress", LOSSY, ids=notation.show)
 def test_choco_sgd_is_its_equations(compress) -> None:
     """Written once more for a ring of 4, whose edges all carry a third."""
-    plan = Weights({"w": nn.Parameter(torch.zeros(40, dtype=torch.float64))}, compress).cuts[0]
+    plan = Weights({"w": nn.Parameter(torch.zeros(40, dtype=torch.float64))}, compress).plans[0]
     edges = [(j, i) for j in range(4) for i in ((j - 1) % 4, (j + 1) % 4)]
     x, lr, expected = torch.zeros(4, plan.numel, dtype=torch.float64), 0.1, []
     aim = torch.zeros(4, plan.numel, dtype=torch.float64)
@@ -272,7 +272,7 @@ class Nobody:
 
     receives = sends
 
-    def turns(self, size: int) -> int:
+    def period(self, size: int) -> int:
         return 1
 
 
@@ -336,8 +336,10 @@ def test_partners_stay_between_what_they_were_however_many_ask_at_once() -> None
     """Each asks somebody before any answer is heard, so that a worker whose own call is under way is asked by many."""
     size, random = 8, np.random.default_rng(0)
     parameters = {"w": nn.Parameter(torch.zeros(size, dtype=torch.float64))}
-    cuts = Weights(parameters, Cast()).cuts
-    partners = [GossipActor(cuts, [torch.eye(size, dtype=torch.float64)[rank].repeat(2)], size) for rank in range(size)]
+    plans = Weights(parameters, Cast()).plans
+    partners = [
+        GossipActor(plans, [torch.eye(size, dtype=torch.float64)[rank].repeat(2)], size) for rank in range(size)
+    ]
 
     class Straight:
         """Calls the actor at once; the answer waits to be heard."""
@@ -352,10 +354,10 @@ def test_partners_stay_between_what_they_were_however_many_ask_at_once() -> None
 
     for _ in range(30):
         asked = [(rank, (rank + int(random.integers(1, size))) % size) for rank in range(size)]
-        answers = [partners[rank].ask(peer, Straight(rank, peer)) for rank, peer in asked]
+        answers = [partners[rank].request(peer, Straight(rank, peer)) for rank, peer in asked]
         for i in random.permutation(size):
             rank, peer = asked[i]
-            partners[rank].hear(peer, answers[i][0])
+            partners[rank].receive_answer(peer, answers[i][0])
         held = torch.stack([partner.weights()[0][:size] for partner in partners])
         assert held.min() >= -1e-12
         torch.testing.assert_close(held.sum(0), torch.ones(size, dtype=torch.float64))
@@ -364,14 +366,14 @@ def test_partners_stay_between_what_they_were_however_many_ask_at_once() -> None
 
 def test_what_the_optimizer_moves_and_what_others_bring_both_count() -> None:
     w = {"w": nn.Parameter(torch.zeros(16))}
-    cuts = Weights(w, Cast()).cuts
-    partner, other = GossipActor(cuts, [torch.zeros(16)], 1), GossipActor(cuts, [torch.full((16,), 4.0)], 1)
+    plans = Weights(w, Cast()).plans
+    partner, other = GossipActor(plans, [torch.zeros(16)], 1), GossipActor(plans, [torch.full((16,), 4.0)], 1)
     taken = partner.weights()
     answers: list[ActorMessage] = []
-    other.ask(0, type("Line", (), {"call": lambda _, message: partner.receive(1, message, answers.append)})())
-    partner.moved(taken, [taken[0] + 1])
+    other.request(0, type("Line", (), {"call": lambda _, message: partner.receive(1, message, answers.append)})())
+    partner.add_step(taken, [taken[0] + 1])
     assert partner.weights()[0][0] == 3.0
-    other.hear(0, answers[0])
+    other.receive_answer(0, answers[0])
     assert other.weights()[0][0] == 2.0
 
 
@@ -382,19 +384,19 @@ def test_what_the_optimizer_moves_and_what_others_bring_both_count() -> None:
 def test_both_ends_hold_the_same_and_it_comes_nearer(row) -> None:
     shape = {"a": nn.Parameter(torch.zeros(20, 30)), "b": nn.Parameter(torch.zeros(70))}
     weights = Weights(shape, row.compress)
-    sender, receiver = (PeerEstimate(weights.cuts, weights.read()) for _ in range(2))
+    sender, receiver = (PeerEstimate(weights.plans, weights.read()) for _ in range(2))
     with torch.no_grad():
         for i, p in enumerate(shape.values()):
             p.copy_(100 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     xs = weights.read()
     distance = before = float(torch.cat(xs).norm())
     for _ in range(100):
-        noted = receiver.take(sender.send(xs, [0.25, 3.0]))
+        noted = receiver.receive(sender.send(xs, [0.25, 3.0]))
         assert noted[:2] == [0.25, 3.0]
-        assert all(torch.equal(a, b) for a, b in zip(sender.held, receiver.held))
+        assert all(torch.equal(a, b) for a, b in zip(sender.estimates, receiver.estimates))
         assert sender.fidelity == receiver.fidelity
         assert all(0 <= f <= 1 for f in sender.fidelity)
-        nearer = float(torch.cat([x - h for x, h in zip(xs, sender.held)]).norm())
+        nearer = float(torch.cat([x - h for x, h in zip(xs, sender.estimates)]).norm())
         assert nearer <= distance * (1 + 1e-6) + 1e-6
         distance = nearer
     assert distance <= 0.15 * before
@@ -402,10 +404,10 @@ def test_both_ends_hold_the_same_and_it_comes_nearer(row) -> None:
 
 def test_a_letter_that_is_too_short_is_refused() -> None:
     weights = Weights({"w": nn.Parameter(torch.zeros(40))}, Cast("bf16"))
-    letter = PeerEstimate(weights.cuts, weights.read()).send(weights.read(), [1.0])
+    letter = PeerEstimate(weights.plans, weights.read()).send(weights.read(), [1.0])
     for wrong in (letter[:64], letter[:0], letter.float()):
-        with pytest.raises(ValueError, match="is none for these weights"):
-            PeerEstimate(weights.cuts, weights.read()).take(wrong)
+        with pytest.raises(ValueError, match="does not fit these weights"):
+            PeerEstimate(weights.plans, weights.read()).receive(wrong)
 
 
 # Values.
@@ -415,8 +417,8 @@ def test_a_letter_that_is_too_short_is_refused() -> None:
     ("arguments", "message"),
     [
         ({"synchronize_every": 0}, "synchronize_every=0 is not a whole number from 1"),
-        ({"topology": OnePeerExponential(), "push_sum": False}, "push_sum=False: in the directed OnePeerExponential"),
-        ({"asynchronous": True, "push_sum": True}, "push_sum=True: asynchronous partners"),
+        ({"topology": OnePeerExponential(), "push_sum": False}, "push_sum=False: the directed OnePeerExponential"),
+        ({"asynchronous": True, "push_sum": True}, "push_sum=True: asynchronous neighbours"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments, message) -> None:

@@ -30,7 +30,7 @@ from unisono.sync import AllReduce, DelayCompensation, Loop, ParameterServer, Sc
 from unisono.sync.server.actor import MOVED, ParameterServerActor
 from unisono.sync.server.slice_optimizer import ELEMENTWISE, SliceOptimizer, numbers_of
 from unisono.sync.server.slice_state import Push, ServerSlice, ServerTerms, SliceSpec
-from unisono.sync.server.slices import cut
+from unisono.sync.server.slices import plan_slices
 from unisono.trainer.replica import Replica
 
 INF = math.inf
@@ -103,7 +103,7 @@ def test_slices_cover_every_number_once_and_shards_are_of_about_the_same_size() 
     parameters["turned"] = nn.Parameter(torch.randn(40, 50).t())
     parameters["half"] = nn.Parameter(torch.randn(100, 30).bfloat16())
     for servers in (1, 2, 3):
-        slices = cut(parameters, Cast(), 4000, servers)
+        slices = plan_slices(parameters, Cast(), 4000, servers)
         counted = {name: torch.zeros_like(p) for name, p in parameters.items()}
         loads = [0] * servers
         for each in slices:
@@ -163,9 +163,9 @@ def test_a_server_takes_the_plain_step_where_a_worker_on_a_gpu_takes_the_fused_o
     weight, gradient = torch.randn(2, 99, generator=torch.Generator().manual_seed(0)).to(dtype)
     plain = nn.Parameter(weight.clone())
     optimizer = torch.optim.SGD([plain], 0.1, 0.9)
-    stepper = SliceOptimizer("SGD", [{**numbers_of(optimizer)[0], "fused": True}], [0], [weight])
+    ours = SliceOptimizer("SGD", [{**numbers_of(optimizer)[0], "fused": True}], [0], [weight])
     for _ in range(2):
-        stepper.step([gradient], [{**numbers_of(optimizer)[0], "fused": True}])
+        ours.step([gradient], [{**numbers_of(optimizer)[0], "fused": True}])
         plain.grad = gradient.clone()
         optimizer.step()
     torch.testing.assert_close(weight, plain.detach())
@@ -298,7 +298,7 @@ EVERY_KIND = [TwoBit(0.02) if isinstance(each, TwoBit) else each for each in EVE
 def test_it_learns_with_every_compressor(sync, compress) -> None:
     start, losses = loss_of(network()), simulate(2, learn, sync, compress, 30)
     assert len(set(losses)) == 1
-    assert losses[0] < start * (0.5 if compress.keeps(torch.float32) else 0.9)
+    assert losses[0] < start * (0.5 if compress.is_lossless(torch.float32) else 0.9)
 
 
 def test_weights_come_compressed_where_gradients_go_compressed() -> None:
@@ -520,9 +520,9 @@ def test_backup_workers_are_dropped_and_counted_and_go_on_with_the_others() -> N
 
 def keeper(compensate, workers=2, numel=4, lr=0.5) -> ServerSlice:
     w = nn.Parameter(torch.zeros(numel))
-    lot = SliceSpec((Span("w", torch.Size([numel]), (1,), 0, numel),), (0,), torch.float32, Cast())
+    spec = SliceSpec((Span("w", torch.Size([numel]), (1,), 0, numel),), (0,), torch.float32, Cast())
     terms = ServerTerms(workers, False, 1, False, compensate, 0, "SGD", numbers_of(torch.optim.SGD([w], lr)))
-    return ServerSlice(lot, terms, torch.linspace(-1, 1, numel))
+    return ServerSlice(spec, terms, torch.linspace(-1, 1, numel))
 
 
 @pytest.mark.parametrize(
@@ -537,7 +537,7 @@ def test_late_gradients_are_corrected_as_in_the_papers(compensate) -> None:
     for number, worker in enumerate([0, 0, 1, 0, 1, 1, 0]):
         g = torch.randn(4)
         said = [0, 0, 1, 0, 1, 1, 0][:number].count(worker) + 1
-        keeps.add(Push(worker, said, g.clone(), [True], versions[worker]), groups)
+        keeps.add_push(Push(worker, said, g.clone(), [True], versions[worker]), groups)
         late = number - versions[worker]
         if isinstance(compensate, DelayCompensation):
             square = compensate.decay * square + (1 - compensate.decay) * g * g
@@ -546,7 +546,7 @@ def test_late_gradients_are_corrected_as_in_the_papers(compensate) -> None:
         elif compensate is not None:
             g = g / max(1, late)
         now = now - lr * g
-        answer, _ = keeps.news(worker, versions[worker])
+        answer, _ = keeps.update(worker, versions[worker])
         held[worker], versions[worker] = now.clone(), number + 1
         assert answer.fields["version"] == number + 1
         torch.testing.assert_close(keeps.weights, now)
@@ -624,7 +624,7 @@ class FakeLine:
 def servers_of(sync, numel=6, workers=2, control=1):
     """Two servers that know each other, with their weights."""
     w = nn.Parameter(torch.zeros(numel))
-    slices = cut({"w": w}, Cast(), sync.slice_bytes, sync.servers)
+    slices = plan_slices({"w": w}, Cast(), sync.slice_bytes, sync.servers)
     terms = {"workers": workers, "control": control, "needed": 2}
     config = sync._config(slices, torch.optim.SGD([w], 1.0), {"w": 0}, terms)
     servers = [ParameterServerActor(i, config) for i in range(sync.servers)]
@@ -746,7 +746,7 @@ def count_while_a_server_is_killed(comm: Communicator, staleness: float) -> tupl
     times = []
     for t in range(40):
         if t == 20 and comm.rank == 0:  # the other one is somewhere in the midst of a step
-            os.kill(replica._sync.conversations[0].line.pid, signal.SIGKILL)
+            os.kill(replica._sync.shard_clients[0].connection.pid, signal.SIGKILL)
         one_step(replica, [comm.rank])
         times.append(time.monotonic())
     replica.synchronize()
@@ -766,9 +766,9 @@ def test_a_piece_may_get_its_first_gradient_later_than_others() -> None:
     for fused in (False, True):
         whole = torch.optim.SGD([nn.Parameter(torch.ones(3))], 0.1, momentum=0.9, nesterov=True, fused=fused)
         weights, numbers = [torch.ones(3), torch.ones(2)], numbers_of(whole)
-        stepper = SliceOptimizer("SGD", numbers, [0, 0], weights)
+        optimizer = SliceOptimizer("SGD", numbers, [0, 0], weights)
         for late in (None, torch.ones(2), None, torch.ones(2)):
-            stepper.step([torch.ones(3), late], numbers)
+            optimizer.step([torch.ones(3), late], numbers)
         stepped.append(weights)
     torch.testing.assert_close(stepped[0], stepped[1])
     assert stepped[0][1][0] < 1

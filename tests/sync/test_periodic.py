@@ -437,9 +437,9 @@ def test_equal_layers_are_strided() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 9))
 def test_each_fragment_has_one_turn_in_each_period(every, fragments, first) -> None:
-    rhythm = SyncSchedule(every, start=first, fragments=min(every, fragments))
-    turns = [rhythm.due(taken) for taken in range(1, first + 2 * every + 1)]
+    schedule = SyncSchedule(every, start=first, fragments=min(every, fragments))
+    turns = [schedule.due(taken) for taken in range(1, first + 2 * every + 1)]
     assert turns[:first] == [None] * first
     for period in (turns[first : first + every], turns[first + every :]):
-        assert [f for f in period if f is not None] == list(range(rhythm.fragments))
-        assert period[-1] == rhythm.fragments - 1
+        assert [f for f in period if f is not None] == list(range(schedule.fragments))
+        assert period[-1] == schedule.fragments - 1

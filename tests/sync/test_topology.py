@@ -87,4 +87,4 @@ def test_pairs_change_from_step_to_step_and_with_the_seed() -> None:
 @pytest.mark.parametrize("size", [2, 4, 8, 12])
 def test_turns_tell_how_seldom_an_edge_is_used(topology, size) -> None:
     used = [set(topology.sends(0, size, step)) for step in range(300)]
-    assert topology.turns(size) == len(set.union(*used)) / max(map(len, used))
+    assert topology.period(size) == len(set.union(*used)) / max(map(len, used))

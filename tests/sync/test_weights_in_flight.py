@@ -99,16 +99,16 @@ def test_whatever_way_a_weight_is_used_it_is_the_new_one() -> None:
 
 
 class Layer(nn.Module):
-    """Takes a second; says when it begins and how many of `coming` have not arrived by then."""
+    """Takes a second; says when it begins and how many of `pull_in_flight` have not arrived by then."""
 
     def __init__(self, trace: list[tuple[float, int]], comm: Simulated) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(10_000))  # in two bytes each, a second on a slow link
         self.trace, self.comm = trace, comm
-        self.coming: Callable[[], int] = lambda: 0
+        self.pull_in_flight: Callable[[], int] = lambda: 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.trace.append((self.comm.now(), self.coming()))
+        self.trace.append((self.comm.now(), self.pull_in_flight()))
         self.comm.compute(1.0)
         return x * self.weight
 
@@ -121,7 +121,9 @@ def layers(
     model = nn.Sequential(*[Layer(trace, comm) for _ in range(4)])
     trainee = Trainee(comm, model, sync, Cast("bf16"), sgd, **options)
     for layer in model:
-        layer.coming = lambda: sum(out.coming is not None for out in trainee.replica._sync.outgoing)
+        layer.pull_in_flight = lambda: sum(
+            out.pull_in_flight is not None for out in trainee.replica._sync.client_slices
+        )
     applied = 0.0
     shares: Iterator[Any] = iter(trainee.replica.work_items(0, steps, lambda: False) or range(steps))
     for _ in shares:
@@ -134,12 +136,17 @@ def layers(
 def test_the_first_layers_compute_while_the_last_weights_are_on_their_way() -> None:
     sync = ParameterServer(slice_bytes=40_000)
     began, trace = simulate(1, layers, sync, link=SLOW)[0]
-    assert [coming for _, coming in trace] == [3, 2, 1, 0]  # each layer has waited for its own, and for no other
+    assert [pull_in_flight for _, pull_in_flight in trace] == [
+        3,
+        2,
+        1,
+        0,
+    ]  # each layer has waited for its own, and for no other
     begins = [time - began for time, _ in trace]
     assert begins == pytest.approx([1, 2, 3, 4], abs=0.1)
     _, whole = simulate(1, partial(layers, overlap=False), sync, link=SLOW)[0]
     _, eager = simulate(1, partial(layers, lazy=False), sync, link=SLOW)[0]
-    assert [coming for _, coming in whole + eager] == [0] * 8
+    assert [pull_in_flight for _, pull_in_flight in whole + eager] == [0] * 8
 
 
 @pytest.mark.parametrize("staleness", [0, 1, inf])
@@ -161,12 +168,12 @@ def test_pushes_too_are_on_their_way_while_the_next_share_is_begun() -> None:
         model = nn.Sequential(*[Layer(trace, comm) for _ in range(2)])
         sync = ParameterServer(slice_bytes=40_000, staleness=inf)
         trainee = Trainee(comm, model, sync, Cast("bf16"), sgd)
-        leaving = []
+        push_in_flight = []
         for _ in trainee.replica.work_items(0, 3, lambda: False):
             trainee.step(lambda: model(torch.ones(10_000)).mean())
-            leaving.append(sum(out.leaving is not None for out in trainee.replica._sync.outgoing))
+            push_in_flight.append(sum(out.push_in_flight is not None for out in trainee.replica._sync.client_slices))
         trainee.replica.synchronize()
-        return [*leaving, sum(out.leaving is not None for out in trainee.replica._sync.outgoing)]
+        return [*push_in_flight, sum(out.push_in_flight is not None for out in trainee.replica._sync.client_slices)]
 
     assert simulate(1, run, link=SLOW) == [[2, 2, 2, 0]]
 
@@ -283,11 +290,11 @@ def test_a_step_counts_as_taken_when_its_weights_are_here_and_all_answers_may_co
         replica = bound(comm, SMALL, Quantize(4))
         advance_without_need(replica, comm, 0, 3)
         server: Any = replica._sync
-        before, taking = {out.applied for out in server.outgoing}, len(server._taking)
+        before, taking = {out.applied for out in server.client_slices}, len(server._taking)
         replica.wait_parameters()
-        after, left = {out.applied for out in server.outgoing}, len(server._taking)
+        after, left = {out.applied for out in server.client_slices}, len(server._taking)
         assert (taking, left) == (2, 0)
-        assert all(not each._open for each in server.conversations)
+        assert all(not each._open for each in server.shard_clients)
         return before, after
 
     assert simulate(2, run, link=SLOW) == [({True}, {False})] * 2
@@ -351,7 +358,7 @@ def test_micro_batches_after_the_first_wait_for_nothing() -> None:
         waits: list[int] = []
         need = replica._sync.wait_parameters
         assert replica._asking is not None
-        replica._asking._need = lambda names: (waits.append(len(replica._sync._coming)), need(names))
+        replica._asking._need = lambda names: (waits.append(len(replica._sync._pending)), need(names))
         advance(replica, comm, 0, 3)
         return waits
 

@@ -13,7 +13,7 @@ from unisono.config import NOTED
 from unisono.data import LOADERS, Inline, Processes, Threads
 from unisono.errors import InvalidInput
 from unisono.layout import LAYOUTS, Layout
-from unisono.layout.split_styles import WORDS
+from unisono.layout.split_styles import STYLES
 from unisono.sync import SYNCHRONIZERS, AllReduce
 from unisono.tasks.lr_schedules import SCHEDULES, Constant, Cosine, Linear
 
@@ -36,7 +36,7 @@ LAYOUT = st.builds(
     Layout,
     shard=st.integers(1, 8),
     tensor=st.integers(2, 8),
-    plan=st.dictionaries(st.text(max_size=12), st.sampled_from(WORDS), max_size=4),
+    plan=st.dictionaries(st.text(max_size=12), st.sampled_from(STYLES), max_size=4),
 )
 VALUES = {
     "sync": st.builds(AllReduce, bucket_bytes=COUNT, first_bytes=COUNT),

@@ -34,13 +34,13 @@ class Command:
         self.log = log
         self._workers: dict[str, int] = {}
 
-    def over(self, seconds: float) -> bool:
+    def has_ended(self, seconds: float) -> bool:
         """Whether it has ended; waits so long for it."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         return self.process.returncode is not None
 
-    def said(self) -> str:
+    def output(self) -> str:
         """All that it said."""
         return self.log.read_text(errors="replace")
 

@@ -36,11 +36,11 @@ class FaultRecord:
     @staticmethod
     def of(strike: Strike, at_seconds: float, step: int, more: str = "") -> FaultRecord:
         """`strike`, with what else there is to say of it."""
-        said = _said(strike.fault, strike.victim)
+        said = _describe(strike.fault, strike.victim)
         when = f" {strike.moment.value}" if strike.moment.value else ""
         words = f"{said}{when}" + (f": {more}" if more else "")
         return FaultRecord(at_seconds, step, strike.fault.kind, strike.moment, strike.victim, words)
 
 
-def _said(fault: Fault, victim: str) -> str:
+def _describe(fault: Fault, victim: str) -> str:
     return _WHAT[fault.kind].format(victim=victim, seconds=fault.seconds)

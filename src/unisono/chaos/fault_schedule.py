@@ -96,10 +96,10 @@ class RunStatus:
 
     share: float
     saving: bool = False
-    able: tuple[str, ...] = ()
-    givers: tuple[str, ...] = ()
-    takers: tuple[str, ...] = ()
-    apart: tuple[str, ...] = ()
+    trainable: tuple[str, ...] = ()
+    senders: tuple[str, ...] = ()
+    receivers: tuple[str, ...] = ()
+    cuttable: tuple[str, ...] = ()
 
 
 _WAITED = 0.2  # share of the run for which a fault waits for its moment
@@ -147,15 +147,15 @@ def aim(fault: Fault, seen: RunStatus) -> Strike | None:
         return Strike(fault, "", Moment.ANY)
     moment = fault.moment if seen.share < fault.after + _WAITED else Moment.ANY
     targets = _targets(fault.kind, moment, seen)
-    hit = [worker for worker in targets if set(seen.able) - {worker}]
+    hit = [worker for worker in targets if set(seen.trainable) - {worker}]
     return Strike(fault, hit[int(fault.whom * len(hit))], moment) if hit else None
 
 
 def _targets(kind: FaultKind, moment: Moment, seen: RunStatus) -> Sequence[str]:
     if kind is FaultKind.PARTITION:
-        return seen.apart
+        return seen.cuttable
     if moment is Moment.SAVING:
-        return seen.able if seen.saving else ()
+        return seen.trainable if seen.saving else ()
     if moment is Moment.GIVING:
-        return seen.givers if seen.takers else ()
-    return seen.takers if moment is Moment.TAKING else seen.able
+        return seen.senders if seen.receivers else ()
+    return seen.receivers if moment is Moment.TAKING else seen.trainable

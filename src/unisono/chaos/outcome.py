@@ -45,8 +45,8 @@ class Row:
     """
 
     name: str
-    undisturbed: str
-    disturbed: str
+    baseline: str
+    faulty: str
     differs: str = ""
 
 
@@ -73,9 +73,9 @@ def compare(undisturbed: RunOutcome, disturbed: RunOutcome) -> list[Row]:
     a, b = undisturbed, disturbed
     return [
         _row("steps", f"{a.steps:,}", f"{b.steps:,}"),
-        _row("samples", f"{a.samples:,}", f"{b.samples:,}", _otherwise_used(a, b)),
+        _row("samples", f"{a.samples:,}", f"{b.samples:,}", _sample_difference(a, b)),
         Row("losses", _count(a.losses), _count(b.losses), _first_difference(a, b)),
-        _row("metrics", _told(a.metrics), _told(b.metrics)),
+        _row("metrics", _metrics_text(a.metrics), _metrics_text(b.metrics)),
         _row("weights", a.weights, b.weights),
     ]
 
@@ -84,7 +84,7 @@ def _row(name: str, a: str, b: str, differs: str = "") -> Row:
     return Row(name, a, b, differs or ("" if a == b else f"{a} and {b}"))
 
 
-def _told(metrics: Mapping[str, Any]) -> str:
+def _metrics_text(metrics: Mapping[str, Any]) -> str:
     return "  ".join(f"{name} {value!r}" for name, value in metrics.items()) or "none"
 
 
@@ -105,7 +105,7 @@ def _values(values: list[Any]) -> str:
     return " and ".join(map(str, values)) or "none"
 
 
-def _otherwise_used(a: RunOutcome, b: RunOutcome) -> str:
+def _sample_difference(a: RunOutcome, b: RunOutcome) -> str:
     for step in sorted({*a.used, *b.used}):
         before, now = a.used.get(step, {}), b.used.get(step, {})
         if before != now:

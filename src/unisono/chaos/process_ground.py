@@ -65,13 +65,13 @@ class ProcessGround:
             steps, seconds = (undisturbed.steps, undisturbed.seconds) if undisturbed else (1, _LEAST_SECONDS)
             raid = _FaultInjector(self.directory / name, train, schedule, steps, elsewhere, happened)
             stack.callback(raid.end)
-            raid.until_over(max(_LEAST_SECONDS, _TIMES * seconds))
+            raid.run_to_end(max(_LEAST_SECONDS, _TIMES * seconds))
             return _outcome(self.directory / name, train)
 
 
 def _outcome(run: Path, train: Command) -> RunOutcome:
     if train.process.returncode:
-        lines = train.said().splitlines()[-_LINES:]
+        lines = train.output().splitlines()[-_LINES:]
         raise UnisonoError("\n".join([f"the run ended with exit code {train.process.returncode}:", *lines]))
     came = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
     return RunOutcome(came["steps"], came["samples"], losses(run), came["metrics"], came["weights_sha256"],
@@ -86,65 +86,65 @@ class _FaultInjector:
     train: Command
     schedule: FaultSchedule
     steps: int
-    elsewhere: NetworkNamespace | None
-    happened: list[FaultRecord]
+    namespace: NetworkNamespace | None
+    injected: list[FaultRecord]
 
     def __post_init__(self) -> None:
-        self._pending, self._began = Pending(self.schedule), time.monotonic()
-        self._joined: list[Command] = []
-        self._passing: list[tuple[float, str, signal.Signals | None]] = []  # when what ends, and of whom
-        self._away: set[str] = set()
+        self._pending, self._started_at = Pending(self.schedule), time.monotonic()
+        self._joined_commands: list[Command] = []
+        self._temporary: list[tuple[float, str, signal.Signals | None]] = []  # when what ends, and of whom
+        self._unreachable: set[str] = set()
         self._step, self._read = 0, 0
-        self._line: HttpConnection | None = None
+        self._connection: HttpConnection | None = None
 
-    def until_over(self, most_seconds: float) -> None:
+    def run_to_end(self, most_seconds: float) -> None:
         """Strike until the run has come to its end.
 
         Raises:
             UnisonoError: it does not.
         """
         keen = False
-        while not self.train.over(_KEEN_SECONDS if keen else _GLANCE_SECONDS):
-            if time.monotonic() - self._began > most_seconds:
+        while not self.train.has_ended(_KEEN_SECONDS if keen else _GLANCE_SECONDS):
+            if time.monotonic() - self._started_at > most_seconds:
                 raise UnisonoError(f"not over after {most_seconds:.0f} s, {self._step:,} steps: see {self.train.log}")
-            self._pass()
-            self._catch_up()
-            if self._pending.faults or self._passing:
-                keen = self._look()
-        for each in self._joined:
-            if not each.over(_ENDED_SECONDS):
+            self._end_expired()
+            self._read_events()
+            if self._pending.faults or self._temporary:
+                keen = self._inject_due()
+        for each in self._joined_commands:
+            if not each.has_ended(_ENDED_SECONDS):
                 raise UnisonoError(f"who had joined is still there {_ENDED_SECONDS:.0f} s after the end: {each.log}")
 
     def end(self) -> None:
         """Nobody who joined stays, nor stays frozen."""
-        for each in self._joined:
+        for each in self._joined_commands:
             each.end()
-        if self._line:
-            self._line.close()
+        if self._connection:
+            self._connection.close()
 
-    def _look(self) -> bool:
+    def _inject_due(self) -> bool:
         """Strike whoever is due; whether a fault waits for its moment."""
         share = self._step / self.steps
         waiting = [fault for fault in self._pending.faults if fault.after <= share]
-        if self.elsewhere and not self._joined and self._contact():
-            self._join(self.elsewhere)
+        if self.namespace and not self._joined_commands and self._contact():
+            self._join(self.namespace)
         if waiting:
-            for strike in self._pending.due(self._seen(share)):
+            for strike in self._pending.due(self._run_status(share)):
                 with suppress(ProcessLookupError):  # it has ended just now
-                    self._carry_out(strike)
+                    self._inject(strike)
         return any(fault.moment is not Moment.ANY for fault in waiting)
 
-    def _seen(self, share: float) -> RunStatus:
+    def _run_status(self, share: float) -> RunStatus:
         told = self._status()
         if told is None:
             return RunStatus(share)
         view = told.view
         works = {each.worker for each in told.workers if each.works_in == view.number}
-        here = [name for name in view.members if name not in self._away and self._command(name)]
+        here = [name for name in view.members if name not in self._unreachable and self._command(name)]
         able = tuple(name for name in here if name in works or name in view.sources)
         givers = tuple(name for name in able if name in view.sources)
         takers = tuple(name for name in here if view.sources and name not in able)
-        far = self._joined[0] if self.elsewhere and self._joined else None
+        far = self._joined_commands[0] if self.namespace and self._joined_commands else None
         apart = tuple(name for name in able if far and self._command(name) is far)
         with suppress(OSError):  # there are no checkpoints yet
             names = os.listdir(self.run / "checkpoints")
@@ -152,37 +152,37 @@ class _FaultInjector:
         return RunStatus(share, False, able, givers, takers, apart)
 
     def _status(self) -> StatusMessage | None:
-        if not self._contact() or self._line is None:
+        if not self._contact() or self._connection is None:
             return None
-        answer = self._line.get("/v1/status", StatusMessage)
+        answer = self._connection.get("/v1/status", StatusMessage)
         return answer.body if answer else None
 
     def _contact(self) -> bool:
         """Whether the coordinator's address is known."""
         with suppress(InvalidInput):
-            self._line = self._line or HttpConnection(contact_in(self.run), answer_seconds=1.0)
-        return self._line is not None
+            self._connection = self._connection or HttpConnection(contact_in(self.run), answer_seconds=1.0)
+        return self._connection is not None
 
     def _command(self, name: str) -> Command | None:
         """Of that worker."""
-        return next((each for each in (self.train, *self._joined) if each.worker(name)), None)
+        return next((each for each in (self.train, *self._joined_commands) if each.worker(name)), None)
 
-    def _carry_out(self, strike: Strike) -> None:
+    def _inject(self, strike: Strike) -> None:
         fault, victim = strike.fault, strike.victim
         until = time.monotonic() + fault.seconds
         match fault.kind:
             case FaultKind.KILL:
                 self._send(victim, signal.SIGKILL)
-                self._away.add(victim)
+                self._unreachable.add(victim)
             case FaultKind.FREEZE:
                 self._send(victim, signal.SIGSTOP)
-                self._away.add(victim)
-                self._passing.append((until, victim, signal.SIGCONT))
+                self._unreachable.add(victim)
+                self._temporary.append((until, victim, signal.SIGCONT))
             case FaultKind.PARTITION:
-                assert self.elsewhere is not None
-                self.elsewhere.cut()
-                self._away.add(victim)
-                self._passing.append((until, victim, None))
+                assert self.namespace is not None
+                self.namespace.cut()
+                self._unreachable.add(victim)
+                self._temporary.append((until, victim, None))
             case FaultKind.DRAIN:
                 self._send(victim, signal.SIGTERM)
             case FaultKind.JOIN:
@@ -192,7 +192,7 @@ class _FaultInjector:
                 if pid is None:  # killed just now, and not there again
                     raise ProcessLookupError
                 os.kill(pid, signal.SIGKILL)
-        self.happened.append(FaultRecord.of(strike, time.monotonic() - self._began, self._step))
+        self.injected.append(FaultRecord.of(strike, time.monotonic() - self._started_at, self._step))
 
     def _send(self, victim: str, number: signal.Signals) -> None:
         command = self._command(victim)
@@ -201,26 +201,26 @@ class _FaultInjector:
             os.kill(pid, number)
 
     def _join(self, elsewhere: NetworkNamespace | None) -> None:
-        number = len(self._joined) + 1
+        number = len(self._joined_commands) + 1
         logs = self.run.parent / f"{self.run.name}-joined-{number}"
         words = ["join", "--run-dir", str(self.run), "--logs", str(logs)]
         before = elsewhere.command([]) if elsewhere else []
-        self._joined.append(Command(words, logs.with_suffix(".log"), before))
+        self._joined_commands.append(Command(words, logs.with_suffix(".log"), before))
 
-    def _pass(self) -> None:
+    def _end_expired(self) -> None:
         """End what has lasted long enough."""
         now = time.monotonic()
-        for each in [each for each in self._passing if each[0] <= now]:
-            self._passing.remove(each)
+        for each in [each for each in self._temporary if each[0] <= now]:
+            self._temporary.remove(each)
             _, victim, number = each
-            self._away.discard(victim)
-            if number is None and self.elsewhere:
-                self.elsewhere.mend()
+            self._unreachable.discard(victim)
+            if number is None and self.namespace:
+                self.namespace.mend()
             elif number is not None:
                 with suppress(ProcessLookupError):
                     self._send(victim, number)
 
-    def _catch_up(self) -> None:
+    def _read_events(self) -> None:
         """Read what the run has recorded since."""
         with suppress(FileNotFoundError), (self.run / FILE).open("rb") as file:
             file.seek(self._read)

@@ -17,13 +17,13 @@ _DIGEST = 64  # letters
 def show(trial: Trial, console: Console) -> None:
     """What befell the run, and what was compared."""
     happened = Table("second", "step", "what befell it", box=box.SIMPLE_HEAD, pad_edge=False)
-    for each in trial.happened:
+    for each in trial.injected:
         happened.add_row(f"{each.at_seconds:.2f}", f"{each.step:,}", each.words)
     console.print(happened)
     if trial.rows:
         compared = Table("", "undisturbed", "with faults", "", box=box.SIMPLE_HEAD, pad_edge=False)
         for row in trial.rows:
-            compared.add_row(row.name, _short(row.undisturbed), _short(row.disturbed), "no" if row.differs else "equal")
+            compared.add_row(row.name, _short(row.baseline), _short(row.faulty), "no" if row.differs else "equal")
         console.print(compared)
 
 
@@ -32,8 +32,8 @@ def _short(text: str) -> str:
     return f"{text[:16]}…" if len(text) == _DIGEST else text
 
 
-def told(trial: Trial) -> dict[str, Any]:
+def trial_mapping(trial: Trial) -> dict[str, Any]:
     """A trial as JSON can say it."""
-    happened = [{**asdict(each), "kind": each.kind.value, "moment": each.moment.value} for each in trial.happened]
+    happened = [{**asdict(each), "kind": each.kind.value, "moment": each.moment.value} for each in trial.injected]
     return {"seed": trial.schedule.seed, "equal": not trial.differences, "differences": trial.differences,
             "happened": happened, "compared": [asdict(row) for row in trial.rows]}  # fmt: skip

@@ -15,9 +15,9 @@ from unisono.errors import InvalidInput
 from unisono.run.resolve import settle
 from unisono.tasks.task import Task
 
-QUIET = FaultSchedule(0, ())
+NO_FAULTS = FaultSchedule(0, ())
 _DEFAULTS = {"workers": 4, "compress": "Exact()", "checkpoint_every": 10}
-_OF_OURS = ("run_dir", "resume")
+_RESERVED = ("run_dir", "resume")
 
 
 class Ground(Protocol):
@@ -44,7 +44,7 @@ class Trial:
     """
 
     schedule: FaultSchedule
-    happened: list[FaultRecord] = field(default_factory=list)
+    injected: list[FaultRecord] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     failed: str = ""
 
@@ -74,7 +74,7 @@ def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[FaultKind,
     Raises:
         InvalidInput: workers of such a run cannot come and go.
     """
-    for name in _OF_OURS:
+    for name in _RESERVED:
         if given.get(name):
             raise InvalidInput(name, given[name], "each run is one of ours", "leave it out")
     settings = {**_DEFAULTS, **given, "record_seconds": 0.0}
@@ -86,7 +86,7 @@ def settings_of(task: Task, given: Mapping[str, Any], wanted: Mapping[FaultKind,
     return settings if config.max_workers is not None else {**settings, "max_workers": _most(config, wanted)}
 
 
-def depends(task: Task, settings: Mapping[str, Any]) -> str:
+def dependence(task: Task, settings: Mapping[str, Any]) -> str:
     """Why the bits of such a run depend on who takes part; empty: they do not."""
     config = settle(task, settings)
     if config.takes_local_steps:

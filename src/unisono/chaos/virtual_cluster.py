@@ -64,11 +64,11 @@ class VirtualRun:
         self, policy: Policy, processes: int, link: Link, network: VirtualNetwork, seed: int, step_seconds: float = 0.1,
         most_seconds: float = _MOST_SECONDS,
     ) -> None:  # fmt: skip
-        self.look: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self.most_seconds = most_seconds
         self.policy, self.link, self._network, self._step_seconds = policy, link, network, step_seconds
         self.chance = random.Random(seed)
-        self.scheduler = VirtualScheduler(processes, seed, self._nobody_goes_on)
+        self.scheduler = VirtualScheduler(processes, seed, self._deadlock)
         self.processes = [Process(self, number) for number in range(processes)]
         self.views: dict[int, _ViewWorld] = {}
         self.formed: list[View] = []
@@ -105,7 +105,9 @@ class VirtualRun:
         process = self.processes[number]
         process.die()
         if seen:
-            self._later(lambda: self._say(lambda coordinator: coordinator.gone(process.name, self.scheduler.now)))
+            self._later(
+                lambda: self._notify_coordinator(lambda coordinator: coordinator.gone(process.name, self.scheduler.now))
+            )
 
     def freeze(self, number: int, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after so long."""
@@ -129,10 +131,10 @@ class VirtualRun:
         if process.leave_requested:
             process.do(process.agent.leave())
         beat = process.agent.beat()
-        self._later(lambda: self._say(lambda coordinator: coordinator.hear(beat, self.scheduler.now)))
+        self._later(lambda: self._notify_coordinator(lambda coordinator: coordinator.hear(beat, self.scheduler.now)))
         self._later(lambda: self._answer(process), trips=2)
 
-    def _say(self, to: Callable[[Coordinator], Sequence[object]]) -> None:
+    def _notify_coordinator(self, to: Callable[[Coordinator], Sequence[object]]) -> None:
         if self._coordinator is None:
             return
         happened = to(self._coordinator)
@@ -142,7 +144,7 @@ class VirtualRun:
                 self.formed.append(each.view)
                 self.given_up += each.given_up
         if happened:
-            self.look()
+            self.on_change()
             for process in self.processes:
                 self._later(lambda process=process: self._answer(process))  # type: ignore[misc]
 
@@ -168,16 +170,16 @@ class VirtualRun:
                 process.die()
                 process.wake()
             return
-        self._say(lambda coordinator: coordinator.tick(self.scheduler.now))
+        self._notify_coordinator(lambda coordinator: coordinator.tick(self.scheduler.now))
         for process in self.processes:
             self.send(process)
-        self.look()
+        self.on_change()
         self.scheduler.at(self.scheduler.now + self.policy.beat_seconds, self._tick)
 
     def _start_coordinator(self) -> None:
         self._coordinator = Coordinator(self.policy, self._saved, began=self.scheduler.now)
 
-    def _nobody_goes_on(self) -> None:
+    def _deadlock(self) -> None:
         raise AssertionError("every process waits, and nothing will ever happen")
 
 
@@ -288,7 +290,7 @@ class Process:
         self._run.busy(self)
         self._run.views[self.view.number].check(self.rank)
         self.agent.done(self.view.number, steps=steps)
-        self._run.look()
+        self._run.on_change()
 
     def end_view(self, digest: str, error: CommunicationError | None = None) -> None:
         if error is None:
@@ -321,7 +323,7 @@ class _VirtualRendezvous:
         raise NotImplementedError("torch's own groups have no made-up clock")
 
 
-class _Seats:
+class _ViewScheduler:
     """The clock of a run's processes, by the ranks of one view."""
 
     def __init__(self, scheduler: VirtualScheduler, numbers: Sequence[int]) -> None:
@@ -352,7 +354,7 @@ class _ViewWorld(SimulatedWorld):
     def __init__(self, run: VirtualRun, view: View) -> None:
         super().__init__(len(view.members), run.link, run.most_seconds)
         self._members = [run.processes[int(name)] for name in view.members]
-        self.scheduler: Any = _Seats(run.scheduler, [process.number for process in self._members])
+        self.scheduler: Any = _ViewScheduler(run.scheduler, [process.number for process in self._members])
         self.broken_off: set[str] = set()
         for process in self._members:
             if process.dead:

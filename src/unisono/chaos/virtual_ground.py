@@ -32,13 +32,13 @@ from unisono.run.spec import PickledTask, Result, RunSpec
 from unisono.run.worker import WorkerRun
 from unisono.tasks.task import Task, with_data
 
-_OWN = {"load": "Inline()", "threads": 1}  # no threads beside the made-up processes'
+_FIXED_SETTINGS = {"load": "Inline()", "threads": 1}  # no threads beside the made-up processes'
 _LINK = Link(bytes_per_second=12.5e6, latency_seconds=1e-3)  # slow enough for something to happen meanwhile
 _NETWORK = VirtualNetwork(lost=0.01)
 _MOST_SECONDS, _MORE_SECONDS = 120.0, 1.0  # of made-up time that a run may take, and for each step; usual is a tenth
 _UNKNOWN_STEPS = 1_000_000
 _READY_SECONDS = (0.1, 1.0)  # until a process that is started is there
-_GLANCES = 4  # moments after each change of view in which a fault may come
+_CHECKS_PER_VIEW = 4  # moments after each change of view in which a fault may come
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class VirtualGround:
     @staticmethod
     def of(task: Task, settings: Mapping[str, Any]) -> VirtualGround:
         """Of settings as for any run; those that say how processes of this machine work are replaced."""
-        settings = {**settings, **_OWN}
+        settings = {**settings, **_FIXED_SETTINGS}
         return VirtualGround(with_data(task), settings, settle(task, settings))
 
     def run(
@@ -70,45 +70,45 @@ class VirtualGround:
         """
         with tempfile.TemporaryDirectory() as directory:
             steps = undisturbed.steps if undisturbed else _UNKNOWN_STEPS
-            play = _Play(self, schedule, steps, Path(directory), happened)
-            return play.outcome(play.run.run(play.live))
+            play = _VirtualTrial(self, schedule, steps, Path(directory), happened)
+            return play.outcome(play.run.run(play.run_worker))
 
 
 @dataclass
-class _Play:
+class _VirtualTrial:
     """One run of it."""
 
-    made_up: VirtualGround
+    ground: VirtualGround
     schedule: FaultSchedule
     steps: int
     path: Path
-    happened: list[FaultRecord]
+    injected: list[FaultRecord]
 
     def __post_init__(self) -> None:
-        self._config = self.made_up.config
+        self._config = self.ground.config
         processes = self._config.workers + len(self.schedule.faults)  # a fault brings one about at most
         self.run = VirtualRun(policy_of(self._config), processes, _LINK, _NETWORK, self.schedule.seed,
                               most_seconds=_MOST_SECONDS + _MORE_SECONDS * self.steps)  # fmt: skip
-        self.run.look, self._pending = self._look, Pending(self.schedule)
+        self.run.on_change, self._pending = self._inject_due, Pending(self.schedule)
         self._chance = random.Random(f"play {self.schedule.seed}")
-        self._next, self._glanced = self._config.workers, 0
+        self._next, self._checked_views = self._config.workers, 0
         self._samples = Samples()
-        data = SampleCount(self.made_up.task.data, self._samples)
-        self._task = dataclasses.replace(self.made_up.task, data=data)
-        self._order = RunSpec(PickledTask(self._task.name, b""), self.made_up.settings, self.path, time.time())
+        data = SampleCount(self.ground.task.data, self._samples)
+        self._task = dataclasses.replace(self.ground.task, data=data)
+        self._spec = RunSpec(PickledTask(self._task.name, b""), self.ground.settings, self.path, time.time())
         for number in range(self._config.workers):
             self.run.begin(number)
 
-    def live(self, process: Process) -> Result | None:
+    def run_worker(self, process: Process) -> Result | None:
         """The life of one worker."""
         self._samples.processes[threading.get_ident()] = process
         size = self._config.workers
-        stop = _Deaf()
+        stop = _NoSignals()
         worker = WorkerContext(
             WorkerIdentity(process.number, size, process.number, size, "", "chaos"), lambda message: None, stop
         )
-        life = WorkerRun(worker, self._order, self._task, self._config, torch.device("cpu"), ThreadTracker(),
-                    make_writer=_Prompt)  # fmt: skip
+        life = WorkerRun(worker, self._spec, self._task, self._config, torch.device("cpu"), ThreadTracker(),
+                    make_writer=_ImmediateWriter)  # fmt: skip
         return life.run(process)
 
     def outcome(self, results: Sequence[Any]) -> RunOutcome:
@@ -118,7 +118,7 @@ class _Play:
                 raise result
         ended = [result for result in results if isinstance(result, Result)]
         if not ended:
-            raise UnisonoError(f"not over after {self.run.scheduler.now:.0f} made-up seconds: {self._where()}")
+            raise UnisonoError(f"not over after {self.run.scheduler.now:.0f} made-up seconds: {self._position()}")
         first = ended[0]
         for other in ended:
             if (other.weights_sha256, other.steps) != (first.weights_sha256, first.steps):
@@ -127,7 +127,7 @@ class _Play:
         return RunOutcome(first.steps, sum(map(sum, (each.values() for each in used.values()))), losses(self.path),
                        first.metrics, first.weights_sha256, used)  # fmt: skip
 
-    def _where(self) -> str:
+    def _position(self) -> str:
         last = self.run.formed[-1] if self.run.formed else None
         return f"view {last.number} of {', '.join(last.members)} at step {self._step}" if last else "no view"
 
@@ -135,16 +135,16 @@ class _Play:
     def _step(self) -> int:
         return max(process.agent.standing.step for process in self.run.processes)
 
-    def _look(self) -> None:
+    def _inject_due(self) -> None:
         """Something has changed, or time has passed."""
-        if len(self.run.formed) > self._glanced:
-            self._glanced = len(self.run.formed)
-            for _ in range(_GLANCES):
-                self.run.scheduler.at(self.run.scheduler.now + self._chance.uniform(0, 0.1), self._look)
-        for strike in self._pending.due(self._seen()):
-            self._carry_out(strike)
+        if len(self.run.formed) > self._checked_views:
+            self._checked_views = len(self.run.formed)
+            for _ in range(_CHECKS_PER_VIEW):
+                self.run.scheduler.at(self.run.scheduler.now + self._chance.uniform(0, 0.1), self._inject_due)
+        for strike in self._pending.due(self._run_status()):
+            self._inject(strike)
 
-    def _seen(self) -> RunStatus:
+    def _run_status(self) -> RunStatus:
         step, every = self._step, self._config.checkpoint_every
         view = self.run.formed[-1] if self.run.formed else None
         if view is None:
@@ -156,15 +156,15 @@ class _Play:
         # A checkpoint is taken at a step's boundary, and committed at the next.
         saving = bool(every and step and step % every == 0)
         givers = tuple(name for name in able if name in view.sources)
-        return RunStatus(step / self.steps, saving, able, givers, takers, apart=able)
+        return RunStatus(step / self.steps, saving, able, givers, takers, cuttable=able)
 
-    def _carry_out(self, strike: Strike) -> None:
+    def _inject(self, strike: Strike) -> None:
         run, fault, victim = self.run, strike.fault, int(strike.victim or 0)
         said = ""
         match fault.kind:
             case FaultKind.KILL:
                 run.kill(victim)
-                said = f"worker {self._another()} takes its place"
+                said = f"worker {self._start_process()} takes its place"
             case FaultKind.FREEZE:
                 run.freeze(victim, fault.seconds)
             case FaultKind.PARTITION:
@@ -172,12 +172,12 @@ class _Play:
             case FaultKind.DRAIN:
                 run.processes[victim].leave()
             case FaultKind.JOIN:
-                said = f"worker {self._another()}"
+                said = f"worker {self._start_process()}"
             case FaultKind.COORDINATOR:
                 run.kill_coordinator(fault.seconds)
-        self.happened.append(FaultRecord.of(strike, run.scheduler.now, self._step, said))
+        self.injected.append(FaultRecord.of(strike, run.scheduler.now, self._step, said))
 
-    def _another(self) -> int:
+    def _start_process(self) -> int:
         """One more process, which is there soon."""
         number = self._next
         self._next += 1
@@ -187,14 +187,14 @@ class _Play:
         return number
 
 
-class _Deaf(StopRequest):
+class _NoSignals(StopRequest):
     """No signal reaches a made-up process."""
 
     def listen(self) -> StopRequest:
         return self
 
 
-class _Prompt(Writer):
+class _ImmediateWriter(Writer):
     """What is asked how far it is has written all by then, so that nothing depends on how fast a real disk is."""
 
     @property

@@ -156,7 +156,7 @@ def _own(words: Sequence[str], ours: set[str]) -> tuple[list[str], dict[str, str
 
 
 def _tried(asked: ChaosRequest, directory: Path, console: Console) -> Iterator[Trial]:
-    from unisono.chaos.trial import QUIET, depends, settings_of, trials  # imports torch
+    from unisono.chaos.trial import NO_FAULTS, dependence, settings_of, trials  # imports torch
     from unisono.config import FIELDS
 
     wanted = {**asked.wanted, FaultKind.PARTITION: _cuts(asked, console)}
@@ -165,9 +165,9 @@ def _tried(asked: ChaosRequest, directory: Path, console: Console) -> Iterator[T
     settings = settings_of(task, settings, wanted)
     ground = _ground(asked, task, settings, directory)
     with console.status("training in peace"):
-        undisturbed = ground.run("undisturbed", QUIET, None, [])
+        undisturbed = ground.run("undisturbed", NO_FAULTS, None, [])
     console.print(_heading(asked, settings, undisturbed), style="bold", markup=False)
-    if why := depends(task, settings):
+    if why := dependence(task, settings):
         console.print(why, style="yellow", markup=False)
     for seed in asked.seeds:
         with console.status(f"training under the faults of seed {seed}"):
@@ -213,9 +213,9 @@ def _print(asked: ChaosRequest, trial: Trial, console: Console) -> None:
         show(trial, console)
     console.print(f"seed {trial.schedule.seed}: ", end="")
     console.print("equal" if equal else "DIFFERENT", style="green" if equal else "red", end="")
-    missing = len(trial.schedule.faults) - len(trial.happened)
+    missing = len(trial.schedule.faults) - len(trial.injected)
     left_out = f", {missing} more found no moment: take more --steps" if missing else ""
-    console.print(f" after {len(trial.happened)} faults{left_out}", markup=False)
+    console.print(f" after {len(trial.injected)} faults{left_out}", markup=False)
     for words in trial.differences:
         console.print(f"  {words}", markup=False)
     if not equal:
@@ -245,11 +245,11 @@ def _kept(run: str | None) -> Iterator[tuple[Path, Any]]:
 
 
 def _write(path: Path, found: Sequence[Trial]) -> None:
-    from unisono.chaos.report import told
+    from unisono.chaos.report import trial_mapping
     from unisono.observe import write_summary
 
     try:
-        write_summary(path, {"seeds": [told(trial) for trial in found]})
+        write_summary(path, {"seeds": [trial_mapping(trial) for trial in found]})
     except OSError as error:
         raise UnisonoError(f"what was found was not written to {path}: {error.strerror}") from error
 

@@ -43,7 +43,7 @@ def _foretold(source: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
     console = Console(stderr=True)
     with console.status("laying it out …") if console.is_terminal else console.capture():
-        return run.foretell(source, settings)
+        return run.estimate_layout(source, settings)
 
 
 def _print(name: str, laid: Mapping[str, Any]) -> None:

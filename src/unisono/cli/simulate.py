@@ -93,7 +93,7 @@ def _forecasts(asked: SimulateRequest) -> tuple[str, dict[str, Forecast]]:
 
     source, (link, latency, compute) = asked.request.source, (asked.options[name] for name in _DEFAULTS)
     task = with_data(source.load(FIELDS))
-    ways = study.ways(task, asked.request.settings, asked.against)
+    ways = study.variants(task, asked.request.settings, asked.against)
     first = next(iter(ways.values()))
     share = study.share_samples(first)
     compute = study.measured(task, first, compute)

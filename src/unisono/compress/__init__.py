@@ -1,4 +1,4 @@
-"""What travels in place of a tensor: compressors as frozen values."""
+"""What travels in place of a tensor: compressors, as frozen values."""
 
 from unisono.compress.auto import Auto as Auto
 from unisono.compress.cast import Cast as Cast

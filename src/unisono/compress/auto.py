@@ -1,4 +1,4 @@
-"""Measure the link and the arithmetic, and pick what makes a step shortest; often that is not to compress."""
+"""Measures link and arithmetic, and picks the compressor with the shortest step; often that is no compression."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from unisono.compress.cost_model import (
     OverlapModel,
     fit,
     forecast,
-    heats,
-    pace,
+    measured_overlap,
     pick,
+    trial_order,
 )
 from unisono.compress.delegate import Delegate, check_compressor
-from unisono.compress.dry_run import rehearse
+from unisono.compress.dry_run import dry_run
 from unisono.compress.link_probe import probe, slowest
 from unisono.compress.memory import CompressorMemory
 from unisono.compress.power_sgd import PowerSGD
@@ -35,7 +35,7 @@ from unisono.compress.span import Span
 
 LOG = logging.getLogger("unisono")
 
-_CARRIES: dict[str, Callable[[int], float]] = {  # what a worker's link carries, per byte handed in, of n workers
+_LINK_BYTES: dict[str, Callable[[int], float]] = {  # bytes on a worker's link per byte of its input, for n workers
     "sum": lambda n: 2 * (n - 1) / n,
     "gather": lambda n: n - 1,
     "exchange": lambda n: (n - 1) / n,
@@ -44,32 +44,33 @@ _CARRIES: dict[str, Callable[[int], float]] = {  # what a worker's link carries,
 
 @dataclass(frozen=True)
 class Auto(Delegate):
-    """Each bucket's `mean` is taken by that one of `candidates` with which a step is predicted to be shortest.
+    """Picks, for each bucket, the one of `candidates` with the shortest step.
 
-    On the first step a bucket rehearses every candidate without peers, on its own numbers, which gives the seconds
-    of arithmetic and the messages; and sends messages of growing size, which gives latency and rate of each verb. For
-    `steps` steps it then goes by the candidate that is fastest where nothing is hidden behind computing, and measures
-    whole steps and how long it waits. From these figures, each of the slowest worker, `forecast` says how long a step
-    takes with each candidate in this bucket. What it cannot know (workers that share a processor, a link that others
-    load) a trial shows: the candidates that it does not rule out are tried in all buckets, one after the other, for
-    `steps` steps each, and at last what it holds best for each bucket by itself. The shortest step wins. All workers
-    know the same figures, and so decide alike. A candidate is taken only where the step is shorter by `gain` than with
-    the ones before it: list the most faithful first. After `again` steps all is measured again. Every decision is one
-    sentence in the log, by worker 0.
+    1. In its first step, a bucket runs every candidate without peers on its own numbers, which measures the arithmetic
+       and the messages. It also sends messages of growing size, which measures latency and rate of each operation.
+    2. For `steps` steps it uses the candidate that would be fastest without overlap, and measures steps and waits.
+       From these, `forecast` predicts the step with each candidate. All measurements are those of the slowest worker.
+    3. Forecasts do not include workers that share a processor, or other traffic on the link. So candidates that are
+       not ruled out are tried in all buckets, one after the other, for `steps` steps each. The last round uses the
+       best forecast of each bucket.
 
-    What has no `mean` (servers, gossip) needs messages of one length that is known beforehand: there, this is `fixed`.
+    The candidate with the shortest step is chosen. All workers have the same measurements, and so choose alike. A
+    candidate must save the fraction `gain` against the ones before it: list the most accurate first. After `again`
+    steps everything is measured again. Worker 0 logs every decision.
+
+    Servers and gossip do not use `mean` and need messages of a fixed length: there, the compressor is `fixed`.
 
     Args:
-        candidates: compressors to choose from, the most faithful first. By default those that lose next to nothing of
-            what is learned; `OneBit` and `TopK` send less, and may need more steps than they save.
-        fixed: what it is where there is no `mean`.
-        gain: least part of a step that a less faithful candidate has to save.
-        steps: steps for which each is tried, at least 4.
+        candidates: compressors to choose from, the most accurate first. The default ones hardly affect convergence;
+            `OneBit` and `TopK` send less, and may need more steps than they save.
+        fixed: the compressor where `mean` is not used.
+        gain: least fraction of a step that a less accurate candidate has to save.
+        steps: steps of each trial round, at least 4.
         again: steps from one measurement to the next; 0 measures once.
 
     Raises:
-        ValueError: no candidates; one that is no compressor, or that sums in another type than the others (`Exact`);
-            `gain` outside 0..1; `steps` below 4; `again` neither 0 nor more steps than measuring takes.
+        ValueError: no candidates; a candidate that is not a compressor, or sums in another dtype than the others
+            (`Exact`); `gain` outside 0..1; `steps` below 4; `again` neither 0 nor above the steps of measuring.
     """
 
     candidates: tuple[Compressor, ...] = (Cast(), Cast("bf16"), Quantize(8), Quantize(4), PowerSGD(4))
@@ -80,7 +81,7 @@ class Auto(Delegate):
 
     def __post_init__(self) -> None:
         if not isinstance(self.candidates, tuple) or not self.candidates:
-            raise ValueError(f"candidates={self.candidates!r} is no tuple of compressors")
+            raise ValueError(f"candidates={self.candidates!r} is not a tuple of compressors")
         for candidate in (*self.candidates, self.fixed):
             check_compressor("candidates", candidate)
             if candidate.total_dtype(torch.float32) != torch.float32:
@@ -94,11 +95,11 @@ class Auto(Delegate):
             raise ValueError(f"again={self.again!r} is neither 0 nor above the {measuring} steps that measuring takes")
 
     @property
-    def stands_for(self) -> Compressor:
+    def inner(self) -> Compressor:
         return self.fixed
 
     @property
-    def adds_up(self) -> bool:
+    def is_additive(self) -> bool:
         return False
 
     def choose(self, name: str, shape: torch.Size) -> Compressor:
@@ -106,7 +107,7 @@ class Auto(Delegate):
 
     def is_one_sum(self, memory: CompressorMemory) -> bool:
         trial: BucketTrial | None = memory.get("trial")
-        if trial is None or self._starts(trial) or trial.is_over(self.steps):  # there is to be measured or decided
+        if trial is None or self._restarts(trial) or trial.is_over(self.steps):  # measures or decides first
             return False
         now = trial.candidate(self.steps)
         return self.candidates[now].is_one_sum(memory.part(str(now)))
@@ -114,7 +115,7 @@ class Auto(Delegate):
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
 
-    def keeps(self, dtype: torch.dtype) -> bool:
+    def is_lossless(self, dtype: torch.dtype) -> bool:
         return False
 
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
@@ -126,35 +127,35 @@ class Auto(Delegate):
     def mean(
         self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
     ) -> Mean:
-        if comm.size == 1:  # nothing travels
+        if comm.size == 1:  # nothing is sent
             return (yield from self.candidates[0].mean(total, spans, comm, memory.part("0"), dtype))
         trial: BucketTrial | None = memory.get("trial")
-        if trial is None or self._starts(trial):
+        if trial is None or self._restarts(trial):
             trial = self._measure(total, spans, comm, dtype, memory.get("chosen"))
         start, sent = comm.now(), comm.bytes_sent
         if trial.is_over(self.steps):
-            trial = self._go_on(trial, _Lap(start, sent, sent, 0.0), comm, total, spans)
+            trial = self._advance(trial, _StepTiming(start, sent, sent, 0.0), comm, total, spans)
             memory.put("chosen", trial.chosen)
             for i in range(len(self.candidates)):
                 if trial.chosen not in (None, i):
                     memory.forget(str(i))
         now = trial.candidate(self.steps)
         steps = self.candidates[now].mean(total, spans, comm, memory.part(str(now)), dtype)
-        result, blocked = yield from _watched(steps, comm)
-        memory.put("trial", trial.after(_Lap(start, sent, comm.bytes_sent, blocked)))
+        result, blocked = yield from _timed(steps, comm)
+        memory.put("trial", trial.after(_StepTiming(start, sent, comm.bytes_sent, blocked)))
         return result
 
-    def _starts(self, trial: BucketTrial) -> bool:
-        """Whether all is measured again."""
+    def _restarts(self, trial: BucketTrial) -> bool:
+        """Whether everything is measured again."""
         return trial.step == self.again > 0
 
     def _measure(
         self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, dtype: torch.dtype, chosen: int | None
     ) -> BucketTrial:
-        """The figures of arithmetic and link; waits for the peers, so that nothing but the messages is measured."""
-        alone = [rehearse(repr(c), c, total, spans, comm, dtype) for c in self.candidates]
-        of_all = slowest([c.arithmetic_seconds for c in alone], comm, total.device)
-        candidates = [Candidate(c.name, seconds, c.messages) for c, seconds in zip(alone, of_all)]
+        """Collective: measures arithmetic and link; blocks, so that nothing else is in flight."""
+        local = [dry_run(repr(c), c, total, spans, comm, dtype) for c in self.candidates]
+        maxima = slowest([c.arithmetic_seconds for c in local], comm, total.device)
+        candidates = [Candidate(c.name, seconds, c.messages) for c, seconds in zip(local, maxima)]
         largest: dict[str, int] = {}
         for verb, size in (message for c in candidates for message in c.messages):
             largest[verb] = max(size, largest.get(verb, 0))
@@ -162,39 +163,47 @@ class Auto(Delegate):
         first = chosen
         if first is None:
             first = pick([forecast(c, links, OverlapModel(0.0, 0.0)).step_seconds for c in candidates], self.gain)
-        return BucketTrial(Figures(tuple(candidates), links), (first,))
+        return BucketTrial(Measurements(tuple(candidates), links), (first,))
 
-    def _go_on(
-        self, trial: BucketTrial, now: _Lap, comm: CollectiveVerbs, total: Tensor, spans: Sequence[Span]
+    def _advance(
+        self, trial: BucketTrial, now: _StepTiming, comm: CollectiveVerbs, total: Tensor, spans: Sequence[Span]
     ) -> BucketTrial:
-        """The heats that follow the first, or the decision that follows the last."""
-        figures = trial.figures
+        """Collective: plans the other rounds after the first one, or decides after the last one."""
+        measurements = trial.measurements
         if not trial.forecasts:
-            laps = [*trial.laps[1:], now]  # other buckets have measured in the first lap
-            pairs = list(pairwise(laps))
-            step = median(end.start - lap.start for lap, end in pairs)
+            timings = [*trial.timings[1:], now]  # other buckets measured their candidates in the first step
+            pairs = list(pairwise(timings))
+            step = median(end.start - timing.start for timing, end in pairs)
             own = median(
-                (lap.sent_after - lap.sent_before) / max(1, end.sent_before - lap.sent_before) for lap, end in pairs
+                (timing.sent_after - timing.sent_before) / max(1, end.sent_before - timing.sent_before)
+                for timing, end in pairs
             )
-            waited = median(lap.blocked_seconds for lap, _ in pairs)
-            # Who is slowest waits least: for the link, not for others.
+            waited = median(timing.blocked_seconds for timing, _ in pairs)
+            # The slowest worker waits least: for the link, not for other workers.
             step, own, waited = slowest([step, min(1.0, max(own, 1e-6)), -waited], comm, total.device)
-            forecasts = figures.forecasts(trial.heats[0], step, -waited, own)
-            return replace(trial, forecasts=forecasts, heats=(trial.heats[0], *heats(forecasts, self.gain)))
-        starts = [*(lap.start for lap in trial.laps), now.start]
-        # Its first step still ends what the heat before has begun.
-        seen = [median(_differences(starts[i + 1 : i + self.steps + 1])) for i in range(0, len(trial.laps), self.steps)]
-        taken = slowest(seen[1:], comm, total.device)
-        trial = replace(trial, taken=tuple(taken), chosen=trial.heats[1 + pick(taken, self.gain)])
+            forecasts = measurements.forecasts(trial.rounds[0], step, -waited, own)
+            return replace(trial, forecasts=forecasts, rounds=(trial.rounds[0], *trial_order(forecasts, self.gain)))
+        starts = [*(timing.start for timing in trial.timings), now.start]
+        # The first step of a round is left out: it still finishes exchanges of the round before.
+        medians = [
+            median(_differences(starts[i + 1 : i + self.steps + 1])) for i in range(0, len(trial.timings), self.steps)
+        ]
+        taken = slowest(medians[1:], comm, total.device)
+        trial = replace(trial, taken=tuple(taken), chosen=trial.rounds[1 + pick(taken, self.gain)])
         if comm.rank == 0:
-            LOG.info("%s of %d numbers: %s", _title(spans), total.numel(), trial.words(comm.size))
+            LOG.info("%s of %d numbers: %s", _title(spans), total.numel(), trial.sentence(comm.size))
         return trial
 
 
 @dataclass(frozen=True)
-class _Lap:
-    """One step of one bucket: when its mean began, the bytes that this worker had sent before and after it, and how
-    long it was waited for with nothing else to do."""
+class _StepTiming:
+    """One step of one bucket.
+
+    Args:
+        start: when its mean began.
+        sent_before, sent_after: the bytes that this worker had sent before and after it.
+        blocked_seconds: how long this worker blocked on it.
+    """
 
     start: float
     sent_before: int
@@ -203,82 +212,84 @@ class _Lap:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What all workers know of a bucket before anything is tried: its candidates, and the link."""
+class Measurements:
+    """What all workers know of a bucket before the trial: the cost of its candidates, and the link."""
 
     candidates: tuple[Candidate, ...]
     links: dict[str, LinkCost]
 
     def forecasts(
-        self, begun: int, step_seconds: float, blocked_seconds: float, share: float
+        self, current: int, step_seconds: float, blocked_seconds: float, share: float
     ) -> tuple[CandidateCost, ...]:
-        """A step with each candidate, by steps that took so long with candidate `begun`, see `pace`."""
-        measured = pace(self.candidates[begun], self.links, step_seconds, blocked_seconds, share)
-        return tuple(forecast(c, self.links, measured) for c in self.candidates)
+        """The forecast for each candidate, from steps with candidate `current`; see `measured_overlap`."""
+        overlap = measured_overlap(self.candidates[current], self.links, step_seconds, blocked_seconds, share)
+        return tuple(forecast(c, self.links, overlap) for c in self.candidates)
 
 
 @dataclass(frozen=True)
 class BucketTrial:
-    """How far a bucket is on its way to a choice.
+    """The progress of a bucket's choice.
 
     Attributes:
-        heats: candidates that are tried, of those heats that are settled: the first one, then all.
-        laps: steps so far; none is kept once the choice is made.
-        forecasts: of all candidates, by the first heat.
-        taken: median seconds of a step in each heat after the first, on the slowest worker.
-        chosen: the candidate from now on.
+        rounds: the candidate of each round that is planned: only the first one, later all.
+        timings: of the steps so far; empty once the choice is made.
+        forecasts: of all candidates, from the first round.
+        taken: median seconds of a step in each round after the first, on the slowest worker.
+        chosen: the index of the chosen candidate.
         step: steps since the trial began.
     """
 
-    figures: Figures
-    heats: tuple[int, ...]
-    laps: tuple[_Lap, ...] = ()
+    measurements: Measurements
+    rounds: tuple[int, ...]
+    timings: tuple[_StepTiming, ...] = ()
     forecasts: tuple[CandidateCost, ...] = ()
     taken: tuple[float, ...] = ()
     chosen: int | None = None
     step: int = 0
 
     def is_over(self, steps: int) -> bool:
-        """Whether the heats that are settled have been run, and more is to be decided."""
-        return self.chosen is None and self.step == steps * len(self.heats)
+        """Whether all planned rounds are complete, and nothing is chosen yet."""
+        return self.chosen is None and self.step == steps * len(self.rounds)
 
     def candidate(self, steps: int) -> int:
-        """Whose turn it is."""
-        return self.heats[self.step // steps] if self.chosen is None else self.chosen
+        """The index of the candidate for the next step."""
+        return self.rounds[self.step // steps] if self.chosen is None else self.chosen
 
-    def after(self, lap: _Lap) -> BucketTrial:
-        """One step later."""
-        laps = (*self.laps, lap) if self.chosen is None else ()
-        return replace(self, step=self.step + 1, laps=laps)
+    def after(self, timing: _StepTiming) -> BucketTrial:
+        """The trial after one more step."""
+        timings = (*self.timings, timing) if self.chosen is None else ()
+        return replace(self, step=self.step + 1, timings=timings)
 
-    def words(self, workers: int) -> str:
+    def sentence(self, workers: int) -> str:
         """The decision in a sentence."""
-        i, candidates, links = self.chosen, self.figures.candidates, self.figures.links
+        i, candidates, links = self.chosen, self.measurements.candidates, self.measurements.links
         assert i is not None, "nothing is chosen yet"
         candidate = candidates[i]
         verb = candidate.messages[0][0] if candidate.messages else next(iter(links))
         link = links[verb]
-        rate = f"{8e-6 * _CARRIES[verb](workers) / link.seconds_per_byte:.3g}" if link.seconds_per_byte else "unlimited"
-        rivals = [self._rival(k) for k in range(len(candidates)) if k != i]
+        rate = (
+            f"{8e-6 * _LINK_BYTES[verb](workers) / link.seconds_per_byte:.3g}" if link.seconds_per_byte else "unlimited"
+        )
+        alternatives = [self._alternative(k) for k in range(len(candidates)) if k != i]
         return (
             f"{'not compressed, ' if i == 0 else ''}{candidate.name}: a step takes {self._seconds(i) * 1e3:.3g} ms; "
             f"here {candidate.arithmetic_seconds * 1e3:.3g} ms of arithmetic and "
             f"{candidate.exchange_seconds(links) * 1e3:.3g} ms on a link of {rate} Mbit/s with "
-            f"{link.latency_seconds * 1e3:.3g} ms of latency; {', '.join(rivals) or 'there is no other candidate'}"
+            f"{link.latency_seconds * 1e3:.3g} ms of latency; {', '.join(alternatives) or 'no other candidate'}"
         )
 
     def _seconds(self, i: int) -> float:
-        """The shortest step that was seen with candidate `i`, or its forecast."""
-        seen = [taken for tried, taken in zip(self.heats[1:], self.taken) if tried == i]
-        return min(seen, default=self.forecasts[i].step_seconds)
+        """The shortest measured step with candidate `i`, else its forecast."""
+        measured = [taken for candidate, taken in zip(self.rounds[1:], self.taken) if candidate == i]
+        return min(measured, default=self.forecasts[i].step_seconds)
 
-    def _rival(self, i: int) -> str:
-        tried = i in self.heats[1:]
-        return f"{self.figures.candidates[i].name} {'took' if tried else 'would take'} {self._seconds(i) * 1e3:.3g} ms"
+    def _alternative(self, i: int) -> str:
+        verb = "took" if i in self.rounds[1:] else "would take"
+        return f"{self.measurements.candidates[i].name} {verb} {self._seconds(i) * 1e3:.3g} ms"
 
 
 class _TimedWork:
-    """A work that knows how long it was waited for."""
+    """A work that measures how long `wait` blocks."""
 
     def __init__(self, work: Any, comm: CollectiveVerbs) -> None:
         self._work, self._comm = work, comm
@@ -289,20 +300,20 @@ class _TimedWork:
 
     def wait(self) -> Any:
         start = self._comm.now()
-        answer = self._work.wait()
+        result = self._work.wait()
         self.blocked_seconds += self._comm.now() - start
-        return answer
+        return result
 
 
-def _watched(steps: Mean, comm: CollectiveVerbs) -> Generator[Any, Any, tuple[Tensor, float]]:
-    """The mean that `steps` takes, and how long it was waited for."""
-    answer, blocked = None, 0.0
+def _timed(steps: Mean, comm: CollectiveVerbs) -> Generator[Any, Any, tuple[Tensor, float]]:
+    """The mean of `steps`, and how long it blocked."""
+    received, blocked = None, 0.0
     while True:
         try:
-            work = _TimedWork(steps.send(answer), comm)
+            work = _TimedWork(steps.send(received), comm)
         except StopIteration as stop:
             return stop.value, blocked
-        answer = yield work
+        received = yield work
         blocked += work.blocked_seconds
 
 

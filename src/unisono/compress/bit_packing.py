@@ -1,4 +1,4 @@
-"""Whole numbers of 1, 2 or 4 bits, several to the byte; arithmetic on bytes, no tables."""
+"""Packs whole numbers of 1, 2 or 4 bits, several to a byte, by arithmetic on bytes, without tables."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def packed(count: int, bits: int) -> int:
-    """Bytes that `count` codes of `bits` bits take."""
+    """The bytes that `count` codes of `bits` bits take."""
     return -(-count * bits // 8)
 
 
 def pack(codes: Tensor, bits: int, out: Tensor) -> None:
     """Write `codes` (uint8, each below ``2**bits``, a multiple of ``8 // bits`` of them; overwritten) into `out`.
 
-    The upper half is laid over the lower half, shifted by one code, until one byte is full: whole rows of bytes are
-    added, never a stride. Of 1-bit codes ``c[0..n)``, byte *i* holds ``c[i + k * n / 8]`` for *k* in 0..7.
+    The upper half is added to the lower half, shifted by one code, until a byte is full. So all operands are
+    contiguous. Of 1-bit codes ``c[0..n)``, byte *i* holds ``c[i + k * n / 8]`` for *k* in 0..7.
     """
     while bits < 8:
         half = codes.numel() // 2
@@ -25,7 +25,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
-    """Write the codes that `pack` has packed into `out` (uint8, ``8 // bits`` times as long)."""
+    """Write the codes in `packed` into `out` (uint8, ``8 // bits`` times as long); the inverse of `pack`."""
     width, codes = 8, packed
     while width > bits:
         width //= 2

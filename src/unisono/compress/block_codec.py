@@ -1,11 +1,10 @@
-"""What travels as small whole numbers with a scale per block: the frame of `Quantize`, `OneBit` and `TwoBit`.
+"""Messages of small whole numbers with one scale per block: the base of `Quantize`, `OneBit` and `TwoBit`.
 
     message   ┌ scale of block 0, 1, ... (bf16) ┬ codes of block 0, 1, ... ┐   uint8
               └─────────────────────────────────┴──────────────────────────┘
-    arrives   level * scale, where level = lowest + step * code
+    decoded   level * scale, where level = lowest + step * code
 
-Blocks are worked through in pieces that stay in a core's cache from the first pass over them to the last, and what is
-left out is a by-product of the last one.
+Blocks are processed in pieces that stay in a core's cache over all passes; the last pass also computes the residual.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from torch import Tensor
 from unisono.compress.bit_packing import pack, packed, unpack
 from unisono.compress.compressor import Codec
 from unisono.compress.dither import PERIOD, Dither
-from unisono.compress.memory import CompressorMemory
+from unisono.compress.memory import RESIDUAL, CompressorMemory
 from unisono.compress.span import Span
 
-_PIECE = PERIOD  # numbers: 512 KiB of fp32, for a core's second-level cache; fewer cost more calls than they save
-_ALIGN = 8  # bytes: rows of a gather lie one behind the other
-SCALE = torch.bfloat16  # the range of fp32, so that no block is too small or too large for it
+_PIECE = PERIOD  # numbers: 512 KiB of fp32, for a core's second-level cache; with fewer, call overhead dominates
+_ALIGN = 8  # bytes: rows of a gather are contiguous
+SCALE = torch.bfloat16  # has the range of fp32, so it can represent the scale of any block
 
 
-class Blocks(Codec):
-    """A subclass gives `code_bits`, `scales` and `levels`, and the other figures where they differ.
+class BlockCodec(Codec):
+    """Base of block-wise codecs. A subclass defines `code_bits`, `scales` and `levels`, and overrides other defaults.
 
     Args:
         block: numbers that share a scale; the last block may be shorter.
@@ -38,12 +37,12 @@ class Blocks(Codec):
 
     @property
     def code_bits(self) -> int:
-        """Bits of one code: 1, 2, 4 or 8."""
+        """The bits of one code: 1, 2, 4 or 8."""
         raise NotImplementedError
 
     @property
     def step(self) -> int:
-        """From one level to the next: 1 or 2."""
+        """The difference of adjacent levels: 1 or 2."""
         return 1
 
     @property
@@ -53,28 +52,30 @@ class Blocks(Codec):
 
     @property
     def scaled(self) -> bool:
-        """Whether scales travel."""
+        """Whether a message contains scales."""
         return True
 
     def scales(self, x: Tensor, scratch: Tensor) -> Tensor:
-        """One scale per row of `x` (fp32 of shape ``[blocks, block]``): ``[blocks, 1]``, bf16 where they travel.
-        `scratch` is like `x` and may be written into."""
+        """One scale per row of `x` (fp32, ``[blocks, block]``): ``[blocks, 1]``, in bf16 if messages contain them.
+
+        `scratch` has the shape of `x` and may be overwritten.
+        """
         raise NotImplementedError
 
     def levels(self, x: Tensor, scales: Tensor, dither: Tensor | None, out: Tensor) -> None:
-        """Write the whole number that each number of `x` becomes into `out`, which is like `x`."""
+        """Write the level of each number of `x` into `out`, of the shape of `x`."""
         raise NotImplementedError
 
     def values(self, levels: Tensor, scales: Tensor) -> None:
-        """Turn `levels` into what arrives, in place."""
+        """Decode `levels`, in place."""
         levels.mul_(scales)
 
     def dither(self, total: Tensor, memory: CompressorMemory) -> Dither | None:
-        """What is added before rounding down, or None where rounding is to nearest."""
+        """The numbers that are added before rounding down; None: rounding is to nearest."""
         return None
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.promote_types(dtype, torch.float32)  # what is owed would vanish in a 16-bit sum
+        return torch.promote_types(dtype, torch.float32)  # residuals would be lost by rounding in a 16-bit sum
 
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(self._length(numel), dtype=torch.uint8, device=device)
@@ -82,12 +83,12 @@ class Blocks(Codec):
     def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return self._send(total, None, None, self.dither(total, memory))
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
-        left = memory.spare("owed")
-        if left is None:
-            left = torch.empty(total.numel(), dtype=total.dtype, device=total.device)
-        message = self._send(total, memory.get("owed"), left, self.dither(total, memory))
-        memory.put("owed", left)
+    def encode_with_feedback(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
+        residual = memory.spare(RESIDUAL)
+        if residual is None:
+            residual = torch.empty(total.numel(), dtype=total.dtype, device=total.device)
+        message = self._send(total, memory.get(RESIDUAL), residual, self.dither(total, memory))
+        memory.put(RESIDUAL, residual)
         return message
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
@@ -104,41 +105,41 @@ class Blocks(Codec):
                 target.copy_(levels)
         return out
 
-    def _send(self, total: Tensor, owed: Tensor | None, left: Tensor | None, dither: Dither | None) -> Tensor:
-        """The message for ``total + owed``, which `total` becomes; what it leaves out goes to `left`."""
+    def _send(self, total: Tensor, old: Tensor | None, new: Tensor | None, dither: Dither | None) -> Tensor:
+        """The message for ``total + old`` residual, which `total` becomes; the new residual is written into `new`."""
         numel, start = total.numel(), 0
         message = self.blank((), numel, total.dtype, total.device)
-        message[-_ALIGN:].zero_()  # what fills it up is no chance content of memory
+        message[-_ALIGN:].zero_()  # padding must not depend on uninitialized memory
         scratch = _Scratch(numel, self.block, total.device)
-        debts, remains = _pieces_or_none(owed, self.block), _pieces_or_none(left, self.block)
+        residuals, remainders = _pieces_or_none(old, self.block), _pieces_or_none(new, self.block)
         parts = _pieces(total, self.block)
-        for part, debt, remain, codes, scale in zip(parts, debts, remains, *self._fields(message, numel)):
-            x = (part if debt is None else part.add_(debt)).float()
+        for part, residual, remainder, codes, scale in zip(parts, residuals, remainders, *self._fields(message, numel)):
+            x = (part if residual is None else part.add_(residual)).float()
             levels = scratch.floats(x)
-            travels = self.scales(x, levels)
+            scales = self.scales(x, levels)
             if self.scaled:
-                scale.copy_(travels)
-            travels = travels.float()
-            self.levels(x, travels, dither.of(start, x) if dither else None, levels)
+                scale.copy_(scales)
+            scales = scales.float()
+            self.levels(x, scales, dither.of(start, x) if dither else None, levels)
             self._pack(levels.view(-1), scratch, codes)
-            if remain is not None:
-                target = remain if remain.dtype == torch.float32 else levels
-                torch.addcmul(x, levels, travels, value=-1, out=target)
-                if target is not remain:
-                    remain.copy_(target)
+            if remainder is not None:
+                target = remainder if remainder.dtype == torch.float32 else levels
+                torch.addcmul(x, levels, scales, value=-1, out=target)
+                if target is not remainder:
+                    remainder.copy_(target)
             start += x.numel()
         return message
 
     def _head(self, numel: int) -> int:
-        """Bytes of the scales."""
+        """The bytes of the scales."""
         return -(-numel // self.block) * SCALE.itemsize if self.scaled else 0
 
     def _length(self, numel: int) -> int:
-        """Bytes of the message."""
+        """The bytes of the message."""
         return -(-(self._head(numel) + packed(numel, self.code_bits)) // _ALIGN) * _ALIGN
 
     def _fields(self, message: Tensor, numel: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """For each piece its codes, and its scales as a column."""
+        """The codes of each piece, and the scales of each piece as a column."""
         shapes = _shapes(numel, self.block)
         head, end = self._head(numel), self._head(numel) + packed(numel, self.code_bits)
         codes = message[head:end].split([packed(rows * columns, self.code_bits) for rows, columns in shapes])
@@ -158,7 +159,7 @@ class Blocks(Codec):
         whole.sub_(self.lowest % 256)
         if self.step == 2:
             whole.bitwise_right_shift_(1)
-        pack(whole.bitwise_and_((1 << bits) - 1), bits, codes)  # NaN becomes any byte; its neighbours stay theirs
+        pack(whole.bitwise_and_((1 << bits) - 1), bits, codes)  # NaN becomes any code, without effect on its neighbours
 
     def _unpack(self, codes: Tensor, scratch: _Scratch, levels: Tensor) -> None:
         bits = self.code_bits
@@ -173,7 +174,8 @@ class Blocks(Codec):
 
 
 def check_block(block: object) -> None:
-    """
+    """Check the size of a block.
+
     Raises:
         ValueError: not a multiple of 8 from 8 to 131072.
     """
@@ -182,11 +184,10 @@ def check_block(block: object) -> None:
 
 
 def _shapes(numel: int, block: int) -> list[tuple[int, int]]:
-    """The pieces' ``(blocks, numbers of a block)``: as many whole blocks as fit into a cache, then what is left of
-    a block."""
+    """The pieces' ``(blocks, numbers of a block)``: as many whole blocks as fit into a cache, then a partial block."""
     whole, rest = divmod(numel, block)
-    together = _PIECE // block
-    shapes = [(min(together, whole - row), block) for row in range(0, whole, together)]
+    per_piece = _PIECE // block
+    shapes = [(min(per_piece, whole - row), block) for row in range(0, whole, per_piece)]
     return [*shapes, (1, rest)] if rest else shapes
 
 
@@ -201,7 +202,7 @@ def _pieces_or_none(flat: Tensor | None, block: int) -> Iterable[Tensor | None]:
 
 
 class _Scratch:
-    """Memory for one piece, taken once for a message."""
+    """Memory for one piece, allocated once per message."""
 
     def __init__(self, numel: int, block: int, device: torch.device) -> None:
         most = min(-(-numel // 8) * 8, _PIECE)
@@ -209,5 +210,5 @@ class _Scratch:
         self.bytes = torch.empty(most, dtype=torch.uint8, device=device)
 
     def floats(self, like: Tensor) -> Tensor:
-        """Of the shape of `like`."""
+        """A float buffer of the shape of `like`."""
         return self._floats[: like.numel()].view(like.shape)

@@ -1,4 +1,4 @@
-"""Send gradients in a smaller floating type."""
+"""Gradients in a smaller floating-point type."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TYPES = {"own": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Gradients travel as `to`, are summed in a worker in their own type, and come back in it.
+    """Sends gradients in the type `to`. Inside a worker they are summed in their own type.
 
-    ``Cast()``, that is ``own``, sends them as they are. A smaller type halves or quarters the bytes and rounds at each
-    hop of the sum: ``fp32`` to 24 significant bits, ``fp16`` to 11, ``bf16`` to 8. Rounding errors have no sign, so
-    nothing is owed.
+    ``Cast()``, that is ``own``, sends them unchanged. A smaller type halves or quarters the bytes, and rounds at each
+    hop of the sum: ``fp32`` to 24 significant bits, ``fp16`` to 11, ``bf16`` to 8. Rounding to nearest is unbiased, so
+    there is no residual.
 
     Raises:
         ValueError: `to` is none of own, fp32, bf16, fp16.
@@ -34,14 +34,14 @@ class Cast(Codec):
             raise ValueError(f"to={self.to!r} is none of {', '.join(_TYPES)}")
 
     @property
-    def adds_up(self) -> bool:
+    def is_additive(self) -> bool:
         return True
 
     @property
-    def owes(self) -> bool:
+    def keeps_residual(self) -> bool:
         return False
 
-    def keeps(self, dtype: torch.dtype) -> bool:
+    def is_lossless(self, dtype: torch.dtype) -> bool:
         return self._travels(dtype) == dtype
 
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -50,7 +50,7 @@ class Cast(Codec):
     def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return total.to(self._travels(total.dtype))
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
+    def encode_with_feedback(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         return self.encode(total, spans, memory)
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,9 @@
-"""What travels in place of a tensor, and how a mean is taken with it.
+"""The contract of compressors: what travels in place of a tensor, and how a mean is taken with it.
 
-A compressor turns a flat *total* (what one worker has summed of its micro-batches) into a flat *message* and back.
-Most also leave something out. What adds up at the far end (gradients, walks) is sent by `owe`, which adds what earlier
-messages left out; what replaces (weights) is sent by `encode`, as the difference to what the other side already holds.
+A compressor turns a flat *total* (the sum over one worker's micro-batches) into a flat *message* and back. Most
+compressors are lossy. Tensors that the receiver adds up (gradients, local updates) are sent by `encode_with_feedback`,
+which adds what earlier messages left out. Tensors that replace others (weights) are sent by `encode`, as the difference
+to what the receiver already has.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unisono.compress.memory import CompressorMemory
+from unisono.compress.memory import RESIDUAL, CompressorMemory
 from unisono.compress.span import Span
 
 
 class CollectiveVerbs(Protocol):
-    """The communicator's verbs, as far as a compressor uses them; each returns a work with `poll` and `wait`."""
+    """The collective operations that a compressor uses; each returns a work with `poll` and `wait`."""
 
     rank: int
     size: int
@@ -32,48 +33,52 @@ class CollectiveVerbs(Protocol):
 
 
 Mean = Generator[Any, Any, Tensor]
-"""The steps of taking a mean, written as if they blocked: each ``yield work`` waits for a verb and gives its result;
-the return value is the mean. Whoever drives it (a synchronizer) may poll in between and go on computing."""
+"""The steps of taking a mean, as a coroutine: each ``yield work`` receives the result of a collective operation, and
+the return value is the mean. The synchronizer that runs it may compute between two polls."""
 
 
 class Buffered(Protocol):
-    """Gradients that are added many at once: each is written into a buffer, and the buffer is folded into a total.
-    That gives the bits of `Compressor.add`."""
+    """Adds many gradients at once: each is written into a buffer, and the buffer is folded into a total.
+
+    The result has the same bits as that of `Compressor.add`.
+    """
 
     def buffer_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of a buffer for gradients of `dtype`."""
+        """The dtype of a buffer for gradients of `dtype`."""
 
     def writes(self, weight: float) -> bool:
-        """Whether `write` takes gradients of that weight; `Compressor.add` takes all."""
+        """Whether `write` accepts gradients of that weight; `Compressor.add` accepts any."""
 
     def write(self, buffer: Tensor, gradient: Tensor, weight: float) -> None:
-        """``weight * gradient`` as `fold` takes it, in place of what `buffer` held. Both of the same shape."""
+        """Overwrite `buffer` with ``weight * gradient`` in the form that `fold` reads. Both have the same shape."""
 
     def fold(self, total: Tensor, buffer: Tensor, first: bool) -> None:
-        """Add what was written into `buffer`, of the shape of `total`; `first` overwrites what `total` held. What
-        `buffer` holds then is undefined. Raises as `Compressor.add` does."""
+        """Add `buffer`, of the shape of `total`, to `total`; `first` overwrites `total` instead.
+
+        The content of `buffer` is undefined afterwards. Raises as `Compressor.add` does.
+        """
 
 
 class Compressor(Protocol):
-    """A frozen value that keeps nothing.
+    """A frozen value without state; the state of a sender is in its `CompressorMemory`.
 
-    Totals are flat, of dtype `total_dtype`; `spans` say which parameters lie where in one (empty where it is a piece
-    without structure). Inside a worker, micro-batches are summed by `add`; between workers, `mean` takes the weighted
-    sum of all totals (weights already add up to 1, so that the sum is the mean). What a total's last elements carry
-    besides gradients (the control word) survives only where `is_one_sum` is true.
+    Totals are flat, of dtype `total_dtype`. `spans` name the parameters and their ranges in a total; it is empty for a
+    piece without structure. Inside a worker, `add` sums micro-batches. Between workers, `mean` takes the weighted sum
+    of all totals, whose weights already add up to 1. Elements behind the gradients (the control word) survive only
+    where `is_one_sum` is true.
     """
 
     @property
-    def adds_up(self) -> bool:
-        """True where messages can be added like totals, so that `mean` is one `sum`."""
+    def is_additive(self) -> bool:
+        """Whether messages can be added like totals, so that `mean` is one `sum`."""
 
     @property
-    def owes(self) -> bool:
-        """True where `owe` adds what earlier messages left out."""
+    def keeps_residual(self) -> bool:
+        """Whether `encode_with_feedback` adds what earlier messages left out."""
 
     @property
     def finite(self) -> bool:
-        """True where `add` refuses numbers that are not finite."""
+        """Whether `add` refuses numbers that are not finite."""
 
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         """The compressor for parameter `name`; itself, unless it treats parameters differently."""
@@ -83,17 +88,19 @@ class Compressor(Protocol):
         range of its numbers depends on that."""
 
     def is_one_sum(self, memory: CompressorMemory) -> bool:
-        """Whether the next `mean` with `memory` is one `sum`: always where `adds_up` is true, and perhaps for a while
-        where a choice is made. All workers know it alike."""
+        """Whether the next `mean` with `memory` is one `sum`; the same on all workers.
+
+        Always true where `is_additive` is; may change from step to step where the compressor chooses between others.
+        """
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of `dtype` are summed inside a worker."""
 
-    def keeps(self, dtype: torch.dtype) -> bool:
-        """Whether gradients of `dtype` come out of `mean` over one peer as they went in, bit for bit."""
+    def is_lossless(self, dtype: torch.dtype) -> bool:
+        """Whether `mean` over a single worker returns gradients of `dtype` bit for bit."""
 
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
-        """``total += weight * gradient``, in place; `first` overwrites what `total` held. Both of the same shape.
+        """``total += weight * gradient``, in place; `first` overwrites `total` instead. Both have the same shape.
 
         Raises:
             ValueError: `gradient` holds values that this compressor cannot represent (names the largest).
@@ -101,23 +108,25 @@ class Compressor(Protocol):
 
     @property
     def buffered(self) -> Buffered | None:
-        """How to add many gradients at once, or None: then `add` costs no more for each by itself."""
+        """How to add many gradients at once; None where that is no faster than `add` for each."""
 
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of `dtype` that `total` stands for (`total` itself, where nothing changes)."""
+        """The gradient of `dtype` that `total` represents; may be `total` itself."""
 
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the message of a total of `numel` elements for gradients of `dtype`: its length and dtype depend
-        on nothing else."""
+        """An empty message for a total of `numel` elements of gradients of `dtype`.
+
+        The length and dtype of a message depend on nothing else.
+        """
 
     def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
-        """The message for `total`, which is left as it is (the message may be `total` itself)."""
+        """The message for `total`, which is unchanged; the message may be `total` itself."""
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
-        """The message for `total` and what earlier messages of `memory` left out; `total` may be written into."""
+    def encode_with_feedback(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
+        """The message for `total` plus the residual in `memory`; may write into `total`."""
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
-        """The total that `message` stands for, ``[numel]`` (`message` itself, where nothing changes).
+        """The total that `message` represents, ``[numel]``; may be `message` itself.
 
         Raises:
             ValueError: a message that `encode` cannot have made.
@@ -126,8 +135,10 @@ class Compressor(Protocol):
     def mean(
         self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
     ) -> Mean:
-        """The sum of all workers' totals, as gradients of `dtype`, the same bits on all. `total` may be written
-        into."""
+        """Collective: the sum of all workers' totals as gradients of `dtype`, the same bits on all.
+
+        May write into `total`.
+        """
 
 
 def bits(compress: Compressor, spans: Sequence[Span], numel: int, dtype: torch.dtype = torch.float32) -> int:
@@ -137,17 +148,17 @@ def bits(compress: Compressor, spans: Sequence[Span], numel: int, dtype: torch.d
 
 
 class Codec:
-    """What most compressors share: totals are plain sums, what is left out is owed, a mean takes two hops.
+    """Base of most compressors: totals are plain sums, with error feedback, and a mean in two hops.
 
-    A subclass gives `blank`, `encode` and `decode`.
+    A subclass defines `blank`, `encode` and `decode`.
     """
 
     @property
-    def adds_up(self) -> bool:
+    def is_additive(self) -> bool:
         return False
 
     @property
-    def owes(self) -> bool:
+    def keeps_residual(self) -> bool:
         return True
 
     @property
@@ -161,12 +172,12 @@ class Codec:
         return self
 
     def is_one_sum(self, memory: CompressorMemory) -> bool:
-        return self.adds_up
+        return self.is_additive
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def keeps(self, dtype: torch.dtype) -> bool:
+    def is_lossless(self, dtype: torch.dtype) -> bool:
         return False
 
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
@@ -191,34 +202,40 @@ class Codec:
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
-        """Error feedback (Seide et al. 2014; Karimireddy et al. 2019, algorithm 1): the residual of this message
-        is added to the next total."""
-        owed = memory.get("owed")
-        if owed is not None:
-            total.add_(owed)
+    def encode_with_feedback(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
+        """Error feedback (Seide et al. 2014; Karimireddy et al. 2019, algorithm 1).
+
+        The residual of this message is added to the next total.
+        """
+        residual = memory.get(RESIDUAL)
+        if residual is not None:
+            total.add_(residual)
         message = self.encode(total, spans, memory)
-        arrives = self.decode(message, spans, total.numel(), total.dtype)
-        memory.put("owed", torch.sub(total, arrives, out=memory.spare("owed")))
+        decoded = self.decode(message, spans, total.numel(), total.dtype)
+        memory.put(RESIDUAL, torch.sub(total, decoded, out=memory.spare(RESIDUAL)))
         return message
 
     def mean(
         self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
     ) -> Mean:
-        """Two hops: each worker sums one piece of everybody's total, then sends the sum round. Both hops owe what
-        they leave out (Tang et al. 2019, "DoubleSqueeze", algorithm 1)."""
+        """A mean in two hops, both with error feedback (Tang et al. 2019, "DoubleSqueeze", algorithm 1).
+
+        Each worker sums its piece of all totals, then sends the sum to all others.
+        """
         if comm.size == 1:
-            message = self.owe(total, spans, memory)
+            message = self.encode_with_feedback(total, spans, memory)
             return self.value(self.decode(message, spans, total.numel(), total.dtype), dtype)
         pieces = list(total.tensor_split(comm.size))
-        messages = [self.owe(piece, (), memory.part(f"to {peer}")) for peer, piece in enumerate(pieces)]
+        messages = [
+            self.encode_with_feedback(piece, (), memory.part(f"to {peer}")) for peer, piece in enumerate(pieces)
+        ]
         mine = pieces[comm.rank].numel()
-        arrived = yield comm.exchange(messages, [self.blank((), mine, dtype, total.device)] * comm.size)
-        summed = self.decode(arrived[0], (), mine, total.dtype).clone()
-        for message in arrived[1:]:
+        received = yield comm.exchange(messages, [self.blank((), mine, dtype, total.device)] * comm.size)
+        summed = self.decode(received[0], (), mine, total.dtype).clone()
+        for message in received[1:]:
             summed.add_(self.decode(message, (), mine, total.dtype))
-        longest = pieces[0].numel()  # all messages of a gather are of one length
+        longest = pieces[0].numel()  # all messages of a gather have the same length
         padded = torch.cat([summed, summed.new_zeros(longest - mine)]) if mine < longest else summed
-        rows = yield comm.gather(self.owe(padded, (), memory.part("round")))
+        rows = yield comm.gather(self.encode_with_feedback(padded, (), memory.part("round")))
         whole = [self.decode(row, (), longest, total.dtype)[: piece.numel()] for row, piece in zip(rows, pieces)]
         return self.value(torch.cat(whole), dtype)

@@ -1,11 +1,12 @@
-"""How long a step takes with each of several compressors: arithmetic on measured figures, without I/O.
+"""The time of a step with each of several compressors: arithmetic on measurements, without I/O.
 
-A bucket's exchange takes some messages; a message of `b` bytes takes ``latency + b / rate``, by the kind of its verb.
-The link carries one bucket after the other, and of each some seconds are hidden behind computing::
+The exchange of a bucket takes several messages. A message of `b` bytes takes ``latency + b / rate``, which depend on
+its collective operation. The link carries one bucket after the other, and part of each exchange overlaps with
+computing::
 
     step = computing + (arithmetic + max(0, exchange - hidden)) / share
 
-One bucket knows its own figures; that it is `share` of all bytes stands for the others.
+A bucket has measurements of itself only; it extrapolates to all buckets by its `share` of all bytes.
 """
 
 from __future__ import annotations
@@ -13,37 +14,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-HIDES = 0.5
-"""Part of a step's computing behind which buckets can travel, where that much has not been tried: backward is two
-thirds of it, and the last bucket fills at its end."""
+HIDDEN_FRACTION = 0.5
+"""The part of a step's computing that is assumed to overlap with exchanges, where no wait was measured.
+
+Backward takes two thirds of the computing, and the last bucket fills at its end.
+"""
 
 WORTH_TRYING = 1.5
-"""A candidate with a longer forecast than so many times the best one's is not tried: forecasts err by a third where
-workers share a processor."""
+"""A candidate is tried only if its forecast is at most this multiple of the best one.
 
-_NOTHING = 0.1  # of an exchange; shorter waits are those of a clock and of unequal workers
+Forecasts err by a third where workers share a processor.
+"""
+
+_NEGLIGIBLE = 0.1  # of an exchange; shorter waits come from the clock's resolution and from unequal workers
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What messages of one verb cost: seconds of the shortest, and seconds per byte that a worker hands in."""
+    """The cost of messages of one collective operation: latency, and seconds per byte of a worker's input."""
 
     latency_seconds: float
     seconds_per_byte: float
 
     def seconds(self, size_bytes: float) -> float:
-        """One message."""
+        """The time of one message."""
         return self.latency_seconds + self.seconds_per_byte * size_bytes
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one bucket costs with one compressor.
+    """The cost of one bucket with one compressor.
 
     Args:
         name: as the user wrote it.
-        arithmetic_seconds: encoding and decoding, on the slowest worker.
-        messages: the verbs of one mean, each with the bytes that a worker hands in.
+        arithmetic_seconds: of encoding and decoding, on the slowest worker.
+        messages: the collective operations of one mean, each with the bytes of a worker's input.
     """
 
     name: str
@@ -51,18 +56,18 @@ class Candidate:
     messages: tuple[tuple[str, int], ...]
 
     def exchange_seconds(self, links: Mapping[str, LinkCost]) -> float:
-        """Time on the wire."""
+        """The time of all messages on `links`."""
         return sum(links[verb].seconds(size) for verb, size in self.messages)
 
     @property
     def sent_bytes(self) -> int:
-        """All that a worker hands in."""
+        """The bytes of a worker's inputs to all messages."""
         return sum(size for _, size in self.messages)
 
 
 @dataclass(frozen=True)
 class CandidateCost:
-    """One candidate: what this bucket costs, and how long a step takes with it in all buckets."""
+    """The forecast for one candidate: the cost of this bucket, and of a step with it in all buckets."""
 
     arithmetic_seconds: float
     exchange_seconds: float
@@ -70,7 +75,7 @@ class CandidateCost:
 
 
 def fit(points: Sequence[tuple[int, float]]) -> LinkCost:
-    """The link through the smallest and the largest of ``(bytes, seconds)``; neither figure is below zero."""
+    """The line through the smallest and the largest of ``(bytes, seconds)``; both results are at least 0."""
     (small, least), (large, most) = min(points), max(points)
     rate = max(0.0, most - least) / (large - small) if large > small else 0.0
     return LinkCost(max(0.0, least - rate * small), rate)
@@ -78,11 +83,11 @@ def fit(points: Sequence[tuple[int, float]]) -> LinkCost:
 
 @dataclass(frozen=True)
 class OverlapModel:
-    """What hides a bucket's exchange.
+    """How much of a bucket's exchange overlaps with computing.
 
     Args:
-        computing_seconds: of a step, all but what compression and exchange add to it.
-        hidden_seconds: of this bucket's exchange.
+        computing_seconds: of a step without compression and exchange.
+        hidden_seconds: the part of this bucket's exchange that overlaps with computing.
         share: this bucket's part of all bytes, above 0 and at most 1.
     """
 
@@ -91,27 +96,29 @@ class OverlapModel:
     share: float = 1.0
 
 
-def pace(
-    begun: Candidate, links: Mapping[str, LinkCost], step_seconds: float, blocked_seconds: float, share: float
+def measured_overlap(
+    measured: Candidate, links: Mapping[str, LinkCost], step_seconds: float, blocked_seconds: float, share: float
 ) -> OverlapModel:
-    """From steps that took `step_seconds` with `begun`, in which this bucket was waited for `blocked_seconds`."""
-    computing = max(0.0, step_seconds - (begun.arithmetic_seconds + blocked_seconds) / share)
-    exchange = begun.exchange_seconds(links)
-    if blocked_seconds > _NOTHING * exchange:
+    """The overlap in steps that took `step_seconds` with `measured`, and waited `blocked_seconds` for this bucket."""
+    computing = max(0.0, step_seconds - (measured.arithmetic_seconds + blocked_seconds) / share)
+    exchange = measured.exchange_seconds(links)
+    if blocked_seconds > _NEGLIGIBLE * exchange:
         return OverlapModel(computing, max(0.0, exchange - blocked_seconds), share)
-    return OverlapModel(computing, max(exchange, HIDES * computing * share), share)
+    return OverlapModel(computing, max(exchange, HIDDEN_FRACTION * computing * share), share)
 
 
-def forecast(candidate: Candidate, links: Mapping[str, LinkCost], pace: OverlapModel) -> CandidateCost:
-    """A step with `candidate` in all buckets."""
+def forecast(candidate: Candidate, links: Mapping[str, LinkCost], overlap: OverlapModel) -> CandidateCost:
+    """The forecast of a step with `candidate` in all buckets."""
     exchange = candidate.exchange_seconds(links)
-    shown = candidate.arithmetic_seconds + max(0.0, exchange - pace.hidden_seconds)
-    return CandidateCost(candidate.arithmetic_seconds, exchange, pace.computing_seconds + shown / pace.share)
+    exposed = candidate.arithmetic_seconds + max(0.0, exchange - overlap.hidden_seconds)
+    return CandidateCost(candidate.arithmetic_seconds, exchange, overlap.computing_seconds + exposed / overlap.share)
 
 
 def pick(step_seconds: Sequence[float], gain: float) -> int:
-    """Which of some steps, that of the most faithful candidate first: a later one only where it is shorter by `gain`
-    (0.1 is ten percent) than the best before it."""
+    """The index of the best of `step_seconds`, which begin with the most accurate candidate.
+
+    A later one is picked only if it is shorter by the fraction `gain` than the best before it.
+    """
     best = 0
     for i, seconds in enumerate(step_seconds):
         if seconds < (1 - gain) * step_seconds[best]:
@@ -119,13 +126,12 @@ def pick(step_seconds: Sequence[float], gain: float) -> int:
     return best
 
 
-def heats(forecasts: Sequence[CandidateCost], gain: float) -> tuple[int, ...]:
-    """Which candidate a bucket goes by in each heat: every candidate in its turn, the favourite in place of those
-    that are out of the question, and the favourite at the end. So that all buckets are in the same heat, there are as
-    many for each of them."""
+def trial_order(forecasts: Sequence[CandidateCost], gain: float) -> tuple[int, ...]:
+    """The candidate of each trial round of a bucket: every candidate once, then the best forecast.
+
+    The best forecast also takes the place of candidates that are not `WORTH_TRYING`, so that all buckets have equally
+    many rounds and are always in the same one.
+    """
     steps = [each.step_seconds for each in forecasts]
-    favourite = pick(steps, gain)
-    return (
-        *(i if seconds <= WORTH_TRYING * steps[favourite] else favourite for i, seconds in enumerate(steps)),
-        favourite,
-    )
+    best = pick(steps, gain)
+    return (*(i if seconds <= WORTH_TRYING * steps[best] else best for i, seconds in enumerate(steps)), best)

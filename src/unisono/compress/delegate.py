@@ -1,4 +1,4 @@
-"""A compressor that is made of others: what they have in common."""
+"""The base of compressors that consist of other compressors."""
 
 from __future__ import annotations
 
@@ -13,63 +13,63 @@ from unisono.compress.span import Span
 
 
 class Delegate(Codec):
-    """Does what `stands_for` does. A subclass says which compressor that is, and what it does otherwise."""
+    """Delegates all methods to `inner`. A subclass defines `inner`, and overrides where it differs."""
 
     @property
-    def stands_for(self) -> Compressor:
-        """The compressor that does the work."""
+    def inner(self) -> Compressor:
+        """The compressor that methods are delegated to."""
         raise NotImplementedError
 
     @property
-    def adds_up(self) -> bool:
-        return self.stands_for.adds_up
+    def is_additive(self) -> bool:
+        return self.inner.is_additive
 
     @property
-    def owes(self) -> bool:
-        return self.stands_for.owes
+    def keeps_residual(self) -> bool:
+        return self.inner.keeps_residual
 
     @property
     def finite(self) -> bool:
-        return self.stands_for.finite
+        return self.inner.finite
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.stands_for.total_dtype(dtype)
+        return self.inner.total_dtype(dtype)
 
-    def keeps(self, dtype: torch.dtype) -> bool:
-        return self.stands_for.keeps(dtype)
+    def is_lossless(self, dtype: torch.dtype) -> bool:
+        return self.inner.is_lossless(dtype)
 
     def add(self, total: Tensor, gradient: Tensor, weight: float, first: bool) -> None:
-        self.stands_for.add(total, gradient, weight, first)
+        self.inner.add(total, gradient, weight, first)
 
     @property
     def buffered(self) -> Buffered | None:
-        return self.stands_for.buffered
+        return self.inner.buffered
 
     def value(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.stands_for.value(total, dtype)
+        return self.inner.value(total, dtype)
 
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.stands_for.blank(spans, numel, dtype, device)
+        return self.inner.blank(spans, numel, dtype, device)
 
     def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
-        return self.stands_for.encode(total, spans, memory)
+        return self.inner.encode(total, spans, memory)
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
-        return self.stands_for.owe(total, spans, memory)
+    def encode_with_feedback(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
+        return self.inner.encode_with_feedback(total, spans, memory)
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
-        return self.stands_for.decode(message, spans, numel, dtype)
+        return self.inner.decode(message, spans, numel, dtype)
 
     def mean(
         self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
     ) -> Mean:
-        return self.stands_for.mean(total, spans, comm, memory, dtype)
+        return self.inner.mean(total, spans, comm, memory, dtype)
 
 
 def check_compressor(field: str, value: object) -> None:
     """
     Raises:
-        ValueError: `value` is no compressor.
+        ValueError: `value` is not a compressor.
     """
     if isinstance(value, type) or not callable(getattr(value, "choose", None)):
-        raise ValueError(f"{field}={value!r} is no compressor")
+        raise ValueError(f"{field}={value!r} is not a compressor")

@@ -1,4 +1,4 @@
-"""Random numbers for stochastic rounding, from a generator of our own: the same run rounds the same way."""
+"""Random numbers for stochastic rounding, from a separate generator: the same run rounds the same way."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from unisono.compress.memory import CompressorMemory
 
-PERIOD = 1 << 17  # drawing costs more than all other arithmetic, so that one draw serves many numbers
+PERIOD = 1 << 17  # drawing costs more than all other arithmetic, so numbers of one draw are used several times
 _SHIFTS = 4096
-_SHIFT = 977  # prime, so that pieces of a message meet all shifts before any comes again
+_SHIFT = 977  # prime, so that pieces of a message use all shifts before any is used again
 
 
 class Dither:
     """Uniform numbers in [0, 1), in steps of 2^-16, for one message.
 
-    The seed is the number of messages that this memory has sent, and a checksum of some of the total, so that workers,
-    whose totals differ, round independently of each other. Each number is uniform; two that lie 131072 or more apart
-    in one message may be equal.
+    The seed is the count of messages sent with this memory, and a checksum of a sample of the total. Totals of workers
+    differ, so workers round independently. Each number is uniform; two that are 131072 or more apart in one message may
+    be equal.
     """
 
     def __init__(self, total: Tensor, memory: CompressorMemory) -> None:
@@ -31,12 +31,12 @@ class Dither:
         self._table = drawn.view(torch.int16).float().mul_(2**-16).add_(0.5).to(total.device)
 
     def of(self, start: int, like: Tensor) -> Tensor:
-        """The numbers for those that lie from `start` in the total, in the shape of `like`, at most `PERIOD`."""
+        """The numbers for the elements of the total from `start`, in the shape of `like`, at most `PERIOD`."""
         shift = start // PERIOD * _SHIFT % _SHIFTS
         return self._table[shift : shift + like.numel()].view(like.shape)
 
 
 def _seed(total: Tensor, sent: int) -> int:
-    """32 bits, which is all that torch's generator for the CPU takes of a seed."""
-    some = total[:: max(1, total.numel() // 256)].contiguous()
-    return zlib.crc32(some.view(torch.uint8).cpu().numpy().tobytes(), sent)
+    """A seed of 32 bits: torch's CPU generator uses no more."""
+    sample = total[:: max(1, total.numel() // 256)].contiguous()
+    return zlib.crc32(sample.view(torch.uint8).cpu().numpy().tobytes(), sent)

@@ -1,4 +1,4 @@
-"""A mean taken without peers, to learn what it costs and what it would say."""
+"""A mean computed without peers, to measure the cost of a compressor."""
 
 from __future__ import annotations
 
@@ -13,76 +13,76 @@ from unisono.compress.cost_model import Candidate
 from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
-_TIMES = 3  # the first takes memory and warms caches; then the shortest counts
+_TIMES = 3  # the first allocates memory and warms caches; the fastest counts
 
 
-def rehearse(
+def dry_run(
     name: str, compress: Compressor, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, dtype: torch.dtype
 ) -> Candidate:
-    """What a mean of totals like `total` costs with `compress`, by the clock of `comm`; `total` is left as it is."""
-    memory, least, wire = CompressorMemory(), float("inf"), _Paper(comm)
+    """The cost of a mean of totals like `total` with `compress`, by the clock of `comm`; `total` is unchanged."""
+    memory, least, loopback = CompressorMemory(), float("inf"), _Loopback(comm)
     for _ in range(_TIMES):
-        wire = _Paper(comm)
+        loopback = _Loopback(comm)
         copy = total.clone()
-        _finished(copy)
+        _wait_for_device(copy)
         start = comm.now()
-        result = _played(compress.mean(copy, spans, wire, memory, dtype))
-        _finished(result)
+        result = _run_to_end(compress.mean(copy, spans, loopback, memory, dtype))
+        _wait_for_device(result)
         least = min(least, comm.now() - start)
         memory.commit()
-    return Candidate(name, least, tuple(wire.said))
+    return Candidate(name, least, tuple(loopback.messages))
 
 
-class _Paper:
-    """A wire whose peers say what this worker says; it keeps what was said."""
+class _Loopback:
+    """Collective operations in which every peer sends what this worker sends; records all messages."""
 
     def __init__(self, comm: CollectiveVerbs) -> None:
         self.rank, self.size, self._comm = comm.rank, comm.size, comm
-        self.said: list[tuple[str, int]] = []
+        self.messages: list[tuple[str, int]] = []
 
     @property
     def bytes_sent(self) -> int:
-        return sum(size for _, size in self.said)
+        return sum(size for _, size in self.messages)
 
     def now(self) -> float:
         return self._comm.now()
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Any:
-        return self._say("sum", [x], x.to(dtype or x.dtype))
+        return self._record("sum", [x], x.to(dtype or x.dtype))
 
     def gather(self, x: Tensor) -> Any:
-        return self._say("gather", [x], x.expand(self.size, *x.shape))
+        return self._record("gather", [x], x.expand(self.size, *x.shape))
 
     def exchange(self, xs: Any, like: Any) -> Any:
-        return self._say("exchange", xs, [xs[self.rank]] * self.size)
+        return self._record("exchange", xs, [xs[self.rank]] * self.size)
 
-    def _say(self, verb: str, messages: Sequence[Tensor], answer: Any) -> Any:
-        self.said.append((verb, sum(m.numel() * m.element_size() for m in messages)))
-        return _CompletedWork(answer)
+    def _record(self, verb: str, sent: Sequence[Tensor], result: Any) -> Any:
+        self.messages.append((verb, sum(m.numel() * m.element_size() for m in sent)))
+        return _CompletedWork(result)
 
 
 class _CompletedWork:
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
+    def __init__(self, result: Any) -> None:
+        self._result = result
 
     def poll(self) -> bool:
         return True
 
     def wait(self) -> Any:
-        return self._answer
+        return self._result
 
 
-def _played(steps: Any) -> Tensor:
-    answer = None
+def _run_to_end(steps: Any) -> Tensor:
+    received = None
     while True:
         try:
-            answer = steps.send(answer).wait()
+            received = steps.send(received).wait()
         except StopIteration as stop:
             result: Tensor = stop.value
             return result
 
 
-def _finished(x: Tensor) -> None:
-    """Wait until a device that computes by itself has computed `x`."""
+def _wait_for_device(x: Tensor) -> None:
+    """Wait until a device that computes asynchronously has computed `x`."""
     if x.device.type != "cpu" and x.numel():
         x[-1].item()

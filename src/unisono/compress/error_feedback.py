@@ -1,4 +1,4 @@
-"""Owe what another compressor leaves out."""
+"""Error feedback for a compressor that has none."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from unisono.compress.span import Span
 
 @dataclass(frozen=True)
 class WithErrorFeedback(Delegate):
-    """What `compress` leaves out of a message is added to the next: ``m = C(x + e)``, ``e = x + e - m``.
+    """Adds what `compress` leaves out of a message to the next one: ``m = C(x + e)``, ``e = x + e - m``.
 
-    Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", algorithm 2. For compressors that round without owing, as
-    `Cast` to 16 bits and the stochastic `Quantize`; one that owes already is left as it is. Where messages add up they
-    still do; what the sum itself rounds between workers is nobody's debt.
+    Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", algorithm 2, with residual ``e``. For compressors that
+    round without error feedback, such as `Cast` to 16 bits and the stochastic `Quantize`; others are unchanged.
+    Additive messages stay additive. What the sum between workers rounds is not part of any residual.
 
     Args:
         compress: the compressor.
 
     Raises:
-        ValueError: `compress` is no compressor.
+        ValueError: `compress` is not a compressor.
     """
 
     compress: Compressor = Cast("bf16")
@@ -36,32 +36,32 @@ class WithErrorFeedback(Delegate):
         check_compressor("compress", self.compress)
 
     @property
-    def stands_for(self) -> Compressor:
+    def inner(self) -> Compressor:
         return self.compress
 
     @property
-    def owes(self) -> bool:
+    def keeps_residual(self) -> bool:
         return True
 
     def choose(self, name: str, shape: torch.Size) -> Compressor:
         chosen = self.compress.choose(name, shape)
-        return chosen if chosen.owes else WithErrorFeedback(chosen)
+        return chosen if chosen.keeps_residual else WithErrorFeedback(chosen)
 
     def for_sums_of(self, addends: int) -> Compressor:
         return WithErrorFeedback(self.compress.for_sums_of(addends))
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
-        if self.compress.owes:
-            return self.compress.owe(total, spans, memory)
-        return Codec.owe(self, total, spans, memory)
+    def encode_with_feedback(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
+        if self.compress.keeps_residual:
+            return self.compress.encode_with_feedback(total, spans, memory)
+        return Codec.encode_with_feedback(self, total, spans, memory)
 
     def mean(
         self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
     ) -> Mean:
-        if self.compress.owes:
+        if self.compress.keeps_residual:
             return self.compress.mean(total, spans, comm, memory, dtype)
-        if not self.adds_up:
+        if not self.is_additive:
             return Codec.mean(self, total, spans, comm, memory, dtype)
-        message = self.owe(total, spans, memory)
+        message = self.encode_with_feedback(total, spans, memory)
         arrives = self.decode(message, spans, total.numel(), total.dtype)
         return self.compress.mean(arrives, spans, comm, memory, dtype)

@@ -1,7 +1,7 @@
-"""Which of many numbers a sparse message holds, in few bits.
+"""The indices of a sparse message, in few bits.
 
-``k`` increasing indices below ``n`` take about ``2 + log2(n / k)`` bits each: at one in a thousand 12 bits, where
-counting subsets gives 11.4 as the least.
+``k`` increasing indices below ``n`` take about ``2 + log2(n / k)`` bits each. For one in a thousand that is 12 bits;
+the information-theoretic bound is 11.4.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unisono.compress import bit_packing as packing
 
 
 def packed_bytes(k: int, n: int) -> int:
-    """Bytes that `pack` gives for `k` indices below `n`."""
+    """The bytes that `pack` returns for `k` indices below `n`."""
     low = _low_bits(k, n)
     return 0 if k == n else _eights(k) * low + _eights(_unary_bits(k, n, low))
 
@@ -24,8 +24,8 @@ def packed_bytes(k: int, n: int) -> int:
 def pack(indices: Tensor, n: int) -> Tensor:
     """Increasing `indices` ``[k]`` below `n` as bytes ``[packed_bytes(k, n)]`` (Elias 1974; Fano 1971).
 
-    The low bits of each index lie side by side. The high ones, which only grow, are written in unary: the bit at
-    ``high + position`` is set. Nothing is written where every index is there.
+    The low bits of all indices are packed. The high bits, which only grow, are written in unary: the bit at
+    ``high + position`` is set. With ``k == n`` there are no bytes.
     """
     k = indices.numel()
     if k == n:
@@ -37,7 +37,7 @@ def pack(indices: Tensor, n: int) -> Tensor:
 
 
 def unpack(packed: Tensor, k: int, n: int) -> Tensor:
-    """The `k` increasing indices below `n` that `pack` was given, int64.
+    """The `k` increasing indices below `n`, int64; the inverse of `pack`.
 
     Raises:
         ValueError: bytes that `pack` cannot have made.
@@ -51,22 +51,22 @@ def unpack(packed: Tensor, k: int, n: int) -> Tensor:
         return torch.arange(n, device=packed.device)
     low = _low_bits(k, n)
     cut = _eights(k) * low
-    ones = where(_unpack_bits(packed[cut:], 1, _unary_bits(k, n, low)).view(torch.bool))
+    ones = true_indices(_unpack_bits(packed[cut:], 1, _unary_bits(k, n, low)).view(torch.bool))
     if ones.numel() != k:
-        raise ValueError(f"{ones.numel()} indices came where {k} were announced")
+        raise ValueError(f"{ones.numel()} indices where {k} were expected")
     indices = (ones - _count(k, ones)) << low
     if low:
         indices |= _unpack_bits(packed[:cut], low, k)
     if k and (int(indices[-1]) >= n or bool((indices[1:] <= indices[:-1]).any())):
-        raise ValueError(f"the indices do not grow from 0 to {n - 1}")
+        raise ValueError(f"the indices do not increase from 0 to {n - 1}")
     return indices
 
 
-def where(mask: Tensor) -> Tensor:
-    """Indices, increasing, at which the flat bool `mask` is true."""
+def true_indices(mask: Tensor) -> Tensor:
+    """The increasing indices at which the flat bool `mask` is true."""
     if mask.device.type != "cpu":
         return mask.nonzero().view(-1)
-    return torch.from_numpy(np.flatnonzero(mask.numpy()))  # several times as fast as torch on a CPU
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))  # several times faster than torch on a CPU
 
 
 def _low_bits(k: int, n: int) -> int:
@@ -86,7 +86,7 @@ def _count(k: int, like: Tensor) -> Tensor:
 
 
 def _parts(width: int) -> Iterator[tuple[int, int]]:
-    """What codes of `width` bits are packed as: the bits of each part, and how many lie below it."""
+    """The parts as which codes of `width` bits are packed: the bits of each part, and its shift."""
     shift = 0
     for bits in [8] * (width // 8) + [bits for bits in (4, 2, 1) if width & bits]:
         yield bits, shift
@@ -94,7 +94,7 @@ def _parts(width: int) -> Iterator[tuple[int, int]]:
 
 
 def _pack_bits(values: Tensor, width: int) -> Tensor:
-    """The lowest `width` bits of each of `values`, part by part, in ``width`` bytes for every eight."""
+    """The lowest `width` bits of each of `values`, part by part, in ``width`` bytes for eight values."""
     values = torch.nn.functional.pad(values, (0, -values.numel() % 8))
     out = torch.empty(values.numel() // 8 * width, dtype=torch.uint8, device=values.device)
     for bits, shift in _parts(width):
@@ -108,7 +108,7 @@ def _pack_bits(values: Tensor, width: int) -> Tensor:
 
 
 def _unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
-    """The `count` values that `_pack_bits` was given; uint8 where they are bits, int64 otherwise.
+    """The `count` values that were packed; uint8 if they are single bits, else int64. The inverse of `_pack_bits`.
 
     Raises:
         ValueError: bits are set behind the last value.

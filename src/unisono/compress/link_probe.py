@@ -1,4 +1,4 @@
-"""Measure the link: messages of growing size, by the clock of the communicator."""
+"""Measures the link with messages of growing size, by the clock of the communicator."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from unisono.compress.compressor import CollectiveVerbs
 
-_SMALL = 4 << 10  # bytes of a message that is all latency
-_LONG_SECONDS = 0.1  # a message that took so long says what the rate is, whatever a link lets through at first
+_SMALL = 4 << 10  # bytes of a message whose time is almost only latency
+_LONG_SECONDS = 0.1  # a message that takes so long measures the rate, even if the link allows bursts
 _GROWTH = 8
 
 
 def slowest(numbers: Sequence[float], comm: CollectiveVerbs, device: torch.device) -> list[float]:
-    """The largest of all workers, number by number."""
+    """Collective: the elementwise maximum of all workers' `numbers`."""
     rows: Tensor = comm.gather(torch.tensor(numbers, dtype=torch.float64, device=device)).wait()
     largest: list[float] = rows.amax(0).tolist()
     return largest
 
 
 def probe(verb: str, largest: int, comm: CollectiveVerbs, device: torch.device) -> list[tuple[int, float]]:
-    """``(bytes, seconds)`` of messages of growing size, up to `largest` bytes or until they take long."""
+    """Collective: ``(bytes, seconds)`` of messages of growing size, up to `largest` bytes or `_LONG_SECONDS`."""
     size = min(_SMALL, largest)
     points = [(size, _seconds(verb, size, 5, comm, device))]
     while size < largest and points[-1][1] < _LONG_SECONDS:
@@ -32,12 +32,12 @@ def probe(verb: str, largest: int, comm: CollectiveVerbs, device: torch.device) 
 
 
 def _seconds(verb: str, size: int, times: int, comm: CollectiveVerbs, device: torch.device) -> float:
-    """What a message of `size` bytes takes on the slowest worker: the shortest of some."""
+    """The time of a message of `size` bytes on the slowest worker: the minimum of several `times`."""
     taken = []
     for _ in range(times):
         x = torch.zeros(-(-size // 4), device=device)
         pieces = list(x.tensor_split(comm.size))
-        comm.gather(torch.zeros(1, device=device)).wait()  # all are there before the clock runs
+        comm.gather(torch.zeros(1, device=device)).wait()  # a barrier, so that all workers start together
         start = comm.now()
         if verb == "sum":
             comm.sum(x).wait()

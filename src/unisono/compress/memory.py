@@ -1,4 +1,4 @@
-"""What a compressor is handed to remember from step to step; a step that is dropped leaves it as it was."""
+"""The state of a compressor from step to step, which a discarded step leaves unchanged."""
 
 from __future__ import annotations
 
@@ -8,83 +8,89 @@ from typing import Any
 import torch
 from torch import Tensor
 
+RESIDUAL = "owed"  # the key of the error-feedback residual, in memory and in checkpoints
+
 
 class CompressorMemory:
-    """What one sender keeps for one flat tensor: residuals, warm starts, counters.
+    """The state of one sender for one flat tensor: residuals, warm starts, counters.
 
-    What is put counts from `commit` on, so that a step is a transaction. Kept by whoever drives the compressor; void
-    when the number of peers changes.
+    Values that are put become visible with `commit`, so a step is a transaction. The synchronizer that runs the
+    compressor owns it, and drops it when the number of peers changes.
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, Any] = {}
-        self._coming: dict[str, Any] = {}
+        self._committed: dict[str, Any] = {}
+        self._pending: dict[str, Any] = {}
         self._spare: dict[str, Any] = {}
         self._parts: dict[str, CompressorMemory] = {}
         self._forgotten: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What was put under `key` before the last commit; not to be written into."""
-        return self._held.get(key, default)
+        """The value that was put under `key` before the last commit; to be read only."""
+        return self._committed.get(key, default)
 
     def put(self, key: str, value: Any) -> None:
-        """`get` gives `value` after the next commit."""
-        self._coming[key] = value
+        """Set the value that `get` returns after the next commit."""
+        self._pending[key] = value
 
     def spare(self, key: str) -> Any:
-        """What `get` gave before it gave what it gives now, or None: memory that may be written into and put again.
-        Given once."""
+        """The value before the current one, which may be overwritten and put again; None if there is none.
+
+        Returned only once per commit.
+        """
         return self._spare.pop(key, None)
 
     def part(self, key: str) -> CompressorMemory:
-        """A memory of its own, committed and discarded with this one."""
+        """A nested memory, committed and discarded with this one."""
         return self._parts.setdefault(key, CompressorMemory())
 
     def forget(self, key: str) -> None:
-        """The part under `key` is void after the next commit."""
+        """Remove the part under `key` with the next commit."""
         self._forgotten.add(key)
 
     def commit(self) -> None:
-        """The step is taken."""
+        """Keep what was put in this step."""
         for key in self._forgotten:
             self._parts.pop(key, None)
         self._forgotten.clear()
-        for key, value in self._coming.items():
-            if key in self._held:
-                self._spare[key] = self._held[key]
-            self._held[key] = value
-        self._coming.clear()
+        for key, value in self._pending.items():
+            if key in self._committed:
+                self._spare[key] = self._committed[key]
+            self._committed[key] = value
+        self._pending.clear()
         for part in self._parts.values():
             part.commit()
 
     def discard(self) -> None:
-        """The step is dropped."""
-        self._coming.clear()
+        """Drop what was put in this step."""
+        self._pending.clear()
         self._forgotten.clear()
         for part in self._parts.values():
             part.discard()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was put before the last commit, by ``part/key``, as a checkpoint holds it: tensors, which are not to be
-        written into, and whole numbers. All else (a choice that was measured) is found anew."""
-        state = {key: torch.tensor(v) if type(v) is int else v for key, v in self._held.items()}
-        found = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        return found | {f"{at}/{key}": v for at, part in self._parts.items() for key, v in part.state_dict().items()}
+        """The committed tensors and whole numbers, by ``part/key``, for a checkpoint; tensors are to be read only.
+
+        Other values, such as a measured choice, are not saved but measured again.
+        """
+        state = {key: torch.tensor(v) if type(v) is int else v for key, v in self._committed.items()}
+        saved = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        return saved | {f"{at}/{key}": v for at, part in self._parts.items() for key, v in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Keep copies, on `device`, of what `state_dict` said in another life."""
+        """Load copies, on `device`, of the `state_dict` of an earlier attempt."""
         for path, value in state.items():
             at, _, key = path.rpartition("/")
             part = self
             for name in filter(None, at.split("/")):
                 part = part.part(name)
             number = value.shape == () and value.dtype == torch.int64
-            part._held[key] = int(value) if number else value.to(device, copy=True)
+            part._committed[key] = int(value) if number else value.to(device, copy=True)
 
 
 def accumulated(x: Tensor, memory: CompressorMemory, key: str, factor: float = 1.0) -> Tensor:
-    """``x + factor * what memory keeps under key``, kept in its place; may be written into until the commit."""
-    kept, spare = memory.get(key), memory.spare(key)
+    """Put ``x + factor * memory.get(key)`` into `memory`, and return it; it may be written into until the commit."""
+    old, spare = memory.get(key), memory.spare(key)
     out = torch.empty_like(x) if spare is None else spare
     memory.put(key, out)
-    return out.copy_(x) if kept is None else torch.add(x, kept, alpha=factor, out=out)
+    return out.copy_(x) if old is None else torch.add(x, old, alpha=factor, out=out)

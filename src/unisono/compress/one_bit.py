@@ -1,4 +1,4 @@
-"""Send signs, with a magnitude per block."""
+"""Signs of gradients, with one magnitude per block."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.compress.block_codec import SCALE, Blocks, check_block
+from unisono.compress.block_codec import SCALE, BlockCodec, check_block
 
 
 @dataclass(frozen=True)
-class OneBit(Blocks):
-    """A number travels as its sign; its block's mean magnitude stands for all of them: ``mean|x| * sign(x)``.
+class OneBit(BlockCodec):
+    """Sends the sign of each number and the mean magnitude of its block: ``mean|x| * sign(x)``.
 
     Seide et al. 2014, "1-Bit Stochastic Gradient Descent", with one magnitude per block as in Zheng et al. 2019,
     "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback" (definition 1). Takes
-    ``1 + 16 / block`` bits per number. What is left out is owed: without that it does not converge (Karimireddy et al.
-    2019). Zero counts as positive, so that numbers that are zero among others that are not arrive as plus and minus
-    the magnitude in turn. A block that holds what is not finite arrives as not finite.
+    ``1 + 16 / block`` bits per number. It needs error feedback to converge (Karimireddy et al. 2019). Zero counts as
+    positive; by error feedback, a zero among other numbers arrives as plus and minus the magnitude alternately. A block
+    with a number that is not finite arrives as not finite.
 
     Args:
         block: numbers that share a magnitude.

@@ -1,4 +1,4 @@
-"""Send the factors of a low-rank matrix in place of a gradient."""
+"""The factors of a low-rank matrix in place of a gradient."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 
 from unisono.compress.cast import Cast
 from unisono.compress.compressor import Codec, CollectiveVerbs, Compressor, Mean
-from unisono.compress.memory import CompressorMemory, accumulated
+from unisono.compress.memory import RESIDUAL, CompressorMemory, accumulated
 from unisono.compress.span import Span
 
 
 @dataclass(frozen=True)
 class PowerSGD(Codec):
-    """PowerSGD (Vogels et al. 2019, algorithms 1 and 2): a matrix M travels as ``P @ Q.T`` of rank `rank`.
+    """PowerSGD (Vogels et al. 2019, algorithms 1 and 2): sends a matrix M as ``P @ Q.T`` of rank `rank`.
 
-    One step of subspace iteration, which starts from the Q of the step before, with error feedback. On worker w, whose
-    matrix with what it owes is M_w::
+    One step of subspace iteration, which starts from the Q of the previous step, with error feedback. M_w is the matrix
+    of worker w plus its residual::
 
-        P = orthonormal basis of sum(M_w @ Q)      Q_w = M_w.T @ P      the mean is P @ sum(Q_w).T
-                                                                        worker w owes M_w - P @ Q_w.T
+        P = orthonormal basis of sum(M_w @ Q)      Q_w = M_w.T @ P      mean = P @ sum(Q_w).T
+                                                                        new residual of w = M_w - P @ Q_w.T
 
-    Two sums of ``rank * rows`` and ``rank * columns`` numbers take the place of one of ``rows * columns``. Every worker
-    computes the basis by itself from the same sum, so bits are the same where processors are alike. Elsewhere (server,
-    gossip) a message holds the P and Q of the sender's own matrix.
+    Two sums of ``rank * rows`` and ``rank * columns`` numbers replace one of ``rows * columns``. Every worker computes
+    the basis from the same sum, so the result has the same bits on equal processors. Without a `mean` (servers,
+    gossip), a message contains the P and Q of the sender's matrix.
 
-    A parameter is a matrix of what lies outermost in its memory (output features or channels) by all the rest. Vectors,
-    small matrices and pieces without structure travel whole, in the type of totals, at least fp32.
+    The rows of a parameter's matrix are its outermost dimension in memory (output features or channels). Vectors, small
+    matrices and pieces without structure are sent whole, in the dtype of totals, at least fp32.
 
     Args:
         rank: columns of P and Q.
@@ -55,7 +55,7 @@ class PowerSGD(Codec):
         return self if pays else Cast()
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.promote_types(dtype, torch.float32)  # what is owed would vanish in a 16-bit sum
+        return torch.promote_types(dtype, torch.float32)  # residuals would be lost by rounding in a 16-bit sum
 
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         plan = _Plan.of(spans, numel, self.rank)
@@ -65,11 +65,11 @@ class PowerSGD(Codec):
         plan = _Plan.of(spans, total.numel(), self.rank)
         return self._factors(plan, total.to(self.total_dtype(total.dtype)), memory)
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
+    def encode_with_feedback(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         plan = _Plan.of(spans, total.numel(), self.rank)
-        owed = accumulated(total, memory, "owed")
-        message = self._factors(plan, owed, memory)
-        plan.subtract(owed, message[: plan.left], message[plan.left :])
+        residual = accumulated(total, memory, RESIDUAL)
+        message = self._factors(plan, residual, memory)
+        plan.subtract(residual, message[: plan.left], message[plan.left :])
         return message
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
@@ -88,13 +88,13 @@ class PowerSGD(Codec):
         self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
     ) -> Mean:
         plan = _Plan.of(spans, total.numel(), self.rank)
-        owed = accumulated(total, memory, "owed")
+        residual = accumulated(total, memory, RESIDUAL)
         start = self._start(plan, memory, total)
-        summed = yield comm.sum(plan.project(owed, start, total.new_empty(plan.left)))
+        summed = yield comm.sum(plan.project(residual, start, total.new_empty(plan.left)))
         left = plan.orthonormal(summed)
-        mine = plan.project_back(owed, left, total.new_empty(plan.right))
+        mine = plan.project_back(residual, left, total.new_empty(plan.right))
         work = comm.sum(mine.clone())
-        plan.subtract(owed, left, mine)  # while the sum is under way
+        plan.subtract(residual, left, mine)  # while the sum is in flight
         right = yield work
         _keep(memory, right, start)
         plan.multiply(left, right, total)
@@ -117,9 +117,10 @@ class PowerSGD(Codec):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A parameter's place in a total, ``rows * columns`` from `start`, and that of its factors from `left` and `right`.
+    """A parameter's range in a total, ``rows * columns`` from `start`, and those of its factors in messages.
 
-    Factors lie transposed, ``[rank, rows]`` and ``[rank, columns]``: six times as fast to multiply by as the others.
+    Factors are stored transposed, ``[rank, rows]`` from `left` and ``[rank, columns]`` from `right`: products are six
+    times faster than in the other order.
     """
 
     rows: int
@@ -141,7 +142,7 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which parts of a total are matrices; the rest travels whole, behind the left factors."""
+    """Which parts of a total are matrices; the rest is sent whole, behind the left factors."""
 
     matrices: tuple[_Matrix, ...]
     rest: tuple[tuple[int, int], ...]
@@ -151,7 +152,7 @@ class _Plan:
 
     @classmethod
     def of(cls, spans: Sequence[Span], numel: int, rank: int) -> _Plan:
-        """Matrices in the order of their rows, so that those of equal height lie side by side."""
+        """The plan for `spans`; matrices are sorted by their rows, so that those of equal height are adjacent."""
         shapes = [(*_rows_and_columns(span), span) for span in spans]
         matrices, left, right = [], 0, 0
         for rows, columns, span in sorted((s for s in shapes if _pays(s[0], s[1], rank)), key=lambda s: s[0]):
@@ -180,7 +181,7 @@ class _Plan:
         for rows, group in groupby(self.matrices, key=lambda matrix: matrix.rows):
             equal = list(group)
             block = left[equal[0].left : equal[-1].left + rows * self.rank]
-            reflectors = torch.geqrf(block.view(len(equal), self.rank, rows).mT)  # the half of a QR that is needed
+            reflectors = torch.geqrf(block.view(len(equal), self.rank, rows).mT)  # R of the QR is not needed
             parts.append(torch.linalg.householder_product(*reflectors).mT.reshape(-1))
         return torch.cat([*parts, self._rest(left)])
 
@@ -192,13 +193,13 @@ class _Plan:
             total[start:stop].zero_()
 
     def multiply(self, left: Tensor, right: Tensor, total: Tensor) -> None:
-        """``M = P @ Q.T`` for all matrices of `total`, and the rest as it came."""
+        """``M = P @ Q.T`` for all matrices of `total`, and the rest as it was sent."""
         for matrix in self.matrices:
             torch.mm(matrix.p(left).T, matrix.q(right), out=matrix.inside(total))
-        place = left.numel() - self._rest(left).numel()
+        position = left.numel() - self._rest(left).numel()
         for start, stop in self.rest:
-            total[start:stop] = left[place : place + stop - start]
-            place += stop - start
+            total[start:stop] = left[position : position + stop - start]
+            position += stop - start
 
     def _rest(self, left: Tensor) -> Tensor:
         return left[sum(matrix.rows for matrix in self.matrices) * self.rank :]
@@ -209,21 +210,21 @@ def _pays(rows: int, columns: int, rank: int) -> bool:
 
 
 def _rows_and_columns(span: Span) -> tuple[int, int]:
-    """What lies outermost in memory by all the rest: the order of columns does not matter for the rank."""
+    """The outermost dimension in memory, and the rest: the order of columns does not matter for the rank."""
     numel = span.stop - span.start
     rows = max(zip(span.stride, span.shape), default=(0, 1))[1] if numel else 1
     return rows, numel // rows
 
 
 def _between(taken: Sequence[tuple[int, int]], numel: int) -> Iterator[tuple[int, int]]:
-    """The gaps that `taken` leaves in ``0 .. numel``."""
-    at = 0
+    """The gaps between the ranges `taken` in ``0 .. numel``."""
+    end = 0
     for start, stop in [*taken, (numel, numel)]:
-        if at < start:
-            yield at, start
-        at = stop
+        if end < start:
+            yield end, start
+        end = stop
 
 
 def _keep(memory: CompressorMemory, right: Tensor, start: Tensor) -> None:
-    """Start the next step from `right`. What is zero or not finite there could not grow again."""
+    """Start the next step from `right`; entries that are zero or not finite would stay so, and start again."""
     memory.put("right", torch.where(right.isfinite() & (right != 0), right, start))

@@ -1,4 +1,4 @@
-"""Send 8- or 4-bit whole numbers, with a scale per block."""
+"""Gradients as 8- or 4-bit whole numbers, with one scale per block."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.compress.block_codec import SCALE, Blocks, check_block
+from unisono.compress.block_codec import SCALE, BlockCodec, check_block
 from unisono.compress.dither import Dither
 from unisono.compress.memory import CompressorMemory
 from unisono.compress.span import Span
 
 _SMALLEST = torch.finfo(SCALE).tiny  # its reciprocal is finite
-_UP = 1 + 2**-8  # a scale that bf16 has rounded is not below the largest number's
+_UP = 1 + 2**-8  # so that a scale rounded to bf16 is not too small for the largest number
 
 
 @dataclass(frozen=True)
-class Quantize(Blocks):
-    """A number travels as ``q = round(x / s)``, ``|q| <= L``, with ``s = max|x| / L`` of its block, L = 127 or 7.
+class Quantize(BlockCodec):
+    """Sends ``q = round(x / s)``, ``|q| <= L``, with the block's scale ``s = max|x| / L``, L = 127 or 7.
 
     Block-wise absmax quantization (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2.1),
-    linear, with scales in bf16: ``bits + 16 / block`` bits per number. The error of a number is at most half a step
-    ``s``, and is owed. With `stochastic`, ``q = floor(x / s + u)`` with u uniform in [0, 1): the expectation of what
-    arrives is x (Alistarh et al. 2017, "QSGD", section 3.1), the error below one step, and nothing is owed
-    (`WithErrorFeedback` would). A block that holds what is not finite arrives as NaN.
+    linear, with scales in bf16: ``bits + 16 / block`` bits per number. The error of a number is at most ``s / 2``, with
+    error feedback. With `stochastic`, ``q = floor(x / s + u)`` with u uniform in [0, 1): the expectation of the result
+    is x (Alistarh et al. 2017, "QSGD", section 3.1), the error is below ``s``, and there is no error feedback
+    (`WithErrorFeedback` adds it). A block with a number that is not finite arrives as NaN.
 
     Args:
         bits: 8 or 4.
@@ -48,15 +48,17 @@ class Quantize(Blocks):
         check_block(self.block)
 
     @property
-    def owes(self) -> bool:
+    def keeps_residual(self) -> bool:
         return not self.stochastic
 
     @property
     def code_bits(self) -> int:
         return self.bits
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
-        return self.encode(total, spans, memory) if self.stochastic else super().owe(total, spans, memory)
+    def encode_with_feedback(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
+        return (
+            self.encode(total, spans, memory) if self.stochastic else super().encode_with_feedback(total, spans, memory)
+        )
 
     def dither(self, total: Tensor, memory: CompressorMemory) -> Dither | None:
         return Dither(total, memory) if self.stochastic else None

@@ -1,4 +1,4 @@
-"""Send random numbers, the same on all workers, and owe the rest."""
+"""Random elements of a gradient, the same on all workers, with error feedback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.compress.compressor import Codec, CollectiveVerbs, Mean
-from unisono.compress.memory import CompressorMemory, accumulated
+from unisono.compress.memory import RESIDUAL, CompressorMemory, accumulated
 from unisono.compress.span import Span
 from unisono.compress.top_k import count
 
@@ -18,22 +18,22 @@ _DRAW_BYTES = 8
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """Random-k with error feedback (Stich et al. 2018, "Sparsified SGD with memory"): ``density * n`` of n numbers
-    travel, each as fp32.
+    """Sends ``density * n`` random ones of n numbers as fp32, with error feedback.
 
-    The n numbers are cut into ``density * n`` runs of almost equal length, and of each run one number travels: the
-    first one is drawn, then they take turns, until each has had its turn and another first one is drawn. So nothing is
-    owed for longer than ``2 / density`` sends. Values are not divided by `density`, which would make each message
-    unbiased and its variance ``1 / density`` times as large: what is left out is owed instead.
+    Random-k of Stich et al. 2018, "Sparsified SGD with memory". The n numbers are divided into ``density * n`` runs of
+    almost equal length. Each message contains one number of each run: first a random one, then the next in cyclic
+    order, until all have been sent; then a new cycle begins. So no residual is older than ``2 / density`` messages.
+    Values are not divided by `density`, which would make messages unbiased but multiply their variance by
+    ``1 / density``; error feedback corrects the bias instead.
 
-    All workers draw the same numbers, from `seed` and a count of draws. So their messages add up: `mean` is one sum of
-    values, without any index. Elsewhere (server, gossip) a message says its draw in 8 bytes.
+    All workers draw the same elements, from `seed` and the count of messages. So their messages are additive: `mean` is
+    one sum of values, without indices. Without a `mean` (servers, gossip), a message contains its draw in 8 bytes.
 
-    What is owed arrives ``1 / density`` steps late and at once, as the gradient of so much larger a batch would. A rate
-    of learning that is stable without compression may not be with it, above all with momentum in the optimizer: where
-    that is 0.9, a density of 0.3 did no harm, and 0.1 did. `TopK` sends what grows before it is late.
+    A residual is applied ``1 / density`` steps late and at once, like the gradient of a batch that much larger. A
+    learning rate that is stable without compression may be unstable with it, above all with momentum. With a momentum
+    of 0.9, a density of 0.3 did no harm, and 0.1 did. `TopK` sends large residuals earlier.
 
-    A total that is not finite makes all values not finite, whether what is not was drawn or not.
+    If any number of a total is not finite, all values of its message are not finite.
 
     Raises:
         ValueError: `density` outside (0, 1], `seed` not a whole number from 0 to 2^31 - 1.
@@ -49,18 +49,18 @@ class RandomK(Codec):
             raise ValueError(f"seed={self.seed!r} is not a whole number from 0 to 2^31 - 1")
 
     def total_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.promote_types(dtype, torch.float32)  # what is owed for long would vanish in 16 bits
+        return torch.promote_types(dtype, torch.float32)  # residuals would be lost by rounding in a 16-bit sum
 
     def blank(self, spans: Sequence[Span], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(_DRAW_BYTES + 4 * count(self.density, numel), dtype=torch.uint8, device=device)
 
     def encode(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         draw = _next_draw(memory)
-        return _message(draw, _values(total, self._places(draw, total.numel(), total.device)))
+        return _message(draw, _values(total, self._indices(draw, total.numel(), total.device)))
 
-    def owe(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
+    def encode_with_feedback(self, total: Tensor, spans: Sequence[Span], memory: CompressorMemory) -> Tensor:
         draw = _next_draw(memory)
-        return _message(draw, self._owe(total, memory, draw))
+        return _message(draw, self._take_values(total, memory, draw))
 
     def decode(self, message: Tensor, spans: Sequence[Span], numel: int, dtype: torch.dtype) -> Tensor:
         length = _DRAW_BYTES + 4 * count(self.density, numel)
@@ -76,31 +76,31 @@ class RandomK(Codec):
         self, total: Tensor, spans: Sequence[Span], comm: CollectiveVerbs, memory: CompressorMemory, dtype: torch.dtype
     ) -> Mean:
         draw = _next_draw(memory)
-        values = yield comm.sum(self._owe(total, memory, draw))
+        values = yield comm.sum(self._take_values(total, memory, draw))
         return self.value(self._spread(draw, values, total.zero_()), dtype)
 
-    def _owe(self, total: Tensor, memory: CompressorMemory, draw: int) -> Tensor:
-        """The values of this draw, out of `total` and what is owed, which then is less by them."""
-        left = accumulated(total, memory, "owed")
-        places = self._places(draw, total.numel(), total.device)
-        values = _values(left, places)
-        left.index_add_(0, places, values.to(left.dtype), alpha=-1)
+    def _take_values(self, total: Tensor, memory: CompressorMemory, draw: int) -> Tensor:
+        """The values of this draw in `total` plus the residual, from which they are subtracted."""
+        residual = accumulated(total, memory, RESIDUAL)
+        indices = self._indices(draw, total.numel(), total.device)
+        values = _values(residual, indices)
+        residual.index_add_(0, indices, values.to(residual.dtype), alpha=-1)
         return values
 
     def _spread(self, draw: int, values: Tensor, zeros: Tensor) -> Tensor:
-        places = self._places(draw, zeros.numel(), zeros.device)
-        return zeros.index_copy_(0, places, values.to(zeros.dtype))
+        indices = self._indices(draw, zeros.numel(), zeros.device)
+        return zeros.index_copy_(0, indices, values.to(zeros.dtype))
 
-    def _places(self, draw: int, numel: int, device: torch.device) -> Tensor:
-        """Indices of draw number `draw`, increasing; the same on every device."""
+    def _indices(self, draw: int, numel: int, device: torch.device) -> Tensor:
+        """The increasing indices of draw number `draw`, the same on every device."""
         k = count(self.density, numel)
         if not k:
             return torch.empty(0, dtype=torch.int64, device=device)
-        cycle, turn = divmod(draw, -(-numel // k))
-        mixed = (self.seed * 2654435761 + cycle) % 2**32  # torch's generator on a CPU looks at 32 bits of its seed
+        cycle, offset = divmod(draw, -(-numel // k))
+        mixed = (self.seed * 2654435761 + cycle) % 2**32  # torch's CPU generator uses 32 bits of its seed
         first = torch.randint(2**31, (k,), generator=torch.Generator().manual_seed(mixed))
         starts = torch.arange(k + 1) * numel // k
-        return (starts[:-1] + (first + turn) % starts.diff()).to(device)
+        return (starts[:-1] + (first + offset) % starts.diff()).to(device)
 
 
 def _next_draw(memory: CompressorMemory) -> int:
@@ -109,9 +109,9 @@ def _next_draw(memory: CompressorMemory) -> int:
     return draw
 
 
-def _values(x: Tensor, places: Tensor) -> Tensor:
-    """The numbers of `x` at `places`, in fp32; none of them finite where `x` is not."""
-    return x.index_select(0, places).to(torch.float32).add_((x.sum() * 0).to(torch.float32))
+def _values(x: Tensor, indices: Tensor) -> Tensor:
+    """The numbers of `x` at `indices`, in fp32; none is finite if a number of `x` is not."""
+    return x.index_select(0, indices).to(torch.float32).add_((x.sum() * 0).to(torch.float32))
 
 
 def _message(draw: int, values: Tensor) -> Tensor:

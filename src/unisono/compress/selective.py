@@ -1,4 +1,4 @@
-"""Large tensors this way, small ones that way: compressors made of compressors."""
+"""Compressors that choose another compressor for each parameter, by its size or name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from unisono.compress.quantize import Quantize
 
 @dataclass(frozen=True)
 class BySize(Delegate):
-    """Parameters of fewer than `below` numbers go by `small`, all others by `large`.
+    """Compresses parameters of fewer than `below` numbers with `small`, all others with `large`.
 
-    Biases and norms are few bytes and sensitive, large matrices the opposite. What has no name (a piece that was not
-    chosen for a parameter) goes by `large`.
+    Biases and norms are few bytes and sensitive, large matrices the opposite. A piece without a parameter's name is
+    compressed with `large`.
 
     Args:
         below: numbers.
@@ -26,7 +26,7 @@ class BySize(Delegate):
         large: for instance ``Quantize(8)``.
 
     Raises:
-        ValueError: `below` is not a whole number from 1; `small` or `large` is no compressor.
+        ValueError: `below` is not a whole number from 1; `small` or `large` is not a compressor.
     """
 
     below: int = 4096
@@ -40,7 +40,7 @@ class BySize(Delegate):
         check_compressor("large", self.large)
 
     @property
-    def stands_for(self) -> Compressor:
+    def inner(self) -> Compressor:
         return self.large
 
     def choose(self, name: str, shape: torch.Size) -> Compressor:
@@ -52,15 +52,15 @@ class BySize(Delegate):
 
 @dataclass(frozen=True)
 class ByName(Delegate):
-    """A parameter goes by the first rule whose pattern its name matches, by `otherwise` where none does.
+    """Compresses a parameter by the first rule whose pattern matches its name, else with `otherwise`.
 
     Args:
-        rules: pairs of a pattern (``*``, ``?``, ``[seq]``, as in file names; case counts) and a compressor, for
+        rules: pairs of a pattern (``*``, ``?``, ``[seq]``, as in file names, case-sensitive) and a compressor, for
             instance ``(("embed*", TopK()), ("*.bias", Cast()))``.
-        otherwise: for all the rest, and for what has no name.
+        otherwise: for parameters that match no rule, and for pieces without a name.
 
     Raises:
-        ValueError: `rules` are no such pairs; `otherwise` is no compressor.
+        ValueError: `rules` is not a tuple of such pairs; `otherwise` is not a compressor.
     """
 
     rules: tuple[tuple[str, Compressor], ...] = ()
@@ -68,20 +68,20 @@ class ByName(Delegate):
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, tuple):
-            raise ValueError(f"rules={self.rules!r} is no tuple of pairs of a pattern and a compressor")
+            raise ValueError(f"rules={self.rules!r} is not a tuple of pairs of a pattern and a compressor")
         for rule in self.rules:
             if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str):
-                raise ValueError(f"rules: {rule!r} is no pair of a pattern and a compressor")
+                raise ValueError(f"rules: {rule!r} is not a pair of a pattern and a compressor")
             check_compressor(f"rules: {rule[0]}", rule[1])
         check_compressor("otherwise", self.otherwise)
 
     @property
-    def stands_for(self) -> Compressor:
+    def inner(self) -> Compressor:
         return self.otherwise
 
     def choose(self, name: str, shape: torch.Size) -> Compressor:
-        found = (compress for pattern, compress in self.rules if fnmatchcase(name, pattern))
-        return next(found, self.otherwise).choose(name, shape)
+        matching = (compress for pattern, compress in self.rules if fnmatchcase(name, pattern))
+        return next(matching, self.otherwise).choose(name, shape)
 
     def for_sums_of(self, addends: int) -> Compressor:
         rules = tuple((pattern, compress.for_sums_of(addends)) for pattern, compress in self.rules)

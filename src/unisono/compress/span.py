@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat tensor."""
+"""The ranges of parameters in a flat tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """One parameter's place: ``flat[start:stop]``, in the parameter's shape and memory format."""
+    """The range of one parameter: ``flat[start:stop]``, in the parameter's shape and memory format."""
 
     name: str
     shape: torch.Size

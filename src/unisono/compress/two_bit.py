@@ -1,4 +1,4 @@
-"""Send plus, minus or nothing, by a fixed threshold."""
+"""Gradients as plus, minus or zero, by a fixed threshold."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from unisono.compress.block_codec import Blocks
+from unisono.compress.block_codec import BlockCodec
 
 
 @dataclass(frozen=True)
-class TwoBit(Blocks):
-    """A number travels as ``+t``, ``-t`` or nothing: ``t * sign(x)`` where ``|x| > t``. The rest is owed.
+class TwoBit(BlockCodec):
+    """Sends ``t * sign(x)`` where ``|x| > t``, else 0, with error feedback. Two bits per number.
 
     As in MXNet's ``gradient_compression={"type": "2bit", "threshold": t}``; Strom 2015, "Scalable Distributed DNN
-    Training Using Commodity GPU Cloud Computing", section 3. Two bits per number.
+    Training Using Commodity GPU Cloud Computing", section 3.
 
-    The threshold is **absolute**: it is compared with what is sent, a worker's weighted part of the mean gradient (of
-    n workers, about 1/n of it). Numbers that are larger than `t` at every step are never paid off; far smaller ones
-    wait for ``t / |x|`` steps. About the largest magnitude of usual gradients is a good start. (`OneBit` and
-    `Quantize` measure theirs.) A number that is not finite makes its block arrive as NaN: the fourth code.
+    The threshold is **absolute**: it is compared with a worker's weighted part of the mean gradient (with n workers,
+    about 1/n of it). The residual of a number that exceeds `t` at every step grows without bound; far smaller numbers
+    are sent after ``t / |x|`` steps. Start with about the largest magnitude of usual gradients. (`OneBit` and
+    `Quantize` measure their scales.) A block with a number that is not finite arrives as NaN, which is the fourth code.
 
     Args:
         threshold: t, in units of the gradient.
@@ -40,7 +40,7 @@ class TwoBit(Blocks):
 
     @property
     def block(self) -> int:  # type: ignore[override]
-        """Numbers that are found not finite together."""
+        """The numbers that one number that is not finite turns into NaN."""
         return 256
 
     @property
@@ -52,7 +52,7 @@ class TwoBit(Blocks):
         return False
 
     def scales(self, x: Tensor, scratch: Tensor) -> Tensor:
-        """The threshold, or NaN for a block that holds what is not finite."""
+        """The threshold, or NaN for a block with a number that is not finite."""
         return x.amax(1, keepdim=True).mul_(0).add_(x.amin(1, keepdim=True).mul_(0)).add_(self.threshold)
 
     def levels(self, x: Tensor, scales: Tensor, dither: Tensor | None, out: Tensor) -> None:

@@ -2,12 +2,12 @@
 
 from unisono.layout.compile_cache import compiled as compiled
 from unisono.layout.layout import AXES as AXES
-from unisono.layout.layout import CUTTING as CUTTING
+from unisono.layout.layout import DATA_AXES as DATA_AXES
 from unisono.layout.layout import LAYOUTS as LAYOUTS
-from unisono.layout.layout import SIDE_BY_SIDE as SIDE_BY_SIDE
+from unisono.layout.layout import SHARDING_AXES as SHARDING_AXES
 from unisono.layout.layout import Layout as Layout
 from unisono.layout.local_model import LocalModel as LocalModel
-from unisono.layout.local_model import MicroBatchPart as MicroBatchPart
+from unisono.layout.local_model import MicroBatchContext as MicroBatchContext
 from unisono.layout.local_model import Stepping as Stepping
 from unisono.layout.local_model import WholeTensors as WholeTensors
 from unisono.layout.rank_mesh import MeshCoordinate as MeshCoordinate

@@ -60,9 +60,9 @@ class CollectiveCounter(TorchDispatchMode):
             kind, which = _KINDS[name]
             ranks = _ranks((*args, *kwargs.values()))
             size = sum(x.nbytes for x in tree_leaves(args[which]) if isinstance(x, Tensor))
-            self.seen[CollectiveCall(kind, ranks, round(size * _share(name, args, ranks)))] += 1
+            self.seen[CollectiveCall(kind, ranks, round(size * _byte_factor(name, args, ranks)))] += 1
         if func.namespace == "c10d" and any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
-            return _answered(func, args, kwargs)
+            return _call_on_empty(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -83,12 +83,12 @@ _KINDS = {  # the kind of each operator, and which of its arguments is what trav
     "broadcast": ("broadcast", 0),
     "send": ("send", 0),
 }
-_PARTS = ("allgather_", "all_gather_into_tensor")  # of which one member's part is counted
+_PER_RANK = ("allgather_", "all_gather_into_tensor")  # of which one member's part is counted
 
 
-def _share(name: str, args: Any, ranks: tuple[int, ...]) -> float:
+def _byte_factor(name: str, args: Any, ranks: tuple[int, ...]) -> float:
     """What to multiply the bytes of the argument that travels with."""
-    if name in _PARTS:
+    if name in _PER_RANK:
         return float(len(ranks))
     if name == "all_to_all_single" and sum(args[2]):
         kept: int = args[2][ranks.index(dist.get_rank())]
@@ -99,7 +99,7 @@ def _share(name: str, args: Any, ranks: tuple[int, ...]) -> float:
 def _ranks(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """The group among an operator's arguments, which is a name or a boxed object."""
     for argument in arguments:
-        if isinstance(argument, str) and argument not in _WORDS:
+        if isinstance(argument, str) and argument not in _REDUCE_OPS:
             named: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
             return tuple(dist.get_process_group_ranks(named(argument)))
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
@@ -107,10 +107,10 @@ def _ranks(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     raise AssertionError("a message without a group")
 
 
-_WORDS = ("sum", "avg", "min", "max", "product")
+_REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
 
-def _answered(func: Any, args: Any, kwargs: Any) -> Any:
+def _call_on_empty(func: Any, args: Any, kwargs: Any) -> Any:
     """`func` called with nothing in place of tensors without numbers, of which its result has the first again."""
     blanks: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -136,24 +136,24 @@ class SavedTensors:
     """
 
     gathered: dict[nn.Module, int] = field(default_factory=dict)
-    _pieces: dict[int, tuple[UntypedStorage, int]] = field(default_factory=dict)
+    _storages: dict[int, tuple[UntypedStorage, int]] = field(default_factory=dict)
     _weights: dict[int, UntypedStorage] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
         """Kept so far."""
-        return sum(size for number, (_, size) in self._pieces.items() if number not in self._weights)
+        return sum(size for number, (_, size) in self._storages.items() if number not in self._weights)
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
+    def counting(self, model: nn.Module) -> Iterator[None]:
         """Forward passes of `model` inside are counted."""
         with ExitStack() as stack:
             for module in model.modules():
-                stack.callback(module.register_forward_pre_hook(self._enter).remove)
+                stack.callback(module.register_forward_pre_hook(self._record_parameters).remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
             yield
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
+    def _record_parameters(self, module: nn.Module, inputs: Any) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
             storage = _local(tensor).untyped_storage()
             self._weights[storage._cdata] = storage
@@ -164,7 +164,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = _local(tensor).untyped_storage()
-        self._pieces.setdefault(storage._cdata, (storage, storage.nbytes()))
+        self._storages.setdefault(storage._cdata, (storage, storage.nbytes()))
         return tensor
 
 

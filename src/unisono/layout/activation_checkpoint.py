@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # What takes long for the bytes that it leaves: products of matrices, attention, and what comes from other workers.
-_KEPT = {
+_SAVED = {
     "aten": ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
              "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
              "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
@@ -35,7 +35,7 @@ _KEPT = {
 }  # fmt: skip
 
 
-def recompute(block: nn.Module, kind: str) -> None:
+def checkpoint_block(block: nn.Module, kind: str) -> None:
     """From now on `block` computes its activations again in backward: all for ``blocks``, for ``selective`` all but
     those that take long."""
     make = partial(create_selective_checkpoint_contexts, _policy) if kind == "selective" else noop_context_fn
@@ -51,12 +51,12 @@ def recompute(block: nn.Module, kind: str) -> None:
 def _policy(_: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Whether what `operator` has computed is kept. Where it drew random numbers it runs again, or all that comes after
     it would draw others."""
-    kept = operator._schema.name.rpartition(":")[2] in _KEPT.get(getattr(operator, "namespace", ""), ())
-    kept = kept and not _dropout(operator, args, kwargs)
+    kept = operator._schema.name.rpartition(":")[2] in _SAVED.get(getattr(operator, "namespace", ""), ())
+    kept = kept and not _dropout_p(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _dropout_p(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     names = [argument.name for argument in operator._schema.arguments]
     return float({**dict(zip(names, args)), **kwargs}.get("dropout_p", 0.0))
 
@@ -64,7 +64,7 @@ def _dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fl
 def _with_buffers(block: nn.Module, make: Callable[[], Contexts]) -> Contexts:
     first, again = make()
     buffers = _Buffers(block)
-    return _Both(buffers.first, first), _Both(buffers.again, again)
+    return _Nested(buffers.in_forward, first), _Nested(buffers.in_recomputation, again)
 
 
 class _Buffers:
@@ -73,9 +73,12 @@ class _Buffers:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self.first, self.again = _Around(self._look, self._note), _Around(self._put, self._take_back)
+        self.in_forward, self.in_recomputation = (
+            _Callbacks(self._save, self._find_written),
+            _Callbacks(self._restore, self._undo),
+        )
 
-    def _look(self) -> None:
+    def _save(self) -> None:
         self._before = [
             (m, name, buffer, buffer._version, buffer.detach().clone())
             for m in self._block.modules()
@@ -83,8 +86,8 @@ class _Buffers:
             if buffer is not None
         ]
 
-    def _note(self) -> None:
-        self._found = [
+    def _find_written(self) -> None:
+        self._written = [
             (m._buffers, name, value)
             for m, name, buffer, version, value in self._before
             # Batch normalisation writes without telling the tensor.
@@ -92,17 +95,17 @@ class _Buffers:
         ]
         self._before = []
 
-    def _put(self) -> None:
-        self._now = [(home, name, home[name]) for home, name, _ in self._found]
-        for home, name, value in self._found:
+    def _restore(self) -> None:
+        self._current = [(home, name, home[name]) for home, name, _ in self._written]
+        for home, name, value in self._written:
             home[name] = value.clone()
 
-    def _take_back(self) -> None:
-        for home, name, buffer in self._now:
+    def _undo(self) -> None:
+        for home, name, buffer in self._current:
             home[name] = buffer
 
 
-class _Around:
+class _Callbacks:
     def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
         self._enter, self._leave = enter, leave
 
@@ -113,7 +116,7 @@ class _Around:
         self._leave()
 
 
-class _Both:
+class _Nested:
     """Two contexts as one, to be entered as often as they can be."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:

@@ -13,41 +13,41 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from unisono.layout.block_calls import Calls, calls
+from unisono.layout.block_calls import BlockCalls, trace_calls
 from unisono.layout.call_agreement import check_calls
 from unisono.layout.context import MicroBatchPart
 from unisono.layout.expert import derive as derive_experts
 from unisono.layout.expert import split as split_experts
-from unisono.layout.expert import standing_in
-from unisono.layout.fsdp import Gathered, shard
+from unisono.layout.expert import stub_mixtures
+from unisono.layout.fsdp import FsdpUnsharding, shard_model
 from unisono.layout.layout import Layout
 from unisono.layout.local_model import LocalModel, NoUnsharding, Unsharding, dense
 from unisono.layout.pipeline import Pipeline
 from unisono.layout.repeated_blocks import BlockOptions, blocks
 from unisono.layout.sample_batch import Sample
-from unisono.layout.stage_split import costs_of, staged
-from unisono.layout.tensor import TensorPlan, apply, derive, given, refusal
+from unisono.layout.stage_split import build_pipeline, measure_costs
+from unisono.layout.tensor import TensorPlan, apply, check_heads, derive, user_plan
 
 LOG = logging.getLogger("unisono")
 
 
 @dataclass(frozen=True)
-class Spread:
+class AppliedAxes:
     """This worker's modules, its pipeline if there is one, the names of what is split over the tensor axis, what of all
     this is whole for a while, and the names of what is to get sparse gradients."""
 
     model: nn.Module
     pipeline: Pipeline | None
-    matrices: Collection[str]
-    gathering: Unsharding
+    split_names: Collection[str]
+    unsharding: Unsharding
     sparse: frozenset[str]
 
-    def held(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> LocalModel:
+    def local_model(self, layout: Layout, mesh: DeviceMesh, sample: Sample) -> LocalModel:
         """Once the numbers are to come, or there."""
         leaves = _leaves(self.model, self.pipeline)
-        counted = set(self.pipeline.counted()) if self.pipeline else leaves.keys()
+        counted = set(self.pipeline.counted_names()) if self.pipeline else leaves.keys()
         if mesh.get_local_rank("tensor") != 0:
-            counted &= set(self.matrices)
+            counted &= set(self.split_names)
         if any(mesh.get_local_rank(axis) for axis in ("shard", "expert", "context")):
             counted &= {name for name, leaf in leaves.items() if isinstance(leaf, DTensor)}  # the others are whole
         if mesh.get_local_rank("replicate") != 0:
@@ -55,14 +55,14 @@ class Spread:
         buffers = dict(self.model.named_buffers())
         if self.pipeline:
             buffers = {n: b for stage in self.pipeline.stages.values() for n, b in stage.whole_buffers().items()}
-        held = LocalModel.of(self.model, leaves, buffers, elsewhere=leaves.keys() - counted)
-        held = replace(held, pipeline=self.pipeline, gathering=self.gathering, sparse=self.sparse)
-        return replace(held, passage=MicroBatchPart(mesh["context"], sample)) if layout.context > 1 else held
+        held = LocalModel.of(self.model, leaves, buffers, counted_elsewhere=leaves.keys() - counted)
+        held = replace(held, pipeline=self.pipeline, unsharding=self.unsharding, sparse=self.sparse)
+        return replace(held, micro_batch_part=MicroBatchPart(mesh["context"], sample)) if layout.context > 1 else held
 
 
-def spread(
+def apply_axes(
     model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, compute: BlockOptions, *, measured: bool = True
-) -> Spread:
+) -> AppliedAxes:
     """Change `model` in place.
 
     Args:
@@ -73,17 +73,17 @@ def spread(
     """
     sparse = dense(model)
     mixtures = derive_experts(model, layout.expert) if layout.expert > 1 else None
-    sharded = layout.together > 1 or layout.offload or compute.precision == "bf16_parameters"
-    row = _sharding(layout, mesh, "shard", "expert", "context")
-    with standing_in(model):
-        found = _calls(model, sample, layout, row) if sharded else None
+    sharded = layout.gradient_group_size > 1 or layout.offload or compute.precision == "bf16_parameters"
+    row = _sharding_mesh(layout, mesh, "shard", "expert", "context")
+    with stub_mixtures(model):
+        found = _traced_calls(model, sample, layout, row) if sharded else None
         measured = measured and layout.pipeline > 1 and not layout.cuts
-        costs = costs_of(model, layout, mesh, sample) if measured else None
+        costs = measure_costs(model, layout, mesh, sample) if measured else None
         if layout.tensor > 1:
             apply(model, mesh["tensor"], _plan(model, layout, mesh, sample))
         compute.check(model)
         prepared = set(blocks(model))
-        pipeline = staged(model, layout, mesh, sample, costs, compute) if layout.pipeline > 1 else None
+        pipeline = build_pipeline(model, layout, mesh, sample, costs, compute) if layout.pipeline > 1 else None
     # A stage stays the module that it is: what is replaced lies within.
     pieces = [compute.change(piece) for piece in (pipeline.stages.values() if pipeline else [model])]
     here = nn.ModuleList(pieces) if pipeline else pieces[0]
@@ -91,54 +91,54 @@ def spread(
     experts = split_experts(here, mesh["expert"], mixtures) if mixtures else []
     for block in [m for piece in pieces for m in piece.modules() if m in prepared]:
         compute.prepare(block)
-    gathering = _shard(pieces, experts, layout, mesh, row, compute, found, pipeline) if found else NoUnsharding()
-    return Spread(here, pipeline, matrices, gathering, sparse)
+    gathering = _shard_models(pieces, experts, layout, mesh, row, compute, found, pipeline) if found else NoUnsharding()
+    return AppliedAxes(here, pipeline, matrices, gathering, sparse)
 
 
-def _calls(model: nn.Module, sample: Sample, layout: Layout, row: DeviceMesh) -> Calls:
-    found = calls(model, blocks(model), sample)
+def _traced_calls(model: nn.Module, sample: Sample, layout: Layout, row: DeviceMesh) -> BlockCalls:
+    found = trace_calls(model, blocks(model), sample)
     names = {module: name for name, module in model.named_modules()}
-    check_calls(found, names, str(layout), _groups(row), torch.device(row.device_type))
+    check_calls(found, names, str(layout), _axis_groups(row), torch.device(row.device_type))
     if row.get_rank() == 0:
-        for block, why in found.otherwise.items():
+        for block, why in found.used_outside.items():
             LOG.info("%s is gathered with what is outside of blocks, for a whole step: %s", names[block], why)
-        if found.vary:
+        if found.may_vary:
             LOG.info("numbers may decide which blocks are called: every worker gathers all of them in every pass")
     return found
 
 
-def _shard(
+def _shard_models(
     pieces: Sequence[nn.Module],
     experts: Sequence[nn.Module],
     layout: Layout,
     mesh: DeviceMesh,
     row: DeviceMesh,
     compute: BlockOptions,
-    found: Calls,
+    found: BlockCalls,
     pipeline: Pipeline | None,
-) -> Gathered:
+) -> FsdpUnsharding:
     bf16 = compute.precision == "bf16_parameters"
     if layout.offload and mesh.device_type == "cpu" and mesh.get_rank() == 0:
         LOG.info("nothing is offloaded: the device is a CPU, and all lies in its memory")
     # Gradients of experts are of all the expert axis' micro-batches already. Over one worker they are not sharded: most
     # of a model would be copied in every pass.
-    rest = _sharding(layout, mesh, "shard", "context")
+    rest = _sharding_mesh(layout, mesh, "shard", "context")
     for module in experts if rest.size() > 1 or layout.offload or bf16 else ():
-        shard(module, rest, (), layout, bf16=bf16, last=False)
+        shard_model(module, rest, (), layout, bf16=bf16, last=False)
     apart = {p for module in experts for p in module.parameters()}
-    repeated = [block for block in found.order if block not in found.otherwise]
-    together = partial(_talking, layout, mesh, row, set(experts))
+    repeated = [block for block in found.order if block not in found.used_outside]
+    together = partial(_exchange_groups, layout, mesh, row, set(experts))
     passes = [
-        shard(piece, row, repeated, layout, bf16=bf16, last=getattr(piece, "is_last", True), apart=apart,
-              vary=found.vary, together=together)
+        shard_model(piece, row, repeated, layout, bf16=bf16, last=getattr(piece, "is_last", True), apart=apart,
+              may_vary=found.may_vary, exchange_groups=together)
         for piece in pieces
     ]  # fmt: skip
     if pipeline:
-        pipeline.beside = _groups(row)
-    return Gathered(pieces, layout, passes, row, found.vary)
+        pipeline.sharding_groups = _axis_groups(row)
+    return FsdpUnsharding(pieces, layout, passes, row, found.may_vary)
 
 
-def _talking(
+def _exchange_groups(
     layout: Layout, mesh: DeviceMesh, row: DeviceMesh, experts: Collection[nn.Module], block: nn.Module
 ) -> list[dist.ProcessGroup]:
     """The groups whose workers exchange more than parameters in `block`."""
@@ -146,11 +146,11 @@ def _talking(
     if any(module in experts for module in block.modules()):
         found.append(mesh["expert"].get_group())
     if any(getattr(module, "buffers_agree", False) for module in block.modules()):  # a synchronized normalisation
-        found += _groups(row)
+        found += _axis_groups(row)
     return found
 
 
-def _sharding(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+def _sharding_mesh(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     """The workers that differ on these axes as one row, those whose gradients add up; in as many rows as there are
     copies of them."""
     wide = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
@@ -158,7 +158,7 @@ def _sharding(layout: Layout, mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     return DeviceMesh._concatenate([mesh["replicate"], row]) if layout.replicate > 1 else row
 
 
-def _groups(row: DeviceMesh) -> list[dist.ProcessGroup]:
+def _axis_groups(row: DeviceMesh) -> list[dist.ProcessGroup]:
     """Of the axes of `row` on which this worker has company."""
     return [row.get_group(dim) for dim in range(row.ndim) if row.size(dim) > 1]
 
@@ -170,16 +170,16 @@ def _leaves(model: nn.Module, pipeline: Pipeline | None) -> dict[str, nn.Paramet
 def _plan(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> TensorPlan:
     """What the user says, or else what can be found."""
     if layout.plan:
-        plan = given(model, layout.tensor, layout.plan, sample.arguments)
+        plan = user_plan(model, layout.tensor, layout.plan, sample.arguments)
     else:
-        refusal(model, layout.tensor)
+        check_heads(model, layout.tensor)
         plan = derive(model, layout.tensor, sample.arguments)
     if mesh.get_rank() == 0:
-        _tell(plan)
+        _log_plan(plan)
     return plan
 
 
-def _tell(plan: TensorPlan) -> None:
+def _log_plan(plan: TensorPlan) -> None:
     said = (f"{n} ({'; '.join(filter(None, [word, plan.because.get(n)]))})" for n, word in plan.split.items())
     LOG.info("split over the tensor axis: %s", ", ".join(said) or "nothing")
     for name, why in plan.whole.items():

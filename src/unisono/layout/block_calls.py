@@ -16,17 +16,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unisono.layout.pipeline.preserved_state import undisturbed
+from unisono.layout.pipeline.preserved_state import preserved_state
 from unisono.layout.sample_batch import Sample
-from unisono.layout.shape_propagation import Known
-from unisono.layout.stage_split import given_to
+from unisono.layout.shape_propagation import PropagateShapes
+from unisono.layout.stage_split import inputs_on
 
 LOG = logging.getLogger("unisono")
-_ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @dataclass(frozen=True)
-class Calls:
+class BlockCalls:
     """How one forward pass used blocks.
 
     Attributes:
@@ -40,42 +40,42 @@ class Calls:
 
     order: tuple[nn.Module, ...]
     called: frozenset[nn.Module]
-    otherwise: Mapping[nn.Module, str]
-    vary: bool
+    used_outside: Mapping[nn.Module, str]
+    may_vary: bool
 
 
-def calls(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample) -> Calls:
+def trace_calls(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample) -> BlockCalls:
     """Run `model` on `sample`, as far as its code goes without the numbers that it computes: a model on the meta device
     has those of its inputs alone. Once in evaluation mode, and in training mode for what is asked then."""
     blocks = list(dict.fromkeys(blocks))
-    seen, ended = _passed(model, blocks, sample, training=False)
+    seen, ended = _run(model, blocks, sample, training=False)
     for block, count in seen.called.items():
         if count > 1:
-            seen.otherwise.setdefault(block, f"it is called {count} times")
-    vary = not ended or seen.asks or _varies_in_training(model, blocks, sample)
-    return Calls(tuple(_ordered(blocks, seen.called, ended)), frozenset(seen.called), seen.otherwise, vary)
+            seen.used_outside.setdefault(block, f"it is called {count} times")
+    vary = not ended or seen.reads_values or _varies_in_training(model, blocks, sample)
+    return BlockCalls(tuple(_ordered(blocks, seen.called, ended)), frozenset(seen.called), seen.used_outside, vary)
 
 
 def _varies_in_training(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample) -> bool:
-    seen, ended = _passed(model, blocks, sample, training=True)
-    return not ended or seen.asks
+    seen, ended = _run(model, blocks, sample, training=True)
+    return not ended or seen.reads_values
 
 
-def _passed(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample, *, training: bool) -> tuple[_Seen, bool]:
+def _run(model: nn.Module, blocks: Sequence[nn.Module], sample: Sample, *, training: bool) -> tuple[_CallTracer, bool]:
     """What was seen in a pass, and whether it came to an end."""
-    seen = _Seen(model, blocks)
+    seen = _CallTracer(model, blocks)
     try:
-        with _watched(model, blocks, seen, training):
+        with _traced(model, blocks, seen, training):
             drawn = random.getstate()
-            sample.forward(model, given_to(model, sample.batch))
-            seen.asks = seen.asks or random.getstate() != drawn
+            sample.forward(model, inputs_on(model, sample.batch))
+            seen.reads_values = seen.reads_values or random.getstate() != drawn
     except Exception as error:  # whatever the model raises where there are no numbers
         LOG.debug("a trial of how blocks are called came to no end: %s", error)
         return seen, False
     return seen, True
 
 
-class _Seen(TorchDispatchMode):
+class _CallTracer(TorchDispatchMode):
     """Notes every operation on a parameter of a block that is not being called.
 
     Attributes:
@@ -86,26 +86,26 @@ class _Seen(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.inside: list[nn.Module] = []
         self.called: Counter[nn.Module] = Counter()
-        self.otherwise: dict[nn.Module, str] = {}
-        self.asks = False
+        self.used_outside: dict[nn.Module, str] = {}
+        self.reads_values = False
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._owners = _owners(model, blocks)
         for parameter, owners in self._owners.items():
             if len(owners) > 1:
-                self._note(owners, f"it shares {self._names[parameter]}")
+                self._mark_used_outside(owners, f"it shares {self._names[parameter]}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.asks = self.asks or not _ASKING.isdisjoint(func.tags)
+        self.reads_values = self.reads_values or not _DATA_DEPENDENT.isdisjoint(func.tags)
         for x in tree_leaves((args, kwargs)):
             owners = self._owners.get(id(x), set())
             if owners and not owners & set(self.inside):
-                self._note(owners, f"{self._names[id(x)]} is used while it is not called")
+                self._mark_used_outside(owners, f"{self._names[id(x)]} is used while it is not called")
         return func(*args, **(kwargs or {}))
 
-    def _note(self, owners: set[nn.Module | None], why: str) -> None:
+    def _mark_used_outside(self, owners: set[nn.Module | None], why: str) -> None:
         for block in owners:
             if block is not None:
-                self.otherwise.setdefault(block, why)
+                self.used_outside.setdefault(block, why)
 
 
 def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[nn.Module | None]]:
@@ -118,20 +118,20 @@ def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[nn.M
     return {parameter: owners for parameter, owners in found.items() if owners != {None}}
 
 
-class _Copies(TorchFunctionMode):
+class _HostReads(TorchFunctionMode):
     """Notes where code gets numbers without an operation of torch."""
 
-    def __init__(self, seen: _Seen) -> None:
+    def __init__(self, seen: _CallTracer) -> None:
         super().__init__()
         self._seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._seen.asks = self._seen.asks or func in (Tensor.tolist, Tensor.numpy)
+        self._seen.reads_values = self._seen.reads_values or func in (Tensor.tolist, Tensor.numpy)
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _watched(model: nn.Module, blocks: Sequence[nn.Module], seen: _Seen, training: bool) -> Iterator[None]:
+def _traced(model: nn.Module, blocks: Sequence[nn.Module], seen: _CallTracer, training: bool) -> Iterator[None]:
     def enter(block: nn.Module, _: Any) -> None:
         seen.inside.append(block)
         seen.called[block] += 1
@@ -140,14 +140,14 @@ def _watched(model: nn.Module, blocks: Sequence[nn.Module], seen: _Seen, trainin
         seen.inside.pop()
 
     with ExitStack() as stack:
-        stack.enter_context(undisturbed(model, training=training))
+        stack.enter_context(preserved_state(model, training=training))
         stack.enter_context(torch.no_grad())
         for block in blocks:
             stack.callback(block.register_forward_pre_hook(enter).remove)
             stack.callback(block.register_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(Known())
+        stack.enter_context(PropagateShapes())
         stack.enter_context(seen)
-        stack.enter_context(_Copies(seen))
+        stack.enter_context(_HostReads(seen))
         yield
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from unisono.errors import InvalidInput
-from unisono.layout.block_calls import Calls
+from unisono.layout.block_calls import BlockCalls
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor | None:
+def gather_all(mine: Tensor, group: dist.ProcessGroup) -> Tensor | None:
     """Collective: what all workers of `group` have, (workers, *shape of `mine`); None where no numbers travel."""
     size = dist.get_world_size(group)
     everybody = mine.repeat(size, *[1] * (mine.dim() - 1))  # as groups without others leave it
@@ -25,7 +25,11 @@ def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor | None:
 
 
 def check_calls(
-    found: Calls, names: Mapping[nn.Module, str], layout: str, groups: Iterable[dist.ProcessGroup], device: torch.device
+    found: BlockCalls,
+    names: Mapping[nn.Module, str],
+    layout: str,
+    groups: Iterable[dist.ProcessGroup],
+    device: torch.device,
 ) -> None:
     """Collective over `groups`: their workers found the same calls of the same blocks.
 
@@ -34,14 +38,14 @@ def check_calls(
     """
     blocks = sorted(found.order, key=names.__getitem__)
     rows = [
-        (found.order.index(block), found.vary or block in found.called, block in found.otherwise, found.vary)
+        (found.order.index(block), found.may_vary or block in found.called, block in found.used_outside, found.may_vary)
         for block in blocks
     ]
     if not rows:
         return
     mine = torch.tensor(rows, device=device, dtype=torch.int64)
     for group in groups:
-        everybody = gathered(mine, group)
+        everybody = gather_all(mine, group)
         if everybody is None or (everybody == everybody[0]).all():
             continue
         worker, block, _ = (everybody != everybody[0]).nonzero()[0].tolist()

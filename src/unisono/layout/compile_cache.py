@@ -33,13 +33,13 @@ def _cache() -> Path:
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = found.lstat()
     except OSError as error:
-        raise _refused(found, error.strerror or str(error)) from None
+        raise _error(found, error.strerror or str(error)) from None
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise _refused(found, "others can write to it")
+        raise _error(found, "others can write to it")
     return found
 
 
-def _refused(directory: Path, why: str) -> InvalidInput:
+def _error(directory: Path, why: str) -> InvalidInput:
     return InvalidInput(
         "compile", True, f"native code cannot be kept in {directory}: {why}", f"set {_VARIABLE} to a private directory"
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unisono.layout.local_model import LocalModel
-from unisono.layout.parallelize import mesh_of, outline
+from unisono.layout.parallelize import device_mesh, parallelize_fake
 from unisono.layout.rank_mesh import RankMesh
 from unisono.layout.repeated_blocks import BlockOptions
 from unisono.layout.sample_batch import Sample
@@ -26,7 +26,7 @@ from unisono.tensors.batch import mapped
 
 
 @dataclass(frozen=True)
-class Imagined:
+class FakeWorker:
     """What an imagined worker holds.
 
     Args:
@@ -43,7 +43,7 @@ class Imagined:
 
 
 @contextmanager
-def imagined(
+def fake_worker(
     build: Callable[[], nn.Module],
     places: RankMesh,
     rank: int,
@@ -51,7 +51,7 @@ def imagined(
     device: torch.device,
     compute: BlockOptions,
     memory: bool,
-) -> Iterator[Imagined]:
+) -> Iterator[FakeWorker]:
     """Worker `rank` of `places`; there must be no default process group.
 
     Args:
@@ -65,13 +65,13 @@ def imagined(
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=places.workers)
     try:
-        mesh = mesh_of(places, device.type)
+        mesh = device_mesh(places, device.type)
         # What a batch weighs may be a matter of its numbers, and nothing that is counted depends on it.
         sample = replace(sample, weight=None)
         mode = None if memory else FakeTensorMode(allow_non_fake_inputs=True)
         shapes = (lambda: mode) if mode else nullcontext
-        held = outline(build, places.layout, mesh, sample, compute, shapes)
-        yield Imagined(held, shapes, partial(mapped, lambda x: _like(x, mode, device)), device)
+        held = parallelize_fake(build, places.layout, mesh, sample, compute, shapes)
+        yield FakeWorker(held, shapes, partial(mapped, lambda x: _like(x, mode, device)), device)
     finally:
         dist.destroy_process_group()
 

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unisono.errors import InvalidInput
-from unisono.layout.context import SequenceSplit, attending, length, take, tried, unmasked
-from unisono.layout.context.group import Coming
+from unisono.layout.context import SequenceSplit, attending, hide_padding, sequence_length, take_part, verify_sample
+from unisono.layout.context.group import PendingTensor, Received
 from unisono.layout.deferred import record
-from unisono.layout.expert import check_divides, derive, standing_in
-from unisono.layout.expert.find_experts import experts, mixtures
+from unisono.layout.expert import check_divides, derive, stub_mixtures
+from unisono.layout.expert.find_experts import expert_count, find_mixtures
 from unisono.layout.layout import SCHEDULES, Layout
-from unisono.layout.pipeline import joints, split
+from unisono.layout.pipeline import cut_points, split
 from unisono.layout.rank_mesh import RankMesh
 from unisono.layout.repeated_blocks import BlockOptions
 from unisono.layout.sample_batch import Sample
-from unisono.layout.stage_split import given_to
-from unisono.layout.tensor import given, refusal
-from unisono.layout.tensor.forward_trace import observed
+from unisono.layout.stage_split import inputs_on
+from unisono.layout.tensor import check_heads, user_plan
+from unisono.layout.tensor.forward_trace import trace_forward
 from unisono.tensors.batch import to_device
 
-_TRIED_BYTES = 1 << 26  # a model with parameters of no more is tried out with its numbers: it takes a second or two
+_VERIFY_BYTES = 1 << 26  # a model with parameters of no more is tried out with its numbers: it takes a second or two
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
@@ -46,17 +46,17 @@ def check(build: Callable[[], nn.Module], places: RankMesh, sample: Sample, comp
         _check_experts(model, places)
     if layout.tensor > 1 and not layout.plan:
         _check_heads(model, places)
-    with standing_in(model):
+    with stub_mixtures(model):
         if layout.plan:
-            given(model, layout.tensor, layout.plan, sample.arguments)
+            user_plan(model, layout.tensor, layout.plan, sample.arguments)
         elif layout.tensor > 1:
-            observed(model, given_to(model, sample.arguments))
+            trace_forward(model, inputs_on(model, sample.arguments))
         if layout.pipeline > 1:
             _check_pipeline(model, places, sample)
     return model
 
 
-def near(places: RankMesh, axis: str, values: Iterable[int]) -> Layout | None:
+def nearest_layout(places: RankMesh, axis: str, values: Iterable[int]) -> Layout | None:
     """The layout whose `axis` has the one of `values` nearest to what was wanted that these workers allow."""
     wanted = getattr(places.layout, axis)
     others: Any = {"cuts": ()}
@@ -67,10 +67,10 @@ def near(places: RankMesh, axis: str, values: Iterable[int]) -> Layout | None:
 
 def _check_heads(model: nn.Module, places: RankMesh) -> None:
     try:
-        refusal(model, places.layout.tensor)
+        check_heads(model, places.layout.tensor)
     except InvalidInput as error:
         values = [n for n in range(1, places.workers + 1) if _divides(model, n)]
-        found = near(places, "tensor", values)
+        found = nearest_layout(places, "tensor", values)
         raise InvalidInput(error.field, error.value, error.problem, f"write {found}" if found else error.cure) from None
 
 
@@ -78,16 +78,16 @@ def _check_experts(model: nn.Module, places: RankMesh) -> None:
     try:
         check_divides(model, places.layout.expert)
     except InvalidInput as error:
-        common = math.gcd(*map(experts, dict(mixtures(model)).values()))
+        common = math.gcd(*map(expert_count, dict(find_mixtures(model)).values()))
         values = [n for n in range(1, places.workers + 1) if common % n == 0]
-        found = near(places, "expert", values)
+        found = nearest_layout(places, "expert", values)
         raise InvalidInput(error.field, error.value, error.problem, f"write {found}" if found else error.cure) from None
     derive(model, places.layout.expert)
 
 
 def _divides(model: nn.Module, degree: int) -> bool:
     try:
-        refusal(model, degree)
+        check_heads(model, degree)
     except InvalidInput:
         return False
     return True
@@ -95,37 +95,37 @@ def _divides(model: nn.Module, degree: int) -> bool:
 
 def _check_pipeline(model: nn.Module, places: RankMesh, sample: Sample) -> None:
     layout = places.layout
-    given = given_to(model, sample.arguments)
+    given = inputs_on(model, sample.arguments)
     try:
         split(model, given, layout.stages, cuts=layout.cuts or None)
     except InvalidInput as error:
         if error.field != "stages" or layout.cuts:
             raise
-        most = len(joints(model, given).segments()) // SCHEDULES[layout.schedule]
+        most = len(cut_points(model, given).segments()) // SCHEDULES[layout.schedule]
         values = range(1, most + 1)
-        raise _refused(error.field, layout.stages, error.problem, places, "pipeline", values, error.cure) from None
+        raise _error(error.field, layout.stages, error.problem, places, "pipeline", values, error.cure) from None
 
 
 def _check_context(build: Callable[[], nn.Module], model: nn.Module, places: RankMesh, sample: Sample) -> None:
     size = places.layout.context
-    tokens = length(sample.batch)
+    tokens = sequence_length(sample.batch)
     try:
         parts = SequenceSplit(tokens, size)
     except InvalidInput as error:
         values = [n for n in range(1, tokens + 1) if n == 1 or tokens % (2 * n) == 0]
         problem = f"it needs {2 * size} chunks of one length, and sequences have length {tokens} here"
-        raise _refused("context", size, problem, places, "context", values, error.cure) from None
-    if sum(p.nbytes for p in model.parameters()) <= _TRIED_BYTES:
-        tried(build(), sample, size)
+        raise _error("context", size, problem, places, "context", values, error.cure) from None
+    if sum(p.nbytes for p in model.parameters()) <= _VERIFY_BYTES:
+        verify_sample(build(), sample, size)
     elif why := _fails_on_parts(model, parts, sample):
         problem = f"{type(model).__name__} on parts of a sequence: it cannot run on one ({why})"
         raise InvalidInput("context", size, problem, "use context=1 for a model that does not take sequences")
 
 
-def _refused(
+def _error(
     field: str, value: Any, problem: str, places: RankMesh, axis: str, values: Iterable[int], cure: str
 ) -> InvalidInput:
-    found = near(places, axis, values)
+    found = nearest_layout(places, axis, values)
     return InvalidInput(field, value, problem, f"write {found}, or {cure}" if found else cure)
 
 
@@ -133,21 +133,21 @@ def _fails_on_parts(model: nn.Module, parts: SequenceSplit, sample: Sample) -> s
     """Why the model, which runs on the whole sample, does not run on a part of it; empty where it does or where shapes
     alone do not tell."""
     device = next(model.parameters()).device
-    batch, keys = unmasked(to_device(sample.batch, device), sample.inputs, parts.length)
+    batch, keys = hide_padding(to_device(sample.batch, device), sample.inputs, parts.length)
     with torch.no_grad():
         try:
             sample.forward(model, batch)
         except _FAILURES:
             return ""
         try:
-            with attending(_Alike(parts.size), parts, keys=keys):
-                sample.forward(model, take(batch, parts, 0))
+            with attending(_IdenticalPeers(parts.size), parts, keys=keys):
+                sample.forward(model, take_part(batch, parts, 0))
         except _FAILURES as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return ""
 
 
-class _Alike:
+class _IdenticalPeers:
     """Peers of worker 0 who have what it has."""
 
     rank = 0
@@ -158,15 +158,5 @@ class _Alike:
     def gather(self, mine: Tensor) -> Tensor:
         return mine.expand(self.size, *mine.shape)
 
-    def pass_on(self, mine: Tensor) -> Coming:
-        return _There(mine)
-
-
-@dataclass(frozen=True)
-class _There:
-    """What came is what was sent."""
-
-    tensor: Tensor
-
-    def wait(self) -> Tensor:
-        return self.tensor
+    def ring_shift(self, mine: Tensor) -> PendingTensor:
+        return Received(mine)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from unisono.layout.split_styles import WORDS, Names
+from unisono.layout.split_styles import STYLES, StyleMapping
 
 AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")  # outermost first: neighbours talk most
-SIDE_BY_SIDE = ("replicate", "shard", "expert")  # axes whose members compute micro-batches of their own
-CUTTING = ("shard", "expert", "context", "tensor")  # axes over whose members single parameters are cut
+DATA_AXES = ("replicate", "shard", "expert")  # axes whose members compute micro-batches of their own
+SHARDING_AXES = ("shard", "expert", "context", "tensor")  # axes over whose members single parameters are cut
 SCHEDULES = {  # stages of each worker
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2,
@@ -70,7 +70,7 @@ class Layout:
     offload: bool = False
     schedule: str = "1F1B"
     cuts: tuple[str, ...] = ()
-    plan: Mapping[str, str] = Names()
+    plan: Mapping[str, str] = StyleMapping()
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -81,7 +81,7 @@ class Layout:
             raise ValueError(f"zero={self.zero!r} is none of 1, 2, 3")
         if not isinstance(self.offload, bool):
             raise ValueError(f"offload={self.offload!r} is not True or False")
-        if self.zero != 3 and self.together == 1:
+        if self.zero != 3 and self.gradient_group_size == 1:
             raise ValueError(f"zero={self.zero}: no gradients are summed over workers; write shard=2, or leave it out")
         if self.offload and self.workers == 1:
             raise ValueError("offload=True: that is a way to shard, and here is one worker; write shard=2")
@@ -92,14 +92,14 @@ class Layout:
         if self.cuts and len(self.cuts) != self.stages - 1:
             raise ValueError(f"cuts: {len(self.cuts)} make {len(self.cuts) + 1} stages, and here are {self.stages}")
         self._check_plan()
-        object.__setattr__(self, "plan", Names(self.plan))
+        object.__setattr__(self, "plan", StyleMapping(self.plan))
 
     def _check_plan(self) -> None:
         if not isinstance(self.plan, Mapping) or not all(isinstance(name, str) for name in self.plan):
             raise ValueError(f"plan={self.plan!r} is no mapping of names to words")
         for name, word in self.plan.items():
-            if word not in WORDS:
-                raise ValueError(f"plan: {name!r}: {word!r} is no way to split a matrix, as {', '.join(WORDS)} are")
+            if word not in STYLES:
+                raise ValueError(f"plan: {name!r}: {word!r} is no way to split a matrix, as {', '.join(STYLES)} are")
         if self.plan and self.tensor == 1:
             raise ValueError("plan: it says how matrices are split over tensor workers, and tensor=1")
 
@@ -119,14 +119,14 @@ class Layout:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
-    def together(self) -> int:
+    def gradient_group_size(self) -> int:
         """Over how many of them the gradient of one parameter is summed inside the replica."""
-        return self.side_by_side * self.context
+        return self.data_parallel_size * self.context
 
     @property
-    def side_by_side(self) -> int:
+    def data_parallel_size(self) -> int:
         """How many of them compute different micro-batches at the same time."""
-        return math.prod(getattr(self, axis) for axis in SIDE_BY_SIDE)
+        return math.prod(getattr(self, axis) for axis in DATA_AXES)
 
 
 LAYOUTS: dict[str, type] = {"Layout": Layout}

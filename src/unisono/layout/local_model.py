@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from unisono.tensors.box import Box
 
 Loss = Callable[[Any, Any], Tensor]
-MicroBatchPart = Callable[[Any, Loss], AbstractContextManager[tuple[Any, Loss]]]
+MicroBatchContext = Callable[[Any, Loss], AbstractContextManager[tuple[Any, Loss]]]
 
 
-def _all_of_it(batch: Any, loss: Loss) -> AbstractContextManager[tuple[Any, Loss]]:
+def _whole_batch(batch: Any, loss: Loss) -> AbstractContextManager[tuple[Any, Loss]]:
     return nullcontext((batch, loss))
 
 
@@ -29,7 +29,7 @@ class Unsharding(Protocol):
 
     late: frozenset[str]
 
-    def joined(self, loss: Tensor) -> Tensor:
+    def connect(self, loss: Tensor) -> Tensor:
         """`loss`, connected to all parameters, so that backward reaches those that the forward pass did not use."""
         ...
 
@@ -48,7 +48,7 @@ class Unsharding(Protocol):
         of the parameters that no rank used."""
         ...
 
-    def let_go(self) -> None:
+    def reshard(self) -> None:
         """Between two steps: free the unsharded parameters, so that the next forward pass reads the updated shards."""
         ...
 
@@ -72,22 +72,19 @@ class NoUnsharding:
 
     late: frozenset[str] = frozenset()
 
-    def joined(self, loss: Tensor) -> Tensor:
-        """See `Unsharding`."""
+    def connect(self, loss: Tensor) -> Tensor:
         return loss
 
     def used(self, name: str) -> bool:
-        """See `Unsharding`."""
         return True
 
     def finish(self) -> frozenset[str]:
-        """See `Unsharding`."""
         return frozenset()
 
     def backward(self, last: bool) -> None:
         """See `Unsharding`."""
 
-    def let_go(self) -> None:
+    def reshard(self) -> None:
         """See `Unsharding`."""
 
 
@@ -116,10 +113,10 @@ class LocalModel:
     local: nn.Module
     leaves: Mapping[str, nn.Parameter]
     parts: Mapping[str, Box]
-    elsewhere: frozenset[str] = frozenset()
-    passage: MicroBatchPart = _all_of_it
+    counted_elsewhere: frozenset[str] = frozenset()
+    micro_batch_part: MicroBatchContext = _whole_batch
     pipeline: Any = None
-    gathering: Unsharding = NoUnsharding()
+    unsharding: Unsharding = NoUnsharding()
     stepping: Stepping | None = None
     sparse: frozenset[str] = frozenset()
 
@@ -144,12 +141,12 @@ class LocalModel:
         model: nn.Module,
         leaves: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
-        elsewhere: Collection[str] = (),
+        counted_elsewhere: Collection[str] = (),
     ) -> LocalModel:
         """The local parts of `model`, given its parameters, some of which are distributed tensors, and its buffers, by
         their global names."""
         parts = {name: _part(leaf) for name, leaf in leaves.items()}
-        return LocalModel(model, _local(leaves, buffers), leaves, parts, frozenset(elsewhere))
+        return LocalModel(model, _local(leaves, buffers), leaves, parts, frozenset(counted_elsewhere))
 
     def take(self, name: str) -> Tensor | None:
         """The local part of the gradient of `name`, which is taken away; None where none has come."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from unisono.layout.apply_axes import spread
-from unisono.layout.context import MicroBatchPart, tried
-from unisono.layout.deferred import Deferred, record
+from unisono.layout.apply_axes import apply_axes
+from unisono.layout.context import MicroBatchPart, verify_sample
+from unisono.layout.deferred import DeferredModel, record
 from unisono.layout.deferred.tensor_slots import Slots, tie
 from unisono.layout.layout import AXES, Layout
 from unisono.layout.local_model import LocalModel
@@ -26,12 +26,12 @@ from unisono.layout.sample_batch import Sample
 LOG = logging.getLogger("unisono")
 
 
-def mesh_of(places: RankMesh, device_type: str) -> DeviceMesh:
+def device_mesh(places: RankMesh, device_type: str) -> DeviceMesh:
     """The mesh of all workers, in torch's default process group; they make it together."""
     return init_device_mesh(device_type, places.shape, mesh_dim_names=("replica", *AXES))
 
 
-def lay(
+def parallelize(
     build: Callable[[], nn.Module],
     layout: Layout,
     mesh: DeviceMesh,
@@ -51,25 +51,25 @@ def lay(
     compute = compute or BlockOptions()
     if layout.context > 1:  # it is tried out with its numbers
         model = build().to(mesh.device_type)
-        without_padding = tried(model, sample, layout.context)
-        held = spread(model, layout, mesh, sample, compute).held(layout, mesh, sample)
-        return replace(held, passage=MicroBatchPart(mesh["context"], sample, without_padding))
+        without_padding = verify_sample(model, sample, layout.context)
+        held = apply_axes(model, layout, mesh, sample, compute).local_model(layout, mesh, sample)
+        return replace(held, micro_batch_part=MicroBatchPart(mesh["context"], sample, without_padding))
     deferred = record(build)
     if deferred.whole and mesh.get_rank() == 0:
         LOG.info("the model is built whole on every worker: %s", deferred.why)
     model = deferred.model.to(mesh.device_type) if deferred.whole else deferred.model
-    found = spread(model, layout, mesh, sample, compute)
+    found = apply_axes(model, layout, mesh, sample, compute)
     if deferred.whole:
-        return found.held(layout, mesh, sample)
-    _give_memory(found.model, mesh.device_type)
+        return found.local_model(layout, mesh, sample)
+    _allocate(found.model, mesh.device_type)
     if layout.offload:
-        _to_host(found.model)
-    held = found.held(layout, mesh, sample)
+        _move_to_host(found.model)
+    held = found.local_model(layout, mesh, sample)
     _fill(held, deferred)
     return held
 
 
-def outline(
+def parallelize_fake(
     build: Callable[[], nn.Module],
     layout: Layout,
     mesh: DeviceMesh,
@@ -82,18 +82,18 @@ def outline(
     deferred = record(build)
     if deferred.whole:
         LOG.info("the model is built whole on every worker: %s", deferred.why)
-        deferred.materialise(lambda name, whole: None)  # nothing of it is kept
-    found = spread(deferred.model, layout, mesh, sample, compute, measured=False)
+        deferred.materialize(lambda name, whole: None)  # nothing of it is kept
+    found = apply_axes(deferred.model, layout, mesh, sample, compute, measured=False)
     with shapes():
-        _give_memory(found.model, mesh.device_type)
-    held = found.held(layout, mesh, sample)
+        _allocate(found.model, mesh.device_type)
+    held = found.local_model(layout, mesh, sample)
     with shapes(), torch.no_grad():
         for tensor in (*held.local.parameters(), *held.local.buffers()):
             tensor.zero_()
     return held
 
 
-def _give_memory(model: nn.Module, device: str) -> None:
+def _allocate(model: nn.Module, device: str) -> None:
     """`Module.to_empty`, which would give each place of a tied tensor memory of its own."""
     tied = Slots(model).tied
     model.to_empty(device=device)
@@ -101,7 +101,7 @@ def _give_memory(model: nn.Module, device: str) -> None:
         tie(slots, getattr(*slots[0]))
 
 
-def _to_host(model: nn.Module) -> None:
+def _move_to_host(model: nn.Module) -> None:
     """What is trained in parts; buffers, and parameters that are whole, stay where the forward pass reads them."""
     buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     whole = [(m._parameters, name, p, p.data) for m in model.modules() for name, p in m._parameters.items()
@@ -114,7 +114,7 @@ def _to_host(model: nn.Module) -> None:
         parameter.data = data
 
 
-def _fill(held: LocalModel, deferred: Deferred) -> None:
+def _fill(held: LocalModel, deferred: DeferredModel) -> None:
     empty = {**dict(held.local.named_parameters()), **dict(held.local.named_buffers())}
 
     def keep(name: str, whole: Tensor) -> None:
@@ -123,5 +123,5 @@ def _fill(held: LocalModel, deferred: Deferred) -> None:
             with torch.no_grad():
                 empty.pop(name).copy_(whole[part.slices()] if part else whole)
 
-    deferred.materialise(keep)
+    deferred.materialize(keep)
     assert not empty, f"nothing has come for {', '.join(empty)}"

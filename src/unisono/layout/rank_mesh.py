@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from unisono.errors import InvalidInput
-from unisono.layout.layout import AXES, SIDE_BY_SIDE, Layout
+from unisono.layout.layout import AXES, DATA_AXES, Layout
 
 
 @dataclass(frozen=True)
@@ -101,26 +101,27 @@ class RankMesh:
         return [self.along(rank, "replica") for rank in range(self.layout.workers)]
 
     @property
-    def lanes(self) -> int:
+    def data_parallel_size(self) -> int:
         """Workers that compute different micro-batches at the same time."""
-        return self.replicas * self.layout.side_by_side
+        return self.replicas * self.layout.data_parallel_size
 
-    def lane(self, rank: int) -> int:
+    def data_parallel_rank(self, rank: int) -> int:
         """Which of the `lanes` worker `rank` belongs to."""
         place = self.of(rank)
         found = place.replica
-        for axis in SIDE_BY_SIDE:
+        for axis in DATA_AXES:
             found = found * getattr(self.layout, axis) + getattr(place, axis)
         return found
 
     def check_micro_batches(self, micro_batches: int) -> None:
         """Raise `InvalidInput` if the workers side by side would not all compute as many of a step."""
-        if self.layout.side_by_side > 1 and micro_batches % self.lanes:
-            fewer = max(self.lanes, micro_batches // self.lanes * self.lanes)
+        if self.layout.data_parallel_size > 1 and micro_batches % self.data_parallel_size:
+            size = self.data_parallel_size
+            fewer = max(size, micro_batches // size * size)
             raise InvalidInput(
-                "layout", str(self.layout), f"{self.lanes} workers compute side by side and have to take as many "
-                f"micro-batches each, which {micro_batches} of a step do not allow",
-                f"choose global_batch and micro_batch so that there are {fewer} or {fewer + self.lanes}")  # fmt: skip
+                "layout", str(self.layout), f"{size} ranks compute different micro-batches and need equally many "
+                f"each, but {micro_batches} per step do not divide by {size}",
+                f"choose global_batch and micro_batch so that there are {fewer} or {fewer + size}")  # fmt: skip
 
 
 def nearest_divisor(of: int, wanted: int) -> int:

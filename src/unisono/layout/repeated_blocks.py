@@ -62,6 +62,6 @@ class BlockOptions:
         if self.compile and not self.whole:
             block.forward = compiled(block.forward)
         if self.activation_checkpointing != "none":
-            from unisono.layout.activation_checkpoint import recompute  # imports more of torch than others need
+            from unisono.layout.activation_checkpoint import checkpoint_block  # imports more of torch than others need
 
-            recompute(block, self.activation_checkpointing)
+            checkpoint_block(block, self.activation_checkpointing)

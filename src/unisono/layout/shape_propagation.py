@@ -19,7 +19,7 @@ _META, _REAL = torch.device("meta"), torch.device("cpu")
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
-class Known(TorchDispatchMode):
+class PropagateShapes(TorchDispatchMode):
     """Within the block, operations on real tensors alone are computed, wherever their result is wanted; all others
     give shapes. Their inputs may lie on the CPU and on the meta device at once.
 
@@ -34,7 +34,6 @@ class Known(TorchDispatchMode):
         self._twins = WeakTensorKeyDictionary()  # real ones of tensors on the meta device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `TorchDispatchMode`."""
         kwargs = dict(kwargs or {})
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         fresh = not given and kwargs.get("device") == _META
@@ -45,12 +44,12 @@ class Known(TorchDispatchMode):
         real, named = tree_map(self._real, (args, kwargs))
         numbers = func(*real, **{**named, **({"device": _REAL} if named.get("device") == _META else {})})
         on_meta = fresh or any(x.is_meta for x in given)
-        if not on_meta or not any(map(_stays, tree_leaves(numbers))):
+        if not on_meta or not any(map(_stays_on_meta, tree_leaves(numbers))):
             return numbers
         return tree_map(self._paired, _shapes(func, args, kwargs), numbers)
 
     def _paired(self, shape: Any, numbers: Any) -> Any:
-        if not _stays(numbers):
+        if not _stays_on_meta(numbers):
             return numbers
         if shape.is_meta:
             self._twins[shape] = numbers
@@ -74,7 +73,7 @@ class Known(TorchDispatchMode):
         return not numbers.is_meta and numbers.untyped_storage()._cdata not in self._overwritten
 
 
-def _stays(found: Any) -> bool:
+def _stays_on_meta(found: Any) -> bool:
     """Whether numbers that were computed for the meta device are shown there as a shape."""
     return isinstance(found, Tensor) and found.is_floating_point()
 

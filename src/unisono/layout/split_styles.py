@@ -8,12 +8,12 @@ COLUMN, ROW, VOCABULARY = "column", "row", "vocabulary"
 GATHERED, SCATTERED = "column gathered", "row scattered"
 THIRDS, HALVES = "column of thirds", "column of halves"
 GROUPS = {THIRDS: 3, HALVES: 2}
-WORDS = (COLUMN, ROW, VOCABULARY, GATHERED, SCATTERED, THIRDS, HALVES)
+STYLES = (COLUMN, ROW, VOCABULARY, GATHERED, SCATTERED, THIRDS, HALVES)
 COLUMNS = (COLUMN, THIRDS, HALVES)
 ROWS = (ROW, SCATTERED)
 
 
-class Names(Mapping[str, str]):
+class StyleMapping(Mapping[str, str]):
     """Names, or patterns of names, to words: frozen, hashable, equal in any order, written as the mapping it is."""
 
     def __init__(self, words: Mapping[str, str] | None = None) -> None:

@@ -13,7 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.layout.layout import Layout
-from unisono.layout.pipeline import CutPoints, Pipeline, by_name, joints, measure, split, stages_of, worker_of
+from unisono.layout.pipeline import (
+    CutPoints,
+    Pipeline,
+    by_name,
+    cut_points,
+    measure_segments,
+    split,
+    stages_of,
+    worker_of,
+)
 from unisono.layout.repeated_blocks import BlockOptions
 from unisono.layout.sample_batch import Sample
 from unisono.tensors.batch import to_device
@@ -21,9 +30,9 @@ from unisono.tensors.batch import to_device
 LOG = logging.getLogger("unisono")
 
 
-def costs_of(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> list[float] | None:
+def measure_costs(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample) -> list[float] | None:
     """Seconds of each segment of a pipeline, as worker 0 measures them; None where that cannot be."""
-    found = joints(model, given_to(model, sample.arguments), (), layout.stages)
+    found = cut_points(model, inputs_on(model, sample.arguments), (), layout.stages)
     seconds = torch.full([len(found.names) + 1], math.nan, dtype=torch.float64)
     if mesh.get_rank() == 0 and layout.stages < len(seconds):
         try:
@@ -35,7 +44,7 @@ def costs_of(model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample)
     return None if seconds.isnan().any() else seconds.tolist()
 
 
-def staged(
+def build_pipeline(
     model: nn.Module, layout: Layout, mesh: DeviceMesh, sample: Sample, costs: list[float] | None, compute: BlockOptions
 ) -> Pipeline:
     """This worker's stages, where the user says or so that all take as long: by `costs`, or else by bytes.
@@ -44,7 +53,9 @@ def staged(
         InvalidInput: the model cannot be cut, or not into so many stages.
     """
     holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
-    stages = split(model, given_to(model, sample.arguments), layout.stages, layout.cuts or None, costs, holders=holders)
+    stages = split(
+        model, inputs_on(model, sample.arguments), layout.stages, layout.cuts or None, costs, holders=holders
+    )
     if mesh.get_rank() == 0:
         what = "time" if costs else "bytes"
         shares = ", ".join(f"{share:.0%}" for share in stages.shares)
@@ -52,16 +63,17 @@ def staged(
     mine = stages_of(layout.schedule, layout.pipeline, layout.stages, mesh.get_local_rank("pipeline"))
     return Pipeline(
         {number: stages.modules[number] for number in mine}, layout.stages, mesh["pipeline"].get_group(),
-        layout.schedule, torch.device(mesh.device_type), stages.tied, apart=not compute.changes_backward)  # fmt: skip
+        layout.schedule, torch.device(mesh.device_type), stages.tied,
+        split_backward=not compute.changes_backward)  # fmt: skip
 
 
 def _measured(found: CutPoints, device: torch.device, sample: Sample) -> list[float]:
     inputs, batch = (to_device(each, device) for each in (sample.arguments, sample.batch))
     named = by_name(inspect.signature(found.model.forward), inputs)
-    return measure(found, named, device, lambda output: sample.loss(output, batch))
+    return measure_segments(found, named, device, lambda output: sample.loss(output, batch))
 
 
-def given_to(model: nn.Module, inputs: Any) -> Any:
+def inputs_on(model: nn.Module, inputs: Any) -> Any:
     """`inputs` where the model is; for one without numbers, where they are."""
     device = next(model.parameters()).device
     return inputs if device.type == "meta" else to_device(inputs, device)

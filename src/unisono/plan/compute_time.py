@@ -33,7 +33,6 @@ class Fixed:
     seconds: float
 
     def draw(self, random: random.Random) -> float:
-        """See `Duration`."""
         return self.seconds
 
 
@@ -46,7 +45,6 @@ class Normal:
     deviation: float
 
     def draw(self, random: random.Random) -> float:
-        """See `Duration`."""
         away = random.gauss(0.0, 1.0)
         while abs(away) > 3:
             away = random.gauss(0.0, 1.0)
@@ -61,7 +59,6 @@ class Uniform:
     most: float
 
     def draw(self, random: random.Random) -> float:
-        """See `Duration`."""
         return random.uniform(self.least, self.most)
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from unisono.layout.accounting import CollectiveCall, CollectiveCounter, SavedTensors
-from unisono.layout.fake_worker import Imagined
-from unisono.layout.pipeline.pass_order import sum_at, turns
+from unisono.layout.fake_worker import FakeWorker
+from unisono.layout.pipeline.pass_order import pass_order, set_gradient_sync
 from unisono.layout.pipeline.stage import Stage, by_name
 from unisono.tasks.task import Task
 from unisono.tensors.batch import Batch
 from unisono.trainer.evaluation import forward
 
-Outline = tuple[Tensor, ...]  # on the meta device
+MetaTensors = tuple[Tensor, ...]  # on the meta device
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class WorkerLoad:
     batch: Batch
     micro_batches: int
     autocast: Callable[[], Any]
-    arrives: Mapping[int, Outline]
+    arrives: Mapping[int, MetaTensors]
 
 
-def rehearsed(worker: Imagined, work: WorkerLoad) -> StepEstimate:
+def dry_step(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
     """The step of `worker`.
 
     Raises:
@@ -69,7 +69,7 @@ def rehearsed(worker: Imagined, work: WorkerLoad) -> StepEstimate:
     return _whole(worker, work) if worker.held.pipeline is None else _stages(worker, work)
 
 
-def _whole(worker: Imagined, work: WorkerLoad) -> StepEstimate:
+def _whole(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
     """The first micro-batch, one of those like the second, and the last: where gradients are summed once per step, they
     send different things."""
     held, kept, sent = worker.held, SavedTensors(), Counter[CollectiveCall]()
@@ -80,20 +80,20 @@ def _whole(worker: Imagined, work: WorkerLoad) -> StepEstimate:
         messages, here = CollectiveCounter(), SavedTensors(kept.gathered)
         with worker.shapes(), messages:
             batch = worker.of(work.batch)
-            with held.passage(batch, work.task.loss) as (mine, loss):
-                with here.watching(held.model):
+            with held.micro_batch_part(batch, work.task.loss) as (mine, loss):
+                with here.counting(held.model):
                     found = loss(forward(work.task, work.autocast)(held.model, mine), mine)
                 activations = activations or here.bytes
-                held.gathering.backward(last)
+                held.unsharding.backward(last)
                 found.backward()
         sent.update({message: count * times for message, count in messages.seen.items()})
     return StepEstimate(activations, activations, _gathered(kept), sent, _gradients(worker))
 
 
-def _stages(worker: Imagined, work: WorkerLoad) -> StepEstimate:
+def _stages(worker: FakeWorker, work: WorkerLoad) -> StepEstimate:
     """Turn by turn, as the schedule has them."""
     pipeline = worker.held.pipeline
-    order = turns(pipeline.schedule, pipeline.count, work.micro_batches, pipeline.group)
+    order = pass_order(pipeline.schedule, pipeline.count, work.micro_batches, pipeline.group)
     messages, waiting, sizes = CollectiveCounter(), dict[tuple[int, int], Any](), dict[tuple[int, int], int]()
     alive = most = 0
     kept = SavedTensors()
@@ -103,22 +103,22 @@ def _stages(worker: Imagined, work: WorkerLoad) -> StepEstimate:
             stage = pipeline.stages[number]
             if not is_backward:
                 here = SavedTensors(kept.gathered)
-                with here.watching(stage):
+                with here.counting(stage):
                     waiting[number, m] = _leaves(worker, work, stage, number)
                 sizes[number, m] = here.bytes
                 alive += here.bytes
             else:
-                sum_at(stage, i == last[number])
-                _back(waiting.pop((number, m)))
+                set_gradient_sync(stage, i == last[number])
+                _backward(waiting.pop((number, m)))
                 alive -= sizes[number, m]
             most = max(most, alive)
     activations = sum(max(size for (s, _), size in sizes.items() if s == number) for number in pipeline.stages)
     return StepEstimate(activations, most, _gathered(kept), messages.seen, _gradients(worker))
 
 
-def _leaves(worker: Imagined, work: WorkerLoad, stage: Stage, number: int) -> list[Tensor]:
+def _leaves(worker: FakeWorker, work: WorkerLoad, stage: Stage, number: int) -> list[Tensor]:
     """What leaves a stage for a micro-batch, or its loss."""
-    arrived = [_there(worker, outline) for outline in work.arrives[number]]
+    arrived = [_arrived(worker, outline) for outline in work.arrives[number]]
     with work.autocast():
         batch = worker.of(work.batch)
         found = stage(*arrived, **by_name(stage.call_signature, work.task.inputs(batch)))
@@ -127,12 +127,12 @@ def _leaves(worker: Imagined, work: WorkerLoad, stage: Stage, number: int) -> li
     return list(found)
 
 
-def _there(worker: Imagined, outline: Tensor) -> Tensor:
+def _arrived(worker: FakeWorker, outline: Tensor) -> Tensor:
     like: Tensor = worker.of(outline)
     return like.detach().requires_grad_(outline.requires_grad)
 
 
-def _back(leaves: list[Tensor]) -> None:
+def _backward(leaves: list[Tensor]) -> None:
     learning = [value for value in leaves if value.requires_grad]
     if learning:
         torch.autograd.backward(learning, [torch.ones_like(value) for value in learning])
@@ -145,13 +145,13 @@ def _gathered(kept: SavedTensors) -> int:
     return sum(sizes[m] for m in sizes if m not in inner) + max((sizes[m] for m in sizes if m in inner), default=0)
 
 
-def _gradients(worker: Imagined) -> dict[str, int]:
+def _gradients(worker: FakeWorker) -> dict[str, int]:
     """The width of each gradient's numbers; the gradients are taken away."""
     taken = {name: worker.held.take(name) for name in worker.held.leaves}
     return {name: gradient.element_size() for name, gradient in taken.items() if gradient is not None}
 
 
-def between(arrives: Mapping[int, Outline], stages: Mapping[int, Any], count: int, micro_batches: int,
+def stage_messages(arrives: Mapping[int, MetaTensors], stages: Mapping[int, Any], count: int, micro_batches: int,
             worker_of: Callable[[int], int], ranks: Callable[[int], int]) -> Counter[CollectiveCall]:  # fmt: skip
     """What passes between the stages of a worker and those of others: values, and their gradients on the way back."""
     found: Counter[CollectiveCall] = Counter()

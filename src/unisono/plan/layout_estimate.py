@@ -20,20 +20,20 @@ from unisono.launch import WorkerContext
 from unisono.layout import BlockOptions, RankMesh, Sample
 from unisono.layout.accounting import CollectiveCall
 from unisono.layout.deferred import record
-from unisono.layout.expert import standing_in
-from unisono.layout.fake_worker import Imagined, imagined
+from unisono.layout.expert import stub_mixtures
+from unisono.layout.fake_worker import FakeWorker, fake_worker
 from unisono.layout.pipeline import split
-from unisono.layout.pipeline.p2p import outline
+from unisono.layout.pipeline.p2p import meta_like
 from unisono.layout.pipeline.schedules import worker_of
 from unisono.layout.pipeline.stage import by_name
-from unisono.layout.shape_propagation import Known
-from unisono.layout.shard_sizes import axes, sizes
-from unisono.layout.stage_split import given_to
+from unisono.layout.shape_propagation import PropagateShapes
+from unisono.layout.shard_sizes import differing_axes, local_shape
+from unisono.layout.stage_split import inputs_on
 from unisono.notation import show
 from unisono.plan.device_memory import DeviceMemory, memory_of
-from unisono.plan.dry_step import Outline, StepEstimate, WorkerLoad, between, rehearsed, with_messages
+from unisono.plan.dry_step import MetaTensors, StepEstimate, WorkerLoad, dry_step, stage_messages, with_messages
 from unisono.plan.layout_check import check_task
-from unisono.plan.stepped import Stepped, optimizer_bytes
+from unisono.plan.stepped import SteppedTensors, optimizer_bytes
 from unisono.run.resolve import settle
 from unisono.run.spec import TaskSource
 from unisono.sync import AllReduce
@@ -56,14 +56,14 @@ class Traffic:
         bytes: that leave a worker with them.
     """
 
-    axes: str
+    differing_axes: str
     kind: str
     count: int
     bytes: int
 
 
 @dataclass(frozen=True)
-class Holding:
+class WorkerMemory:
     """What some workers hold, each of them, in bytes, and send.
 
     Args:
@@ -112,7 +112,7 @@ class LayoutEstimate:
     parameters: int
     micro_batch: int
     micro_batches: int
-    holdings: tuple[Holding, ...]
+    holdings: tuple[WorkerMemory, ...]
     notes: tuple[str, ...]
     memory: DeviceMemory
 
@@ -124,13 +124,13 @@ class LayoutEstimate:
         return found
 
 
-def answer(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]) -> dict[str, Any]:
+def estimate_mapping(worker: WorkerContext, source: TaskSource, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`foretell`, asked of a process of its own; the fields of a `LayoutEstimate`."""
     task = source.load(FIELDS)
-    return foretell(task, settle(task, settings)).mapping()
+    return estimate_layout(task, settle(task, settings)).mapping()
 
 
-def foretell(task: Task, config: Config) -> LayoutEstimate:
+def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
     """What every worker would hold and send. There must be no default process group.
 
     Raises:
@@ -144,30 +144,30 @@ def foretell(task: Task, config: Config) -> LayoutEstimate:
         batch = feed.micro_batch()
     seed_compute(stream(config.seed, 0, 0, "init"))
     autocast = autocast_of(config, device)
-    arrives: Mapping[int, Outline] = {}
+    arrives: Mapping[int, MetaTensors] = {}
     if places.layout.pipeline > 1:
         cuts, arrives = _arrivals(task, batch, places, sample)
         places = RankMesh(replace(places.layout, cuts=cuts), places.workers)
     work = WorkerLoad(replace(task, loss=within(autocast, task.loss)), batch, len(feed.mine), autocast, arrives)
     notes: list[str] = []
-    holdings: list[Holding] = []
+    holdings: list[WorkerMemory] = []
     for at in range(places.layout.pipeline):
         rank = next(r for r in range(places.workers) if places.of(r).pipeline == at)
-        with _told(notes if rank == 0 else []):
-            holdings += _imagine(task, config, places, rank, sample, device, work, notes, whole)
+        with _captured_log(notes if rank == 0 else []):
+            holdings += _fake_holdings(task, config, places, rank, sample, device, work, notes, whole)
     model = record(partial(model_of, task)).model
     notes += _between_replicas(config, places)
     notes += _uncounted(config)
     return LayoutEstimate(
         show(config.layout), places.workers, places.replicas, sum(p.numel() for p in model.parameters()),
-        feed.plan.micro_batch, len(feed.mine), tuple(_joined(holdings)), tuple(dict.fromkeys(notes)),
+        feed.plan.micro_batch, len(feed.mine), tuple(_merged(holdings)), tuple(dict.fromkeys(notes)),
         memory_of(device))  # fmt: skip
 
 
-def _imagine(
+def _fake_holdings(
     task: Task, config: Config, places: RankMesh, rank: int, sample: Sample, device: torch.device, work: WorkerLoad,
     notes: list[str], whole: bool,
-) -> list[Holding]:  # fmt: skip
+) -> list[WorkerMemory]:  # fmt: skip
     """Without memory if that can be, else with it.
 
     Args:
@@ -175,14 +175,14 @@ def _imagine(
     """
     build, compute = partial(model_of, task), BlockOptions(config.precision, config.activation_checkpointing)
     try:
-        with imagined(build, places, rank, sample, device, compute, memory=False) as worker:
+        with fake_worker(build, places, rank, sample, device, compute, memory=False) as worker:
             return _holdings(task, config, places, rank, worker, work, whole)
     except InvalidInput:
         raise
     except Exception as error:  # the model's own code may do anything where it finds no numbers
         notes.append(f"computed with numbers, in memory, as shapes alone do not do: {_first_line(error)}")
     try:
-        with imagined(build, places, rank, sample, device, compute, memory=True) as worker:
+        with fake_worker(build, places, rank, sample, device, compute, memory=True) as worker:
             return _holdings(task, config, places, rank, worker, work, whole)
     except UnisonoError:
         raise
@@ -192,32 +192,37 @@ def _imagine(
 
 
 def _holdings(
-    task: Task, config: Config, places: RankMesh, rank: int, worker: Imagined, work: WorkerLoad, whole: bool
-) -> list[Holding]:
+    task: Task, config: Config, places: RankMesh, rank: int, worker: FakeWorker, work: WorkerLoad, whole: bool
+) -> list[WorkerMemory]:
     """Of all workers at the same place of the pipeline as `rank`."""
-    held, step = worker.held, rehearsed(worker, work)
+    held, step = worker.held, dry_step(worker, work)
     if held.pipeline is not None:
         step = with_messages(step, _crossing(places, rank, held, work))
     if places.replicas > 1 and _sums(config):
-        summed = sum(places_bytes(held.leaves[name], places, rank, width) for name, width in step.gradients.items())
+        summed = sum(shard_bytes(held.leaves[name], places, rank, width) for name, width in step.gradients.items())
         step = with_messages(step, {CollectiveCall("all-reduce", places.along(rank, "replica"), summed): 1})
     here = places.of(rank).pipeline
     alike: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     for other in (r for r in range(places.workers) if places.of(r).pipeline == here):
-        parts = {name: sizes(leaf, places, other) for name, leaf in held.leaves.items()}
-        stepped = Stepped.wholes(held.leaves, places, other) if whole else Stepped.parts(parts)
+        parts = {name: local_shape(leaf, places, other) for name, leaf in held.leaves.items()}
+        stepped = SteppedTensors.wholes(held.leaves, places, other) if whole else SteppedTensors.parts(parts)
         alike[tuple(parts.items()), stepped].append(other)
-    return [_holding(task, places, rank, worker, step, dict(parts), stepped, workers)
+    return [_holding(task, places, worker, step, dict(parts), stepped, workers)
             for (parts, stepped), workers in alike.items()]  # fmt: skip
 
 
 def _holding(
-    task: Task, places: RankMesh, rank: int, worker: Imagined, step: StepEstimate, parts: Mapping[str, tuple[int, ...]],
-    stepped: Stepped, workers: list[int],
-) -> Holding:  # fmt: skip
+    task: Task,
+    places: RankMesh,
+    worker: FakeWorker,
+    step: StepEstimate,
+    parts: Mapping[str, tuple[int, ...]],
+    stepped: SteppedTensors,
+    workers: list[int],
+) -> WorkerMemory:
     leaves, step = worker.held.leaves, with_messages(step, Counter(stepped.messages))
     numbers = {name: torch.Size(part).numel() for name, part in parts.items()}
-    return Holding(
+    return WorkerMemory(
         tuple(workers),
         sum(numbers[name] * leaf.element_size() for name, leaf in leaves.items()),
         sum(buffer.nbytes for buffer in worker.held.local.buffers()),
@@ -230,22 +235,24 @@ def _holding(
     )
 
 
-def _arrivals(task: Task, batch: Any, places: RankMesh, sample: Sample) -> tuple[tuple[str, ...], dict[int, Outline]]:
+def _arrivals(
+    task: Task, batch: Any, places: RankMesh, sample: Sample
+) -> tuple[tuple[str, ...], dict[int, MetaTensors]]:
     """Where stages begin, and what each gets for a micro-batch, from the whole model: by bytes, for there is nothing to
     measure."""
     layout = places.layout
     model = record(partial(model_of, task)).model
     holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
-    with standing_in(model):
-        given = given_to(model, sample.arguments)
+    with stub_mixtures(model):
+        given = inputs_on(model, sample.arguments)
         stages = split(model, given, layout.stages, layout.cuts or None, holders=holders)
-        named = by_name(stages.modules[0].call_signature, given_to(model, task.inputs(batch)))
-        found: dict[int, Outline] = {0: ()}
+        named = by_name(stages.modules[0].call_signature, inputs_on(model, task.inputs(batch)))
+        found: dict[int, MetaTensors] = {0: ()}
         values: tuple[Tensor, ...] = ()
         for number, stage in enumerate(stages.modules[:-1]):
-            with Known():
+            with PropagateShapes():
                 leaves = stage(*values, **named)
-            found[number + 1] = tuple(map(outline, leaves))
+            found[number + 1] = tuple(map(meta_like, leaves))
             values = tuple(v.detach().requires_grad_(v.requires_grad) for v in leaves)
     return tuple(stages.cuts), found
 
@@ -253,21 +260,21 @@ def _arrivals(task: Task, batch: Any, places: RankMesh, sample: Sample) -> tuple
 def _crossing(places: RankMesh, rank: int, held: Any, work: WorkerLoad) -> Counter[CollectiveCall]:
     pipeline, row = held.pipeline, places.along(rank, "pipeline")
     on = partial(worker_of, pipeline.schedule, len(row), pipeline.count)
-    found = between(work.arrives, pipeline.stages, pipeline.count, work.micro_batches, on, row.__getitem__)
+    found = stage_messages(work.arrives, pipeline.stages, pipeline.count, work.micro_batches, on, row.__getitem__)
     for name, stages in pipeline.tied.items():
         holders = tuple(sorted({row[on(stage)] for stage in stages}))
         if rank in holders and len(holders) > 1:
-            size = places_bytes(held.leaves[name], places, rank, held.leaves[name].element_size())
+            size = shard_bytes(held.leaves[name], places, rank, held.leaves[name].element_size())
             found[CollectiveCall("send", holders, size)] += len(holders) - 1
     found.update(
-        CollectiveCall("all-reduce", ranks, nbytes) for ranks, nbytes in pipeline.agreements(work.micro_batches)
+        CollectiveCall("all-reduce", ranks, nbytes) for ranks, nbytes in pipeline.agreement_messages(work.micro_batches)
     )
     return found
 
 
-def places_bytes(leaf: Tensor, places: RankMesh, rank: int, width: int) -> int:
+def shard_bytes(leaf: Tensor, places: RankMesh, rank: int, width: int) -> int:
     """Of the part of `leaf` that `rank` has, at `width` bytes a number."""
-    return torch.Size(sizes(leaf, places, rank)).numel() * width
+    return torch.Size(local_shape(leaf, places, rank)).numel() * width
 
 
 def traffic(messages: Mapping[CollectiveCall, int], places: RankMesh, backend: str) -> Iterator[Traffic]:
@@ -275,16 +282,16 @@ def traffic(messages: Mapping[CollectiveCall, int], places: RankMesh, backend: s
     found: dict[tuple[str, str], Counter[CollectiveCall]] = defaultdict(Counter)
     for message, count in messages.items():
         if len(message.ranks) > 1:
-            found[" x ".join(axes(message.ranks, places)), message.kind][message] += count
+            found[" x ".join(differing_axes(message.ranks, places)), message.kind][message] += count
     for (wide, kind), some in sorted(found.items()):
         yield Traffic(
             wide, kind, some.total(), round(sum(message.sent(backend) * count for message, count in some.items()))
         )
 
 
-def _joined(holdings: list[Holding]) -> list[Holding]:
+def _merged(holdings: list[WorkerMemory]) -> list[WorkerMemory]:
     """Those that are the same as one."""
-    found: dict[Holding, list[int]] = defaultdict(list)
+    found: dict[WorkerMemory, list[int]] = defaultdict(list)
     for each in holdings:
         found[replace(each, workers=())] += each.workers
     joined = [replace(each, workers=tuple(sorted(workers))) for each, workers in found.items()]
@@ -317,7 +324,7 @@ def _uncounted(config: Config) -> list[str]:
 
 
 @contextlib.contextmanager
-def _told(notes: list[str]) -> Iterator[None]:
+def _captured_log(notes: list[str]) -> Iterator[None]:
     """What laying a model out says to the log goes to `notes`."""
 
     class Taking(logging.Handler):

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 _LABELS, _NARROWEST = 34, 15  # columns of the words on the left, and of what one group of workers holds
-_HELD = {
+_MEMORY_ROWS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
@@ -72,7 +72,7 @@ def notes(laid: Mapping[str, Any]) -> Iterator[str]:
 
 def _held(holdings: Sequence[Mapping[str, Any]], memory: Mapping[str, Any]) -> Table:
     made = _table(holdings, "each holds")
-    for key, label in _HELD.items():
+    for key, label in _MEMORY_ROWS.items():
         if any(each[key] for each in holdings) and (key != "in_flight" or _differ(holdings)):
             style = "bold" if key == "total" else ""
             made.add_row(label, *(decimal(each[key]) for each in holdings), style=style, end_section=key == "in_flight")

@@ -48,13 +48,13 @@ class ClockPacer:
         parameters = [p for p in model.parameters() if p.requires_grad]
         total = sum(p.numel() for p in parameters)
         for p in parameters:  # before those of the replica, which hand the gradient on
-            p.register_post_accumulate_grad_hook(partial(self._arrived, p.numel() / max(1, total)))
+            p.register_post_accumulate_grad_hook(partial(self._on_gradient, p.numel() / max(1, total)))
         for module in model.modules() if by_module else ():
             numel = sum(p.numel() for p in module.parameters(recurse=False) if p.requires_grad)
             if numel:
-                module.register_forward_hook(partial(self._passed, numel / total))
+                module.register_forward_hook(partial(self._on_module, numel / total))
         if by_module:
-            model.register_forward_hook(lambda *_: self._go_forward(self._forward_left))
+            model.register_forward_hook(lambda *_: self._advance_forward(self._forward_left))
 
     def begin(self, step: int) -> None:
         """A micro-batch of `step` begins."""
@@ -62,30 +62,30 @@ class ClockPacer:
         self._forward = self._forward_left = self._left * FORWARD
         self._backward, self._due, self._forward_due = self._left - self._forward, 0.0, 0.0
         if not self._by_module:
-            self._go_forward(self._forward)
+            self._advance_forward(self._forward)
 
     def end(self) -> None:
         """Its backward pass is over; whatever of its time has not passed, passes now."""
-        self._go(self._left)
+        self._advance(self._left)
 
-    def _passed(self, share: float, *_: Any) -> None:
+    def _on_module(self, share: float, *_: Any) -> None:
         if self._forward_left:  # else this is an evaluation
             self._forward_due += share * self._forward
             if self._forward_due >= _FORWARD_GRAIN * self._forward:
-                self._go_forward(min(self._forward_due, self._forward_left))
+                self._advance_forward(min(self._forward_due, self._forward_left))
 
-    def _go_forward(self, seconds: float) -> None:
+    def _advance_forward(self, seconds: float) -> None:
         if seconds:
             self._forward_left, self._forward_due = max(0.0, self._forward_left - seconds), 0.0
-            self._go(seconds)
+            self._advance(seconds)
 
-    def _arrived(self, share: float, parameter: Tensor) -> None:
+    def _on_gradient(self, share: float, parameter: Tensor) -> None:
         self._due += share * self._backward
         if self._due >= _GRAIN * self._backward:
-            self._go(min(self._due, self._left))
+            self._advance(min(self._due, self._left))
             self._due = 0.0
 
-    def _go(self, seconds: float) -> None:
+    def _advance(self, seconds: float) -> None:
         self._left -= seconds
         self.busy_seconds += seconds
         self._comm.compute(seconds)

@@ -22,7 +22,7 @@ AUTO = "auto"
 _GOODPUT = 1448 / 1514 * 0.92
 
 
-def ways(task: Task, settings: Mapping[str, Any], against: Sequence[str]) -> dict[str, Config]:
+def variants(task: Task, settings: Mapping[str, Any], against: Sequence[str]) -> dict[str, Config]:
     """Every way by its name, the command's own first.
 
     Raises:

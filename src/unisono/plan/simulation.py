@@ -34,7 +34,7 @@ from unisono.trainer.build import DataFeed, bind, build
 from unisono.trainer.checkpointing import Checkpointer
 
 _PATIENCE_SECONDS = 1e9  # of virtual time: nobody is taken for lost because a link is slow
-Tell = Callable[[Mapping[str, Any]], None]
+OnProgress = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Forecast:
         return self.steps / self.seconds if self.seconds else math.inf
 
 
-def forecast(task: Task, config: Config, cluster: Cluster, tell: Tell = lambda message: None) -> Forecast:
+def forecast(task: Task, config: Config, cluster: Cluster, tell: OnProgress = lambda message: None) -> Forecast:
     """Train `task` as `config` says on virtual workers; processes, disks and devices in `config` mean nothing here.
 
     Args:
@@ -113,9 +113,9 @@ def forecast(task: Task, config: Config, cluster: Cluster, tell: Tell = lambda m
     with contextlib.ExitStack() as stack:
         DataFeed(task, config, 0, config.workers, stack)  # what is wrong with the plan is said before threads start
     lives = simulate(
-        config.workers, _live, task, config, cluster, tell, link=cluster.link(config.workers),
+        config.workers, _run_worker, task, config, cluster, tell, link=cluster.link(config.workers),
         seed=config.seed, timeout_seconds=_PATIENCE_SECONDS)  # fmt: skip
-    return summed(lives)
+    return summarize(lives)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class WorkerTrace:
     weights_sha256: str
 
 
-def summed(lives: Sequence[WorkerTrace]) -> Forecast:
+def summarize(lives: Sequence[WorkerTrace]) -> Forecast:
     """What all workers have seen, together."""
     points = _points([point for life in lives for point in life.points])
     ends = [0.0, *(point.seconds for point in points)]
@@ -170,10 +170,10 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
-class _Ledger:
+class _TraceRecorder:
     """The `Recorder` of a virtual worker."""
 
-    def __init__(self, comm: Simulated, global_batch: int, tell: Tell) -> None:
+    def __init__(self, comm: Simulated, global_batch: int, tell: OnProgress) -> None:
         self._comm, self._global_batch, self._tell = comm, global_batch, tell
         self._began, self._sent = comm.now(), comm.bytes_sent
         self._metrics: Mapping[str, float] = {}
@@ -188,7 +188,6 @@ class _Ledger:
         """See `Recorder`."""
 
     def step(self, step: int, steps: int, fields: Callable[[], Fields]) -> None:
-        """See `Recorder`."""
         seconds, loss = self._comm.now() - self._began, fields()["loss"]
         self.points.append(Point(step, seconds, self.bytes, loss))
         rate = step * self._global_batch / seconds if seconds else math.inf
@@ -196,14 +195,13 @@ class _Ledger:
                     "metrics": self._metrics})  # fmt: skip
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Recorder`."""
         self._metrics = dict(values)
 
     def close(self) -> None:
         """See `Recorder`."""
 
 
-def _live(comm: Simulated, task: Task, config: Config, cluster: Cluster, tell: Tell) -> WorkerTrace:
+def _run_worker(comm: Simulated, task: Task, config: Config, cluster: Cluster, tell: OnProgress) -> WorkerTrace:
     """What one virtual worker does."""
     try:
         with contextlib.ExitStack() as stack:
@@ -215,7 +213,7 @@ def _live(comm: Simulated, task: Task, config: Config, cluster: Cluster, tell: T
 
 
 def _train(
-    comm: Simulated, task: Task, config: Config, cluster: Cluster, tell: Tell, stack: contextlib.ExitStack
+    comm: Simulated, task: Task, config: Config, cluster: Cluster, tell: OnProgress, stack: contextlib.ExitStack
 ) -> WorkerTrace:
     device = torch.device("cpu")
     feed = DataFeed(task, config, comm.rank, comm.size, stack)
@@ -225,7 +223,7 @@ def _train(
     share = feed.plan.micro_batch / (cluster.share_samples or feed.plan.global_batch / comm.size)
     pace = ClockPacer(comm, held.model, lambda step: share * cluster.compute.seconds(config.seed, comm.rank, step),
                 by_module=not config.compile)  # fmt: skip
-    record = _Ledger(comm, feed.plan.global_batch, tell if comm.rank == 0 else lambda message: None)
+    record = _TraceRecorder(comm, feed.plan.global_batch, tell if comm.rank == 0 else lambda message: None)
     trainer = bind(
         task,
         config,

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from unisono.checkpoint import Spec
 from unisono.elastic.model_state import state_of
-from unisono.layout import CUTTING, RankMesh
+from unisono.layout import SHARDING_AXES, RankMesh
 from unisono.layout.accounting import CollectiveCall
-from unisono.layout.fake_worker import Imagined
-from unisono.layout.shard_sizes import sizes
+from unisono.layout.fake_worker import FakeWorker
+from unisono.layout.shard_sizes import local_shape
 from unisono.tasks.task import Task
 from unisono.trainer.optimizer import optimizer_of, prefer_fused
 from unisono.trainer.whole_tensor_optimizers import owners
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Stepped:
+class SteppedTensors:
     """What one worker steps.
 
     Args:
@@ -34,15 +34,15 @@ class Stepped:
     messages: tuple[CollectiveCall, ...] = ()
 
     @staticmethod
-    def parts(parts: Mapping[str, Shape]) -> Stepped:
+    def parts(parts: Mapping[str, Shape]) -> SteppedTensors:
         """Of a worker that steps what it holds."""
-        return Stepped(tuple(parts.items()))
+        return SteppedTensors(tuple(parts.items()))
 
     @staticmethod
-    def wholes(leaves: Mapping[str, Tensor], places: RankMesh, rank: int) -> Stepped:
+    def wholes(leaves: Mapping[str, Tensor], places: RankMesh, rank: int) -> SteppedTensors:
         """Of worker `rank`, where tensors are stepped whole by their owners; see `Wholes`."""
-        group = places.along(rank, *CUTTING)
-        held = {name: {other: sizes(leaf, places, other) for other in group} for name, leaf in leaves.items()}
+        group = places.along(rank, *SHARDING_AXES)
+        held = {name: {other: local_shape(leaf, places, other) for other in group} for name, leaf in leaves.items()}
         whole = {name: tuple(leaf.shape) for name, leaf in leaves.items() if leaf.requires_grad}
         cut = {name: Spec(leaves[name].dtype, shape) for name, shape in whole.items()
                if any(part != shape for part in held[name].values())}  # fmt: skip
@@ -56,10 +56,10 @@ class Stepped:
                 there += nbytes[rank] * spec.nbytes / sum(nbytes.values())
         to_owners, back_again = CollectiveCall("exchange", group, round(there)), CollectiveCall("exchange", group, back)
         stepped = tuple((name, shape) for name, shape in whole.items() if name not in cut or name in owned)
-        return Stepped(stepped, (to_owners, to_owners, back_again))  # weights, gradients; weights
+        return SteppedTensors(stepped, (to_owners, to_owners, back_again))  # weights, gradients; weights
 
 
-def optimizer_bytes(task: Task, worker: Imagined, stepped: Stepped, gradients: Iterable[str]) -> int:
+def optimizer_bytes(task: Task, worker: FakeWorker, stepped: SteppedTensors, gradients: Iterable[str]) -> int:
     """Of the state that the task's optimizer has after a step, with gradients of those.
 
     Where its code looks at numbers it steps one tensor after the other, which then have memory.

@@ -25,8 +25,8 @@ def policy_of(config: Config) -> Policy:
     most = config.workers if config.max_workers is None else config.max_workers
     first = max(config.workers, config.min_workers)
     layout = config.layout
-    apart = layout.side_by_side > 1 or layout.pipeline > 1  # then all of them take as many micro-batches
-    shares = (config.global_batch or 0) // (config.micro_batch or 1) // layout.side_by_side if apart else 0
+    apart = layout.data_parallel_size > 1 or layout.pipeline > 1  # then all of them take as many micro-batches
+    shares = (config.global_batch or 0) // (config.micro_batch or 1) // layout.data_parallel_size if apart else 0
     return Policy(minimum=config.min_workers, maximum=most, expected=first, unit=layout.workers, shares=shares)
 
 

@@ -91,7 +91,12 @@ def _check_spread(config: Config) -> None:
     if config.layout.pipeline > 1:
         from unisono.layout.pipeline import check  # imports more of torch than others need
 
-        check(config.layout.schedule, config.layout.pipeline, config.layout.stages, micro_batches // places.lanes)
+        check(
+            config.layout.schedule,
+            config.layout.pipeline,
+            config.layout.stages,
+            micro_batches // places.data_parallel_size,
+        )
     sync, layout = config.sync, show(config.layout)
     if config.balance == "on":
         raise InvalidInput(

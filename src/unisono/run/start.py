@@ -199,7 +199,7 @@ def _may_come_and_go(
     return contextlib.nullcontext()
 
 
-def foretell(source: TaskSource, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def estimate_layout(source: TaskSource, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """What workers would hold of the task of `source` under ``settings``: the fields of a `LayoutEstimate` of
     `unisono.plan.layout_estimate`.
 
@@ -207,7 +207,7 @@ def foretell(source: TaskSource, settings: Mapping[str, Any]) -> Mapping[str, An
         InvalidInput: what is asked for cannot work.
     """
     with start_fork_server(LAID) as server:
-        found: Mapping[str, Any] = _ask("unisono.plan.layout_estimate:answer", source, settings, server)
+        found: Mapping[str, Any] = _ask("unisono.plan.layout_estimate:estimate_mapping", source, settings, server)
         return found
 
 

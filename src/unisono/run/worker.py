@@ -33,7 +33,7 @@ from unisono.elastic.trait_check import Traits
 from unisono.elastic.view_loop import Attempt, attempts
 from unisono.errors import CheckpointDamaged, CommunicationError, Diverged, InvalidInput, RunFailed
 from unisono.launch import WorkerContext, claim_identity
-from unisono.layout import AXES, SIDE_BY_SIDE, LocalModel, RankMesh, WholeTensors
+from unisono.layout import AXES, DATA_AXES, LocalModel, RankMesh, WholeTensors
 from unisono.membership import View
 from unisono.observe import (
     NullRecorder,
@@ -332,8 +332,8 @@ def _process_groups(
         comm,
         dp_replicate=rendezvous.connect(places.along(rank, "replica"), "dp_replicate"),
         model=rendezvous.connect(places.along(rank, *AXES), "model"),
-        batch=rendezvous.connect(places.along(rank, "replica", *SIDE_BY_SIDE), "batch"),
-        dp_shard=rendezvous.connect(places.along(rank, *SIDE_BY_SIDE), "dp_shard"),
+        batch=rendezvous.connect(places.along(rank, "replica", *DATA_AXES), "batch"),
+        dp_shard=rendezvous.connect(places.along(rank, *DATA_AXES), "dp_shard"),
         reports_loss=here.tensor == 0,
         reports_weight=here.tensor == here.context == here.pipeline == 0,
         torch=world,
@@ -342,9 +342,9 @@ def _process_groups(
 
 
 def _mesh(places: RankMesh, device: torch.device) -> Any:
-    from unisono.layout.parallelize import mesh_of  # imports more of torch than others need
+    from unisono.layout.parallelize import device_mesh  # imports more of torch than others need
 
-    return mesh_of(places, device.type)
+    return device_mesh(places, device.type)
 
 
 def _weights_digest(trainer: Trainer, path: Path, steps: int) -> str:

@@ -19,8 +19,8 @@ from unisono.sync.server import ScaledByStaleness as ScaledByStaleness
 from unisono.sync.synchronizer import BoundSynchronizer as BoundSynchronizer
 from unisono.sync.synchronizer import Loop as Loop
 from unisono.sync.synchronizer import PendingUpdate as PendingUpdate
-from unisono.sync.synchronizer import Share as Share
 from unisono.sync.synchronizer import Synchronizer as Synchronizer
+from unisono.sync.synchronizer import WorkItem as WorkItem
 from unisono.sync.topology import TOPOLOGIES as TOPOLOGIES
 from unisono.sync.topology import Complete as Complete
 from unisono.sync.topology import OnePeerExponential as OnePeerExponential

@@ -1,12 +1,12 @@
-"""Add gradients as far as they differ, average them as far as they agree.
+"""Adasum: adds orthogonal components of gradients, and averages parallel ones.
 
 Maleki et al. 2021, "Scaling Distributed Training with Adaptive Summation", eq. 3 (operator) and section 3.4 (a tree
-over the workers, parameter by parameter):
+over the workers, for each parameter):
 
     Adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
-Two orthogonal gradients add up, two equal ones give their mean, so that a large global batch steps about as far as its
-parts would one after the other.
+The result is the sum of two orthogonal gradients, and the mean of two equal ones. So the step of a large global batch
+is about as long as sequential steps of its parts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ def adasum(
     memory: CompressorMemory,
     dtype: torch.dtype,
 ) -> Mean:
-    """In place of `Compressor.mean`: everybody gathers everybody's message and folds the same tree, so it costs
-    ``n - 1`` messages per worker.
+    """Collective, in place of `Compressor.mean`: all workers gather all messages and fold the same tree.
 
-    The operator is symmetric and knows no weights. Each worker's total is taken for the gradient of ``1 / n`` of the
-    global batch, so that a worker with half as many samples as another hands in a gradient half as long.
+    A worker receives ``n - 1`` messages. The operator is symmetric and has no weights. Each worker's total counts as
+    the gradient of ``1 / n`` of the global batch; with half the samples of another worker, it is half as long.
     """
-    rows = yield comm.gather(compress.owe(total, spans, memory))
+    rows = yield comm.gather(compress.encode_with_feedback(total, spans, memory))
     totals = [compress.decode(row, spans, total.numel(), dtype) for row in rows]
     gradients = [compress.value(each, dtype) * comm.size for each in totals]
     while len(gradients) > 1:
@@ -44,7 +43,7 @@ def adasum(
 
 
 def combined(a: Tensor, b: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Adasum of two flat gradients, for each span by itself; between spans, 0."""
+    """Adasum of two flat gradients, separately for each span; 0 between spans."""
     result = torch.zeros_like(a)
     for span in spans:
         x, y = a[span.start : span.stop], b[span.start : span.stop]

@@ -1,7 +1,7 @@
-"""Synchronous data parallelism: every replica takes the step of the mean gradient over the global batch.
+"""Synchronous data parallelism: every replica steps by the mean gradient of the global batch.
 
-Goyal et al. 2017 (eqs. 3 and 4) for the mean over a global batch; Li et al. 2020, "PyTorch Distributed", for buckets
-that travel while backward still runs.
+Goyal et al. 2017, eqs. 3 and 4: the mean over a global batch. Li et al. 2020, "PyTorch Distributed": buckets whose
+exchange overlaps with backward.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.errors import UnisonoError
 from unisono.sync.adasum import adasum
-from unisono.sync.bucket_reduction import Agreed, BucketedReduction, How, mean
+from unisono.sync.bucket_reduction import BucketedReduction, ReduceFunction, RoundMeans, mean
 from unisono.sync.synchronizer import BoundSynchronizer, Loop
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The mean gradient by one reduction per bucket, launched in a fixed order as buckets fill.
+    """All-reduces the mean gradient in buckets, launched in a fixed order as they fill.
 
     Args:
         bucket_bytes: size of a bucket; a larger one has less overhead, a smaller one more overlap.
-        first_bytes: size of the first bucket, which travels first.
-        reduce: ``mean``, or ``adasum`` (see `unisono.sync.adasum`), which adds up what workers disagree on.
+        first_bytes: size of the first bucket, which is sent first.
+        reduce: ``mean``, or ``adasum`` (see `unisono.sync.adasum`), which adds orthogonal components.
 
     Raises:
         ValueError: a size below 1, or another `reduce`.
@@ -62,11 +62,11 @@ class AllReduce:
         return BoundAllReduce(parameters, reduction, loop.sparse)
 
 
-_HOW: dict[str, How] = {"mean": mean, "adasum": adasum}
+_HOW: dict[str, ReduceFunction] = {"mean": mean, "adasum": adasum}
 
 
 class BoundAllReduce(BoundSynchronizer):
-    """`AllReduce` in its world; see `BoundSynchronizer` for the order of calls."""
+    """The bound `AllReduce`; see `BoundSynchronizer` for the order of calls."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], reduction: BucketedReduction, sparse: frozenset[str] = frozenset()
@@ -80,11 +80,11 @@ class BoundAllReduce(BoundSynchronizer):
         self._reduction.close(control)
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
-        if self._reduction.under_way(name):
+        if self._reduction.is_launched(name):
             raise UnisonoError(
-                f"the gradient of {name} came once more after its exchange had started: backward ran again before "
-                "the step was taken, or visits this parameter more than once (set overlap=False, or tell "
-                "world.bind how many backward passes make a step)"
+                f"the gradient of {name} was computed again after its exchange had started: backward ran again before "
+                "the step was taken, or visits this parameter more than once (set overlap=False, or pass the number "
+                "of backward passes of a step to world.bind)"
             )
         self._reduction.add(name, gradient.to_dense() if gradient.is_sparse else gradient, weight)
 
@@ -94,15 +94,15 @@ class BoundAllReduce(BoundSynchronizer):
     def residual_state(self) -> dict[str, Tensor]:
         return self._reduction.residual_state()
 
-    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
-        self._reduction.load_residuals(owed)
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        self._reduction.load_residuals(residuals)
 
     def settle(self) -> MeanGradient:
         return MeanGradient(self._parameters, self._reduction, self._sparse)
 
 
 class MeanGradient:
-    """What an all-reduce step is about to do; see `PendingUpdate`."""
+    """The mean gradient of one step; a `PendingUpdate`."""
 
     agreed = True
 
@@ -110,22 +110,21 @@ class MeanGradient:
         self, parameters: Mapping[str, nn.Parameter], reduction: BucketedReduction, sparse: frozenset[str]
     ) -> None:
         self._parameters, self._reduction, self._sparse = parameters, reduction, sparse
-        self._mean: Agreed = reduction.wait()
+        self._mean: RoundMeans = reduction.wait()
         self.control = self._mean.control
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """See `PendingUpdate.norm`."""
         if without:
-            found = self._mean.results()
-            counted = [g for name, g in found.items() if g is not None and name not in without]
+            results = self._mean.results()
+            counted = [g for name, g in results.items() if g is not None and name not in without]
             return math.sqrt(math.fsum(float(g.norm()) ** 2 for g in counted))
         return math.sqrt(math.fsum(n * n for n in self._mean.norms()))
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        """Put ``scale * mean`` into every ``grad`` (None where no worker used the parameter), step, take it out."""
+        """Set every ``grad`` to ``scale * mean`` (None if no worker used the parameter), step, reset every ``grad``."""
         for name, gradient in self._mean.results(scale).items():
-            kept = gradient.to_sparse(1) if gradient is not None and name in self._sparse else gradient
-            self._parameters[name].grad = kept
+            sparse = gradient is not None and name in self._sparse
+            self._parameters[name].grad = gradient.to_sparse(1) if gradient is not None and sparse else gradient
         try:
             result = step()
         finally:

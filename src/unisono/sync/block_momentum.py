@@ -1,4 +1,4 @@
-"""Block momentum: local steps, and a momentum from one average to the next.
+"""Block momentum: local steps, with a momentum over averages.
 
 Chen & Huo 2016, "Scalable Training of Deep Learning Machines by Incremental Block Training with Intra-block Parallel
 Optimization and Blockwise Model-Update Filtering".
@@ -15,18 +15,20 @@ from unisono.sync.sync_schedule import SyncSchedule
 
 @dataclass(frozen=True)
 class BlockMomentum(Periodic):
-    """Blockwise model-update filtering (BMUF). Replicas start block t from the global model ``Wg(t-1)`` and end it,
-    `every` local steps later, at weights whose mean, by the replicas' samples in the block, is ``W̄(t)``:
+    """Blockwise model-update filtering (BMUF).
 
-        G(t)  = W̄(t) - Wg(t-1)                             what the block would change
+    Replicas start block t from the global model ``Wg(t-1)``. After `every` local steps, ``W̄(t)`` is the mean of their
+    weights, by their samples in the block:
+
+        G(t)  = W̄(t) - Wg(t-1)                             update of the block
         Δ(t)  = η Δ(t-1) + G(t)                            filtered; block momentum η, block learning rate 1
         W(t)  = W(t-1) + Δ(t)
         Wg(t) = W(t)                                       classical block momentum (CBM)
         Wg(t) = W(t) + η Δ(t)                              Nesterov block momentum (NBM)
 
-    ``Wg`` is the anchor. Eliminating W from the Nesterov form leaves ``Wg(t) = Wg(t-1) + G(t) + η Δ(t)``. Averaging n
-    replicas makes a block's change about as small as one replica's; η = 1 - 1/n makes up for it, as ``1 / (1 - η)``
-    is what a change amounts to in the end.
+    ``Wg`` is the anchor. Eliminating W from the Nesterov form leaves ``Wg(t) = Wg(t-1) + G(t) + η Δ(t)``. The mean
+    update of n replicas is about as small as that of one. η = 1 - 1/n compensates, because an update finally
+    contributes ``1 / (1 - η)`` times.
 
     Args:
         every: local steps of a block, from 1.
@@ -44,9 +46,9 @@ class BlockMomentum(Periodic):
     def __post_init__(self) -> None:
         if not isinstance(self.nesterov, bool):
             raise ValueError(f"nesterov={self.nesterov!r} is neither True nor False")
-        self.rhythm(1)
+        self.schedule(1)
 
-    def rhythm(self, workers: int) -> SyncSchedule:
+    def schedule(self, workers: int) -> SyncSchedule:
         """See `Periodic`."""
         momentum = 1 - 1 / workers if self.momentum is None else self.momentum
         outer = Nesterov(1.0, momentum) if self.nesterov else Momentum(1.0, momentum)

@@ -1,6 +1,6 @@
 """The mean of many tensors over all workers: bucket by bucket, in one order, with a control word.
 
-All-reduce takes it of gradients while backward still runs, local SGD and its kin of walks.
+All-reduce uses it for gradients while backward runs, periodic algorithms for local updates.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator, Hierarchy
 from unisono.compress import Buffered, Cast, CollectiveVerbs, Compressor, CompressorMemory, Mean, Span, views
-from unisono.sync.buckets import Cut, cut, gaps, pack, refused, unpack
+from unisono.sync.buckets import BucketPlan, gaps, pack, plan_buckets, refused, unpack
 from unisono.sync.pending_mean import PendingMean
 
-How = Callable[[Compressor, Tensor, Sequence[Span], CollectiveVerbs, CompressorMemory, torch.dtype], Mean]
+ReduceFunction = Callable[[Compressor, Tensor, Sequence[Span], CollectiveVerbs, CompressorMemory, torch.dtype], Mean]
 
 
 def mean(
@@ -27,13 +27,15 @@ def mean(
     memory: CompressorMemory,
     dtype: torch.dtype,
 ) -> Mean:
-    """The mean as the compressor takes it."""
+    """Collective: the mean of the compressor."""
     return compress.mean(total, spans, comm, memory, dtype)
 
 
-def by_tiers(tiers: Hierarchy, how: How) -> How:
-    """Sums inside each host, the mean between the hosts as `how` takes it, and back: what crosses the network does so
-    once per host."""
+def hierarchical(hierarchy: Hierarchy, how: ReduceFunction) -> ReduceFunction:
+    """A reduction on two levels: a sum inside each host, `how` between hosts, and a broadcast inside each host.
+
+    So each host sends only one message over the network.
+    """
 
     def steps(
         compress: Compressor,
@@ -43,18 +45,20 @@ def by_tiers(tiers: Hierarchy, how: How) -> How:
         memory: CompressorMemory,
         dtype: torch.dtype,
     ) -> Mean:
-        summed = yield tiers.intra_node.sum(total)
-        if tiers.inter_node is None:
+        summed = yield hierarchy.intra_node.sum(total)
+        if hierarchy.inter_node is None:
             mean = torch.empty(total.numel(), dtype=dtype, device=total.device)
         else:
-            mean = yield from how(compress, summed.clone(), spans, tiers.inter_node, memory, dtype)
-        return (yield tiers.intra_node.broadcast(mean))  # type: ignore[no-any-return]
+            mean = yield from how(compress, summed.clone(), spans, hierarchy.inter_node, memory, dtype)
+        return (yield hierarchy.intra_node.broadcast(mean))  # type: ignore[no-any-return]
 
     return steps
 
 
 class BucketedReduction:
-    """Per round: `begin`, `add` for what this worker has, `close` before its last, `launch`, `wait`, `commit`.
+    """Averages named tensors over all workers, in rounds.
+
+    A round is `begin`, `add` for each tensor, `close` before the last ones, `launch`, `wait`, `commit`.
 
     Args:
         parameters: name to a tensor of the shape, dtype and device of what is averaged.
@@ -73,56 +77,57 @@ class BucketedReduction:
         first_bytes: int,
         control: int = 0,
         overlap: bool = True,
-        how: How = mean,
+        how: ReduceFunction = mean,
     ) -> None:
         self.names = tuple(parameters)
         self._comm, self._polled_at = comm, comm.now()
-        self._overlap, self._silence = overlap, [0.0] * control
-        cuts = cut(parameters, compress, bucket_bytes, first_bytes)
+        self._overlap, self._zero_control = overlap, [0.0] * control
+        plans = plan_buckets(parameters, compress, bucket_bytes, first_bytes)
         tail = len(parameters) + 8 * control
-        # What takes more than one message starts the later ones when polled, which no two workers do at the same
-        # moment: such buckets have a conversation of their own, in which one is over before the next begins.
-        tiers = comm.hierarchy("hops")
-        self._peers = tiers.inter_node.size if tiers and tiers.inter_node else comm.size
-        add_up = [how is mean and c.compress.adds_up for c in cuts]
-        lane = comm if tiers or all(add_up) else comm.channel("hops")
+        # An exchange of several messages starts the later ones when it is polled, at different moments on different
+        # workers. So such buckets have a separate channel, on which one bucket is complete before the next begins.
+        hierarchy = comm.hierarchy("hops")
+        self._peers = hierarchy.inter_node.size if hierarchy and hierarchy.inter_node else comm.size
+        add_up = [how is mean and c.compress.is_additive for c in plans]
+        channel = comm if hierarchy or all(add_up) else comm.channel("hops")
         self._gradients = [
-            Bucket(c, comm, lane, how=how, tiers=tiers, tail=tail if how is mean and c is cuts[-1] else 0) for c in cuts
+            Bucket(c, comm, channel, how=how, hierarchy=hierarchy, tail=tail if how is mean and c is plans[-1] else 0)
+            for c in plans
         ]
-        self._apart: list[Bucket] = []  # for a tail that travels by itself, as it is
+        self._tail: list[Bucket] = []  # an uncompressed bucket for a tail that cannot be part of another one
         if not add_up or not add_up[-1]:
-            nothing = Cut((), torch.float32, cuts[-1].device if cuts else torch.device("cpu"), 0, Cast())
-            self._apart = [Bucket(nothing, comm, comm, how=mean, tiers=tiers, tail=tail)]
-        self._place = {span.name: (bucket, i) for bucket in self._gradients for i, span in enumerate(bucket.cut.spans)}
+            empty = BucketPlan((), torch.float32, plans[-1].device if plans else torch.device("cpu"), 0, Cast())
+            self._tail = [Bucket(empty, comm, comm, how=mean, hierarchy=hierarchy, tail=tail)]
+        self._place = {span.name: (bucket, i) for bucket in self._gradients for i, span in enumerate(bucket.plan.spans)}
         self.begin()
 
     @property
-    def cuts(self) -> list[Cut]:
-        """How the parameters lie in the buckets."""
-        return [bucket.cut for bucket in self._gradients]
+    def plans(self) -> list[BucketPlan]:
+        """The plans of the buckets."""
+        return [bucket.plan for bucket in self._gradients]
 
     def begin(self) -> None:
-        """A new round; what was added to one that was not committed is forgotten."""
+        """Begin a round; a round that was not committed is discarded."""
         self._closing = False
-        self._control = self._silence
+        self._control = self._zero_control
         self._launched = 0
         self._queue: deque[Bucket] = deque()
-        for bucket in [*self._gradients, *self._apart]:
+        for bucket in [*self._gradients, *self._tail]:
             bucket.begin()
         carried = bool(self._gradients) and self._gradients[-1].carries
-        self._buckets = self._gradients if carried else self._gradients + self._apart
+        self._buckets = self._gradients if carried else self._gradients + self._tail
 
     def close(self, control: list[float]) -> None:
-        """What is added from now on is this worker's last of the round."""
+        """Announce that each following `add` is the last one for its name in this round."""
         self._closing = True
         self._control = control
 
-    def under_way(self, name: str) -> bool:
+    def is_launched(self, name: str) -> bool:
         """Whether the bucket of `name` has been launched."""
         return self._place[name][0].launched
 
     def add(self, name: str, tensor: Tensor, weight: float) -> None:
-        """``weight * tensor`` goes into the mean of `name`; buckets that are full by that start."""
+        """Add ``weight * tensor`` to the mean of `name`; start the buckets that became full."""
         bucket, i = self._place[name]
         bucket.add(i, tensor, weight)
         if self._closing and self._overlap:
@@ -132,18 +137,20 @@ class BucketedReduction:
             self.poll()
 
     def fold(self) -> None:
-        """All gradients of a micro-batch have been added. Raises as `Compressor.add` does."""
+        """Fold the gradients of a micro-batch, which have all been added. Raises as `Compressor.add` does."""
         for bucket in self._gradients[self._launched :]:
             bucket.fold()
 
     def launch(self) -> None:
-        """Start whatever has not been started."""
+        """Start all buckets that have not been started."""
         while self._launched < len(self._buckets):
             self._launch_next()
 
     def poll(self) -> None:
-        """Go on without waiting. Once per moment: a simulated worker that polls the same work twice at the same moment
-        is taken for one that waits."""
+        """Make progress without blocking, at most once per instant of the clock.
+
+        The simulator takes a worker that polls the same work twice at the same instant for one that blocks.
+        """
         now = self._comm.now()
         if now == self._polled_at:
             return
@@ -155,42 +162,44 @@ class BucketedReduction:
             if not bucket.hops:
                 bucket.poll()
 
-    def wait(self) -> Agreed:
-        """Wait for all means. Raises `PeerLost`, `MessageMismatch`."""
+    def wait(self) -> RoundMeans:
+        """Collective: wait for all means. Raises `PeerLost`, `MessageMismatch`."""
         self.launch()
         while self._queue:
             self._queue.popleft().wait()
             self._start_queued()
         means = [bucket.wait() for bucket in self._buckets]
-        tail = means[-1][self._buckets[-1].cut.numel :]
+        tail = means[-1][self._buckets[-1].plan.numel :]
         used = tail[: len(self.names)]
-        return Agreed(self._buckets, means, used, unpack(tail[len(self.names) :]))
+        return RoundMeans(self._buckets, means, used, unpack(tail[len(self.names) :]))
 
     def commit(self) -> None:
-        """The means are used: what was left out of them is owed from now on."""
+        """Commit the residuals of this round, because its means are applied."""
         for bucket in self._buckets:
             bucket.memory.commit()
 
     def residual_state(self) -> dict[str, Tensor]:
-        """Between two rounds: what this worker's messages have left out so far."""
+        """Between two rounds: this worker's error-feedback residuals."""
         return {
-            f"{self._kept_under(i)}/{key}": tensor
+            f"{self._state_key(i)}/{key}": tensor
             for i, bucket in enumerate(self._gradients)
             for key, tensor in bucket.memory.state_dict().items()
         }
 
-    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Between two rounds, load the `residual_state` of an earlier attempt with as many workers and buckets."""
         for i, bucket in enumerate(self._gradients):
-            bucket.memory.load_state_dict(under(self._kept_under(i), owed), bucket.cut.device)
+            bucket.memory.load_state_dict(under(self._state_key(i), residuals), bucket.plan.device)
         self.begin()
 
-    def _kept_under(self, bucket: int) -> str:
+    def _state_key(self, bucket: int) -> str:
         return f"{bucket} of {len(self._gradients)} between {self._peers}"
 
     def _launch_next(self) -> None:
-        """In the one order that all workers share. The last bucket waits for `launch`, where it is known who was
-        used."""
+        """Start the next bucket, in the order that all workers share.
+
+        The last bucket is started by `launch`, since it contains which parameters were used.
+        """
         bucket = self._buckets[self._launched]
         if bucket is self._buckets[-1]:
             used = [float(seen) for b in self._buckets for seen in b.seen]
@@ -210,11 +219,11 @@ class BucketedReduction:
 
 
 def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of `state` has names that begin with ``prefix/``, without that."""
+    """The tensors of `state` whose names begin with ``prefix/``, by their names without it."""
     return {name.removeprefix(f"{prefix}/"): t for name, t in state.items() if name.startswith(f"{prefix}/")}
 
 
-class Agreed:
+class RoundMeans:
     """The means of one round."""
 
     def __init__(self, buckets: list[Bucket], means: list[Tensor], used: Tensor, control: list[float]) -> None:
@@ -226,35 +235,46 @@ class Agreed:
         return [float(flat.norm()) for flat in self.flats()]
 
     def flats(self, scale: float = 1.0) -> list[Tensor]:
-        """``scale * mean`` of each bucket, laid out as in `BucketedReduction.cuts`, to be read only and until the next
-        round."""
+        """``scale * mean`` of each bucket, by `BucketedReduction.plans`; to be read only, and until the next round."""
         means = zip(self._buckets, self.means)
-        return [bucket.scaled(mean, scale)[: bucket.cut.numel] for bucket, mean in means if bucket.cut.spans]
+        return [bucket.scaled(mean, scale)[: bucket.plan.numel] for bucket, mean in means if bucket.plan.spans]
 
     def results(self, scale: float = 1.0) -> dict[str, Tensor | None]:
-        """``scale * mean`` by name, to be read only and until the next round; None for what no worker added to."""
+        """``scale * mean`` by name; None if no worker added to it. To be read only, and until the next round."""
         used = iter(self._used)
         return {
             span.name: result if next(used) else None
             for bucket, mean in zip(self._buckets, self.means)
-            for span, result in zip(bucket.cut.spans, bucket.results(mean, scale))
+            for span, result in zip(bucket.plan.spans, bucket.results(mean, scale))
         }
 
 
 class Bucket:
-    """One bucket in memory, and its exchange, which `hops` if it takes more than one message; then on `channel`.
+    """The memory of one bucket, and its exchange.
 
     Args:
-        tail: room at the end for as many numbers, which travel along where the round's exchange `carries` them.
+        channel: the channel for an exchange of several messages.
+        tail: the count of additional numbers at the end.
+
+    Attributes:
+        hops: whether this round's exchange takes several messages; it then uses the channel `channel`.
+        carries: whether this round's exchange contains the tail.
     """
 
     def __init__(
-        self, plan: Cut, comm: Communicator, lane: Communicator, *, how: How, tiers: Hierarchy | None, tail: int
+        self,
+        plan: BucketPlan,
+        comm: Communicator,
+        channel: Communicator,
+        *,
+        how: ReduceFunction,
+        hierarchy: Hierarchy | None,
+        tail: int,
     ) -> None:
-        self.cut, self._tail, self._tiers, self._how = plan, tail, tiers, how
-        self._comm, self._lane = comm, lane
+        self.plan, self._tail, self._hierarchy, self._how = plan, tail, hierarchy, how
+        self._comm, self._channel = comm, channel
         self.memory = CompressorMemory()
-        self.total = (tiers.intra_node if tiers else comm).allocate(
+        self.total = (hierarchy.intra_node if hierarchy else comm).allocate(
             plan.numel + tail, plan.compress.total_dtype(plan.dtype)
         )
         self.parts = views(self.total, plan.spans)
@@ -269,16 +289,16 @@ class Bucket:
         self.begin()
 
     def begin(self) -> None:
-        self.seen = [False] * len(self.cut.spans)
+        self.seen = [False] * len(self.plan.spans)
         self._unfolded: set[int] = set()
         self._folded: set[int] = set()
-        self.missing = set(range(len(self.cut.spans)))
+        self.missing = set(range(len(self.plan.spans)))
         self.launched = False
-        self._flow: PendingMean | None = None
+        self._pending: PendingMean | None = None
         self.memory.discard()
-        one_message = self._how is mean and self.cut.compress.is_one_sum(self.memory)
+        one_message = self._how is mean and self.plan.compress.is_one_sum(self.memory)
         self.carries = one_message and self._tail > 0
-        self.hops = self._tiers is not None or not one_message
+        self.hops = self._hierarchy is not None or not one_message
 
     def add(self, i: int, tensor: Tensor, weight: float) -> None:
         if self._collects and self._collects.writes(weight):
@@ -290,20 +310,23 @@ class Bucket:
                 self.fold()
         else:
             try:
-                self.cut.compress.add(self.parts[i], tensor, weight, i not in self._folded)
+                self.plan.compress.add(self.parts[i], tensor, weight, i not in self._folded)
             except ValueError as error:
-                raise refused(self.cut.spans[i].name, error) from error
+                raise refused(self.plan.spans[i].name, error) from error
             self._folded.add(i)
         self.seen[i] = True
 
     def fold(self) -> None:
-        """What was written goes into the total, in one piece where nothing is missing. Raises `ValueError`, which
-        names the parameter."""
+        """Fold the buffer into the total, in one call if it is complete.
+
+        Raises:
+            ValueError: the compressor refuses a gradient; names the parameter.
+        """
         unfolded, self._unfolded = self._unfolded, set()
         if self._collects and unfolded:
             if len(unfolded) == len(self.parts) and len(self._folded) in (0, len(self.parts)):
                 try:
-                    self._collects.fold(self.total[: self.cut.numel], self._buffer, not self._folded)
+                    self._collects.fold(self.total[: self.plan.numel], self._buffer, not self._folded)
                 except ValueError:
                     self._fold_each(self._collects, unfolded)
                     raise
@@ -316,33 +339,33 @@ class Bucket:
             try:
                 collects.fold(self.parts[i], self._written[i], i not in self._folded)
             except ValueError as error:
-                raise refused(self.cut.spans[i].name, error) from error
+                raise refused(self.plan.spans[i].name, error) from error
 
     def write_tail(self, numbers: Tensor) -> None:
-        self.total[self.cut.numel :].copy_(numbers)  # whole numbers up to 255, which every kind of total holds
+        self.total[self.plan.numel :].copy_(numbers)  # whole numbers up to 255, exact in every dtype of totals
 
     def seal(self) -> None:
-        """Nothing more is added. Of what was in this memory nothing is left to rely on after the last exchange."""
+        """Complete the total; parts without a gradient are set to 0, since the last exchange overwrote them."""
         self.fold()
         self.launched = True
-        for silent in [part for part, seen in zip(self.parts, self.seen) if not seen] + self.gaps:
-            silent.zero_()
+        for unused in [part for part, seen in zip(self.parts, self.seen) if not seen] + self.gaps:
+            unused.zero_()
 
     def start(self) -> None:
-        plan, comm = self.cut, self._lane if self.hops else self._comm
+        plan, comm = self.plan, self._channel if self.hops else self._comm
         total = self.total[: plan.numel + self._tail * self.carries]
-        how = by_tiers(self._tiers, self._how) if self._tiers else self._how
-        self._flow = PendingMean(how(plan.compress, total, plan.spans, comm, self.memory, plan.dtype))
+        how = hierarchical(self._hierarchy, self._how) if self._hierarchy else self._how
+        self._pending = PendingMean(how(plan.compress, total, plan.spans, comm, self.memory, plan.dtype))
 
     def poll(self) -> bool:
-        return self._flow is not None and self._flow.poll()
+        return self._pending is not None and self._pending.poll()
 
     def wait(self) -> Tensor:
-        assert self._flow is not None
-        return self._flow.wait()
+        assert self._pending is not None
+        return self._pending.wait()
 
     def scaled(self, mean: Tensor, scale: float) -> Tensor:
-        """``scale * mean``. The mean may be memory that peers read too, so scaling goes to memory of our own."""
+        """``scale * mean``, in separate memory, because peers may read that of the mean."""
         if scale == 1.0:
             return mean
         if self._scaled is None:
@@ -354,5 +377,5 @@ class Bucket:
         mean = self.scaled(mean, scale)
         pointer = mean.data_ptr()
         if pointer not in self._views:
-            self._views = {pointer: views(mean, self.cut.spans)}
+            self._views = {pointer: views(mean, self.plan.spans)}
         return self._views[pointer]

@@ -1,4 +1,4 @@
-"""The parameters as flat tensors, one per bucket: how weights travel, and how their mean is taken."""
+"""The parameters as flat tensors, one per bucket, for sending and averaging weights."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.compress import Compressor, views
-from unisono.sync.buckets import Cut, cut, gaps
+from unisono.sync.buckets import BucketPlan, gaps, plan_buckets
 
 _BUCKET_BYTES = 8 << 20
 
 
 class Weights:
-    """All `parameters`, in buckets of one dtype and one choice of `compress` each; the same cut on all workers."""
+    """All `parameters`, in buckets of one dtype and compressor each; the same plan on all workers."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], compress: Compressor) -> None:
-        self.cuts: list[Cut] = cut(parameters, compress, _BUCKET_BYTES, _BUCKET_BYTES)
-        self._groups: list[list[Tensor]] = [[parameters[span.name] for span in plan.spans] for plan in self.cuts]
+        self.plans: list[BucketPlan] = plan_buckets(parameters, compress, _BUCKET_BYTES, _BUCKET_BYTES)
+        self._groups: list[list[Tensor]] = [[parameters[span.name] for span in plan.spans] for plan in self.plans]
 
     def blank(self) -> list[Tensor]:
-        """Zeroed memory for all, one flat tensor per bucket."""
-        return [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in self.cuts]
+        """Zeroed memory for all parameters, one flat tensor per bucket."""
+        return [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in self.plans]
 
     @torch.no_grad()
     def read(self, into: list[Tensor] | None = None) -> list[Tensor]:
-        """The parameters as they are now, copied into new memory, or `into` what `blank` gave."""
+        """A copy of the current parameters, in new memory or `into` tensors of `blank`."""
         flats = into or self.blank()
-        for plan, flat, group in zip(self.cuts, flats, self._groups):
+        for plan, flat, group in zip(self.plans, flats, self._groups):
             torch._foreach_copy_(views(flat, plan.spans), group)
-            for start, stop in gaps(plan):  # a compressor may have left something there
+            for start, stop in gaps(plan):  # a compressor may have written there
                 flat[start:stop] = 0
         return flats
 
     @torch.no_grad()
     def write(self, flats: Sequence[Tensor]) -> None:
-        """Put `flats` into the parameters, in place."""
-        for plan, flat, group in zip(self.cuts, flats, self._groups):
+        """Copy `flats` into the parameters, in place."""
+        for plan, flat, group in zip(self.plans, flats, self._groups):
             torch._foreach_copy_(group, views(flat, plan.spans))
 
     @torch.no_grad()
@@ -53,17 +53,19 @@ class Weights:
     @contextmanager
     def replaced(self, flats: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the parameters are `flats`; outside they are as before."""
-        kept = self.read()
+        own = self.read()
         self.write(flats)
         try:
             yield
         finally:
-            self.write(kept)
+            self.write(own)
 
 
 def mean(flats: Sequence[Tensor], comm: Communicator, weight: float | None = None) -> list[Tensor]:
-    """Collective: the mean over all workers, of which this one counts `weight` (None: all count alike), uncompressed,
-    the same bits on all. Raises `PeerLost`."""
+    """Collective: the uncompressed mean over all workers, the same bits on all. Raises `PeerLost`.
+
+    `weight` is that of this worker; None on all workers: equal weights.
+    """
     factor, total = relative(weight, comm)
     wide = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True).mul_(factor) for x in flats]
     works = [comm.sum(x) for x in wide]
@@ -71,9 +73,9 @@ def mean(flats: Sequence[Tensor], comm: Communicator, weight: float | None = Non
 
 
 def relative(weight: float | None, comm: Communicator) -> tuple[float, float]:
-    """Collective: this worker's weight, and the sum of all workers' weights, as multiples of the largest one.
+    """Collective: this worker's weight and the sum of all workers' weights, as multiples of the largest one.
 
-    Equal weights (all of them None or 0, too) are exactly 1 and add up to the number of workers. Raises `PeerLost`.
+    Equal weights (also all None or all 0) are exactly 1, and add up to the number of workers. Raises `PeerLost`.
     """
     if weight is None:
         return 1.0, float(comm.size)

@@ -1,18 +1,18 @@
-"""Gossip: each replica takes its own steps and mixes its weights with a few others', never with all at once.
+"""Gossip: each replica takes local steps and mixes its weights with a few neighbours'.
 
-Lian et al. 2017, "Can Decentralized Algorithms Outperform Centralized Algorithms?" (D-PSGD, algorithm 1), with W[i][j]
-= what *i* gets of *j*; a message is on its way while the gradient is computed::
+Lian et al. 2017, "Can Decentralized Algorithms Outperform Centralized Algorithms?" (D-PSGD, algorithm 1). W[i][j] is
+the part that *i* receives of *j*. Messages are in flight while the gradient is computed::
 
     x_i(k+1) = sum_j W[i][j] x_j(k)  -  lr * g(x_i(k))
 
 In a directed topology only the columns of W add up to 1. Assran et al. 2019, "Stochastic Gradient Push" (SGP, algorithm
-1 and its overlap), mixes a weight alike and sees the model through it::
+1 and its overlap), also mixes a scalar weight, and computes gradients at the ratio::
 
     x_i(k+1) = sum_j W[i][j] x_j(k)  -  lr * g(z_i(k))      w_i(k+1) = sum_j W[i][j] w_j(k)      z_i = x_i / w_i
 
-Where a compressor loses something, what the others hold of a replica takes its place (Koloskova et al. 2019,
-CHOCO-SGD, algorithm 2; see `likeness`): each edge carries the part ``gamma * W[i][j]`` of it, which *j* loses and *i*
-gets, so that the mean over all replicas stays as it is. Gamma follows from what the edge's last letters have lost.
+With a lossy compressor, the neighbours' estimate of a replica replaces its weights (Koloskova et al. 2019, CHOCO-SGD,
+algorithm 2; see `peer_estimate`). Each edge carries the part ``gamma * W[i][j]`` of the estimate, which *j* loses and
+*i* gains, so the mean over all replicas is preserved. Gamma follows from the loss of the edge's last messages.
 """
 
 from __future__ import annotations
@@ -27,35 +27,34 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator, Work
 from unisono.compress import Compressor
-from unisono.sync.async_gossip import BoundPartners
+from unisono.sync.async_gossip import BoundAsyncGossip
 from unisono.sync.flat_weights import Weights, mean
 from unisono.sync.local_gradients import LocalGradients, LocalMean
-from unisono.sync.peer_estimate import PeerEstimate, gamma, letter_bytes
+from unisono.sync.peer_estimate import PeerEstimate, gamma, message_bytes
 from unisono.sync.synchronizer import BoundSynchronizer, Loop
 from unisono.sync.topology import Parts, Ring, Topology
 
 
 @dataclass(frozen=True)
 class Gossip:
-    """Mix weights with neighbours in each step.
+    """Mixes weights with neighbours in each step.
 
-    All replicas count alike: the mixing matrix leaves their mean as it is only if it is doubly stochastic (or, with
-    push-sum, column-stochastic), and so has no place for weights. Of N replicas, each takes steps of the mean gradient
-    over its own samples. A sample of a replica with n_i of the n samples of a step therefore counts ``n / (N n_i)``
-    times: once, where shares are equal. Choose a number of micro-batches that the number of workers divides.
+    All replicas have the same weight: the mixing matrix preserves their mean only if it is doubly stochastic (with
+    push-sum, column-stochastic). Each of N replicas steps by the mean gradient over its own samples. So a sample of a
+    replica with n_i of the n samples of a step has weight ``n / (N n_i)``, which is 1 for equal shares. Choose a number
+    of micro-batches that the number of workers divides.
 
     Args:
-        topology: who mixes with whom.
-        asynchronous: ask one neighbour, drawn anew each step, and wait for nobody (see `partner`); work is dealt out,
+        topology: which workers mix with each other.
+        asynchronous: mix with one neighbour, drawn in each step, without waiting (see `async_gossip`). Work is leased,
             so that a faster worker computes more.
-        push_sum: mix a weight with the weights; None: where the topology is directed.
-        synchronize_every: steps from one exchange of control words to the next. Only there workers learn of each
-            other's losses and wish to stop, and checkpoints are taken. Asynchronously, the steps from one
-            synchronization to the next in elastic runs, and without meaning elsewhere.
+        push_sum: mix a scalar weight too; None: if the topology is directed.
+        synchronize_every: steps from one exchange of control words to the next. Only then workers learn of each
+            other's losses and requests to stop, and checkpoints are taken. With `asynchronous`: the steps from one
+            synchronization to the next in elastic runs; no effect in others.
         seed: of the draw of neighbours.
 
-    With a compressor that keeps no bits a worker holds two more copies of the weights per neighbour, asynchronously
-    four.
+    With a lossy compressor, a worker has two more copies of the weights per neighbour; with `asynchronous`, four.
 
     Raises:
         ValueError: a number out of its bounds; push_sum=False with a directed topology; push_sum=True asynchronously.
@@ -71,22 +70,24 @@ class Gossip:
         if not isinstance(self.synchronize_every, int) or self.synchronize_every < 1:
             raise ValueError(f"synchronize_every={self.synchronize_every!r} is not a whole number from 1")
         if self.asynchronous and self.push_sum:
-            raise ValueError("push_sum=True: asynchronous partners both take the same part of each other; leave it out")
+            raise ValueError("push_sum=True: asynchronous neighbours mix equal parts of each other; leave it out")
         if self.push_sum is False and self.topology.directed and not self.asynchronous:
-            raise ValueError(f"push_sum=False: in the directed {self.topology!r} weights would not stay a mean")
+            raise ValueError(
+                f"push_sum=False: the directed {self.topology!r} would not preserve the mean; leave it out"
+            )
 
     def bind(
         self, parameters: Mapping[str, nn.Parameter], comm: Communicator, compress: Compressor, loop: Loop
     ) -> BoundSynchronizer:
         """See `Synchronizer.bind`."""
         if self.asynchronous:
-            every = self.synchronize_every if loop.awaits else 0
-            return BoundPartners(parameters, comm, compress, self.topology, loop.micro_batches, self.seed, every)
+            every = self.synchronize_every if loop.elastic else 0
+            return BoundAsyncGossip(parameters, comm, compress, self.topology, loop.micro_batches, self.seed, every)
         return BoundGossip(parameters, comm, compress, self, loop.control)
 
 
 class BoundGossip(BoundSynchronizer):
-    """Synchronous `Gossip` in its world; see `BoundSynchronizer` for the order of calls."""
+    """The bound synchronous `Gossip`; see `BoundSynchronizer` for the order of calls."""
 
     synchronous = False
     local_gradients = True
@@ -100,19 +101,19 @@ class BoundGossip(BoundSynchronizer):
         control: int,
     ) -> None:
         self._gradients, self._parameters, self.comm = LocalGradients(parameters), parameters, comm
-        self._silence = [0.0] * control
+        self._zero_control = [0.0] * control
         self._topology, self._synchronize_every = value.topology, value.synchronize_every
-        self._turns = self._topology.turns(comm.size)
+        self._period = self._topology.period(comm.size)
         self._push_sum = self._topology.directed if value.push_sum is None else value.push_sum
         self._weights = Weights(parameters, compress)
         self._flats = self._weights.blank()
-        cuts = self._weights.cuts
-        self._keeps = [plan.compress.keeps(plan.dtype) for plan in cuts]
-        self._letter = torch.empty(letter_bytes(cuts, len(cuts)), dtype=torch.uint8, device=cuts[0].device)
-        self._nothing = self._letter[:0]
+        plans = self._weights.plans
+        self._lossless = [plan.compress.is_lossless(plan.dtype) for plan in plans]
+        self._message = torch.empty(message_bytes(plans, len(plans)), dtype=torch.uint8, device=plans[0].device)
+        self._no_message = self._message[:0]
         self._step = 0
         self._swap: Work[dict[int, Tensor]] | None = None
-        self._anchor(self._weights.read())
+        self._reset(self._weights.read())
 
     def begin(self) -> None:
         self._gradients.begin()
@@ -130,32 +131,32 @@ class BoundGossip(BoundSynchronizer):
     def settle(self) -> GossipStep:
         self._start()
         self._poll()
-        return GossipStep(self, self._parameters, self._gradients.settle().control or self._silence)
+        return GossipStep(self, self._parameters, self._gradients.settle().control or self._zero_control)
 
     def synchronize(self) -> None:
-        self._drop()
-        together = self._mean()
-        self._weights.write(together)
-        self._anchor(together)
+        self._discard()
+        average = self._mean()
+        self._weights.write(average)
+        self._reset(average)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         return self._weights.replaced(self._mean())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The number of the step, on which the topology depends."""
+        """The number of steps taken, on which the topology depends."""
         return {"step": torch.tensor(self._step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._drop()
+        self._discard()
         self._step = int(state["step"])
-        self._anchor(self._weights.read())
+        self._reset(self._weights.read())
 
-    def meets(self) -> bool:
+    def is_control_step(self) -> bool:
         """Whether control words are exchanged in this step."""
         return (self._step + 1) % self._synchronize_every == 0
 
-    def take(self, step: Callable[[], Any]) -> Any:
-        """Mix, and take the optimizer's own `step` from there: with push-sum it moves the numerators."""
+    def mix_and_step(self, step: Callable[[], Any]) -> Any:
+        """Mix, then take the optimizer's `step`; with push-sum, the step changes the numerators x."""
         if self._swap is not None:
             self._mix(self._swap.wait())
             self._weights.write(self._flats)
@@ -165,85 +166,85 @@ class BoundGossip(BoundSynchronizer):
         self._step += 1
         return result
 
-    def _anchor(self, flats: list[Tensor]) -> None:
-        """All replicas are at `flats`, and know it."""
+    def _reset(self, flats: list[Tensor]) -> None:
+        """Begin from `flats`, which all replicas have."""
         self._known = flats
         self._w = [1.0] * len(flats)
-        self._to: dict[int, PeerEstimate] = {}
-        self._of: dict[int, PeerEstimate] = {}
+        self._sent: dict[int, PeerEstimate] = {}
+        self._received: dict[int, PeerEstimate] = {}
 
-    def _likeness(self, of: dict[int, PeerEstimate], peer: int) -> PeerEstimate:
-        if peer not in of:
-            of[peer] = PeerEstimate(self._weights.cuts, self._known)
-        return of[peer]
+    def _estimate(self, edges: dict[int, PeerEstimate], peer: int) -> PeerEstimate:
+        if peer not in edges:
+            edges[peer] = PeerEstimate(self._weights.plans, self._known)
+        return edges[peer]
 
     def _mean(self) -> list[Tensor]:
-        """All numerators' sum over the sum of all w, which is the worker count."""
+        """Collective: the sum of all numerators over the sum of all w, which is the number of workers."""
         return mean([x.mul_(w) for x, w in zip(self._weights.read(), self._w)], self.comm)
 
     def _edges(self) -> tuple[Parts, Parts]:
-        place = self.comm.rank, self.comm.size, self._step
-        return self._topology.sends(*place), self._topology.receives(*place)
+        key = self.comm.rank, self.comm.size, self._step
+        return self._topology.sends(*key), self._topology.receives(*key)
 
     def _start(self) -> None:
-        """Send this step's letters, unless they are under way."""
+        """Send this step's messages, unless they are in flight."""
         if self._swap is not None or self.comm.size == 1:
             return
         sends, receives = self._edges()
         self._weights.read(self._flats)
-        letters: dict[int, Tensor] = {}
+        messages: dict[int, Tensor] = {}
         for peer in sends:
-            # What keeps all bits says the same to everybody.
-            said = next(iter(letters.values()), None) if all(self._keeps) else None
-            letters[peer] = self._likeness(self._to, peer).send(self._flats, self._w) if said is None else said
+            # Lossless messages are the same for all neighbours.
+            same = next(iter(messages.values()), None) if all(self._lossless) else None
+            messages[peer] = self._estimate(self._sent, peer).send(self._flats, self._w) if same is None else same
         peers = {*sends, *receives}
         self._swap = self.comm.swap(
-            {peer: letters.get(peer, self._nothing) for peer in peers},
-            {peer: self._letter if peer in receives else self._nothing for peer in peers},
+            {peer: messages.get(peer, self._no_message) for peer in peers},
+            {peer: self._message if peer in receives else self._no_message for peer in peers},
         )
 
     def _poll(self) -> None:
         if self._swap is not None:
             self._swap.poll()
 
-    def _drop(self) -> None:
-        """Forget what is under way: all workers do so alike."""
+    def _discard(self) -> None:
+        """Collective: discard the messages in flight."""
         if self._swap is not None:
             self._swap.wait()
             self._swap = None
 
-    def _mix(self, arrived: Mapping[int, Tensor]) -> None:
-        """Numerators, in place of the weights that were sent, and w of the next step."""
+    def _mix(self, messages: Mapping[int, Tensor]) -> None:
+        """Replace the weights that were sent by the mixed numerators, and w by that of the next step."""
         sends, receives = self._edges()
-        theirs = {peer: self._likeness(self._of, peer).take(arrived[peer]) for peer in receives}
+        ws = {peer: self._estimate(self._received, peer).receive(messages[peer]) for peer in receives}
         for b, x in enumerate(self._flats):
             w = self._w[b]
-            gives = {peer: w * part * self._gamma(b, peer, self._to) for peer, part in sends.items()}
-            gets = {peer: theirs[peer][b] * part * self._gamma(b, peer, self._of) for peer, part in receives.items()}
-            if self._keeps[b]:
-                x.mul_(w - sum(gives.values()))
+            losses = {peer: w * part * self._gamma(b, peer, self._sent) for peer, part in sends.items()}
+            gains = {peer: ws[peer][b] * part * self._gamma(b, peer, self._received) for peer, part in receives.items()}
+            if self._lossless[b]:
+                x.mul_(w - sum(losses.values()))
             else:
                 x.mul_(w)
-                for peer, part in gives.items():
-                    x.sub_(self._to[peer].held[b], alpha=part)
-            for peer, part in gets.items():
-                x.add_(self._of[peer].held[b], alpha=part)
+                for peer, part in losses.items():
+                    x.sub_(self._sent[peer].estimates[b], alpha=part)
+            for peer, part in gains.items():
+                x.add_(self._received[peer].estimates[b], alpha=part)
             if self._push_sum:
-                self._w[b] = w - sum(gives.values()) + sum(gets.values())
-        for likeness in (*self._to.values(), *self._of.values()):
-            likeness.release()
+                self._w[b] = w - sum(losses.values()) + sum(gains.values())
+        for estimate in (*self._sent.values(), *self._received.values()):
+            estimate.release()
 
-    def _gamma(self, bucket: int, peer: int, edge: Mapping[int, PeerEstimate]) -> float:
-        """How much of its part an edge carries: both ways the same, but where w goes along."""
-        if self._keeps[bucket]:
+    def _gamma(self, bucket: int, peer: int, edges: Mapping[int, PeerEstimate]) -> float:
+        """The fraction of its part that an edge carries: the same in both directions, except with push-sum."""
+        if self._lossless[bucket]:
             return 1.0
         if self._push_sum:
-            return gamma(edge[peer].fidelity[bucket], self._turns)
-        return gamma(min(self._to[peer].fidelity[bucket], self._of[peer].fidelity[bucket]), self._turns)
+            return gamma(edges[peer].fidelity[bucket], self._period)
+        return gamma(min(self._sent[peer].fidelity[bucket], self._received[peer].fidelity[bucket]), self._period)
 
 
 class GossipStep(LocalMean):
-    """What a step of gossip is about to do; see `PendingUpdate`."""
+    """The update of one step of synchronous gossip; a `PendingUpdate`."""
 
     def __init__(self, gossip: BoundGossip, parameters: Mapping[str, nn.Parameter], control: list[float]) -> None:
         super().__init__(parameters, control)
@@ -251,9 +252,9 @@ class GossipStep(LocalMean):
         self.agreed = gossip.comm.size == 1
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        """Exchange control words where it is time, mix, and step from there."""
-        if self._gossip.meets() and not self.agreed:
+        """Exchange control words if they are due, mix, and take the step."""
+        if self._gossip.is_control_step() and not self.agreed:
             words = torch.tensor(self.control, dtype=torch.float64)
             self.control = self._gossip.comm.sum(words).wait().tolist()
             self.agreed = True
-        return self._gossip.take(lambda: super(GossipStep, self).apply(step, scale))
+        return self._gossip.mix_and_step(lambda: super(GossipStep, self).apply(step, scale))

@@ -1,6 +1,6 @@
-"""This worker's own mean gradient: of a replica with nobody to agree with, or between two agreements.
+"""The mean gradient of one worker: of a single replica, or of a local step.
 
-The gradients stay where autograd adds them up, where whoever runs backward lets them; it saves a pass over all.
+Gradients may stay where autograd accumulates them, which saves a pass over all of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from unisono.sync.synchronizer import BoundSynchronizer
 
 
 class LocalGradients(BoundSynchronizer):
-    """`BoundSynchronizer` of a replica that takes its own steps. Losses are weighted before their backward pass, so
-    that what autograd adds up is the mean; what is offered instead is added up here."""
+    """The synchronizer of a replica that takes local steps.
+
+    The caller weights losses before their backward pass, so that autograd accumulates the mean; or it offers gradients,
+    which are then accumulated here.
+    """
 
     local_gradients = True
 
@@ -47,7 +50,7 @@ class LocalGradients(BoundSynchronizer):
 
 
 class LocalMean:
-    """The mean gradient of one replica; see `PendingUpdate`."""
+    """The mean gradient of one replica; a `PendingUpdate`."""
 
     agreed = True
 
@@ -56,7 +59,6 @@ class LocalMean:
         self._gradients = [p.grad for p in parameters.values() if p.grad is not None]
 
     def norm(self, without: Collection[str] = ()) -> float:
-        """See `PendingUpdate.norm`."""
         counted = [p.grad for name, p in self._parameters.items() if p.grad is not None and name not in without]
         if not counted:
             return 0.0
@@ -64,9 +66,9 @@ class LocalMean:
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)).double()))
 
     def apply(self, step: Callable[[], Any], scale: float = 1.0) -> Any:
-        """Scale the gradients where they are and step."""
+        """Scale the gradients in place, and step."""
         if scale != 1.0:
             for gradient in self._gradients:
                 gradient.mul_(scale)
-        self._gradients.clear()  # whoever keeps this change through the next step keeps no gradients by it
+        self._gradients.clear()  # so that a reference to this update does not keep the gradients in memory
         return step()

@@ -1,7 +1,7 @@
-"""The outer optimizer: how the weights that replicas agree on move, once their walks are averaged.
+"""Outer optimizers: how the anchor is updated by the mean of local updates.
 
-The *outer gradient* is ``g = anchor - mean over replicas of theta``: minus the mean walk. These are values; what they
-remember, a velocity of the anchor's shape, is handed in.
+The *outer gradient* is ``g = anchor - mean over replicas of theta``, the negative mean local update. Outer optimizers
+are frozen values; the caller keeps their state, a velocity of the anchor's shape.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from torch import Tensor
 
 
 class Outer(Protocol):
-    """A rule for the anchor, applied to flat tensors of any shape."""
+    """An update rule for the anchor, elementwise on tensors of any shape."""
 
     @property
-    def remembers(self) -> bool:
-        """Whether there is a velocity, zero at first."""
+    def has_velocity(self) -> bool:
+        """Whether the rule has a velocity, which is zero at first."""
 
-    def move(self, anchor: Tensor, gradient: Tensor, velocity: Tensor | None) -> None:
-        """Write into `anchor`, and into `velocity` where it `remembers`; `gradient` is only read."""
+    def update(self, anchor: Tensor, gradient: Tensor, velocity: Tensor | None) -> None:
+        """Update `anchor` in place, and `velocity` if the rule has one; `gradient` is only read."""
 
 
 @dataclass(frozen=True)
 class Average:
-    """``anchor <- anchor - g``, which is the mean of the replicas' weights (McMahan et al. 2017, algorithm 1)."""
+    """``anchor <- anchor - g``: the mean of the replicas' weights (McMahan et al. 2017, algorithm 1)."""
 
     @property
-    def remembers(self) -> bool:
+    def has_velocity(self) -> bool:
         return False
 
-    def move(self, anchor: Tensor, gradient: Tensor, velocity: Tensor | None) -> None:
+    def update(self, anchor: Tensor, gradient: Tensor, velocity: Tensor | None) -> None:
         anchor.sub_(gradient)
 
 
@@ -51,10 +51,10 @@ class Momentum:
         _check(self.lr, self.momentum)
 
     @property
-    def remembers(self) -> bool:
+    def has_velocity(self) -> bool:
         return self.momentum > 0
 
-    def move(self, anchor: Tensor, gradient: Tensor, velocity: Tensor | None) -> None:
+    def update(self, anchor: Tensor, gradient: Tensor, velocity: Tensor | None) -> None:
         if velocity is not None:
             gradient = velocity.mul_(self.momentum).add_(gradient)
         anchor.add_(gradient, alpha=-self.lr)
@@ -66,7 +66,7 @@ class Nesterov(Momentum):
 
     lr: float = 0.7
 
-    def move(self, anchor: Tensor, gradient: Tensor, velocity: Tensor | None) -> None:
+    def update(self, anchor: Tensor, gradient: Tensor, velocity: Tensor | None) -> None:
         anchor.add_(gradient, alpha=-self.lr)
         if velocity is not None:
             velocity.mul_(self.momentum).add_(gradient)

@@ -36,7 +36,7 @@ from unisono.sync.server.client import ServerClient
 from unisono.sync.server.delay_compensation import Compensation
 from unisono.sync.server.shard_client import ShardClient
 from unisono.sync.server.slice_optimizer import kind_of, numbers_of
-from unisono.sync.server.slices import Slice, cut
+from unisono.sync.server.slices import Slice, plan_slices
 from unisono.sync.server.synchronous import SynchronousClient
 from unisono.sync.server.value_codec import write
 from unisono.sync.synchronizer import Loop
@@ -109,7 +109,7 @@ class ParameterServer:
         return self.copies or min(2, self.servers)
 
     @property
-    def lockstep(self) -> bool:
+    def synchronous(self) -> bool:
         """Whether every step is all workers' together."""
         return not self.staleness and not self.backup_workers
 
@@ -125,26 +125,26 @@ class ParameterServer:
         self._check(comm.size, micro_batches)
         groups = _groups(parameters, optimizer)
         trained = {name: parameters[name] for name in groups}
-        slices = cut(trained, compress, self.slice_bytes, self.servers)
+        slices = plan_slices(trained, compress, self.slice_bytes, self.servers)
         needed = self.per_update or micro_batches
         first = comm.size - self.backup_workers
         terms = {"workers": comm.size, "control": loop.control, "needed": first if self.backup_workers else needed}
-        lines = comm.serve(self.servers, SERVICE, self._config(slices, optimizer, groups, terms))
-        conversations = [
-            ShardClient(s, [lines[(s + i) % self.servers] for i in range(self.shard_copies)])
+        connections = comm.serve(self.servers, SERVICE, self._config(slices, optimizer, groups, terms))
+        shard_clients = [
+            ShardClient(s, [connections[(s + i) % self.servers] for i in range(self.shard_copies)])
             for s in range(self.servers)
         ]
-        world = trained, comm.channel("workers"), slices, conversations, optimizer, loop.overlap
-        if self.lockstep:
+        world = trained, comm.channel("workers"), slices, shard_clients, optimizer, loop.overlap
+        if self.synchronous:
             return SynchronousClient(*world)
         own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)
-        pace = StalenessBound(micro_batches, needed, self.staleness, self.start)
+        bound = StalenessBound(micro_batches, needed, self.staleness, self.start)
         size = self.lease or lease(needed, comm.size)
-        dealing = None if self.backup_workers else LeaseClient(comm, micro_batches, size)
+        leases = None if self.backup_workers else LeaseClient(comm, micro_batches, size)
         # A correction compares with the weights that a worker was given last: those that its push was computed on.
-        looks_back = self.compensate is not None and self.compensate.looks_back
-        asks_first = size <= _SMALL_PART * needed and not looks_back
-        return AsynchronousClient(*world, pace=pace, dealing=dealing, own=own, asks_first=asks_first)
+        needs_old_weights = self.compensate is not None and self.compensate.needs_old_weights
+        pulls_first = size <= _SMALL_PART * needed and not needs_old_weights
+        return AsynchronousClient(*world, bound=bound, leases=leases, own=own, pulls_first=pulls_first)
 
     def _check(self, workers: int, micro_batches: int) -> None:
         if self.backup_workers >= workers:
@@ -171,8 +171,8 @@ class ParameterServer:
             "servers": self.servers,
             "copies": self.shard_copies,
             "terms": {
-                "lockstep": self.lockstep,
-                "first": self.backup_workers > 0,
+                "synchronous": self.synchronous,
+                "drops_late": self.backup_workers > 0,
                 "compensate": write("compensate", self.compensate),
                 "optimizer": kind_of(optimizer),
                 "groups": numbers_of(optimizer),

@@ -1,8 +1,8 @@
-"""When a periodic synchronizer does what, and with which parameters: functions of the number of steps taken.
+"""The schedule of a periodic synchronizer: functions of the number of steps taken.
 
     start      every            every            start: synchronous steps
 ────┬──────────┬───────────────┬───────────────  every: steps from one exchange of a fragment to its next
-  ══╪══════════╪══▲────┬──●════╪══▲────┬──●      ▲: fragment 0 is sent; ●: taken in, `delay` steps later
+  ══╪══════════╪══▲────┬──●════╪══▲────┬──●      ▲: fragment 0 is sent; ●: received, `delay` steps later
     │          │       ▲────┬──●      ▲────┬──●  fragment 1, half a period later
 """
 
@@ -20,15 +20,16 @@ from unisono.sync.outer_optimizer import Average, Outer
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """The one periodic algorithm, with all that its special forms differ in.
+    """The parameters of the periodic algorithm, in which its forms differ.
 
     Args:
         every: steps between two exchanges of the same fragment, from 1.
-        start: the first steps, which are synchronous.
-        fragments: parts of the parameters that are synchronized in turn, each `every` steps; at most `every`.
-        delay: steps that are taken between sending a walk and taking the mean walk in, below `every`.
-        mix: how much of a replica's own weights stays when the anchor is taken in, from 0 to below 1.
-        outer: how the mean walk moves the anchor.
+        start: the number of synchronous steps at the beginning.
+        fragments: into how many parts the parameters are divided, each synchronized every `every` steps; at most
+            `every`.
+        delay: steps between sending a local update and applying the mean update, below `every`.
+        mix: the fraction of a replica's weights that stays when the anchor is applied, from 0 to below 1.
+        outer: how the mean update changes the anchor.
 
     Raises:
         ValueError: a number out of its bounds.
@@ -57,26 +58,28 @@ class SyncSchedule:
         """Whether all replicas are equal after an exchange."""
         return self.fragments == 1 and not self.delay and not self.mix
 
-    def lockstep(self, taken: int) -> bool:
+    def is_synchronous(self, taken: int) -> bool:
         """Whether the step after `taken` ones is synchronous."""
         return taken < self.start
 
     def due(self, taken: int) -> int | None:
-        """The fragment that is sent right after step number `taken` (from 1), which is at most one: the last at the
-        end of each period, the others evenly before it."""
-        walked = taken - self.start
-        phases = [(f + 1) * self.every // self.fragments % self.every for f in range(self.fragments)]
-        return phases.index(walked % self.every) if walked > 0 and walked % self.every in phases else None
+        """The fragment, if any, that is sent after step number `taken` (from 1).
+
+        The last fragment is sent at the end of each period, the others evenly before it.
+        """
+        local = taken - self.start
+        offsets = [(f + 1) * self.every // self.fragments % self.every for f in range(self.fragments)]
+        return offsets.index(local % self.every) if local > 0 and local % self.every in offsets else None
 
 
 P = TypeVar("P", bound=nn.Parameter)
 
 
 def divide(parameters: Mapping[str, P], fragments: int) -> list[dict[str, P]]:
-    """Deal the parameters out, in the model's order, each to the fragment that has the fewest bytes so far.
+    """Assign each parameter, in the model's order, to the fragment with the fewest bytes so far.
 
-    Equal layers are thereby strided over the fragments (Douillard et al. 2025, "strided pattern"), and two fragments
-    differ by no more than the largest tensor.
+    So equal layers are strided over the fragments (Douillard et al. 2025, "strided pattern"), and the sizes of two
+    fragments differ by at most the largest tensor.
 
     Raises:
         InvalidInput: more fragments than tensors.
@@ -85,11 +88,11 @@ def divide(parameters: Mapping[str, P], fragments: int) -> list[dict[str, P]]:
         raise InvalidInput(
             "fragments", fragments, f"the model has only {len(parameters)} trainable tensors", "use fewer"
         )
-    dealt: list[dict[str, P]] = [{} for _ in range(fragments)]
-    sizes = [(0, 0)] * fragments  # bytes; then tensors, so that no fragment stays empty
+    divided: list[dict[str, P]] = [{} for _ in range(fragments)]
+    sizes = [(0, 0)] * fragments  # bytes, then tensors, so that no fragment stays empty
     for name, parameter in parameters.items():
         lightest = sizes.index(min(sizes))
-        dealt[lightest][name] = parameter
+        divided[lightest][name] = parameter
         size, count = sizes[lightest]
         sizes[lightest] = size + parameter.numel() * parameter.element_size(), count + 1
-    return dealt
+    return divided

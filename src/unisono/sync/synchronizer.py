@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 
-Share = tuple[int, range]
+WorkItem = tuple[int, range]
 """A work item: a step, and those of its micro-batches that one worker computes between two calls of `settle`."""
 
 
@@ -74,16 +74,16 @@ class BoundSynchronizer(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin a step. Gradients that were offered and not applied are dropped."""
+        """Begin a step. Gradients that were offered and not applied are discarded."""
 
     @abstractmethod
     def close(self, control: list[float], weight: float = 1.0) -> None:
         """Announce that the gradients offered next are those of this worker's last micro-batch of the step.
 
         Args:
-            control: the control word, which travels with the next exchange. Its length is that of `Loop.control` on
-                every worker; words are added up. Each number arrives exactly where all other workers send 0.
-            weight: of all micro-batches of this worker together, on the scale of `Loop.reference`.
+            control: the control word, which is sent with the next exchange. Its length is `Loop.control` on every
+                worker; the words of all workers are summed. A number is exact if all other workers send 0.
+            weight: the sum over all micro-batches of this worker, on the scale of `Loop.reference`.
         """
 
     @abstractmethod
@@ -95,10 +95,10 @@ class BoundSynchronizer(ABC):
 
     @abstractmethod
     def settle(self) -> PendingUpdate:
-        """Wait for the mean. Raises `PeerLost`, `MessageMismatch`."""
+        """Wait for the mean gradient. Raises `PeerLost`, `MessageMismatch`."""
 
     def fold(self) -> None:  # noqa: B027
-        """Every gradient of a micro-batch has been offered.
+        """Fold the gradients of a micro-batch, which have all been offered.
 
         Raises:
             ValueError: a gradient cannot be represented; names the parameter. `offer` may raise it too.
@@ -111,7 +111,7 @@ class BoundSynchronizer(ABC):
         Raises `PeerLost`.
         """
 
-    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[WorkItem] | None:
         """The work items of steps ``first .. until - 1`` that are leased to this worker, each to one worker.
 
         None: every worker computes the same part of every step. Items may be requested ahead of computing. The
@@ -138,23 +138,23 @@ class BoundSynchronizer(ABC):
         return nullcontext()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What all replicas share beside parameters and optimizer, after `synchronize`: the same on all workers."""
+        """The replicated state besides parameters and optimizer, after `synchronize`: the same on all workers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Load the `state` of an earlier attempt with an equal synchronizer. Its parameters are loaded already."""
+        """Load the `state_dict` of an earlier attempt with an equal synchronizer. Parameters are loaded already."""
 
     def residual_state(self) -> dict[str, Tensor]:
         """This worker's error-feedback residuals, after `synchronize`."""
         return {}
 
-    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:  # noqa: B027
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:  # noqa: B027
         """After `load_state_dict`, load this worker's residuals of an earlier attempt with as many workers."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What a synchronizer knows of the training loop.
+    """The training loop, as far as a synchronizer needs to know it.
 
     Args:
         optimizer: of the parameters; its hyperparameters, such as the learning rate, may change before every step.
@@ -162,9 +162,9 @@ class Loop:
         control: length of the control word in numbers.
         reference: the usual sum of a step's weights over all workers; None: the number of micro-batches.
         overlap: whether to exchange while backward runs, and with lazy parameters while forward runs.
-        sparse: names of parameters whose optimizer wants sparse gradients.
-        awaits: whether workers may join and leave while it runs. Then all of them synchronize from time to time, also
-            where work is leased.
+        sparse: names of parameters whose optimizer needs sparse gradients.
+        elastic: whether workers may join and leave during the run. Then all of them synchronize from time to time, also
+            if work is leased.
     """
 
     optimizer: Optimizer
@@ -172,7 +172,7 @@ class Loop:
     control: int = 0
     overlap: bool = True
     sparse: frozenset[str] = frozenset()
-    awaits: bool = False
+    elastic: bool = False
     reference: float | None = None
 
 

@@ -1,8 +1,8 @@
-"""Who sends to whom in a step of gossip: functions from numbers to numbers.
+"""Topologies of gossip: which worker sends to which in a step, without I/O.
 
-In step *k* worker *j* keeps a part of its weights and sends parts to others. The parts that a worker gives away and
-keeps add up to 1: the matrix of all parts, W[i][j] = what *i* gets of *j*, is column-stochastic, so nothing is lost. In
-an undirected topology W is symmetric, and a mean of each worker's weights with its neighbours'.
+In step *k* worker *j* keeps a part of its weights and sends parts to its neighbours. W[i][j] is the part that *i*
+receives from *j*. The parts of each *j* add up to 1: W is column-stochastic, so the sum over all workers is preserved.
+In an undirected topology W is symmetric, and each worker takes a mean of its own weights and its neighbours'.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Parts = dict[int, float]
-"""Rank to part, above 0; all of one worker's add up to less than 1."""
+"""Neighbour's rank to part, above 0; the parts of one worker add up to less than 1."""
 
 
 class Topology(Protocol):
-    """Who sends to whom, as a frozen value.
+    """Which worker sends to which, as a frozen value.
 
     Attributes:
-        directed: whether a worker may get from others than it sends to, or other parts.
+        directed: whether a worker may receive from other workers than it sends to, or other parts.
     """
 
     @property
     def directed(self) -> bool: ...
 
     def sends(self, rank: int, size: int, step: int) -> Parts:
-        """To whom worker `rank` of `size` sends in `step`, and which part of its weights."""
+        """The neighbours to which worker `rank` of `size` sends in `step`, and the part that each receives."""
 
     def receives(self, rank: int, size: int, step: int) -> Parts:
-        """From whom it gets weights, and which part of theirs: ``sends`` seen from the other end."""
+        """The neighbours from which worker `rank` receives in `step`, and the parts; the transpose of `sends`."""
 
-    def turns(self, size: int) -> int:
-        """After how many steps a worker sends to the same one again, on average."""
+    def period(self, size: int) -> int:
+        """The mean number of steps after which a worker sends to the same neighbour again."""
 
 
 class Undirected:
-    """What each gets of the other is the same."""
+    """Base of topologies in which both workers of a pair receive the same part of each other."""
 
     directed = False
 
@@ -47,13 +47,13 @@ class Undirected:
     def receives(self, rank: int, size: int, step: int) -> Parts:
         return self.sends(rank, size, step)
 
-    def turns(self, size: int) -> int:
+    def period(self, size: int) -> int:
         return 1
 
 
 @dataclass(frozen=True)
 class Ring(Undirected):
-    """Each with the one before and the one after it, in equal parts."""
+    """Each worker mixes with the previous and the next rank, in equal parts."""
 
     def sends(self, rank: int, size: int, step: int) -> Parts:
         return _even({(rank - 1) % size, (rank + 1) % size} - {rank})
@@ -61,23 +61,22 @@ class Ring(Undirected):
 
 @dataclass(frozen=True)
 class Torus(Undirected):
-    """Each with its four neighbours on a grid that closes on itself, in equal parts.
+    """Each worker mixes with its four neighbours on a periodic grid, in equal parts.
 
-    The sides are the two whole numbers next to each other whose product is the worker count: 12 workers are 3 x 4, a
-    prime number of them is a ring.
+    The sides are the two closest factors of the number of workers: 12 workers are 3 x 4, a prime number is a ring.
     """
 
     def sends(self, rank: int, size: int, step: int) -> Parts:
         rows, columns = sides(size)
         row, column = divmod(rank, columns)
-        vertical = {(row + way) % rows * columns + column for way in (-1, 1)}
-        horizontal = {row * columns + (column + way) % columns for way in (-1, 1)}
+        vertical = {(row + offset) % rows * columns + column for offset in (-1, 1)}
+        horizontal = {row * columns + (column + offset) % columns for offset in (-1, 1)}
         return _even((vertical | horizontal) - {rank})
 
 
 @dataclass(frozen=True)
 class Complete(Undirected):
-    """Each with all others, in equal parts: one step is a whole mean."""
+    """Each worker mixes with all others, in equal parts: one step computes the mean."""
 
     def sends(self, rank: int, size: int, step: int) -> Parts:
         return _even(set(range(size)) - {rank})
@@ -85,41 +84,45 @@ class Complete(Undirected):
 
 @dataclass(frozen=True)
 class RandomPairs(Undirected):
-    """Everybody with one other, both taking the mean; drawn anew each step, the same on all workers (Boyd et al.
-    2006). Of an odd number one is left out."""
+    """Workers mix in random pairs, drawn in each step, the same on all workers (Boyd et al. 2006).
+
+    With an odd number, one worker has no partner.
+    """
 
     seed: int = 0
 
     def sends(self, rank: int, size: int, step: int) -> Parts:
         order = list(range(size))
         random.Random(f"{self.seed} {size} {step}").shuffle(order)
-        place = order.index(rank) ^ 1
-        return {order[place]: 0.5} if place < size else {}
+        partner = order.index(rank) ^ 1
+        return {order[partner]: 0.5} if partner < size else {}
 
-    def turns(self, size: int) -> int:
+    def period(self, size: int) -> int:
         return max(1, size - 1 + size % 2)
 
 
 @dataclass(frozen=True)
 class OnePeerExponential:
-    """In step *k* half goes to the worker that is 2^(k mod log2 n) ranks further (Assran et al. 2019, appendix A; Ying
-    et al. 2021): one message per step, and all that n workers had is mixed after log2 n steps, exactly so where n is a
-    power of 2."""
+    """In step *k* each worker sends half to the rank 2^(k mod log2 n) further (Assran et al. 2019, appendix A).
+
+    One message per step. After log2 n steps all weights are mixed; if n is a power of 2, to their exact mean (Ying et
+    al. 2021).
+    """
 
     directed = True
 
     def sends(self, rank: int, size: int, step: int) -> Parts:
-        return {(rank + (1 << step % self.turns(size))) % size: 0.5} if size > 1 else {}
+        return {(rank + (1 << step % self.period(size))) % size: 0.5} if size > 1 else {}
 
     def receives(self, rank: int, size: int, step: int) -> Parts:
-        return {(rank - (1 << step % self.turns(size))) % size: 0.5} if size > 1 else {}
+        return {(rank - (1 << step % self.period(size))) % size: 0.5} if size > 1 else {}
 
-    def turns(self, size: int) -> int:
+    def period(self, size: int) -> int:
         return max(1, (size - 1).bit_length())
 
 
 def sides(size: int) -> tuple[int, int]:
-    """The two factors of `size` that are nearest to each other, the smaller first."""
+    """The two closest factors of `size`, the smaller first."""
     smaller = next(side for side in range(math.isqrt(size), 0, -1) if size % side == 0)
     return smaller, size // smaller
 

@@ -1,7 +1,7 @@
-"""Work that is dealt out as it is asked for: micro-batches in the seeded order, each to one worker.
+"""Leases of work items: micro-batches in the seeded order, each leased to one worker at its request.
 
-Worker 0 hosts the dealer. Nobody waits for anybody, so a faster worker computes more; the samples of a step are what
-they always are, and each is used once.
+Worker 0 hosts the lease server. No worker waits for another, so a faster worker computes more. The samples of a step
+are the same as without leases, and each is used once.
 """
 
 from __future__ import annotations
@@ -12,61 +12,65 @@ from typing import Any
 
 from unisono.comm import Communicator, Work
 from unisono.comm.actor import Actor, ActorConnection, ActorMessage, Answer
-from unisono.sync.synchronizer import Share
+from unisono.sync.synchronizer import WorkItem
 
 
 def lease(micro_batches: int, workers: int) -> int:
-    """How many of so many micro-batches are given out at once: what divides them and is no more than a worker's part.
-    Whole leases then add up to them in whatever order they are done."""
+    """The micro-batches of one lease: the largest divisor of `micro_batches` that is at most one worker's part.
+
+    A divisor, so that whole leases add up to `micro_batches` in any order.
+    """
     return max(size for size in range(1, max(1, micro_batches // workers) + 1) if micro_batches % size == 0)
 
 
-class Stretch:
-    """The steps that are being dealt out, the same for all who ask, and their end, which comes sooner when one of them
-    says stop."""
+class StepRange:
+    """The steps ``first .. until - 1`` of one call of `LeaseClient.work_items`, the same for all workers.
+
+    The range ends earlier if a worker requests to stop. Workers number their calls; requests carry the number.
+    """
 
     def __init__(self) -> None:
         self.number = self.first = self.until = 0
 
-    def opened(self, asked: Mapping[str, Any]) -> bool:
-        """Whether `asked` is the first question in a new stretch: the one before is all dealt out."""
-        if asked["stretch"] <= self.number:
+    def opens(self, request: Mapping[str, Any]) -> bool:
+        """Whether `request` is the first one of a new range, which then replaces the previous, fully leased one."""
+        if request["stretch"] <= self.number:
             return False
-        self.number, self.first, self.until = asked["stretch"], asked["first"], asked["until"]
+        self.number, self.first, self.until = request["stretch"], request["first"], request["until"]
         return True
 
-    def left(self, asked: Mapping[str, Any]) -> bool:
-        """Whether `asked` is of a stretch that others have left for this one, which begins where that has ended."""
-        return bool(asked["stretch"] < self.number)
+    def is_past(self, request: Mapping[str, Any]) -> bool:
+        """Whether `request` is of an earlier range, which ended where this one begins."""
+        return bool(request["stretch"] < self.number)
 
 
 class LeaseServer:
-    """The actor that deals out micro-batches, counted from the start of the run.
+    """The actor that leases micro-batches, counted from the start of the run.
 
     Args:
         micro_batches: of one step.
-        lease: how many of them are given out at once; divides `micro_batches`.
+        lease: micro-batches of one lease; divides `micro_batches`.
     """
 
     largest_bytes = 1 << 12
 
     def __init__(self, micro_batches: int, lease: int) -> None:
         self._step, self._lease = micro_batches, lease
-        self._stretch, self._next = Stretch(), 0
+        self._range, self._next = StepRange(), 0
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """``take``: the next share of stretch number `stretch`, which is all steps from `first` to before `until`."""
-        stretch = self._stretch
-        if stretch.opened(message.fields):
-            self._next = stretch.first * self._step
-        if stretch.left(message.fields):
-            answer(ActorMessage("over", {"until": stretch.first}))
+        """Answer ``take``: the next work item of range number `stretch`, the steps `first` to before `until`."""
+        steps = self._range
+        if steps.opens(message.fields):
+            self._next = steps.first * self._step
+        if steps.is_past(message.fields):
+            answer(ActorMessage("over", {"until": steps.first}))
             return
-        if message.fields["stop"]:  # what is begun of a step is dealt out to its end
-            stretch.until = min(stretch.until, -(-self._next // self._step))
+        if message.fields["stop"]:  # a step that was begun is leased to its end
+            steps.until = min(steps.until, -(-self._next // self._step))
         step, start = divmod(self._next, self._step)
-        if step >= stretch.until:
-            answer(ActorMessage("over", {"until": stretch.until}))
+        if step >= steps.until:
+            answer(ActorMessage("over", {"until": steps.until}))
             return
         self._next += self._lease
         answer(ActorMessage("share", {"step": step, "start": start, "stop": start + self._lease}))
@@ -74,31 +78,31 @@ class LeaseServer:
     def lost(self, sender: int) -> None:
         pass
 
-    def connected(self, lines: object) -> None:
+    def connected(self, connections: object) -> None:
         pass
 
 
-class Turnstile:
-    """The actor that lets each worker do its own part of every step, but for steps that went on without it."""
+class StepGate:
+    """The actor that gives each worker its part of every step, except steps that the others have left behind."""
 
     largest_bytes = 1 << 12
 
     def __init__(self) -> None:
-        self._stretch, self._begun = Stretch(), 0
+        self._range, self._begun = StepRange(), 0
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """``take``: the sender's next step of the stretch is `next` or, where it has just begun, `first`."""
-        stretch = self._stretch
-        if stretch.opened(message.fields):
-            self._begun = stretch.first
-        if stretch.left(message.fields):
-            answer(ActorMessage("over", {"until": stretch.first}))
+        """Answer ``take``: the sender's next step, at least `next` and at least the first one of the range."""
+        steps = self._range
+        if steps.opens(message.fields):
+            self._begun = steps.first
+        if steps.is_past(message.fields):
+            answer(ActorMessage("over", {"until": steps.first}))
             return
-        if message.fields["stop"]:  # who has begun a step sees it through, and so do the others
-            stretch.until = min(stretch.until, self._begun)
-        step = max(stretch.first, message.fields["next"])
-        if step >= stretch.until:
-            answer(ActorMessage("over", {"until": stretch.until}))
+        if message.fields["stop"]:  # a step that one worker has begun is computed by all
+            steps.until = min(steps.until, self._begun)
+        step = max(steps.first, message.fields["next"])
+        if step >= steps.until:
+            answer(ActorMessage("over", {"until": steps.until}))
             return
         self._begun = max(self._begun, step + 1)
         answer(ActorMessage("share", {"step": step}))
@@ -106,91 +110,92 @@ class Turnstile:
     def lost(self, sender: int) -> None:
         pass
 
-    def connected(self, lines: object) -> None:
+    def connected(self, connections: object) -> None:
         pass
 
 
 class LeaseClient:
-    """One worker's end: leases of a dealer.
+    """One worker's client of a lease server. Collective: all workers create it.
 
     Args:
         micro_batches: of one step.
-        size: micro-batches of a lease; a divisor of `micro_batches`. Default: about a worker's part of a step.
+        size: micro-batches of a lease; a divisor of `micro_batches`. None: about a worker's part of a step.
 
     Attributes:
-        dealt: after `shares` has ended: the step before which everything is dealt out, the same on all workers.
+        leased_until: after `work_items` has ended: the step before which all work is leased, the same on all workers.
     """
 
     def __init__(self, comm: Communicator, micro_batches: int, size: int | None = None) -> None:
         self._host(comm, LeaseServer(micro_batches, size or lease(micro_batches, comm.size)))
 
     def _host(self, comm: Communicator, actor: Actor) -> None:
-        self._line: ActorConnection = comm.host(actor)[0]
-        self._question: Callable[[], dict[str, Any]] | None = None
-        self._coming: Work[ActorMessage] | None = None
-        self._ahead: deque[Share] = deque()
-        self._open: deque[Share] = deque()
-        self._stretch = self.dealt = 0
+        self._connection: ActorConnection = comm.host(actor)[0]
+        self._request: Callable[[], dict[str, Any]] | None = None
+        self._answer: Work[ActorMessage] | None = None
+        self._ahead: deque[WorkItem] = deque()
+        self._open: deque[WorkItem] = deque()
+        self._number = self.leased_until = 0
 
-    def shares(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share]:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[WorkItem]:
         """See `BoundSynchronizer.work_items`."""
-        self._stretch += 1
-        self._question = lambda: {"stretch": self._stretch, "first": first, "until": until, "stop": stop()}
+        self._number += 1
+        self._request = lambda: {"stretch": self._number, "first": first, "until": until, "stop": stop()}
         while self._received():
-            share = self._ahead.popleft()
-            self._open.append(share)
-            yield share
+            item = self._ahead.popleft()
+            self._open.append(item)
+            yield item
 
     def prepare(self) -> None:
-        """Ask for the next share, so that it is there when it is due; who asks early keeps it from the others."""
-        if self._question is not None and self._coming is None and not self._ahead:
-            self._coming = self._line.call(ActorMessage("take", self._question()))
+        """Request the next item, so that it is here in time. An item that is requested early is not available to
+        other workers."""
+        if self._request is not None and self._answer is None and not self._ahead:
+            self._answer = self._connection.call(ActorMessage("take", self._request()))
 
-    def upcoming(self) -> Share | None:
-        """The share that is computed next; None: everything is dealt out."""
+    def upcoming(self) -> WorkItem | None:
+        """The item that is computed next; None: all work is leased."""
         if self._open:
             return self._open[0]
         return self._ahead[0] if self._received() else None
 
-    def finished(self) -> Share:
-        """The share that was computed first of those not finished yet is finished."""
+    def finished(self) -> WorkItem:
+        """Remove and return the oldest open item, which has been computed."""
         return self._open.popleft()
 
     def _received(self) -> bool:
-        """Whether there is a share that was not yielded yet, now that the dealer has answered."""
-        if not self._ahead and self._question is not None:
+        """Whether there is an item that was not yielded yet; waits for the server's answer."""
+        if not self._ahead and self._request is not None:
             self.prepare()
-            assert self._coming is not None
-            answer, self._coming = self._coming.wait(), None
+            assert self._answer is not None
+            answer, self._answer = self._answer.wait(), None
             if answer.kind == "share":
-                self._ahead.append(self._share(answer.fields))
+                self._ahead.append(self._item(answer.fields))
             else:
-                self.dealt, self._question = answer.fields["until"], None
+                self.leased_until, self._request = answer.fields["until"], None
         return bool(self._ahead)
 
-    def _share(self, fields: Mapping[str, Any]) -> Share:
+    def _item(self, fields: Mapping[str, Any]) -> WorkItem:
         return fields["step"], range(fields["start"], fields["stop"])
 
 
-class TakingTurns(LeaseClient):
-    """One worker's end: its own part of each step, but for those that it comes too late for.
+class StepGateClient(LeaseClient):
+    """One worker's client of a step gate: a fixed part of each step, without the steps for which it is late.
 
     Args:
         own: its micro-batches of every step.
-        earliest: the first step that it can still be in time for.
+        earliest: returns the first step for which it can still be in time.
     """
 
     def __init__(self, comm: Communicator, own: range, earliest: Callable[[], int]) -> None:
         self._own, self._earliest = own, earliest
         self._next = 0
-        self._host(comm, Turnstile())
+        self._host(comm, StepGate())
 
     def prepare(self) -> None:
-        """Which step is next is known only when the weights for it are here, so nothing is asked for early."""
-        if self._coming is None and self._question is not None and not self._open:
-            asked = self._question() | {"next": max(self._next, self._earliest())}
-            self._coming = self._line.call(ActorMessage("take", asked))
+        """Request the next step once the previous one is finished: only then are the weights for it known."""
+        if self._answer is None and self._request is not None and not self._open:
+            request = self._request() | {"next": max(self._next, self._earliest())}
+            self._answer = self._connection.call(ActorMessage("take", request))
 
-    def _share(self, fields: Mapping[str, Any]) -> Share:
+    def _item(self, fields: Mapping[str, Any]) -> WorkItem:
         self._next = fields["step"] + 1
         return fields["step"], self._own

@@ -27,7 +27,7 @@ from unisono.elastic.recovery import Recovery, ReplicatedRecovery
 from unisono.elastic.session import Session, StaticSession
 from unisono.elastic.training_state import TrainingState
 from unisono.errors import InvalidInput
-from unisono.layout import AXES, CUTTING, BlockOptions, LocalModel, RankMesh, Sample, as_it_is, blocks, compiled
+from unisono.layout import AXES, SHARDING_AXES, BlockOptions, LocalModel, RankMesh, Sample, as_it_is, blocks, compiled
 from unisono.notation import show
 from unisono.observe import ActivityTracker, NullTracker, Recorder
 from unisono.sync import AllReduce
@@ -73,11 +73,11 @@ class DataFeed:
         self.plan = MicroBatchPlan(len(self.dataset), config.global_batch, config.micro_batch, config.seed)
         self.places = RankMesh(config.layout, size)
         self.places.check_micro_batches(self.plan.micro_batches)
-        ranges = assign(self.plan.micro_batches, [1.0] * self.places.lanes)
-        self.mine = ranges[self.places.lane(rank)]  # of the first steps
-        speakers = {self.places.lane(rank): rank for rank in reversed(range(size))}
+        ranges = assign(self.plan.micro_batches, [1.0] * self.places.data_parallel_size)
+        self.mine = ranges[self.places.data_parallel_rank(rank)]  # of the first steps
+        speakers = {self.places.data_parallel_rank(rank): rank for rank in reversed(range(size))}
         who = [speakers[lane] for lane in range(len(ranges))]
-        self.shares = MicroBatchAllocation(ranges, self.places.lane(rank), who, most_ahead(config.load))
+        self.shares = MicroBatchAllocation(ranges, self.places.data_parallel_rank(rank), who, most_ahead(config.load))
         epochs = config.epochs or 1.0
         self.steps = config.steps or self.plan.steps_in(epochs)
         self.left_out = "" if config.steps else self.plan.left_out(epochs)  # in words
@@ -130,9 +130,9 @@ def build(
     )
     seed_compute(stream(config.seed, 0, 0, "init"))
     if mesh is not None and sample is not None:
-        from unisono.layout.parallelize import lay  # imports more of torch than others need
+        from unisono.layout.parallelize import parallelize  # imports more of torch than others need
 
-        held = lay(lambda: model_of(task), config.layout, mesh, sample, compute)
+        held = parallelize(lambda: model_of(task), config.layout, mesh, sample, compute)
     else:
         model = compute.change(model_of(task))
         compute.check(model)
@@ -159,7 +159,7 @@ def _wholes(
         return None
     places, rank = RankMesh(config.layout, mesh.size()), mesh.get_rank()
     replica = places.along(rank, *AXES)
-    group = [replica.index(other) for other in places.along(rank, *CUTTING)]
+    group = [replica.index(other) for other in places.along(rank, *SHARDING_AXES)]
     lane = inside.channel("whole tensors")
     return Wholes(task.optimizer, held.local, held.parts, lane, group, undo=config.recovers_from_loss)
 
@@ -221,7 +221,7 @@ def bind(
     ):  # a worker may be lost while lanes are opened, and the model is bound again then
         undo.callback(replica.unhook)
         persistence.bind(replica)
-        _check_concurrent(config, feed.plan, feed.places.lanes, replica)
+        _check_concurrent(config, feed.plan, feed.places.data_parallel_size, replica)
         _check_dropping(config, replica)
         _check_offloaded(config, feed.places, device)
         schedule = config.schedule or task.schedule or Constant()
@@ -257,7 +257,7 @@ def bind(
             evaluator=evaluator,
             forward=lambda _, batch: runs(called, batch),
             loss=task.loss,
-            micro_batch_part=held.passage,
+            micro_batch_part=held.micro_batch_part,
             weight=task.weight or samples_in,
             to_device=move,
             seed=config.seed,

@@ -67,7 +67,7 @@ class CustomLoop:
         self._committed = 0
         self._forward_ended = True
         # With no other worker and nothing to round, autograd's own gradients are the mean.
-        exact = all(options["compress"].keeps(p.dtype) for p in model.parameters() if p.requires_grad)
+        exact = all(options["compress"].is_lossless(p.dtype) for p in model.parameters() if p.requires_grad)
         self._single = group.size == 1 and exact
         self._plain_step, self._own_step = optimizer.step, optimizer.__dict__.get("step")
 

@@ -27,7 +27,7 @@ from unisono.elastic.session import Session
 from unisono.elastic.state_transfer import Progress
 from unisono.elastic.training_state import TrainingState
 from unisono.errors import InvalidInput
-from unisono.layout import MicroBatchPart
+from unisono.layout import MicroBatchContext
 from unisono.observe import ActivityTracker, NullTracker, Recorder
 from unisono.observe.activity import Phase
 from unisono.tensors.batch import Batch
@@ -68,7 +68,7 @@ class Trainer:
     evaluator: Evaluator | None
     forward: Callable[[nn.Module, Batch], Any]
     loss: Callable[[Any, Batch], torch.Tensor]
-    micro_batch_part: MicroBatchPart
+    micro_batch_part: MicroBatchContext
     weight: Callable[[Batch], float]
     to_device: Callable[[Batch], Batch]
     seed: int
@@ -297,7 +297,7 @@ class Trainer:
         began = self.comm.now()
         with self.tracker(Phase.EVALUATION), self.replica.averaged_weights():
             self.last_metrics = self.evaluator(self.model)
-            self.replica.held.gathering.let_go()
+            self.replica.held.unsharding.reshard()
         self.evaluating_seconds += self.comm.now() - began
         self.evaluated = self.done
         self.record.metrics(self.done, self.last_metrics)

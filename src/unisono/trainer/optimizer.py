@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.sync.late_momentum import begins_late
+from unisono.sync.late_momentum import allow_late_momentum
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 # In half precision torch's fused SGD leaves most numbers as they are on a CPU (2.13), and others round elsewhere.
@@ -40,7 +40,7 @@ def prefer_fused(optimizer: Optimizer, sparse: bool) -> None:
         here = type(optimizer) is not torch.optim.Adagrad or all(p.device.type == "cpu" for p in group["params"])
         if open_choice and plain and here and all(map(_fuses, group["params"])):
             group["fused"] = True
-    begins_late(optimizer)
+    allow_late_momentum(optimizer)
 
 
 def _fuses(parameter: nn.Parameter) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.errors import InvalidInput
-from unisono.layout import CUTTING, Layout
+from unisono.layout import SHARDING_AXES, Layout
 from unisono.sync import ELEMENTWISE
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -67,7 +67,7 @@ def needs_wholes(make: Make, dims: Collection[int], layout: Layout, device: torc
     Raises:
         InvalidInput: the optimizer couples parameters that lie on several workers.
     """
-    apart = [f"{axis}={size}" for axis in ("pipeline", *CUTTING) if (size := getattr(layout, axis)) > 1]
+    apart = [f"{axis}={size}" for axis in ("pipeline", *SHARDING_AXES) if (size := getattr(layout, axis)) > 1]
     found = coupling(make, dims, device) if apart else Coupling.NUMBER
     if found is Coupling.MODEL:
         optimizer = make([nn.Parameter(torch.zeros([1] * dim)) for dim in dims])
@@ -76,7 +76,7 @@ def needs_wholes(make: Make, dims: Collection[int], layout: Layout, device: torc
             f"{', '.join(apart)} no worker has all of them",
             "leave the layout out, so that each has the whole model, or use an optimizer that steps each parameter by "
             "itself")  # fmt: skip
-    return found is Coupling.TENSOR and any(getattr(layout, axis) > 1 for axis in CUTTING)
+    return found is Coupling.TENSOR and any(getattr(layout, axis) > 1 for axis in SHARDING_AXES)
 
 
 @dataclass(frozen=True)

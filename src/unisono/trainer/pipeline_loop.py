@@ -44,7 +44,7 @@ class PipelinedTrainer(Trainer):
                 found = loss_of(output, part)
             check_loss(found)
             losses[i] = float(found.detach())
-            return self.replica.held.gathering.joined(found * self.replica.loss_scale(weights[i]))
+            return self.replica.held.unsharding.connect(found * self.replica.loss_scale(weights[i]))
 
         @contextmanager
         def around(i: int, stage: int) -> Iterator[None]:
@@ -56,7 +56,7 @@ class PipelinedTrainer(Trainer):
             self.replica.after(m, stage)
 
         self.pipeline.copy_tied()
-        self.pipeline.each_pass(around, lambda i: passages[i]())
+        self.pipeline.set_contexts(around, lambda i: passages[i]())
         with self.autocast():
             self.pipeline.step([self.inputs(_part(passage)) for passage in passages], loss)
         self.pipeline.sum_tied()

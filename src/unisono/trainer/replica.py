@@ -22,7 +22,7 @@ from unisono.compress import Compressor
 from unisono.elastic.model_state import state_of, weights_of
 from unisono.errors import CommunicationError, InvalidInput
 from unisono.layout import LocalModel
-from unisono.sync import BoundSynchronizer, LocalGradients, Loop, PendingUpdate, Share, Synchronizer
+from unisono.sync import BoundSynchronizer, LocalGradients, Loop, PendingUpdate, Synchronizer, WorkItem
 from unisono.sync.flat_weights import relative
 from unisono.tasks.checks import check_optimizer
 from unisono.trainer.buffer_sync import BufferSync
@@ -89,7 +89,7 @@ class Replica:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         compress = compress.for_sums_of(micro_batches)
         self._sync: BoundSynchronizer
-        if comm.size == 1 and not awaits and all(compress.keeps(p.dtype) for p in parameters.values()):
+        if comm.size == 1 and not awaits and all(compress.is_lossless(p.dtype) for p in parameters.values()):
             self._sync = LocalGradients(parameters)  # with nobody to agree with and nothing to round
         else:
             loop = Loop(optimizer, micro_batches, 2 * micro_batches + extra, overlap, self.held.sparse, awaits,
@@ -100,7 +100,7 @@ class Replica:
         self._weighted = self._local or self._wires.is_sharded
         self._comm = comm.channel("meeting")
         chosen = {compress.choose(name, p.shape) for name, p in parameters.items()}
-        self.has_residuals = comm.size > 1 and not all(each.adds_up and not each.owes for each in chosen)
+        self.has_residuals = comm.size > 1 and not all(each.is_additive and not each.keeps_residual for each in chosen)
         self.finite = all(each.finite for each in chosen) and not self._local
         self._listener = listener
         self._names = {id(p): name for name, p in parameters.items()}
@@ -128,7 +128,7 @@ class Replica:
             ):
                 self._asking = LazyParameters(model, self._names, self._awaited)
             as_they_come = not self._local and self.held.pipeline is None
-            come = parameters.keys() - self.held.gathering.late if as_they_come else ()
+            come = parameters.keys() - self.held.unsharding.late if as_they_come else ()
             self._hooks = [self.held.on_gradient(name, self._arrived) for name in parameters if name in come]
             undo.pop_all()
 
@@ -147,7 +147,7 @@ class Replica:
         """Whether replicas are equal after every step."""
         return self._sync.synchronous
 
-    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share] | None:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[WorkItem] | None:
         """See `BoundSynchronizer.work_items`."""
         return self._sync.work_items(first, until, stop)
 
@@ -223,7 +223,7 @@ class Replica:
 
     def end_forward(self, loss: float = 0.0, *, last: bool, extra: list[float] | None = None) -> None:
         """After the forward pass and before backward. `last`: no further micro-batch of this worker in this step."""
-        self.held.gathering.backward(last)
+        self.held.unsharding.backward(last)
         self._control[self._micro_batch] = loss
         if self.held.pipeline is None:
             self.after(self._micro_batch)
@@ -264,7 +264,7 @@ class Replica:
         """The backward pass of the micro-batch's mean `loss`, a scalar."""
         share = self.loss_scale(self._weight)
         weighted = loss * share if self._weighted and share != 1.0 else loss
-        self.held.gathering.joined(weighted).backward()
+        self.held.unsharding.connect(weighted).backward()
 
     def loss_scale(self, weight: float) -> float:
         """The factor of the loss of a micro-batch with that weight, so that gradients add up to the mean."""
@@ -283,7 +283,7 @@ class Replica:
         if self._failed is not None:
             raise self._failed
         if not self._local:
-            self._unused = self.held.gathering.finish()
+            self._unused = self.held.unsharding.finish()
             self._take_what_lies_there()
             for name, gradient in self._late.items():
                 self._arrived(name, gradient)
@@ -296,7 +296,7 @@ class Replica:
         """The 2-norm of `change` over all of the replica's parameters."""
         if not self._wires.is_sharded:
             return change.norm()
-        square = torch.tensor([change.norm(self.held.elsewhere) ** 2], dtype=torch.float64)
+        square = torch.tensor([change.norm(self.held.counted_elsewhere) ** 2], dtype=torch.float64)
         return math.sqrt(float(self._wires.model.sum(square).wait()))
 
     @property
@@ -361,7 +361,7 @@ class Replica:
         return InvalidInput("optimizer", name, problem, "unfreeze or add it before world.bind")
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
-        if self._unused is None and (name in self._late or not self.held.gathering.used(name)):
+        if self._unused is None and (name in self._late or not self.held.unsharding.used(name)):
             self._late[name] = self._late[name] + gradient if name in self._late else gradient
             return
         if self._unused and name in self._unused:

@@ -1,11 +1,11 @@
 from unisono.layout.context.function_mode import attending as attending
 from unisono.layout.context.micro_batch_part import MicroBatchPart as MicroBatchPart
-from unisono.layout.context.micro_batch_part import tried as tried
-from unisono.layout.context.padding import unmasked as unmasked
-from unisono.layout.context.sequence_batch import length as length
+from unisono.layout.context.micro_batch_part import verify_sample as verify_sample
+from unisono.layout.context.padding import hide_padding as hide_padding
+from unisono.layout.context.sequence_batch import loss_share as loss_share
 from unisono.layout.context.sequence_batch import part_loss as part_loss
-from unisono.layout.context.sequence_batch import share as share
-from unisono.layout.context.sequence_batch import take as take
+from unisono.layout.context.sequence_batch import sequence_length as sequence_length
+from unisono.layout.context.sequence_batch import take_part as take_part
 from unisono.layout.context.sequence_batch import with_positions as with_positions
 from unisono.layout.context.sequence_split import SequenceSplit as SequenceSplit
 from unisono.layout.context.verify import verify as verify

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from unisono.errors import InvalidInput
 from unisono.layout.context.group import Peers
-from unisono.layout.context.masks import causal, widened
+from unisono.layout.context.masks import causal_mask, global_mask
 from unisono.layout.context.ring_attention import ring
 from unisono.layout.context.sequence_split import SequenceSplit
 
@@ -51,7 +51,7 @@ def attend(
         raise InvalidInput("keys", f"queries {tuple(query.shape)}", "padding is known of [N, heads, tokens, E] only",
                            "give attention batches and heads")  # fmt: skip
     query, key, value = _autocast(query, key, value)
-    mask, is_causal = widened(attn_mask, is_causal, keys, split, peers)
+    mask, is_causal = global_mask(attn_mask, is_causal, keys, split, peers)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     learned = mask is not None and mask.requires_grad  # its gradient is not the ring's to bring home
     if form == "ring" and not learned:
@@ -76,7 +76,7 @@ def gather(
     values = split.join([row[key.numel() :].view(value.shape) for row in everybody], -2)
     if not is_causal:
         return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
-    seen = causal(split, peers.rank, query.device)
+    seen = causal_mask(split, peers.rank, query.device)
     rows = []
     for i, (_, stop) in enumerate(split.spans(peers.rank)):  # no chunk computes what comes after it
         mine = slice(i * split.chunk, (i + 1) * split.chunk)

@@ -18,7 +18,7 @@ from unisono.errors import InvalidInput
 from unisono.layout.context import positions
 from unisono.layout.context.attention import FORMS, attend
 from unisono.layout.context.dropout import dropout
-from unisono.layout.context.group import Peers, peers_of
+from unisono.layout.context.group import Peers, as_peers
 from unisono.layout.context.sequence_split import SequenceSplit
 
 
@@ -49,7 +49,7 @@ class attending(TorchFunctionMode):
         keys: Tensor | None = None,
     ) -> None:
         super().__init__()
-        peers = peers_of(group)
+        peers = as_peers(group)
         if form not in FORMS:
             raise InvalidInput("form", form, "not a form of attention over workers", f"use one of {', '.join(FORMS)}")
         if split.size != peers.size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +15,22 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Coming(Protocol):
+class PendingTensor(Protocol):
     """A tensor on its way here."""
 
     def wait(self) -> Tensor:
         """The tensor."""
         ...
+
+
+@dataclass(frozen=True)
+class Received:
+    """A `PendingTensor` that has arrived."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
 
 
 class Peers(Protocol):
@@ -39,7 +50,7 @@ class Peers(Protocol):
         """Everybody's tensor ``[size, ...]``, by rank. Its gradients find their way back to where each came from."""
         ...
 
-    def pass_on(self, mine: Tensor) -> Coming:
+    def ring_shift(self, mine: Tensor) -> PendingTensor:
         """Send `mine` to the next worker of the ring and receive the previous one's; it returns at once."""
         ...
 
@@ -55,8 +66,7 @@ class GroupPeers:
         gathered: Tensor = _Gather.apply(mine.reshape(-1), self.group, self.size)  # type: ignore[no-untyped-call]
         return gathered.view(self.size, *mine.shape)
 
-    def pass_on(self, mine: Tensor) -> Coming:
-        """See `Peers`."""
+    def ring_shift(self, mine: Tensor) -> PendingTensor:
         landing = torch.empty_like(mine)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv([
@@ -66,7 +76,7 @@ class GroupPeers:
         return _Transfer(works, mine, landing)
 
 
-def peers_of(group: dist.ProcessGroup | DeviceMesh | Peers) -> Peers:
+def as_peers(group: dist.ProcessGroup | DeviceMesh | Peers) -> Peers:
     """`group` as `Peers`; a mesh must have one dimension."""
     if isinstance(group, DeviceMesh):
         return GroupPeers(group.get_group())

@@ -10,7 +10,7 @@ from unisono.layout.context.group import Peers
 from unisono.layout.context.sequence_split import SequenceSplit
 
 
-def widened(
+def global_mask(
     mask: Tensor | None, is_causal: bool, keys: Tensor | None, split: SequenceSplit, peers: Peers
 ) -> tuple[Tensor | None, bool]:
     """A mask with columns of all keys, in the sequence's order, and rows of the local queries or one for all.
@@ -28,7 +28,7 @@ def widened(
     """
     if mask is None or _is_causal(mask, split):
         past = is_causal or mask is not None
-        return (None, past) if keys is None else (_padded(keys, past, split, peers.rank), False)
+        return (None, past) if keys is None else (_padding_mask(keys, past, split, peers.rank), False)
     rows, columns = (mask.shape if mask.dim() > 1 else (1, *mask.shape))[-2:]
     if columns == split.length and rows == split.length:
         return split.part(mask, -2, peers.rank), False
@@ -36,17 +36,17 @@ def widened(
         return mask.expand(*mask.shape[:-1], split.length), False
     if columns == split.local and rows == 1:
         return split.join(list(_gathered(mask, peers)), -1), False
-    raise _unknown(mask, split)
+    raise _ambiguous(mask, split)
 
 
-def causal(split: SequenceSplit, rank: int, device: torch.device) -> Tensor:
+def causal_mask(split: SequenceSplit, rank: int, device: torch.device) -> Tensor:
     """True where a local query (row) may look at a key (column) under a causal mask, bool ``[local, length]``."""
     return split.positions(rank, device)[:, None] >= torch.arange(split.length, device=device)
 
 
-def _padded(keys: Tensor, past: bool, split: SequenceSplit, rank: int) -> Tensor:
+def _padding_mask(keys: Tensor, past: bool, split: SequenceSplit, rank: int) -> Tensor:
     real = keys.bool()[:, None, None, :]
-    return real & causal(split, rank, keys.device) if past else real
+    return real & causal_mask(split, rank, keys.device) if past else real
 
 
 def _is_causal(mask: Tensor, split: SequenceSplit) -> bool:
@@ -66,7 +66,7 @@ def _gathered(mask: Tensor, peers: Peers) -> Tensor:
     return peers.gather(mask)
 
 
-def _unknown(mask: Tensor, split: SequenceSplit) -> InvalidInput:
+def _ambiguous(mask: Tensor, split: SequenceSplit) -> InvalidInput:
     return InvalidInput(
         "attn_mask",
         f"a mask {tuple(mask.shape)}",

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.errors import InvalidInput
 from unisono.layout.context.function_mode import attending
-from unisono.layout.context.padding import NAME, padded, unmasked
-from unisono.layout.context.sequence_batch import length, part_loss, share, take
+from unisono.layout.context.padding import MASK_NAME, hide_padding, with_padding
+from unisono.layout.context.sequence_batch import loss_share, part_loss, sequence_length, take_part
 from unisono.layout.context.sequence_split import SequenceSplit
 from unisono.layout.context.verify import verify
 from unisono.layout.sample_batch import Sample
@@ -21,7 +21,7 @@ from unisono.layout.sample_batch import Sample
 Loss = Callable[[Any, Any], Tensor]
 
 
-def tried(model: nn.Module, sample: Sample, size: int) -> str:
+def verify_sample(model: nn.Module, sample: Sample, size: int) -> str:
     """Try `model` on parts of `sample`, and once more with padding where it is given a mask of ones. Returns why it
     could not do with padding; empty where it can, or has no such mask.
 
@@ -32,7 +32,7 @@ def tried(model: nn.Module, sample: Sample, size: int) -> str:
         verify, model, size=size, forward=partial(sample.forward, model), loss=sample.loss, weight=sample.weight,
         inputs=sample.inputs)  # fmt: skip
     attempt(sample.batch)
-    short = padded(sample.batch, sample.inputs, length(sample.batch))
+    short = with_padding(sample.batch, sample.inputs, sequence_length(sample.batch))
     try:
         return "" if short is None else attempt(short) or ""
     except InvalidInput as error:
@@ -56,11 +56,11 @@ class MicroBatchPart:
     def __call__(self, batch: Any, loss: Loss) -> Iterator[tuple[Any, Loss]]:
         """Raises `InvalidInput` where the batch's sequences cannot be cut, or have padding that the model cannot do
         with."""
-        split = SequenceSplit(length(batch), self._size)
-        batch, keys = unmasked(batch, self._sample.inputs, split.length)
+        split = SequenceSplit(sequence_length(batch), self._size)
+        batch, keys = hide_padding(batch, self._sample.inputs, split.length)
         if keys is not None and self._without_padding:
             problem = f"a batch has padding, and with context = {self._size} {self._without_padding}"
-            raise InvalidInput(NAME, tuple(keys.shape), problem, "give sequences of full length, or use context=1")
-        counts = share(self._sample.weight, batch, split, self._rank)
+            raise InvalidInput(MASK_NAME, tuple(keys.shape), problem, "give sequences of full length, or use context=1")
+        counts = loss_share(self._sample.weight, batch, split, self._rank)
         with attending(self._mesh, split, keys=keys):
-            yield take(batch, split, self._rank), partial(part_loss, loss, share=counts)
+            yield take_part(batch, split, self._rank), partial(part_loss, loss, share=counts)

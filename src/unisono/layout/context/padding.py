@@ -15,18 +15,18 @@ from torch import Tensor
 from unisono.errors import InvalidInput
 from unisono.tensors.batch import Batch, mapped
 
-NAME = "attention_mask"  # as models of transformers call it
+MASK_NAME = "attention_mask"  # as models of transformers call it
 
 Inputs = Callable[[Batch], Any]
 
 
-def mask_of(inputs: Any, length: int) -> Tensor | None:
+def padding_mask(inputs: Any, length: int) -> Tensor | None:
     """The mask ``[N, length]``, nonzero for tokens, among what a model is called with; None where it has none."""
-    mask = inputs.get(NAME) if isinstance(inputs, Mapping) else None
+    mask = inputs.get(MASK_NAME) if isinstance(inputs, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.shape[1:] == (length,) else None
 
 
-def unmasked(batch: Batch, inputs: Inputs, length: int) -> tuple[Batch, Tensor | None]:
+def hide_padding(batch: Batch, inputs: Inputs, length: int) -> tuple[Batch, Tensor | None]:
     """`batch` with a mask of ones, and which tokens ``[N, length]`` are real; None where all are.
 
     Args:
@@ -35,26 +35,26 @@ def unmasked(batch: Batch, inputs: Inputs, length: int) -> tuple[Batch, Tensor |
     Raises:
         InvalidInput: the mask is no tensor of the batch.
     """
-    mask = mask_of(inputs(batch), length)
+    mask = padding_mask(inputs(batch), length)
     if mask is None or bool(mask.bool().all()):
         return batch, None
-    found = _with(batch, mask, torch.ones_like(mask))
-    left = mask_of(inputs(found), length)
+    found = _replaced(batch, mask, torch.ones_like(mask))
+    left = padding_mask(inputs(found), length)
     if left is not None and not bool(left.bool().all()):
         problem = "with context above 1 a padding mask has to be part of the batch, and this one is computed"
-        raise InvalidInput(NAME, tuple(mask.shape), problem, "give the batch a mask [samples, tokens]")
+        raise InvalidInput(MASK_NAME, tuple(mask.shape), problem, "give the batch a mask [samples, tokens]")
     return found, mask.bool()
 
 
-def padded(batch: Batch, inputs: Inputs, length: int) -> Batch | None:
+def with_padding(batch: Batch, inputs: Inputs, length: int) -> Batch | None:
     """`batch` with its first sample's last tokens taken for padding; None where it has some, or cannot be told."""
-    mask = mask_of(inputs(batch), length)
+    mask = padding_mask(inputs(batch), length)
     if mask is None or length < 4 or not bool(mask.bool().all()):
         return None
     short = mask.clone()
     short[0, -(length // 4) :] = 0
-    return _with(batch, mask, short)
+    return _replaced(batch, mask, short)
 
 
-def _with(batch: Batch, old: Tensor, new: Tensor) -> Batch:
+def _replaced(batch: Batch, old: Tensor, new: Tensor) -> Batch:
     return mapped(lambda x: new if x is old else x, batch)

@@ -51,17 +51,19 @@ def index(split: SequenceSplit, rank: int, table: Tensor, key: Any) -> Tensor:
         InvalidInput: it takes as many rows as there are local tokens of a table that is shorter than the sequence.
     """
     entries = list(key) if isinstance(key, tuple) else [key]
-    hits = _hits(split, table, entries) if _is_constant(table) else []
+    hits = _token_slices(split, table, entries) if _is_constant(table) else []
     if len(hits) not in (1, 2):
         return table[key]
     if len(hits) == 2:
         entries[hits[1]] = slice(0, split.length)
-    return _pieces(split, rank, _kept(entries, table.dim(), hits[0]), lambda span: _at(table, entries, hits[0], span))
+    return _pieces(
+        split, rank, _result_dim(entries, table.dim(), hits[0]), lambda span: _at(table, entries, hits[0], span)
+    )
 
 
 def narrow(split: SequenceSplit, rank: int, table: Tensor, dim: int, start: int, length: int) -> Tensor:
     """``table.narrow(dim, start, length)``, as `index`."""
-    if (start, length) != (0, split.local) or not _is_constant(table) or not _has_all(table, dim, split):
+    if (start, length) != (0, split.local) or not _is_constant(table) or not _covers_sequence(table, dim, split):
         return table.narrow(dim, start, length)
     return _pieces(split, rank, dim, lambda span: table.narrow(dim, span.start, span.stop - span.start))
 
@@ -88,20 +90,20 @@ def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, An
     return bounds if all(isinstance(x, int | float) and not isinstance(x, bool) for x in bounds) else None
 
 
-def _hits(split: SequenceSplit, table: Tensor, entries: list[Any]) -> list[int]:
+def _token_slices(split: SequenceSplit, table: Tensor, entries: list[Any]) -> list[int]:
     """Which entries of an index are slices of the first local-length rows of a dimension that has the sequence's."""
     if not all(x is None or x is Ellipsis or isinstance(x, slice) or type(x) is int for x in entries):
         return []
     skipped = table.dim() - sum(x is not None and x is not Ellipsis for x in entries)
     hits, dim = [], 0
     for place, entry in enumerate(entries):
-        if isinstance(entry, slice) and _is_first(entry, split.local) and _has_all(table, dim, split):
+        if isinstance(entry, slice) and _takes_first(entry, split.local) and _covers_sequence(table, dim, split):
             hits.append(place)
         dim += skipped if entry is Ellipsis else int(entry is not None)
     return hits
 
 
-def _has_all(table: Tensor, dim: int, split: SequenceSplit) -> bool:
+def _covers_sequence(table: Tensor, dim: int, split: SequenceSplit) -> bool:
     """Whether `table` has a row for every token. A table with fewer than there are tokens, but more than a worker has,
     would be one that the whole sequence does not fit into."""
     rows = table.shape[dim]
@@ -112,12 +114,12 @@ def _has_all(table: Tensor, dim: int, split: SequenceSplit) -> bool:
     return rows >= split.length
 
 
-def _is_first(entry: slice, count: int) -> bool:
+def _takes_first(entry: slice, count: int) -> bool:
     start, step = (0 if entry.start is None else entry.start), (1 if entry.step is None else entry.step)
     return all(type(x) is int for x in (start, entry.stop, step)) and (start, entry.stop, step) == (0, count, 1)
 
 
-def _kept(entries: list[Any], dims: int, place: int) -> int:
+def _result_dim(entries: list[Any], dims: int, place: int) -> int:
     """The dimension of the result that an entry of the index becomes."""
     taken = entries[:place]
     ellipsis = dims - sum(x is not None and x is not Ellipsis for x in entries) if Ellipsis in taken else 0

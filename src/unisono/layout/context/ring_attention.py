@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unisono.layout.context.group import Coming, Peers
+from unisono.layout.context.group import Peers, PendingTensor
 from unisono.layout.context.sequence_split import SequenceSplit
 
 
@@ -67,11 +67,11 @@ class _Plan:
     def _columns(self, peer: int) -> Tensor | None:
         return None if self.mask is None else self.split.part(self.mask, -1, peer)
 
-    def round(self, packet: Tensor, visit: Callable[[int, Tensor], None]) -> None:
+    def rotate(self, packet: Tensor, visit: Callable[[int, Tensor], None]) -> None:
         """Let `visit` see everybody's packet, the own one first; the next one travels meanwhile, the last is let go."""
         n = self.peers.size
         for step in range(n):
-            coming = self.peers.pass_on(packet) if step < n - 1 else None
+            coming = self.peers.ring_shift(packet) if step < n - 1 else None
             visit((self.peers.rank - step) % n, packet)
             if coming is not None:
                 packet = coming.wait()
@@ -91,7 +91,7 @@ class _Ring(torch.autograd.Function):
                 for block in plan.blocks(peer, query.device):
                     _merge(out, lse, block, *_forward(query, keys, values, block, plan.scale))
 
-            plan.round(_pack(key, value), attend)
+            plan.rotate(_pack(key, value), attend)
             result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
         ctx.plan = plan
@@ -106,7 +106,7 @@ class _Ring(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False), torch._C.DisableTorchFunction():
             of_query = torch.zeros_like(query, dtype=lse.dtype)
             delta = (gradient.to(lse.dtype) * out).sum(-1)
-            behind: Coming | None = None  # the gradients of the packet at hand, from those who had it before
+            behind: PendingTensor | None = None  # the gradients of the packet at hand, from those who had it before
 
             def attend(peer: int, packet: Tensor) -> None:
                 nonlocal behind
@@ -117,9 +117,9 @@ class _Ring(torch.autograd.Function):
                     _backward(
                         gradient, query, keys, values, lse, delta, block, plan.scale, of_query, of_keys, of_values
                     )
-                behind = plan.peers.pass_on(added if behind is None else added.add_(behind.wait()))
+                behind = plan.peers.ring_shift(added if behind is None else added.add_(behind.wait()))
 
-            plan.round(_pack(key, value), attend)
+            plan.rotate(_pack(key, value), attend)
             assert behind is not None
             of_keys, of_values = _unpack(behind.wait(), key, value)
         return of_query.to(query.dtype), of_keys.to(key.dtype), of_values.to(value.dtype), None

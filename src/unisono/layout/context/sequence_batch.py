@@ -26,7 +26,7 @@ from unisono.layout.context.sequence_split import SequenceSplit
 from unisono.tensors.batch import Batch, mapped, tensors
 
 
-def length(batch: Batch, dim: int = 1) -> int:
+def sequence_length(batch: Batch, dim: int = 1) -> int:
     """Tokens of a sequence: the size along `dim` of the batch's first tensor that has this dimension.
 
     Raises:
@@ -39,7 +39,7 @@ def length(batch: Batch, dim: int = 1) -> int:
                        "use context=1 for data without sequences")  # fmt: skip
 
 
-def take(batch: Batch, split: SequenceSplit, rank: int, dim: int = 1) -> Batch:
+def take_part(batch: Batch, split: SequenceSplit, rank: int, dim: int = 1) -> Batch:
     """The part of `batch` that belongs to worker `rank`, in the same nesting of tuples, lists and mappings.
 
     Of a tensor whose size along `dim` is the sequence's length, the worker's tokens along `dim`; of a mask
@@ -56,7 +56,7 @@ def take(batch: Batch, split: SequenceSplit, rank: int, dim: int = 1) -> Batch:
     return mapped(cut, batch)
 
 
-def share(
+def loss_share(
     weight: Callable[[Batch], float] | None, batch: Batch, split: SequenceSplit, rank: int, dim: int = 1
 ) -> float:
     """What worker `rank`'s loss counts for in the micro-batch's, from 0 to 1; over the group it adds up to 1.
@@ -67,7 +67,7 @@ def share(
     """
     if weight is None:
         return 1 / split.size
-    weights = [float(weight(take(batch, split, r, dim))) for r in range(split.size)]
+    weights = [float(weight(take_part(batch, split, r, dim))) for r in range(split.size)]
     total = sum(weights)
     return weights[rank] / total if total else 1 / split.size
 

@@ -12,35 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.layout.context.group import Coming
+from unisono.layout.context.group import PendingTensor, Received
 from unisono.layout.pipeline.rng_states import Generators
 
 
-class Apart(ValueError):
+class GroupMismatch(ValueError):
     """Members did not exchange equally often; the message says which of them left the others waiting."""
 
 
 class ThreadedGroup:
     """One of several `Peers` in one process. What is gathered stays in one graph, so that backward runs through all."""
 
-    def __init__(self, rank: int, board: Board) -> None:
-        self.rank, self.size, self._board = rank, board.size, board
+    def __init__(self, rank: int, board: SharedExchange) -> None:
+        self.rank, self.size, self._shared = rank, board.size, board
         self._exchanges = 0
 
     def gather(self, mine: Tensor) -> Tensor:
-        """See `Peers`."""
-        return torch.stack(self._everybody(mine))
+        return torch.stack(self._exchange(mine))
 
-    def pass_on(self, mine: Tensor) -> Coming:
+    def ring_shift(self, mine: Tensor) -> PendingTensor:
         """See `Peers`; gradients do not go this way."""
-        return _There(self._everybody(mine)[self.rank - 1].detach().clone())
+        return Received(self._exchange(mine)[self.rank - 1].detach().clone())
 
-    def _everybody(self, mine: Tensor) -> list[Tensor]:
+    def _exchange(self, mine: Tensor) -> list[Tensor]:
         self._exchanges += 1
-        return self._board.exchange(self.rank, self._exchanges, mine)
+        return self._shared.exchange(self.rank, self._exchanges, mine)
 
 
-class Board:
+class SharedExchange:
     """Where members put what they exchange. None of them waits for a member that has ended.
 
     Attributes:
@@ -49,7 +48,7 @@ class Board:
 
     def __init__(self, size: int, generators: Generators) -> None:
         self.size, self._generators = size, generators
-        self.turn = threading.Condition()
+        self.lock = threading.Condition()
         self._rounds: dict[int, dict[int, Tensor]] = {}
         self._ended: dict[int, Exception | None] = {}
 
@@ -62,35 +61,27 @@ class Board:
         given = self._rounds.setdefault(number, {})
         given[rank] = mine
         drawn = self._generators.states()
-        self.turn.notify_all()
-        self.turn.wait_for(lambda: len(given) == self.size or self._ended.keys() - given.keys())
+        self.lock.notify_all()
+        self.lock.wait_for(lambda: len(given) == self.size or self._ended.keys() - given.keys())
         self._generators.restore(drawn)
         if len(given) < self.size:
             gone = min(self._ended.keys() - given.keys())
-            raise Apart(f"part {rank} exchanges keys and values once more than part {gone}")
+            raise GroupMismatch(f"part {rank} exchanges keys and values once more than part {gone}")
         return [given[each] for each in range(self.size)]
 
     def end(self, rank: int, error: Exception | None) -> None:
         """The member exchanges nothing more."""
         self._ended[rank] = error
-        self.turn.notify_all()
+        self.lock.notify_all()
 
     def check(self) -> None:
         """Raise the first error that is not about what another member did."""
         errors = [error for error in self._ended.values() if error is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, Apart)):
+        for error in sorted(errors, key=lambda error: isinstance(error, GroupMismatch)):
             raise error
 
 
-class _There:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> Tensor:
-        return self._tensor
-
-
-def together(
+def run_members(
     size: int, member: Callable[[ThreadedGroup], Any], generators: Generators, drawn: Sequence[Tensor]
 ) -> list[Any]:
     """What each of `size` members returns, by rank; the first error of any of them is raised.
@@ -98,11 +89,11 @@ def together(
     Args:
         drawn: the states of `generators` with which each begins.
     """
-    board = Board(size, generators)
+    board = SharedExchange(size, generators)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        with board.turn:
+        with board.lock:
             generators.restore(drawn)
             try:
                 results[rank] = member(ThreadedGroup(rank, board))

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from unisono.errors import InvalidInput
 from unisono.layout.context.data_dependence import DataDependence
 from unisono.layout.context.function_mode import attending
-from unisono.layout.context.padding import Inputs, unmasked
-from unisono.layout.context.sequence_batch import length, part_loss, share, take
+from unisono.layout.context.padding import Inputs, hide_padding
+from unisono.layout.context.sequence_batch import loss_share, part_loss, sequence_length, take_part
 from unisono.layout.context.sequence_split import SequenceSplit
-from unisono.layout.context.threaded_group import ThreadedGroup, together
+from unisono.layout.context.threaded_group import ThreadedGroup, run_members
 from unisono.layout.pipeline.rng_states import Generators
 from unisono.tensors.batch import tensors
 
@@ -66,11 +66,11 @@ def verify(
     Raises:
         InvalidInput: it differs; names the first module that does, and what to do.
     """
-    split = SequenceSplit(length(sample, dim), size, balanced)
+    split = SequenceSplit(sequence_length(sample, dim), size, balanced)
     run = forward or (lambda batch: _call(model, batch))
-    trial = _Trial(model, sample, split, run, loss, weight, dim, inputs)
+    trial = _SplitComparison(model, sample, split, run, loss, weight, dim, inputs)
     for seed in range(_TRIALS):
-        with _disturbed(model, seed), _Quiet():
+        with _perturbed(model, seed), _NoDropout():
             try:
                 found = trial.difference()
             except InvalidInput:
@@ -79,9 +79,9 @@ def verify(
                 found = f"it cannot run on a part of a sequence ({type(error).__name__}: {str(error).splitlines()[0]})"
         if found:
             raise InvalidInput("context", size, f"{type(model).__name__} on parts of a sequence: {found}", _CURE)
-        if not trial.asks:
+        if not trial.reads_values:
             return
-    if not trial.alike:  # what is asked for differs between parts, and what is computed does not
+    if not trial.same_decisions:  # what is asked for differs between parts, and what is computed does not
         return
     LOG.warning(
         "%s asks for numbers that it computes. On %d trials a part of a sequence gave the same answers as all of it; "
@@ -92,7 +92,7 @@ def verify(
 
 
 @dataclass
-class _Trial:
+class _SplitComparison:
     """What `verify` was given.
 
     Attributes:
@@ -108,37 +108,37 @@ class _Trial:
     weight: Any
     dim: int
     inputs: Inputs
-    asks: bool = False
-    alike: bool = False
+    reads_values: bool = False
+    same_decisions: bool = False
 
     def difference(self) -> str | None:
         """What differs, in words; None if nothing does."""
         split, model = self.split, self.model
-        sample, keys = unmasked(self.sample, self.inputs, split.length)
-        parts = [take(sample, split, r, self.dim) for r in range(split.size)]
+        sample, keys = hide_padding(self.sample, self.inputs, split.length)
+        parts = [take_part(sample, split, r, self.dim) for r in range(split.size)]
         idents, asked = [0] * split.size, [DataDependence(model.parameters()) for _ in range(split.size + 1)]
 
         def member(peers: ThreadedGroup) -> Any:
             idents[peers.rank] = threading.get_ident()
-            with _Quiet(), attending(peers, split, "gather", keys), asked[peers.rank]:
+            with _NoDropout(), attending(peers, split, "gather", keys), asked[peers.rank]:
                 return self.run(parts[peers.rank])
 
         generators = Generators(next(model.parameters()).device)
         drawn = generators.states()
-        with _noted(model) as notes:
+        with _module_outputs(model) as notes:
             with asked[-1]:
                 output = self.run(self.sample)
-            outputs = together(split.size, member, generators, drawn)
-        self.alike = all(each.decisions == asked[-1].decisions for each in asked)
-        self.asks = bool(asked[-1].answers)
+            outputs = run_members(split.size, member, generators, drawn)
+        self.same_decisions = all(each.decisions == asked[-1].decisions for each in asked)
+        self.reads_values = bool(asked[-1].answers)
         differs = _first_module(notes[threading.get_ident()], [notes[i] for i in idents], split)
-        joined = [_joined(pieces, of, split, self.dim) for of, *pieces in zip(tensors(output), *map(tensors, outputs))]
+        joined = [_join(pieces, of, split, self.dim) for of, *pieces in zip(tensors(output), *map(tensors, outputs))]
         if any(got is not None and not _close(got, want) for got, want in zip(joined, tensors(output))):
             return f"the output differs{differs}"
         if self.loss is None:
-            goal, goals = _score(list(tensors(output))), _score([x for x in joined if x is not None])
+            goal, goals = _weighted_sum(list(tensors(output))), _weighted_sum([x for x in joined if x is not None])
         else:
-            shares = [share(self.weight, sample, split, r, self.dim) for r in range(split.size)]
+            shares = [loss_share(self.weight, sample, split, r, self.dim) for r in range(split.size)]
             goal = self.loss(output, self.sample)
             goals = torch.stack([part_loss(self.loss, *of) for of in zip(outputs, parts, shares)]).sum()
             if not _close(goals, goal):
@@ -165,13 +165,13 @@ def _gradients(model: nn.Module, goal: Tensor, goals: Tensor, differs: str) -> s
 def _first_module(whole: Mapping[str, Tensor], parts: list[dict[str, Tensor]], split: SequenceSplit) -> str:
     for name, want in whole.items():
         pieces = [part[name] for part in parts if name in part]
-        joined = [_joined(pieces, want, split, d) for d in range(want.dim()) if len(pieces) == split.size]
+        joined = [_join(pieces, want, split, d) for d in range(want.dim()) if len(pieces) == split.size]
         if any(got is not None and not _close(got, want) for got in joined):
             return f", first in {name}"
     return ""
 
 
-def _joined(pieces: list[Tensor], want: Tensor, split: SequenceSplit, dim: int) -> Tensor | None:
+def _join(pieces: list[Tensor], want: Tensor, split: SequenceSplit, dim: int) -> Tensor | None:
     """The parts as a whole of the shape wanted; None where they are no parts along `dim`."""
     cut = (*want.shape[:dim], split.local, *want.shape[dim + 1 :])
     if want.dim() <= dim or want.shape[dim] != split.length or any(piece.shape != cut for piece in pieces):
@@ -179,7 +179,7 @@ def _joined(pieces: list[Tensor], want: Tensor, split: SequenceSplit, dim: int) 
     return split.join(pieces, dim)
 
 
-def _score(outputs: list[Tensor]) -> Tensor:
+def _weighted_sum(outputs: list[Tensor]) -> Tensor:
     """A number in which every output counts differently."""
     floating = [x for x in outputs if x.is_floating_point() and x.requires_grad]
     generator = torch.Generator().manual_seed(1)
@@ -199,7 +199,7 @@ def _close(got: Tensor, want: Tensor, least: float = 0.0) -> bool:
 
 
 @contextmanager
-def _noted(model: nn.Module) -> Iterator[dict[int, dict[str, Tensor]]]:
+def _module_outputs(model: nn.Module) -> Iterator[dict[int, dict[str, Tensor]]]:
     """What every module gave first, by thread and by name, in the order in which they finished."""
     notes: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
@@ -219,7 +219,7 @@ def _noted(model: nn.Module) -> Iterator[dict[int, dict[str, Tensor]]]:
 
 
 @contextmanager
-def _disturbed(model: nn.Module, seed: int) -> Iterator[None]:
+def _perturbed(model: nn.Module, seed: int) -> Iterator[None]:
     """Add some noise to the weights; they and the buffers come back bit by bit."""
     generator = torch.Generator().manual_seed(seed)
     weights = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
@@ -235,7 +235,7 @@ def _disturbed(model: nn.Module, seed: int) -> Iterator[None]:
             b.copy_(before)
 
 
-class _Quiet(TorchFunctionMode):
+class _NoDropout(TorchFunctionMode):
     """No dropout of activations."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,2 +1,2 @@
-from unisono.layout.deferred.deferred_model import Deferred as Deferred
+from unisono.layout.deferred.deferred_model import DeferredModel as DeferredModel
 from unisono.layout.deferred.deferred_model import record as record

@@ -14,16 +14,22 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.parameter import UninitializedParameter
 
 from unisono.errors import InvalidInput
-from unisono.layout.deferred.dispatch_modes import listening
+from unisono.layout.deferred.dispatch_modes import recording
 from unisono.layout.deferred.recorder import TapeRecorder
 from unisono.layout.deferred.replay import replay
 from unisono.layout.deferred.tape import TensorView
-from unisono.layout.deferred.tensor_slots import Slots, emptied, like, loose, named_tensors
+from unisono.layout.deferred.tensor_slots import (
+    Slots,
+    as_parameter_like,
+    empty_on_meta,
+    named_tensors,
+    unregistered_tensors,
+)
 
 Keep = Callable[[str, Tensor], Tensor | None]
 
 
-class Deferred(ABC):
+class DeferredModel(ABC):
     """A model whose parameters and buffers are on the meta device until they are asked for.
 
     Args:
@@ -40,7 +46,7 @@ class Deferred(ABC):
         return bool(self.why)
 
     @abstractmethod
-    def materialise(self, keep: Keep) -> dict[str, Tensor]:
+    def materialize(self, keep: Keep) -> dict[str, Tensor]:
         """Compute one parameter or buffer after the other and keep what `keep` returns.
 
         The global generator ends in the state in which an ordinary build leaves it. Tensors that modules hold
@@ -56,7 +62,7 @@ class Deferred(ABC):
         """
 
 
-def record(build: Callable[[], nn.Module]) -> Deferred:
+def record(build: Callable[[], nn.Module]) -> DeferredModel:
     """Run `build` without memory for its tensors.
 
     The global generators are as before afterwards. Where the model cannot be put off, `build` is called once more,
@@ -69,10 +75,10 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
     recorder = TapeRecorder()
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with listening(recorder):
+        with recording(recorder):
             model = _checked(build())
         if not recorder.refusal:
-            return _Recorded(model, recorder)
+            return _RecordedModel(model, recorder)
     except InvalidInput:
         raise
     except Exception as error:
@@ -89,7 +95,7 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
     return _MaterializedModel(model, why, end)
 
 
-class _Recorded(Deferred):
+class _RecordedModel(DeferredModel):
     """Nothing but a tape."""
 
     def __init__(self, model: nn.Module, recorder: TapeRecorder) -> None:
@@ -97,37 +103,37 @@ class _Recorded(Deferred):
         self._tape, self._ends = recorder.tape, recorder.ends
         slots = Slots(model)
         for _, tensor in list(named_tensors(model)):
-            if recorder.place(tensor) is None:
-                slots.replace(tensor, recorder.stand_in(tensor, outside=True))
-        self._places = {name: _placed(recorder, tensor) for name, tensor in named_tensors(model)}
-        taken = {_placed(recorder, parameter).storage for parameter in model.parameters()}
-        self._loose: list[tuple[Any, Any, Tensor, TensorView]] = []
-        for holder, key, tensor in loose(model):
-            place = recorder.place(tensor)
+            if recorder.view_of(tensor) is None:
+                slots.replace(tensor, recorder.meta_placeholder(tensor, outside=True))
+        self._as_views = {name: _view_of(recorder, tensor) for name, tensor in named_tensors(model)}
+        taken = {_view_of(recorder, parameter).storage for parameter in model.parameters()}
+        self._unregistered: list[tuple[Any, Any, Tensor, TensorView]] = []
+        for holder, key, tensor in unregistered_tensors(model):
+            place = recorder.view_of(tensor)
             if place is not None and place.storage in taken:
                 recorder.refuse(f"an attribute {key} shares memory with a parameter")
             if place is not None:
-                self._loose.append((holder, key, tensor, place))
+                self._unregistered.append((holder, key, tensor, place))
 
-    def materialise(self, keep: Keep) -> dict[str, Tensor]:
+    def materialize(self, keep: Keep) -> dict[str, Tensor]:
         names, attributes = defaultdict(list), defaultdict(list)
-        for name, place in self._places.items():
+        for name, place in self._as_views.items():
             names[place.storage].append(name)
-        for found in self._loose:
+        for found in self._unregistered:
             attributes[found[-1].storage].append(found)
         kept: dict[str, Tensor] = {}
 
         def release(number: int, storage: UntypedStorage) -> None:
             for name in names[number]:
-                _keep(kept, name, self._places[name].on(storage), keep)
+                _keep(kept, name, self._as_views[name].on(storage), keep)
             for holder, key, tensor, place in attributes[number]:
-                holder[key] = like(tensor, place.on(storage))
+                holder[key] = as_parameter_like(tensor, place.on(storage))
 
         replay(self._tape, names.keys() | attributes.keys(), self._ends, release)
-        return {name: kept[name] for name in self._places if name in kept}
+        return {name: kept[name] for name in self._as_views if name in kept}
 
 
-class _MaterializedModel(Deferred):
+class _MaterializedModel(DeferredModel):
     """A model in memory."""
 
     def __init__(self, model: nn.Module, why: str, end: Tensor) -> None:
@@ -138,13 +144,13 @@ class _MaterializedModel(Deferred):
                 problem = "it is on the meta device after the build, so it has no values"
                 raise InvalidInput("model", name, problem, "build it on the CPU; building is put off without that")
 
-    def materialise(self, keep: Keep) -> dict[str, Tensor]:
+    def materialize(self, keep: Keep) -> dict[str, Tensor]:
         slots, kept = Slots(self.model), dict[str, Tensor]()
         waiting = list(named_tensors(self.model))[::-1]
         while waiting:
             name, tensor = waiting.pop()
             _keep(kept, name, tensor.detach(), keep)
-            slots.replace(tensor, emptied(tensor))
+            slots.replace(tensor, empty_on_meta(tensor))
         torch.set_rng_state(self._end)
         return kept
 
@@ -168,7 +174,7 @@ def _checked(built: object) -> nn.Module:
     return model
 
 
-def _placed(recorder: TapeRecorder, tensor: Tensor) -> TensorView:
-    place = recorder.place(tensor)
+def _view_of(recorder: TapeRecorder, tensor: Tensor) -> TensorView:
+    place = recorder.view_of(tensor)
     assert place is not None
     return place

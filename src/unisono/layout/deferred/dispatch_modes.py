@@ -15,16 +15,16 @@ from unisono.layout.deferred.recorder import TapeRecorder
 
 
 @contextmanager
-def listening(recorder: TapeRecorder) -> Iterator[None]:
+def recording(recorder: TapeRecorder) -> Iterator[None]:
     """Everything that this thread does with tensors goes to the recorder."""
     try:
-        with _Questions(recorder), _Operations(recorder):
+        with _AttributeMode(recorder), _OperatorMode(recorder):
             yield
     finally:
         recorder.close()
 
 
-class _Operations(TorchDispatchMode):
+class _OperatorMode(TorchDispatchMode):
     """Hears of every operator, below autograd."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
@@ -33,10 +33,10 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
-            return self._recorder.operation(func, args, kwargs or {})
+            return self._recorder.run_operator(func, args, kwargs or {})
 
 
-class _Questions(TorchFunctionMode):
+class _AttributeMode(TorchFunctionMode):
     """Answers for stand-ins what no operator is asked about."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
@@ -47,7 +47,7 @@ class _Questions(TorchFunctionMode):
         kwargs = kwargs or {}
         recorder = self._recorder
         answer = _ANSWERS.get(func)
-        if answer is not None and recorder.place(args[0]) is not None:
+        if answer is not None and recorder.view_of(args[0]) is not None:
             return answer(recorder, *args, **kwargs)
         if func in _READS:
             with _disable_current_modes():
@@ -82,7 +82,7 @@ def _list(recorder: TapeRecorder, tensor: Tensor) -> Any:
         return recorder.read(tensor)[0].tolist()
 
 
-def _refuse(what: str) -> Callable[..., NoReturn]:
+def _refusing(what: str) -> Callable[..., NoReturn]:
     return lambda recorder, *args, **kwargs: recorder.refuse(f"it takes {what}, which has none yet")
 
 
@@ -97,8 +97,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.tolist: _list,
     Tensor.numpy: lambda recorder, tensor, **kwargs: _array(recorder, tensor),
     Tensor.__array__: _array,
-    Tensor.data_ptr: _refuse("the address of a tensor"),
-    Tensor.storage: _refuse("the memory of a tensor"),
-    Tensor.untyped_storage: _refuse("the memory of a tensor"),
-    Tensor.__reduce_ex__: _refuse("a pickled tensor"),
+    Tensor.data_ptr: _refusing("the address of a tensor"),
+    Tensor.storage: _refusing("the memory of a tensor"),
+    Tensor.untyped_storage: _refusing("the memory of a tensor"),
+    Tensor.__reduce_ex__: _refusing("a pickled tensor"),
 }

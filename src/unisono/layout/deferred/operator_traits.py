@@ -27,7 +27,7 @@ _FILLS = {
     )
 }
 # they look at shape, strides and dtype of their first argument only
-_OUTLINES = {
+_GEOMETRY_ONLY = {
     "aten::" + name
     for name in (
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
@@ -55,9 +55,9 @@ class Traits:
     written: frozenset[int | str]
     draws: bool
     fills: bool
-    outline: bool
-    restrides: bool
-    unforeseen: bool
+    geometry_only: bool
+    changes_view: bool
+    data_dependent: bool
     has_device: bool
     strided: bool
 
@@ -74,9 +74,9 @@ def traits(operator: Any) -> Traits:
         written=frozenset(written),
         draws=torch.Tag.nondeterministic_seeded in tags,
         fills=schema.name in _FILLS,
-        outline=schema.name in _OUTLINES,
-        restrides=torch.Tag.inplace_view in tags,
-        unforeseen=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
+        geometry_only=schema.name in _GEOMETRY_ONLY,
+        changes_view=torch.Tag.inplace_view in tags,
+        data_dependent=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
         has_device=any(argument.name == "device" for argument in schema.arguments),
         strided=not any(word in schema.name for word in _EXOTIC),
     )

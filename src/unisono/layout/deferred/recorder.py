@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from unisono.layout.deferred.operator_traits import Traits, traits
 from unisono.layout.deferred.replay import last_draws, replay
-from unisono.layout.deferred.rng_draws import Draws
-from unisono.layout.deferred.tape import Draw, Outline, Tape, TapeOperation, TensorView, leaves, replaced
-from unisono.layout.deferred.tensor_slots import emptied
+from unisono.layout.deferred.rng_draws import GeneratorTracker
+from unisono.layout.deferred.tape import Draw, GeometryOnly, Tape, TapeOperation, TensorView, leaves, map_leaves
+from unisono.layout.deferred.tensor_slots import empty_on_meta
 
 _SMALL_BYTES = 1 << 16  # what was read and is not larger is kept, so that it need not be computed again
 _CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ class TapeRecorder:
         self.refusal = ""
         self.sharing = False
         self._numbers: dict[int, int] = {}  # of storages, by their address
-        self._outside: set[int] = set()  # numbers of stand-ins for memory that others see too
-        self._draws = Draws()
+        self._external: set[int] = set()  # numbers of stand-ins for memory that others see too
+        self._draws = GeneratorTracker()
 
     def close(self) -> None:
         """Put the generators back to where they were; nothing is recorded any more."""
@@ -43,7 +43,7 @@ class TapeRecorder:
         self.refusal = self.refusal or why
         raise NotDeferrable(why)
 
-    def place(self, tensor: Tensor) -> TensorView | None:
+    def view_of(self, tensor: Tensor) -> TensorView | None:
         """Where a tensor lies, or None for one that is not of this recording."""
         if tensor.layout is not torch.strided or tensor.device.type != "meta":
             return None
@@ -52,7 +52,7 @@ class TapeRecorder:
 
     def read(self, *tensors: Tensor) -> list[Tensor]:
         """The present content of stand-ins, computed now; no mode hears of it."""
-        places = [place for tensor in tensors if (place := self.place(tensor)) is not None]
+        places = [place for tensor in tensors if (place := self.view_of(tensor)) is not None]
         wanted = {place.storage for place in places}
         contents: dict[int, UntypedStorage] = {}
         ends = last_draws(self.tape, wanted)
@@ -68,24 +68,24 @@ class TapeRecorder:
                     self.tape.add_content(number, content.clone())
             return [place.on(contents[place.storage]) for place in places]
 
-    def operation(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Do on the meta device what was asked for, and write it down."""
         if operator is torch.ops.aten.lift_fresh.default and args[0].device.type == "cpu":
-            return self.stand_in(args[0], outside=self.sharing)
+            return self.meta_placeholder(args[0], outside=self.sharing)
         trait = traits(operator)
         if not trait.strided or kwargs.get("layout") not in (None, torch.strided):
             self.refuse(f"{operator} makes a tensor that is not plain memory")
-        if trait.restrides:
+        if trait.changes_view:
             return operator(*args, **kwargs)
         self.check_device(kwargs.get("device"))
-        args, kwargs = replaced(args, self._ghost), replaced(kwargs, self._ghost)
-        result = self._foresee(operator, trait, args, kwargs)
-        self._note(operator, trait, args, kwargs, result)
+        args, kwargs = map_leaves(args, self._meta_argument), map_leaves(kwargs, self._meta_argument)
+        result = self._infer_result(operator, trait, args, kwargs)
+        self._append(operator, trait, args, kwargs, result)
         return result
 
-    def _foresee(self, operator: Any, trait: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _infer_result(self, operator: Any, trait: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result on the meta device; where that cannot tell, from real content."""
-        if not trait.unforeseen:
+        if not trait.data_dependent:
             elsewhere = {key: None if key in ("generator", "pin_memory") else kwargs[key] for key in kwargs}
             if trait.has_device:
                 elsewhere["device"] = "meta"
@@ -99,45 +99,45 @@ class TapeRecorder:
         real = lambda value: reals[id(value)] if isinstance(value, Tensor) else value
         here = {"device": _CPU} if trait.has_device else {}
         with torch.no_grad():
-            result = operator(*replaced(args, real), **replaced(kwargs, real) | here)
+            result = operator(*map_leaves(args, real), **map_leaves(kwargs, real) | here)
         known = {id(reals[id(ghost)]): ghost for ghost in ghosts}
 
         def ghost_of(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return known[id(value)] if id(value) in known else emptied(value)
+            return known[id(value)] if id(value) in known else empty_on_meta(value)
 
-        return replaced(result, ghost_of)
+        return map_leaves(result, ghost_of)
 
-    def _note(self, operator: Any, trait: Traits, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        fresh = tuple(self._fresh(tensor) for tensor in leaves(result, Tensor))
+    def _append(self, operator: Any, trait: Traits, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        fresh = tuple(self._new_view(tensor) for tensor in leaves(result, Tensor))
         writes = {place.storage for place in fresh if place is not None}
         reads: set[int] = set()
         for key, value in (*enumerate(args), *kwargs.items()):
-            for place in map(self.place, leaves(value, Tensor)):
+            for place in map(self.view_of, leaves(value, Tensor)):
                 assert place is not None
                 if key in trait.written:
                     writes.add(place.storage)
                 if key in trait.written and trait.fills and self._covers(place):
                     continue
-                if not (trait.outline and key == 0):
+                if not (trait.geometry_only and key == 0):
                     reads.add(place.storage)
-        if writes & self._outside:
+        if writes & self._external:
             self.refuse(f"{operator} writes to memory that is not the model's alone")
         if not writes and not trait.draws:
             return
         draw = self._draw(kwargs.get("generator")) if trait.draws else None
-        args, kwargs = self._places(trait, args, kwargs)
+        args, kwargs = self._as_views(trait, args, kwargs)
         if trait.has_device:
             kwargs["device"] = _CPU
         memory, dtype = (frozenset(reads), frozenset(writes)), torch.get_default_dtype()
         self.tape.add(TapeOperation(operator, args, kwargs, fresh, *memory, draw, dtype))
 
-    def _places(self, trait: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        place = lambda value: self.place(value) if isinstance(value, Tensor) else value
-        args, kwargs = replaced(args, place), replaced(kwargs, place)
-        if trait.outline and isinstance(args[0], TensorView):
-            args = (Outline(args[0]), *args[1:])
+    def _as_views(self, trait: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        place = lambda value: self.view_of(value) if isinstance(value, Tensor) else value
+        args, kwargs = map_leaves(args, place), map_leaves(kwargs, place)
+        if trait.geometry_only and isinstance(args[0], TensorView):
+            args = (GeometryOnly(args[0]), *args[1:])
         return args, kwargs
 
     def _covers(self, place: TensorView) -> bool:
@@ -149,7 +149,7 @@ class TapeRecorder:
             self.refuse(f"it draws from a generator on {generator.device}")
         return Draw(generator, self._draws.draw(generator, len(self.tape.operations)))
 
-    def _fresh(self, tensor: Tensor) -> TensorView | None:
+    def _new_view(self, tensor: Tensor) -> TensorView | None:
         """The place of a tensor in new memory."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._numbers:
@@ -157,7 +157,7 @@ class TapeRecorder:
         self._numbers[storage._cdata] = self.tape.add_storage(storage)
         return TensorView.of(tensor, self._numbers[storage._cdata])
 
-    def _ghost(self, value: Any) -> Any:
+    def _meta_argument(self, value: Any) -> Any:
         """What stands in for an argument on the meta device."""
         if not isinstance(value, Tensor):
             return value
@@ -171,9 +171,9 @@ class TapeRecorder:
                 self.refuse("it uses a tensor that was on the meta device before")
             return value
         self.check_device(value.device)
-        return self.stand_in(value, outside=True)
+        return self.meta_placeholder(value, outside=True)
 
-    def stand_in(self, real: Tensor, outside: bool) -> Tensor:
+    def meta_placeholder(self, real: Tensor, outside: bool) -> Tensor:
         """A tensor on the meta device whose content is that of a real one."""
         storage = real.untyped_storage()
         number = self._numbers.get(storage._cdata)
@@ -182,7 +182,7 @@ class TapeRecorder:
             self._numbers[storage._cdata] = self._numbers[self.tape.storages[number]._cdata] = number
             self.tape.add_content(number, storage)
             if outside:
-                self._outside.add(number)
+                self._external.add(number)
         return TensorView.of(real, number).on(self.tape.storages[number])
 
     def check_device(self, device: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from unisono.layout.deferred.replay_order import needed, schedule
-from unisono.layout.deferred.tape import Draw, Outline, Tape, TapeOperation, TensorView, leaves, replaced
+from unisono.layout.deferred.tape import Draw, GeometryOnly, Tape, TapeOperation, TensorView, leaves, map_leaves
 
 Ends = Mapping[torch.Generator, Tensor | int]
 
@@ -27,11 +27,11 @@ def replay(tape: Tape, wanted: Iterable[int], ends: Ends, release: Callable[[int
     """
     wanted = frozenset(wanted)
     work = needed(tape, wanted, (end for end in ends.values() if isinstance(end, int)))
-    player = _Player(tape, _remembered(tape, work.drawn, ends))
+    player = _Replayer(tape, _states_to_keep(tape, work.drawn, ends))
     uses = Counter(storage for number in work.live for storage in _touched(tape.operations[number]))
     with torch.no_grad():
         for number in schedule(tape, work, wanted):
-            player.play(number, live=number in work.live)
+            player.run(number, live=number in work.live)
             for storage in _touched(tape.operations[number]) if number in work.live else ():
                 uses[storage] -= 1
                 if not uses[storage]:
@@ -40,7 +40,7 @@ def replay(tape: Tape, wanted: Iterable[int], ends: Ends, release: Callable[[int
                         release(storage, content)
                     del content
     for generator, end in ends.items():
-        player.move(generator, end)
+        player.set_generator(generator, end)
 
 
 def last_draws(tape: Tape, wanted: Iterable[int]) -> dict[torch.Generator, Tensor | int]:
@@ -49,28 +49,28 @@ def last_draws(tape: Tape, wanted: Iterable[int]) -> dict[torch.Generator, Tenso
     return {draw.generator: number for number, draw in draws if draw is not None}
 
 
-class _Player:
+class _Replayer:
     """The memory while a tape is played."""
 
     def __init__(self, tape: Tape, remembered: set[int]) -> None:
         self.storages: dict[int, UntypedStorage] = {}
         self._tape = tape
-        self._remembered = remembered
+        self._keep_states = remembered
         self._states = dict(tape.states)
         self._at: dict[torch.Generator, int] = {}
 
-    def play(self, number: int, live: bool) -> None:
+    def run(self, number: int, live: bool) -> None:
         """Call one operation; where it is not `live`, only for what it does to the generator."""
         operation = self._tape.operations[number]
         if operation.draw is not None:
-            self.move(operation.draw.generator, operation.draw.start)
+            self.set_generator(operation.draw.generator, operation.draw.start)
         with _default_dtype(operation.default_dtype):
             leaf = self._real if live else _blank
-            args, kwargs = replaced(operation.args, leaf), replaced(operation.kwargs, leaf)
+            args, kwargs = map_leaves(operation.args, leaf), map_leaves(operation.kwargs, leaf)
             result = operation.call(*args, **kwargs)
         if operation.draw is not None:
             self._at[operation.draw.generator] = number
-            if number in self._remembered:
+            if number in self._keep_states:
                 self._states[number] = operation.draw.generator.get_state()
         if live:
             inputs = {tensor.untyped_storage()._cdata for tensor in leaves((args, kwargs), Tensor)}
@@ -78,7 +78,7 @@ class _Player:
                 if place is not None:
                     self._store(place, tensor, inputs)
 
-    def move(self, generator: torch.Generator, state: Tensor | int) -> None:
+    def set_generator(self, generator: torch.Generator, state: Tensor | int) -> None:
         """Bring the generator into a state, or into that after a draw."""
         if isinstance(state, Tensor):
             generator.set_state(state)
@@ -109,8 +109,8 @@ class _Player:
 
 
 def _blank(value: Any) -> Any:
-    if isinstance(value, Outline):
-        return value.place.blank("meta")
+    if isinstance(value, GeometryOnly):
+        return value.view.blank("meta")
     return value.blank("cpu") if isinstance(value, TensorView) else value
 
 
@@ -118,7 +118,7 @@ def _touched(operation: TapeOperation) -> frozenset[int]:
     return operation.reads | operation.writes
 
 
-def _remembered(tape: Tape, drawn: set[int], ends: Ends) -> set[int]:
+def _states_to_keep(tape: Tape, drawn: set[int], ends: Ends) -> set[int]:
     """The draws whose state somebody comes back to after other draws from the same generator."""
     remembered: set[int] = set()
     at: dict[torch.Generator, int] = {}

@@ -10,7 +10,7 @@ from unisono.layout.deferred.tape import Tape
 
 
 @dataclass(frozen=True)
-class Needed:
+class NeededOperations:
     """Operations by number.
 
     Args:
@@ -22,7 +22,7 @@ class Needed:
     drawn: set[int]
 
 
-def needed(tape: Tape, storages: Iterable[int], after: Iterable[int]) -> Needed:
+def needed(tape: Tape, storages: Iterable[int], after: Iterable[int]) -> NeededOperations:
     """What the final content of `storages` and the generators' states after the draws `after` take."""
     live: set[int] = set()
     drawn: set[int] = set()
@@ -50,10 +50,10 @@ def needed(tape: Tape, storages: Iterable[int], after: Iterable[int]) -> Needed:
             values += [(storage, number) for storage in tape.operations[number].reads]
             if tape.operations[number].draw is not None:
                 draws.append(number)
-    return Needed(live, drawn)
+    return NeededOperations(live, drawn)
 
 
-def schedule(tape: Tape, work: Needed, wanted: Iterable[int]) -> list[int]:
+def schedule(tape: Tape, work: NeededOperations, wanted: Iterable[int]) -> list[int]:
     """All operations of `work` in an order that gives the same bits as the recorded one.
 
     Draws keep their order. Everything else waits until something needs it; a wanted storage is finished as soon as

@@ -10,7 +10,7 @@ from torch import Tensor
 _SEED_BYTES = 24  # a CPU generator's state begins with its seed and counters; words of 8 bytes (4 used) follow
 
 
-class Draws:
+class GeneratorTracker:
     """Gives generators a state of its own after every draw, so that seeding, saving and restoring are seen.
 
     Nothing tells when the user's code calls ``torch.manual_seed`` or puts a saved state back. But a state that
@@ -26,7 +26,7 @@ class Draws:
         """Keep the state in which the generator is found first."""
         self._before.setdefault(generator, generator.get_state())
 
-    def here(self, generator: torch.Generator) -> Tensor | int:
+    def current(self, generator: torch.Generator) -> Tensor | int:
         """The generator's state, or the draw after which it is."""
         state = generator.get_state()
         return self._names.get(_digest(state), state)
@@ -38,7 +38,7 @@ class Draws:
             RuntimeError: the generator does not take the state that stands for the draw.
         """
         self.watch(generator)
-        here = self.here(generator)
+        here = self.current(generator)
         stand_in = generator.get_state()
         words = stand_in[_SEED_BYTES:].view(torch.int64)  # (624 or more,)
         words[1], words[2] = number & 0xFFFFFFFF, ~number & 0xFFFFFFFF
@@ -50,7 +50,7 @@ class Draws:
 
     def close(self) -> dict[torch.Generator, Tensor | int]:
         """Put every generator that was seen back to where it was found; returns where they were now."""
-        ends = {generator: self.here(generator) for generator in self._before}
+        ends = {generator: self.current(generator) for generator in self._before}
         for generator, state in self._before.items():
             generator.set_state(state)
         return ends

@@ -46,10 +46,10 @@ class TensorView:
 
 
 @dataclass(frozen=True)
-class Outline:
+class GeometryOnly:
     """An argument of which only shape, strides and dtype count, as in ``zeros_like``."""
 
-    place: TensorView
+    view: TensorView
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ class Tape:
         return writers[found - 1] if found else None
 
 
-def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """`value` with everything in its lists, tuples and dicts passed through `leaf`."""
     if isinstance(value, (list, tuple)):
-        return type(value)([replaced(item, leaf) for item in value])
+        return type(value)([map_leaves(item, leaf) for item in value])
     if isinstance(value, dict):
-        return {key: replaced(item, leaf) for key, item in value.items()}
+        return {key: map_leaves(item, leaf) for key, item in value.items()}
     return leaf(value)
 
 

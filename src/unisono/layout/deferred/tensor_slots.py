@@ -31,7 +31,7 @@ class Slots:
 
     def replace(self, old: Tensor, new: Tensor) -> None:
         """Put `new`, as a parameter if `old` is one, wherever `old` is registered."""
-        new = like(old, new)
+        new = as_parameter_like(old, new)
         new.__dict__.update(old.__dict__)
         tie(self._slots[id(old)], new)
 
@@ -47,17 +47,17 @@ def tie(slots: Sequence[Slot], tensor: Tensor) -> None:
         setattr(module, key, tensor)
 
 
-def like(old: Tensor, new: Tensor) -> Tensor:
+def as_parameter_like(old: Tensor, new: Tensor) -> Tensor:
     """`new`, as a parameter if `old` is one."""
     return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
-def emptied(tensor: Tensor) -> Tensor:
+def empty_on_meta(tensor: Tensor) -> Tensor:
     """A tensor on the meta device of the same geometry."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def loose(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
+def unregistered_tensors(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
     """Tensors that modules hold beside their parameters: ``(holder, key, tensor)``, with ``holder[key]`` the tensor.
 
     Looks at attributes, and into lists and dicts among them.

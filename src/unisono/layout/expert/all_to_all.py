@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from unisono.layout.expert.routing import Pairs, Routed, numbered
+from unisono.layout.expert.routing import Pairs, Routed, expert_numbers
 
 
-def exchanged(compute: Callable[[Routed], Tensor], asked: Routed, share: int, group: dist.ProcessGroup) -> Tensor:
+def compute_routed(compute: Callable[[Routed], Tensor], asked: Routed, share: int, group: dist.ProcessGroup) -> Tensor:
     """What the experts of all members make of this member's tokens (N, width); all members call it alike, each with
     tokens of its own.
 
@@ -24,15 +24,15 @@ def exchanged(compute: Callable[[Routed], Tensor], asked: Routed, share: int, gr
     members = dist.get_world_size(group)
     pairs = Pairs.of(asked.chosen, share * members)
     leaving = pairs.counts.view(members, share)
-    coming = _moved(leaving, [1] * members, [1] * members, group)
+    coming = _exchange_rows(leaving, [1] * members, [1] * members, group)
     sent, received = leaving.sum(1).tolist(), coming.sum(1).tolist()
-    tokens = move(pairs.tokens(asked.tokens), received, sent, group)
-    weights = move(pairs.weights(asked.weights), received, sent, group)
-    outputs = _computed(compute, Routed(tokens, numbered(coming).unsqueeze(1), weights.unsqueeze(1)))
-    return pairs.summed(move(outputs, sent, received, group))
+    tokens = all_to_all_rows(pairs.tokens(asked.tokens), received, sent, group)
+    weights = all_to_all_rows(pairs.weights(asked.weights), received, sent, group)
+    outputs = _compute(compute, Routed(tokens, expert_numbers(coming).unsqueeze(1), weights.unsqueeze(1)))
+    return pairs.summed(all_to_all_rows(outputs, sent, received, group))
 
 
-def _computed(compute: Callable[[Routed], Tensor], routed: Routed) -> Tensor:
+def _compute(compute: Callable[[Routed], Tensor], routed: Routed) -> Tensor:
     if len(routed.tokens):
         return compute(routed)
     # Nobody asks: a made-up token all the same, so that every parameter has its gradient (which is zero) and the way
@@ -41,23 +41,23 @@ def _computed(compute: Callable[[Routed], Tensor], routed: Routed) -> Tensor:
     return compute(made_up)[:0]
 
 
-def move(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+def all_to_all_rows(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     """Rows of `x`, the first ``sent[0]`` to member 0 and so on; those that came, in the order of the members.
     Gradients go the same way back."""
-    return cast(Callable[..., Tensor], _Moved.apply)(x, received, sent, group)
+    return cast(Callable[..., Tensor], _ExchangeRows.apply)(x, received, sent, group)
 
 
-def _moved(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchange_rows(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     there = collectives.all_to_all_single(x.contiguous(), received, sent, group)
     return cast(Tensor, collectives.wait_tensor(there))
 
 
-class _Moved(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _moved(x, received, sent, group)
+        return _exchange_rows(x, received, sent, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _moved(gradients[0], ctx.sent, ctx.received, ctx.group), None, None, None
+        return _exchange_rows(gradients[0], ctx.sent, ctx.received, ctx.group), None, None, None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from unisono.layout.expert.all_to_all import exchanged
+from unisono.layout.expert.all_to_all import compute_routed
 from unisono.layout.expert.expert_plan import ExpertPlan, MixtureSplit
 
 LOG = logging.getLogger("unisono")
@@ -50,12 +50,12 @@ def _forward(each: MixtureSplit, mesh: DeviceMesh) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         given = signature.bind(*args, **kwargs)
         asked = calling.read(given)
-        mine = part.of(self, _here)
-        output = exchanged(partial(calling.compute, mine, given), asked, part.share, group)
+        mine = part.of(self, _local)
+        output = compute_routed(partial(calling.compute, mine, given), asked, part.share, group)
         return output.view_as(given.arguments[calling.tokens])
 
     return torch.compiler.disable(forward)  # sizes depend on what is chosen
 
 
-def _here(parameter: Tensor) -> Tensor:
+def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from unisono.errors import InvalidInput
-from unisono.layout.expert.find_experts import experts, lists, mixtures, shared
+from unisono.layout.expert.find_experts import expert_count, expert_lists, find_mixtures, shared_parameters
 from unisono.layout.expert.partial_mixture import PartialMixture
 from unisono.layout.expert.routing import MixtureArguments
-from unisono.layout.expert.verify import likeness, tried
+from unisono.layout.expert.verify import mixture_signature, verify_mixture
 from unisono.layout.rank_mesh import nearest_divisor
 
 CURE = "leave out expert=, or hold the experts as transformers does: one module called with tokens, numbers of experts "
@@ -50,15 +50,15 @@ def derive(model: nn.Module, degree: int) -> ExpertPlan:
     Raises:
         InvalidInput: there is no mixture that can be split, or one whose experts do not divide by `degree`.
     """
-    found = dict(mixtures(model))
+    found = dict(find_mixtures(model))
     check_divides(model, degree)
     verdicts: dict[object, str | tuple[MixtureArguments, PartialMixture]] = {}
     split: dict[str, MixtureSplit] = {}
-    whole, held_twice = dict(lists(model)), shared(model)
+    whole, held_twice = dict(expert_lists(model)), shared_parameters(model)
     for name, module in found.items():
-        like = likeness(module)
+        like = mixture_signature(module)
         if like not in verdicts:
-            verdicts[like] = tried(module, degree)
+            verdicts[like] = verify_mixture(module, degree)
         verdict = TIED if held_twice & set(module.parameters()) else verdicts[like]
         if isinstance(verdict, str):
             whole[name] = verdict
@@ -73,7 +73,7 @@ def derive(model: nn.Module, degree: int) -> ExpertPlan:
 
 def check_divides(model: nn.Module, degree: int) -> None:
     """Raise `InvalidInput` where the experts of a mixture cannot be shared out to `degree` workers."""
-    numbers = {name: experts(module) for name, module in mixtures(model)}
+    numbers = {name: expert_count(module) for name, module in find_mixtures(model)}
     broken = {name: number for name, number in numbers.items() if number % degree}
     if broken:
         name, number = next(iter(broken.items()))

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unisono.layout.expert.find_experts import mixtures
-from unisono.layout.tensor.emulated_group import replaced
+from unisono.layout.expert.find_experts import find_mixtures
+from unisono.layout.tensor.emulated_group import replaced_forward
 
 
 @contextmanager
-def standing_in(model: nn.Module) -> Iterator[None]:
+def stub_mixtures(model: nn.Module) -> Iterator[None]:
     """Within the block, the mixtures of `model` can be called with tensors on the meta device."""
     with ExitStack() as stack:
-        for _, module in mixtures(model):
-            stack.enter_context(replaced(module, MethodType(_forward(module.forward), module)))
+        for _, module in find_mixtures(model):
+            stack.enter_context(replaced_forward(module, MethodType(_forward(module.forward), module)))
         yield
 
 

@@ -38,11 +38,11 @@ class PartialMixture:
             n: None if m is None else self._of(m, type(m), part) for n, m in module._modules.items()
         }  # fmt: skip
         if self.counts:
-            own |= dict.fromkeys(counted(module, self.experts), self.share)
+            own |= dict.fromkeys(count_attributes(module, self.experts), self.share)
         return twin
 
 
-def counted(module: nn.Module, experts: int) -> list[str]:
+def count_attributes(module: nn.Module, experts: int) -> list[str]:
     """Attributes of `module` that say that it has so many experts."""
     return [name for name, value in vars(module).items()
             if type(value) is int and value == experts and "expert" in name.lower()]  # fmt: skip

@@ -91,7 +91,7 @@ class Pairs:
         return places.view(*self.shape, outputs.shape[1]).sum(1)
 
 
-def numbered(counts: Tensor) -> Tensor:
+def expert_numbers(counts: Tensor) -> Tensor:
     """The number of its expert for each of the pairs that lie in the order of `counts` (..., experts)."""
     here = torch.arange(counts.shape[-1], device=counts.device).expand(counts.shape)
     return here.reshape(-1).repeat_interleave(counts.reshape(-1))

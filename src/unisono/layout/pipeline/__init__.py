@@ -4,12 +4,12 @@ from unisono.layout.pipeline.schedules import check as check
 from unisono.layout.pipeline.schedules import stages_for as stages_for
 from unisono.layout.pipeline.schedules import stages_of as stages_of
 from unisono.layout.pipeline.schedules import worker_of as worker_of
-from unisono.layout.pipeline.segment_timing import measure as measure
+from unisono.layout.pipeline.segment_timing import measure_segments as measure_segments
 from unisono.layout.pipeline.split import CutPoints as CutPoints
 from unisono.layout.pipeline.split import Stages as Stages
-from unisono.layout.pipeline.split import joints as joints
+from unisono.layout.pipeline.split import cut_points as cut_points
 from unisono.layout.pipeline.split import split as split
 from unisono.layout.pipeline.stage import Stage as Stage
 from unisono.layout.pipeline.stage import by_name as by_name
 from unisono.layout.pipeline.stage_balance import balance as balance
-from unisono.layout.pipeline.stage_balance import spread as spread
+from unisono.layout.pipeline.stage_balance import balance_workers as balance_workers

@@ -9,7 +9,7 @@ from torch import nn
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def opened(model: nn.Module, cuts: Iterable[str] = ()) -> set[str]:
+def opened_modules(model: nn.Module, cuts: Iterable[str] = ()) -> set[str]:
     """Names of the modules to look into; all others that they hold are units.
 
     Looked into are the model, what stands above a named cut, containers on the way, and a module that holds more than
@@ -32,7 +32,7 @@ def opened(model: nn.Module, cuts: Iterable[str] = ()) -> set[str]:
     return found - set(cuts)
 
 
-def units(model: nn.Module, looked_into: set[str]) -> list[str]:
+def unit_names(model: nn.Module, looked_into: set[str]) -> list[str]:
     """Names of the units with parameters, in the order in which the model lists them."""
     names = [
         f"{path}.{name}" if path else name

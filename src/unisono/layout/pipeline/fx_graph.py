@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from unisono.layout.pipeline.tracer import Tracer, same_way
+from unisono.layout.pipeline.tracer import Tracer, check_same_answer
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal")
 
@@ -35,7 +35,7 @@ class Chain:
     @property
     def conditional(self) -> bool:
         """Whether it is good only for micro-batches that take the same way through the model's code."""
-        return any(n.target is same_way for n in self.graph.nodes)
+        return any(n.target is check_same_answer for n in self.graph.nodes)
 
     @property
     def units(self) -> list[str]:
@@ -77,7 +77,7 @@ def _graph(model: nn.Module, opened: Collection[str], inputs: Mapping[str, Any])
             graph = tracer.trace(model, {**defaults, **constants})
     except Exception as error:  # of the tracer, or of code that cannot live with what it is given
         raise Untraceable(f"torch.fx cannot follow its code: {error}") from error
-    if tracer.draws:
+    if tracer.drew_random:
         raise Untraceable("its own code draws random numbers of which a graph would not know")
     for node in list(graph.nodes):
         node.meta.pop("is_wrapped", None)  # else code made of it tells fx to wrap functions of torch for ever
@@ -97,7 +97,7 @@ class Division:
 
     def __init__(self, chain: Chain, cuts: Sequence[str]) -> None:
         self.chain, self.count = chain, len(cuts) + 1
-        self.home = _homes(chain.graph, cuts)
+        self.home = _stage_of_nodes(chain.graph, cuts)
         self.free = _from_inputs(chain)
         self.uses: list[set[fx.Node]] = [set() for _ in range(self.count)]  # nodes that a stage computes or receives
         for node in chain.graph.nodes:
@@ -126,7 +126,7 @@ class Division:
         later = {n for stage in range(cut, self.count) for n in self.uses[stage] if not self.computes(n, stage)}
         return [n for n in self.chain.graph.nodes if n in later and self.home[n] < cut]
 
-    def piece(self, stage: int) -> fx.GraphModule:
+    def stage_graph(self, stage: int) -> fx.GraphModule:
         """The graph of one stage, on the model's own modules and parameters."""
         arrives = self.crossing[stage - 1] if stage else []
         leaves = self.crossing[stage] if stage < self.count - 1 else []
@@ -146,11 +146,11 @@ class Division:
         return fx.GraphModule(self.chain.model, graph)
 
 
-def _homes(graph: fx.Graph, cuts: Sequence[str]) -> dict[fx.Node, int]:
+def _stage_of_nodes(graph: fx.Graph, cuts: Sequence[str]) -> dict[fx.Node, int]:
     home: dict[fx.Node, int] = {}
     stage = 0
     for node in graph.nodes:
-        if node.op == "call_module" and stage < len(cuts) and _within(str(node.target), cuts[stage]):
+        if node.op == "call_module" and stage < len(cuts) and _is_inside(str(node.target), cuts[stage]):
             stage += 1
         home[node] = stage
     if stage < len(cuts):
@@ -158,7 +158,7 @@ def _homes(graph: fx.Graph, cuts: Sequence[str]) -> dict[fx.Node, int]:
     return home
 
 
-def _within(name: str, prefix: str) -> bool:
+def _is_inside(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 

@@ -13,7 +13,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.in
 _HEADER = 256
 
 
-def outline(value: Tensor) -> Tensor:
+def meta_like(value: Tensor) -> Tensor:
     """A tensor of the same shape, dtype and need of a gradient that weighs nothing."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 

@@ -12,23 +12,23 @@ from torch.distributed.pipelining import PipelineStage
 
 from unisono.layout.pipeline.schedules import kind, possible, stages_of
 
-Turn = tuple[int, int, bool]  # a stage, a micro-batch, and whether it is the backward pass
+ScheduledPass = tuple[int, int, bool]  # a stage, a micro-batch, and whether it is the backward pass
 _BACKWARD = ("B", "W")  # torch's letters for a whole backward pass, and for what is done last where it is divided
 
 
-def turns(schedule: str, stages: int, micro_batches: int, group: dist.ProcessGroup) -> list[Turn]:
+def pass_order(schedule: str, stages: int, micro_batches: int, group: dist.ProcessGroup) -> list[ScheduledPass]:
     """The turns of this worker of `group`, of which each backward pass is where its memory is free again."""
     workers, me = dist.get_world_size(group), dist.get_rank(group)
     while not possible(schedule, workers, stages, micro_batches):
-        schedule = kind(schedule).rest
-    if not kind(schedule).several:
+        schedule = kind(schedule).fallback
+    if not kind(schedule).multi_stage:
         return _single(schedule, stages, micro_batches, me)
     mine = [_stage(number, stages, group) for number in stages_of(schedule, workers, stages, me)]
     order = kind(schedule).torch(mine, micro_batches, loss_fn=lambda *_: None).pipeline_order[me]
-    return [turn for action in order if action is not None for turn in _of(action)]
+    return [turn for action in order if action is not None for turn in _passes(action)]
 
 
-def sum_at(stage: nn.Module, last: bool) -> None:
+def set_gradient_sync(stage: nn.Module, last: bool) -> None:
     """Before a backward pass: as torch's pipelines have it, sharded gradients are summed in the last one of a step."""
     if isinstance(stage, FSDPModule):
         stage.set_is_last_backward(last)
@@ -36,7 +36,7 @@ def sum_at(stage: nn.Module, last: bool) -> None:
         stage.set_requires_gradient_sync(last)
 
 
-def _single(schedule: str, stages: int, micro_batches: int, stage: int) -> list[Turn]:
+def _single(schedule: str, stages: int, micro_batches: int, stage: int) -> list[ScheduledPass]:
     ahead = micro_batches if schedule == "GPipe" else min(micro_batches, stages - stage)
     order = [(stage, m, False) for m in range(ahead)]
     for m in range(micro_batches):
@@ -46,10 +46,10 @@ def _single(schedule: str, stages: int, micro_batches: int, stage: int) -> list[
     return order
 
 
-def _of(action: Any) -> list[Turn]:
+def _passes(action: Any) -> list[ScheduledPass]:
     inside = getattr(action, "sub_actions", None)
     if inside:
-        return [turn for each in inside for turn in _of(each)]
+        return [turn for each in inside for turn in _passes(each)]
     what = action.computation_type
     letter = what.value if isinstance(what.value, str) else str(what)  # its values were numbers once
     if letter != "F" and letter not in _BACKWARD:

@@ -13,7 +13,7 @@ from unisono.layout.pipeline.rng_states import Generators
 
 
 @contextmanager
-def undisturbed(*modules: nn.Module, training: bool | None = None) -> Iterator[None]:
+def preserved_state(*modules: nn.Module, training: bool | None = None) -> Iterator[None]:
     """Afterwards modes, buffers and random generators are as they were.
 
     Args:

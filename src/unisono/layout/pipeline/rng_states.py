@@ -28,7 +28,7 @@ class Generators:
             found.append(torch.get_device_module(self.device).get_rng_state(self.device))
         return found
 
-    def packed(self, which: Collection[int]) -> Tensor:
+    def pack(self, which: Collection[int]) -> Tensor:
         """The states of some of them, one after the other, on the device."""
         states = self.states()
         return torch.cat([states[i] for i in sorted(which)]).to(self.device)
@@ -44,7 +44,7 @@ class Generators:
         for i, state in enumerate(states):
             self._set(i, state)
 
-    def moved(self, before: Sequence[Tensor]) -> list[bool]:
+    def drawn_since(self, before: Sequence[Tensor]) -> list[bool]:
         """Which of them have drawn since `before` was their `states`."""
         return [not torch.equal(then, now) for then, now in zip(before, self.states(), strict=True)]
 

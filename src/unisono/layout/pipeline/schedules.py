@@ -21,9 +21,9 @@ class ScheduleKind:
     """
 
     torch: type
-    several: bool
-    v: bool
-    rest: str
+    multi_stage: bool
+    mirrored: bool
+    fallback: str
 
 
 SCHEDULES = {
@@ -46,13 +46,13 @@ def kind(schedule: str) -> ScheduleKind:
 
 def stages_for(schedule: str, workers: int) -> int:
     """How many stages to cut where nothing else is asked: two per worker where the schedule can use them."""
-    return workers * (2 if kind(schedule).several else 1)
+    return workers * (2 if kind(schedule).multi_stage else 1)
 
 
 def worker_of(schedule: str, workers: int, stages: int, stage: int) -> int:
     """The worker that holds `stage`."""
     turn, worker = divmod(stage, workers)
-    return workers - 1 - worker if kind(schedule).v and turn % 2 else worker
+    return workers - 1 - worker if kind(schedule).mirrored and turn % 2 else worker
 
 
 def stages_of(schedule: str, workers: int, stages: int, worker: int) -> tuple[int, ...]:
@@ -78,9 +78,9 @@ def check(schedule: str, workers: int, stages: int, micro_batches: int) -> None:
         InvalidInput: names the nearest number of stages or micro-batches that works.
     """
     chosen = kind(schedule)
-    if chosen.v and stages != 2 * workers:
+    if chosen.mirrored and stages != 2 * workers:
         raise InvalidInput("stages", stages, f"{schedule} wants two stages per worker", f"cut into {2 * workers}")
-    if not chosen.several and stages != workers:
+    if not chosen.multi_stage and stages != workers:
         raise InvalidInput("stages", stages, f"{schedule} wants one stage per worker", f"cut into {workers}")
     if stages < workers or stages % workers:
         near = max(1, round(stages / workers)) * workers

@@ -16,18 +16,18 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from unisono.layout.pipeline.preserved_state import undisturbed
+from unisono.layout.pipeline.preserved_state import preserved_state
 from unisono.layout.pipeline.rng_states import Generators
 from unisono.layout.pipeline.split import CutPoints
 from unisono.layout.pipeline.stage import Stage
-from unisono.layout.shape_propagation import Known
+from unisono.layout.shape_propagation import PropagateShapes
 
 ROUNDS = 2  # over all segments, so that a moment in which the machine was busy does not decide
 _REPEATS = range(3, 20)  # of a segment in a round: the least, and the most while they are done in
 _ROUND_SECONDS = 0.05
 
 
-def measure(
+def measure_segments(
     found: CutPoints,
     inputs: Mapping[str, Any],
     device: torch.device,
@@ -47,9 +47,9 @@ def measure(
     stages = found.cut(found.names).modules
     generators = Generators(device)
     states = generators.states()
-    with undisturbed(found.model, *stages, training=True):
-        with Known():
-            arriving, kinds = _outlines(stages, found.inputs)
+    with preserved_state(found.model, *stages, training=True):
+        with PropagateShapes():
+            arriving, kinds = _arrivals_and_kinds(stages, found.inputs)
         seconds = dict.fromkeys(kinds, float("inf"))
         for _ in range(ROUNDS):
             for kind in seconds:
@@ -61,12 +61,14 @@ def measure(
     return [seconds[kind] for kind in kinds]
 
 
-def _outlines(stages: Sequence[Stage], inputs: Mapping[str, Any]) -> tuple[list[tuple[Tensor, ...]], list[Any]]:
+def _arrivals_and_kinds(
+    stages: Sequence[Stage], inputs: Mapping[str, Any]
+) -> tuple[list[tuple[Tensor, ...]], list[Any]]:
     """What arrives at each stage, on the model's device, and what kind of work it does: equal kinds cost the same."""
     arriving, kinds = [], []
     values: tuple[Tensor, ...] = ()
     for stage in stages:
-        operations = _Operations()
+        operations = _OperationLog()
         with operations:
             out = stage(*values, **inputs)
         learning = [p.requires_grad for p in (*values, *stage.parameters())]
@@ -76,7 +78,7 @@ def _outlines(stages: Sequence[Stage], inputs: Mapping[str, Any]) -> tuple[list[
     return arriving, kinds
 
 
-class _Operations(TorchDispatchMode):
+class _OperationLog(TorchDispatchMode):
     """Writes down what is computed, of which shapes."""
 
     def __init__(self) -> None:
@@ -84,11 +86,11 @@ class _Operations(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(f"{func} {tree_map(_outline, (args, kwargs or {}))}")
+        self.seen.append(f"{func} {tree_map(_describe, (args, kwargs or {}))}")
         return func(*args, **(kwargs or {}))
 
 
-def _outline(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.stride() if value.layout is torch.strided else ''} {value.dtype}"
     return "" if isinstance(value, torch.device | torch.Generator) else repr(value)
@@ -107,8 +109,8 @@ class _TimedStage:
     ) -> None:
         random = torch.Generator(device).manual_seed(0)
         tensors = (*stage.named_parameters(), *stage.named_buffers())
-        self._tensors = {name: _number(t, isinstance(t, nn.Parameter), device, random) for name, t in tensors}
-        self._arriving = tuple(_number(t, False, device, random) for t in arriving)
+        self._tensors = {name: _filled_like(t, isinstance(t, nn.Parameter), device, random) for name, t in tensors}
+        self._arriving = tuple(_filled_like(t, False, device, random) for t in arriving)
         self._wanted = [t for t in (*self._arriving, *self._tensors.values()) if t.requires_grad]
         self._stage, self._inputs, self._loss, self._device = stage, dict(inputs), loss, device
 
@@ -139,7 +141,7 @@ class _TimedStage:
             torch.get_device_module(self._device).synchronize()
 
 
-def _number(tensor: Tensor, weight: bool, device: torch.device, random: torch.Generator) -> Tensor:
+def _filled_like(tensor: Tensor, weight: bool, device: torch.device, random: torch.Generator) -> Tensor:
     """A tensor like this one: its own numbers, or such as a trained model might have, for time can depend on them
     where they overflow or nearly vanish."""
     if not tensor.is_meta:

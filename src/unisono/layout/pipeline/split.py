@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.errors import InvalidInput
 from unisono.layout.pipeline import stub_modules as standins
-from unisono.layout.pipeline.chain_units import opened, units
+from unisono.layout.pipeline.chain_units import opened_modules, unit_names
 from unisono.layout.pipeline.fx_graph import Chain, Division, Untraceable, trace
-from unisono.layout.pipeline.preserved_state import undisturbed
+from unisono.layout.pipeline.preserved_state import preserved_state
 from unisono.layout.pipeline.stage import Inputs, Stage, by_name
-from unisono.layout.pipeline.stage_balance import spread, sums
-from unisono.layout.shape_propagation import Known
+from unisono.layout.pipeline.stage_balance import balance_workers, sums
+from unisono.layout.shape_propagation import PropagateShapes
 
 CURE = 'name the cuts (cuts=("blocks.4",)), write the model as nn.Sequential, or use pipeline=1'
 
@@ -63,7 +63,7 @@ class CutPoints:
     names: tuple[str, ...]  # units at which a stage can begin
     units: tuple[str, ...]  # all units with parameters, in the order of their calls
     chain: Chain | None
-    visits: tuple[standins.Visit, ...] = ()
+    unit_calls: tuple[standins.UnitCall, ...] = ()
 
     def segments(self) -> list[tuple[str, ...]]:
         """The units between the places where the model can be cut; one more than `names`."""
@@ -82,12 +82,12 @@ class CutPoints:
         """
         unknown = [c for c in cuts if c not in self.names]
         if unknown and self.chain is None:
-            raise InvalidInput("cuts", unknown[0], f"{_named(self.model)} cannot be cut there",
-                               f"cut at {_list(self.names)}" if self.names else CURE)  # fmt: skip
+            raise InvalidInput("cuts", unknown[0], f"{_class_name(self.model)} cannot be cut there",
+                               f"cut at {_list_names(self.names)}" if self.names else CURE)  # fmt: skip
         try:
-            parts = self._graphs(cuts) if self.chain else self._stands(cuts)
+            parts = self._graph_stages(cuts) if self.chain else self._stub_stages(cuts)
         except Untraceable as error:
-            raise InvalidInput("cuts", ", ".join(cuts), str(error), f"cut at {_list(self.names)}") from error
+            raise InvalidInput("cuts", ", ".join(cuts), str(error), f"cut at {_list_names(self.names)}") from error
         signature = inspect.signature(self.model.forward)
         aliases = _aliases(self.model)
         modules = tuple(
@@ -98,24 +98,24 @@ class CutPoints:
         _verify(self.model, stages, self.inputs)
         return stages
 
-    def _graphs(self, cuts: Sequence[str]) -> list[tuple[nn.Module, Any]]:
+    def _graph_stages(self, cuts: Sequence[str]) -> list[tuple[nn.Module, Any]]:
         assert self.chain is not None
         division = Division(self.chain, cuts)
-        bodies = [division.piece(stage) for stage in range(division.count)]
+        bodies = [division.stage_graph(stage) for stage in range(division.count)]
         _adopt(self.model, bodies)
         return [(body, partial(_call, body)) for body in bodies]
 
-    def _stands(self, cuts: Sequence[str]) -> list[tuple[nn.Module, Any]]:
+    def _stub_stages(self, cuts: Sequence[str]) -> list[tuple[nn.Module, Any]]:
         begins = [0, *(self.units.index(c) for c in cuts), len(self.units)]
         parts = []
         for begin, end in pairwise(begins):
-            door = standins.Door()
-            body = standins.body(self.model, self.visits, self.units[begin:end], door)
-            parts.append((body, standins.Run(body, door)))
+            door = standins.StubInput()
+            body = standins.stage_body(self.model, self.unit_calls, self.units[begin:end], door)
+            parts.append((body, standins.StubRun(body, door)))
         return parts
 
 
-def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = (), segments: int = 2) -> CutPoints:
+def cut_points(model: nn.Module, sample: Inputs, cuts: Sequence[str] = (), segments: int = 2) -> CutPoints:
     """Where the model can be cut, found by structure and by running the sample through it once.
 
     Best is a graph of its code, cut where one tensor passes; then stand-ins, with which the code runs as it is; then a
@@ -133,22 +133,22 @@ def joints(model: nn.Module, sample: Inputs, cuts: Sequence[str] = (), segments:
     modules = dict(model.named_modules())
     for cut in cuts:
         if cut not in modules:
-            raise InvalidInput("cuts", cut, f"{_named(model)} has no module of that name",
-                               f"cut at {_list(units(model, opened(model))[1:])}")  # fmt: skip
+            raise InvalidInput("cuts", cut, f"{_class_name(model)} has no module of that name",
+                               f"cut at {_list_names(unit_names(model, opened_modules(model))[1:])}")  # fmt: skip
     inputs = by_name(inspect.signature(model.forward), sample)
-    inner = opened(model, cuts)
-    with undisturbed(model, training=False), Known():
+    inner = opened_modules(model, cuts)
+    with preserved_state(model, training=False), PropagateShapes():
         try:
             chain = trace(model, inner, inputs)
         except Untraceable as error:
             try:
-                return _by_visits(model, inputs, inner)
+                return _by_stubs(model, inputs, inner)
             except Untraceable as other:
-                raise InvalidInput("pipeline", _named(model), f"no place to cut it was found: {error}; {other}",
+                raise InvalidInput("pipeline", _class_name(model), f"no place to cut it was found: {error}; {other}",
                                    CURE) from error  # fmt: skip
         if chain.conditional:
             with suppress(Untraceable):
-                found = _by_visits(model, inputs, inner)
+                found = _by_stubs(model, inputs, inner)
                 if set(cuts) <= set(found.names) and (cuts or len(found.names) >= segments - 1):
                     return found
     widths = {unit: _width(chain, unit) for unit in chain.units[1:]}
@@ -186,27 +186,28 @@ def split(
     if cuts is not None and len(cuts) != stages - 1:
         raise InvalidInput("cuts", tuple(cuts), f"{len(cuts)} cuts make {len(cuts) + 1} stages, not {stages}",
                            f"name {stages - 1} modules")  # fmt: skip
-    found = joints(model, sample, cuts or (), stages)
+    found = cut_points(model, sample, cuts or (), stages)
     if cuts is None:
         weight = found.bytes()
         costs = costs if costs is not None and len(costs) == len(weight) else weight
-        begins = spread(costs, weight, holders or range(stages), limit)
+        begins = balance_workers(costs, weight, holders or range(stages), limit)
         cuts = [found.names[b - 1] for b in begins]
         return replace(found.cut(cuts), shares=tuple(part / (sum(costs) or 1) for part in sums(costs, begins)))
     return found.cut(cuts)
 
 
-def _by_visits(model: nn.Module, inputs: Mapping[str, Any], inner: set[str]) -> CutPoints:
+def _by_stubs(model: nn.Module, inputs: Mapping[str, Any], inner: set[str]) -> CutPoints:
     try:
         seen, in_training = (
-            standins.visits(model, units(model, inner), inputs, training=training) for training in (False, True)
+            standins.unit_calls(model, unit_names(model, inner), inputs, training=training)
+            for training in (False, True)
         )
-    except standins.Decided:
+    except standins.DataDependent:
         raise Untraceable("it decides by numbers that it computes, or draws at random, what it computes") from None
     except Exception as error:
         raise Untraceable(f"the sample does not run through it: {error}") from error
-    also = set(standins.joints(in_training))
-    names = tuple(name for name in standins.joints(seen) if name in also)
+    also = set(standins.stub_cut_points(in_training))
+    names = tuple(name for name in standins.stub_cut_points(seen) if name in also)
     if not names:
         raise Untraceable("its blocks do not pass just one tensor from each to the next")
     return CutPoints(model, inputs, names, tuple(dict.fromkeys(visit.unit for visit in seen)), None, tuple(seen))
@@ -271,15 +272,15 @@ def _check_running(model: nn.Module, modules: Sequence[Stage], cuts: Sequence[st
 
 
 def _verify(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) -> None:
-    with undisturbed(model, *stages.modules, training=False), Known(), torch.no_grad():
+    with preserved_state(model, *stages.modules, training=False), PropagateShapes(), torch.no_grad():
         try:
             whole, parts = model(**inputs), stages(inputs)
         except Exception as error:
-            raise InvalidInput("cuts", ", ".join(stages.cuts), f"the stages of {_named(model)} do not run: {error}",
-                               CURE) from error  # fmt: skip
+            problem = f"the stages of {_class_name(model)} do not run: {error}"
+            raise InvalidInput("cuts", ", ".join(stages.cuts), problem, CURE) from error
     pairs = list(zip(tree_leaves(whole), tree_leaves(parts), strict=True))
     if not all(_same(a, b) for a, b in pairs):
-        problem = f"the stages of {_named(model)} do not compute what the whole model computes"
+        problem = f"the stages of {_class_name(model)} do not compute what the whole model computes"
         raise InvalidInput("cuts", ", ".join(stages.cuts), problem, CURE)
 
 
@@ -295,9 +296,9 @@ def _bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def _named(model: nn.Module) -> str:
+def _class_name(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _list(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -66,7 +66,7 @@ class Stage(nn.Module):
         """What leaves the stage."""
         body = self.__dict__["_body"]
         body.training = self.training
-        out = self._run(tuple(_whole(v) if v.requires_grad else v for v in values), inputs)
+        out = self._run(tuple(_with_contiguous_grad(v) if v.requires_grad else v for v in values), inputs)
         if not self.is_last:
             return tuple(_sendable(v, values) for v in out)
         leaves, spec = tree_flatten(out)
@@ -110,7 +110,7 @@ class _ContiguousGrad(torch.autograd.Function):
         return gradient.contiguous()
 
 
-def _whole(value: Tensor) -> Tensor:
+def _with_contiguous_grad(value: Tensor) -> Tensor:
     out = _ContiguousGrad.apply(value)  # type: ignore[no-untyped-call]
     assert isinstance(out, Tensor)
     return out

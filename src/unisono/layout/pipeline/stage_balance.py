@@ -10,8 +10,8 @@ from typing import Any
 
 from unisono.errors import InvalidInput
 
-PARTS = 10_000  # into which costs are rounded: equal sums then are equal, whatever was added first
-SAME = 1.02  # times that differ by less are as good; a measurement is no better
+COST_UNITS = 10_000  # into which costs are rounded: equal sums then are equal, whatever was added first
+TOLERANCE = 1.02  # times that differ by less are as good; a measurement is no better
 
 
 def balance(
@@ -54,7 +54,7 @@ def balance(
     return tuple(cuts)
 
 
-def spread(
+def balance_workers(
     costs: Sequence[float], bytes: Sequence[int], holders: Sequence[int], limit: int | None = None
 ) -> tuple[int, ...]:
     """Where stages begin, so that the busiest worker has as little to do as it can; of cuts that are as good but for
@@ -73,7 +73,7 @@ def spread(
         InvalidInput: as `balance`.
     """
     whole = sum(costs) or 1.0
-    parts = [round(PARTS * cost / whole) for cost in costs]
+    parts = [round(COST_UNITS * cost / whole) for cost in costs]
     busy, heavy = partial(_loads, parts, holders), partial(_loads, bytes, holders)
 
     def beyond(cuts: tuple[int, ...]) -> int:
@@ -81,7 +81,7 @@ def spread(
 
     first = balance(parts, len(holders), bytes=bytes, limit=limit)
     quick = _improved(first, len(costs), lambda cuts: [beyond(cuts), *busy(cuts)])
-    enough = math.floor(SAME * busy(quick)[0])
+    enough = math.floor(TOLERANCE * busy(quick)[0])
     return _improved(quick, len(costs), lambda cuts: [beyond(cuts), max(enough, busy(cuts)[0]), *heavy(cuts)])
 
 

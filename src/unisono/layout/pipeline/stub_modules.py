@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unisono.layout.pipeline.preserved_state import undisturbed
+from unisono.layout.pipeline.preserved_state import preserved_state
 
 
-class _Leave(Exception):
+class _StageOutput(Exception):
     """The stage is computed; carries what leaves it."""
 
     def __init__(self, value: Tensor) -> None:
@@ -31,19 +31,19 @@ class _Leave(Exception):
         self.value = value
 
 
-class Decided(Exception):
+class DataDependent(Exception):
     """The model's own code decides what it calls by numbers that it computes or draws at random."""
 
 
 @dataclass
-class Door:
+class StubInput:
     """Where what arrived from the stage before waits for the stand-ins, and what is to be done before the stage's first
     unit is called."""
 
     value: Tensor | None = None
     begin: Callable[[], None] | None = None
 
-    def begins(self, *_: Any) -> None:
+    def on_first_unit(self, *_: Any) -> None:
         """The first unit is called."""
         begin, self.begin = self.begin, None
         if begin is not None:
@@ -51,17 +51,17 @@ class Door:
 
 
 @dataclass(frozen=True)
-class Visit:
+class UnitCall:
     """A call of a unit: the first tensor that it took, and what it gave; and whether anything that was made before it,
     but that tensor, was used during it or later."""
 
     unit: str
-    took: Tensor | None
-    gave: Any
-    passed: bool
+    input: Tensor | None
+    output: Any
+    crossed: bool
 
 
-class _Flow(TorchDispatchMode):
+class _DependencyTracker(TorchDispatchMode):
     """Follows tensors past the calls of units, of which `call` is the latest.
 
     Of every tensor that depends on more than the model's inputs it knows the first call that it cannot get past: what a
@@ -72,14 +72,14 @@ class _Flow(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.call, self.inside, self._python = -1, False, random.getstate()
-        self.passed: set[int] = set()
+        self.crossed: set[int] = set()
         self._end: Any = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ends = [self._end[x] for x in _tensors((args, kwargs)) if x in self._end]
-        self.passed |= {call for end in ends for call in range(end, self.call + 1)}
+        self.crossed |= {call for end in ends for call in range(end, self.call + 1)}
         if ends and not self.inside and func is torch.ops.aten._local_scalar_dense.default:
-            raise Decided
+            raise DataDependent
         out = func(*args, **(kwargs or {}))
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if self.inside or drawn or ends:
@@ -91,24 +91,24 @@ class _Flow(TorchDispatchMode):
     def enter(self) -> None:
         """A unit is called."""
         if random.getstate() != self._python:
-            raise Decided
+            raise DataDependent
         self.call, self.inside = self.call + 1, True
 
     def leave(self, gave: Any) -> None:
         """It has given this."""
         self.inside, self._python = False, random.getstate()
-        if isinstance(_head(gave), Tensor):
-            self._end[_head(gave)] = self.call + 2
+        if isinstance(_first_element(gave), Tensor):
+            self._end[_first_element(gave)] = self.call + 2
 
 
-def visits(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], *, training: bool) -> list[Visit]:
+def unit_calls(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], *, training: bool) -> list[UnitCall]:
     """The calls of `units` in one forward pass, in order.
 
     Raises:
         Decided: which they are depends on numbers.
     """
     seen: list[tuple[str, Tensor | None, Any]] = []
-    flow = _Flow()
+    flow = _DependencyTracker()
 
     def watch(unit: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -121,30 +121,30 @@ def visits(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], *,
     handles = [m.register_forward_pre_hook(lambda *_: flow.enter()) for m in modules]
     handles += [m.register_forward_hook(watch(u), with_kwargs=True) for u, m in zip(units, modules, strict=True)]
     try:
-        with undisturbed(model, training=training), torch.no_grad(), flow:
+        with preserved_state(model, training=training), torch.no_grad(), flow:
             model(**inputs)
     finally:
         for handle in handles:
             handle.remove()
-    return [Visit(*visit, call in flow.passed) for call, visit in enumerate(seen)]
+    return [UnitCall(*visit, call in flow.crossed) for call, visit in enumerate(seen)]
 
 
-def joints(seen: Sequence[Visit]) -> list[str]:
+def stub_cut_points(seen: Sequence[UnitCall]) -> list[str]:
     """Units at which a stage can begin: called once, on the very tensor that the unit called before it gave, which is
     all that they and what follows need of what was made before."""
     called = [v.unit for v in seen]
     good = []
     for before, after in pairwise(seen):
         once = called.count(after.unit) == called.count(before.unit) == 1
-        if once and not after.passed and after.took is not None and after.took is _head(before.gave):
+        if once and not after.crossed and after.input is not None and after.input is _first_element(before.output):
             good.append(after.unit)
     return good
 
 
-class _Stand(nn.Module):
+class _Stub(nn.Module):
     """In place of a unit: knows what the unit knew about itself (`attention_type`, ...) but none of its tensors."""
 
-    def __init__(self, unit: nn.Module, door: Door) -> None:
+    def __init__(self, unit: nn.Module, door: StubInput) -> None:
         super().__init__()
         mine = self.__dict__.keys() | {"forward"}  # which a unit that is split has as an attribute
         known = {k: v for k, v in unit.__dict__.items() if not k.startswith("_") and k not in mine}
@@ -159,10 +159,10 @@ class _Stand(nn.Module):
         return self.forward if callable(getattr(self.__dict__["_kind"], name, None)) else super().__getattr__(name)
 
 
-class Earlier(_Stand):
+class EarlierStub(_Stub):
     """In place of a unit of an earlier stage."""
 
-    def __init__(self, unit: nn.Module, door: Door, gave: Any) -> None:
+    def __init__(self, unit: nn.Module, door: StubInput, gave: Any) -> None:
         super().__init__(unit, door)
         self._more = len(gave) - 1 if isinstance(gave, tuple | list) else None
 
@@ -172,17 +172,17 @@ class Earlier(_Stand):
         return value if self._more is None else (value, *[None] * self._more)
 
 
-class Later(_Stand):
+class LaterStub(_Stub):
     """In place of a unit of a later stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ends the forward pass."""
         value = _first(args, kwargs)
         assert value is not None
-        raise _Leave(value)
+        raise _StageOutput(value)
 
 
-def pruned(model: nn.Module, stands: Mapping[str, nn.Module]) -> nn.Module:
+def with_stubs(model: nn.Module, stands: Mapping[str, nn.Module]) -> nn.Module:
     """`model` with stand-ins: modules above them are copied, all others are the model's own."""
 
     def copied(module: nn.Module, path: str) -> nn.Module:
@@ -199,23 +199,23 @@ def pruned(model: nn.Module, stands: Mapping[str, nn.Module]) -> nn.Module:
     return copied(model, "")
 
 
-def body(model: nn.Module, seen: Sequence[Visit], own: Collection[str], door: Door) -> nn.Module:
+def stage_body(model: nn.Module, seen: Sequence[UnitCall], own: Collection[str], door: StubInput) -> nn.Module:
     """The model with stand-ins for all units but `own`."""
     order = list(dict.fromkeys(v.unit for v in seen))
     first = min(order.index(u) for u in own)
-    gave = {v.unit: v.gave for v in seen}
+    gave = {v.unit: v.output for v in seen}
     stands: dict[str, nn.Module] = {}
     for place, unit in enumerate(order):
         module = model.get_submodule(unit)
         if unit not in own:
-            stands[unit] = Earlier(module, door, gave[unit]) if place < first else Later(module, door)
+            stands[unit] = EarlierStub(module, door, gave[unit]) if place < first else LaterStub(module, door)
         elif place == first:
-            module.register_forward_pre_hook(door.begins)
-    return pruned(model, stands)
+            module.register_forward_pre_hook(door.on_first_unit)
+    return with_stubs(model, stands)
 
 
 @dataclass(frozen=True)
-class Run:
+class StubRun:
     """Computes one stage: what leaves it, or the model's output where it is the last.
 
     Args:
@@ -223,20 +223,20 @@ class Run:
     """
 
     body: nn.Module
-    door: Door
+    stub_input: StubInput
 
     def __call__(self, values: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Any:
-        self.door.value = values[0] if values else None
+        self.stub_input.value = values[0] if values else None
         try:
             return self.body(**inputs)
-        except _Leave as left:
+        except _StageOutput as left:
             return (left.value,)
         finally:
-            self.door.value = None
+            self.stub_input.value = None
 
     def begin_with(self, act: Callable[[], None]) -> None:
         """See `Stage.begin_with`: before its first unit the model's own code computes what earlier stages computed."""
-        self.door.begin = act
+        self.stub_input.begin = act
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -247,5 +247,5 @@ def _first(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
 
 
-def _head(gave: Any) -> Any:
+def _first_element(gave: Any) -> Any:
     return gave[0] if isinstance(gave, tuple | list) and gave else gave

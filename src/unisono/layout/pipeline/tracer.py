@@ -20,11 +20,11 @@ from torch.fx.proxy import Attribute, TraceError
 from unisono.errors import InvalidInput
 
 # Functions of torch that take sizes and no tensor, so that torch would not hand them to a proxy.
-_MAKERS = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn,
+_FACTORIES = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn,
            torch.zeros)  # fmt: skip
 
 
-def same_way(found: Any, on_sample: Any) -> None:
+def check_same_answer(found: Any, on_sample: Any) -> None:
     """A node of the graph: what the code asked has the answer that it had on the sample.
 
     Raises:
@@ -47,14 +47,14 @@ class Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, opened: Collection[str], given: Mapping[str, Any]) -> None:
-        super().__init__(autowrap_functions=_MAKERS)
+        super().__init__(autowrap_functions=_FACTORIES)
         self._autowrap_search.append(torch)
         self._opened, self._given, self._inside = opened, given, False
         self.values: dict[fx.Node, Any] = {}
         self._python, self._torch = random.getstate(), torch.get_rng_state()
 
     @property
-    def draws(self) -> bool:
+    def drew_random(self) -> bool:
         """Whether the code has drawn random numbers of which the graph does not know."""
         return random.getstate() != self._python or not torch.equal(torch.get_rng_state(), self._torch)
 
@@ -68,7 +68,7 @@ class Tracer(fx.Tracer):
         return attr_val if self._inside else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Known(node, self)
+        return _ValueProxy(node, self)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> fx.Proxy:
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **options)
@@ -90,7 +90,7 @@ class Tracer(fx.Tracer):
         found = ask(value)
         if not any(isinstance(self.values[n], torch.device) for n in obj.node.all_input_nodes):  # meta is not the last
             asked = obj if ask is bool else self.create_proxy("call_function", ask, (obj,), {})
-            self.create_proxy("call_function", same_way, (asked, found), {})
+            self.create_proxy("call_function", check_same_answer, (asked, found), {})
         return found
 
     def _value(self, node: fx.Node) -> Any:
@@ -118,11 +118,11 @@ class Tracer(fx.Tracer):
             torch.set_rng_state(generator)
 
 
-class _Known(fx.Proxy):
+class _ValueProxy(fx.Proxy):
     """A proxy that can say more than its name."""
 
     def __getattr__(self, k: str) -> Attribute:
-        return _KnownAttribute(self, k)
+        return _ValueAttribute(self, k)
 
     def __len__(self) -> int:
         return int(self.tracer.answer(self, len))  # type: ignore[attr-defined]
@@ -137,5 +137,5 @@ class _Known(fx.Proxy):
         return int(self.tracer.answer(self, operator.index))  # type: ignore[attr-defined]
 
 
-class _KnownAttribute(Attribute, _Known):
+class _ValueAttribute(Attribute, _ValueProxy):
     """An attribute of one."""

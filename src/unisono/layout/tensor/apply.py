@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from unisono.layout.deferred.tensor_slots import Slots, tie
 from unisono.layout.split_styles import GATHERED, GROUPS, ROWS, SCATTERED, VOCABULARY
 from unisono.layout.tensor import attention_heads as heads
-from unisono.layout.tensor.collectives import entered, gathered, scattered, summed
+from unisono.layout.tensor.collectives import copy_to_group, gather_from_group, scatter_to_group, sum_over_group
 from unisono.layout.tensor.linear_modules import Matrix, embedded, matrix
-from unisono.layout.tensor.row_exchange import Exchange
+from unisono.layout.tensor.row_exchange import RowExchange
 from unisono.layout.tensor.tensor_plan import TensorPlan
 
 
@@ -39,7 +39,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
         now = (getattr(module, name) for module, name in slots)
         tie(slots, next((each for each in now if each is not before), before))
     for scope, treatment in plan.local.items():
-        _treat(model, scope, treatment, plan, mesh.size())
+        _apply_treatment(model, scope, treatment, plan, mesh.size())
 
 
 def _style(module: nn.Module, word: str) -> ParallelStyle:
@@ -59,11 +59,11 @@ class _MatrixStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         found, group = cast(Matrix, matrix(module)), device_mesh.get_group()
         if self.word in ROWS:
-            _spread(module, device_mesh, {"weight": 1 - found.output_dimension})
+            _distribute(module, device_mesh, {"weight": 1 - found.output_dimension})
             forward = _row(found.output_dimension, group, self.word == SCATTERED)
         else:
-            blocks = Exchange(found.outputs, GROUPS.get(self.word, 1), device_mesh.size(), dist.get_rank(group))
-            _spread(module, device_mesh, {"weight": found.output_dimension, "bias": 0})
+            blocks = RowExchange(found.outputs, GROUPS.get(self.word, 1), device_mesh.size(), dist.get_rank(group))
+            _distribute(module, device_mesh, {"weight": found.output_dimension, "bias": 0})
             forward = _column(found.output_dimension, group, blocks, self.word == GATHERED)
         module.forward = MethodType(forward, module)  # bound, so that a copy of the module computes with its own
         return module
@@ -75,10 +75,10 @@ class _Vocabulary(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
         first = dist.get_rank(group) * (cast(nn.Embedding, module).num_embeddings // device_mesh.size())
-        _spread(module, device_mesh, {"weight": 0})
+        _distribute(module, device_mesh, {"weight": 0})
 
         def forward(self: nn.Embedding, input: Tensor) -> Tensor:
-            return summed(embedded(self, _here(self.weight), input, first), group)
+            return sum_over_group(embedded(self, _local(self.weight), input, first), group)
 
         module.forward = MethodType(forward, module)
         return module
@@ -87,42 +87,42 @@ class _Vocabulary(ParallelStyle):
 def _row(output_dimension: int, group: dist.ProcessGroup, scatter: bool) -> Callable[[nn.Module, Tensor], Tensor]:
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         whole = Matrix(self, output_dimension)
-        part = scattered(input, group) if scatter else input
-        total = summed(F.linear(part, whole.upright(_here(whole.weight))), group)
+        part = scatter_to_group(input, group) if scatter else input
+        total = sum_over_group(F.linear(part, whole.upright(_local(whole.weight))), group)
         return total if whole.bias is None else total + whole.bias
 
     return forward
 
 
 def _column(
-    output_dimension: int, group: dist.ProcessGroup, blocks: Exchange, gather: bool
+    output_dimension: int, group: dist.ProcessGroup, blocks: RowExchange, gather: bool
 ) -> Callable[[nn.Module, Tensor], Tensor]:
     if blocks.groups > 1:
         blocks.prepare()
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         whole = Matrix(self, output_dimension)
-        weight, bias = whole.upright(_here(whole.weight)), None if whole.bias is None else _here(whole.bias)
+        weight, bias = whole.upright(_local(whole.weight)), None if whole.bias is None else _local(whole.bias)
         if blocks.groups > 1:
-            weight, bias = blocks.exchanged(weight, bias, group)
-        part = F.linear(entered(input, group), weight, bias)
-        return gathered(part, group) if gather else part
+            weight, bias = blocks.exchange(weight, bias, group)
+        part = F.linear(copy_to_group(input, group), weight, bias)
+        return gather_from_group(part, group) if gather else part
 
     return forward
 
 
-def _spread(module: nn.Module, mesh: DeviceMesh, dimensions: Mapping[str, int]) -> None:
+def _distribute(module: nn.Module, mesh: DeviceMesh, dimensions: Mapping[str, int]) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name in dimensions:
             spread = distribute_tensor(parameter, mesh, [Shard(dimensions[name])], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
 
 
-def _here(parameter: Tensor) -> Tensor:
+def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _treat(model: nn.Module, scope: str, treatment: str, plan: TensorPlan, degree: int) -> None:
+def _apply_treatment(model: nn.Module, scope: str, treatment: str, plan: TensorPlan, degree: int) -> None:
     module = model.get_submodule(scope)
     if treatment == "attributes":
         heads.divide(module, degree)

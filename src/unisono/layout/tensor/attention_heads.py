@@ -27,7 +27,7 @@ _VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _SPLITS = (Tensor.split, torch.split)
 
 
-def counted(module: nn.Module) -> dict[str, int]:
+def head_counts(module: nn.Module) -> dict[str, int]:
     """The numbers of heads among `module`'s own attributes."""
     own = vars(module)
     return {name: own[name] for name in NUMBERS_OF_HEADS if type(own.get(name)) is int and own[name] > 0}
@@ -37,13 +37,13 @@ def heads(module: nn.Module) -> dict[str, int]:
     """The numbers of heads of one module: its attributes, or what a head's width says about its matrices."""
     own, found = vars(module), [each for child in module.children() if (each := matrix(child)) is not None]
     widths = {name: own[name] for name in _WIDTHS_OF_ONE_HEAD if type(own.get(name)) is int and own[name] > 0}
-    if counted(module) or not widths or len(found) < 2:
-        return counted(module)
+    if head_counts(module) or not widths or len(found) < 2:
+        return head_counts(module)
     name, width = next(iter(widths.items()))
     return {f"of {name}={width}": min(each.outputs for each in found) // width}
 
 
-def indivisible(module: nn.Module, degree: int) -> str | None:
+def indivisible_heads(module: nn.Module, degree: int) -> str | None:
     """The sentence that says which number of heads inside `module` does not divide by `degree`."""
     for inner in module.modules():
         for name, number in heads(inner).items():
@@ -52,7 +52,7 @@ def indivisible(module: nn.Module, degree: int) -> str | None:
     return None
 
 
-def refusal(model: nn.Module, degree: int) -> None:
+def check_heads(model: nn.Module, degree: int) -> None:
     """Refuse a degree that cuts through heads; looks at attributes alone and starts nothing.
 
     Raises:
@@ -87,7 +87,7 @@ def divide(scope: nn.Module, degree: int) -> list[tuple[nn.Module, str, int]]:
     """
     before = []
     for module in scope.modules():
-        numbers = counted(module)
+        numbers = head_counts(module)
         if numbers and all(number % degree == 0 for number in numbers.values()):
             own = vars(module)
             widths = {name: own[name] for name in WIDTHS_OF_HEADS if type(own.get(name)) is int}
@@ -174,6 +174,6 @@ def localized(scope: nn.Module, mode: Callable[[], LocalShapes]) -> Callable[...
 
 def local_mode(scope: nn.Module, degree: int, groups: Iterable[int]) -> Callable[[], LocalShapes]:
     """Makes the modes for one attention module."""
-    heads = {number for module in scope.modules() for number in counted(module).values()}
+    heads = {number for module in scope.modules() for number in head_counts(module).values()}
     kept = tuple(groups)
     return lambda: LocalShapes(degree, kept, heads)

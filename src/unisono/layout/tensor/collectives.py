@@ -18,36 +18,36 @@ Function = Callable[..., Tensor]
 _gather: Function = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
-def entered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x`, which all members have, on its way into their parts; its gradient is the sum of theirs."""
-    return cast(Function, _Entered.apply)(x, group)
+    return cast(Function, _CopyToGroup.apply)(x, group)
 
 
-def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_over_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of all members' parts, the same bits for all of them."""
-    return cast(Function, _Summed.apply)(part, group)
+    return cast(Function, _SumOverGroup.apply)(part, group)
 
 
-def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_from_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All members' parts (..., n) as one tensor (..., n * members), in the order of their ranks."""
-    return cast(Function, _Gathered.apply)(part, group)
+    return cast(Function, _GatherFromGroup.apply)(part, group)
 
 
-def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def scatter_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This member's share of the last dimension of `x`, which all members have; the way back gathers."""
-    return cast(Function, _Scattered.apply)(x, group)
+    return cast(Function, _ScatterToGroup.apply)(x, group)
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return cast(Tensor, collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group)))
 
 
-def _all(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_last(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     stacked = collectives.wait_tensor(_gather(part.contiguous().unsqueeze(0), 0, group))
     return torch.cat(tuple(stacked), -1)
 
 
-class _Entered(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -58,7 +58,7 @@ class _Entered(torch.autograd.Function):
         return _sum(gradients[0], ctx.group), None
 
 
-class _Summed(torch.autograd.Function):
+class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         return _sum(part, group)
@@ -68,18 +68,18 @@ class _Summed(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.member, ctx.width = dist.get_rank(group), part.shape[-1]
-        return _all(part, group)
+        return _gather_last(part, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0].narrow(-1, ctx.member * ctx.width, ctx.width), None
 
 
-class _Scattered(torch.autograd.Function):
+class _ScatterToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -88,4 +88,4 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all(gradients[0], ctx.group), None
+        return _gather_last(gradients[0], ctx.group), None

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from unisono.layout.split_styles import COLUMN, GATHERED, HALVES, ROW, THIRDS, VOCABULARY
-from unisono.layout.tensor.forward_trace import observed
+from unisono.layout.tensor.forward_trace import trace_forward
 from unisono.layout.tensor.linear_modules import Matrix, is_vocabulary, matrix
 from unisono.layout.tensor.split_trial import SplitTrial, Unit
 from unisono.layout.tensor.tensor_plan import TensorPlan
@@ -30,17 +30,17 @@ def derive(model: nn.Module, degree: int, sample: tuple[Any, ...] | Mapping[str,
     """
     if degree == 1 or sample is None:
         reason = _UNVERIFIED if degree > 1 else "there is one worker"
-        return TensorPlan(whole=dict.fromkeys(unnamed(model, ()), reason))
-    search = _Search(model, SplitTrial(model, degree, observed(model, sample)))
+        return TensorPlan(whole=dict.fromkeys(unplanned_modules(model, ()), reason))
+    search = _Search(model, SplitTrial(model, degree, trace_forward(model, sample)))
     own = TensorPlan.from_model(model)
     if own is not None:
-        search.follow(own)
+        search.try_model_plan(own)
     search.blocks()
     search.vocabulary()
     return search.plan()
 
 
-def unnamed(model: nn.Module, named: Collection[str]) -> list[str]:
+def unplanned_modules(model: nn.Module, named: Collection[str]) -> list[str]:
     """The modules that have parameters of their own and are not in `named`."""
     return [name for name, _ in _owners(model) if name not in named]
 
@@ -55,7 +55,7 @@ class _Search:
     because: dict[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
 
-    def take(self, unit: Unit) -> bool:
+    def try_unit(self, unit: Unit) -> bool:
         """Add `unit` to the plan if it computes the same."""
         verdict = self.trial.of(unit)
         if verdict.reason:
@@ -66,7 +66,7 @@ class _Search:
         self.local |= {verdict.scope: verdict.treatment} if verdict.treatment else {}
         return True
 
-    def follow(self, own: TensorPlan) -> None:
+    def try_model_plan(self, own: TensorPlan) -> None:
         """Take what the model's own plan says; what it asks for and is not built stays whole."""
         names = {name for name, _ in self.model.named_modules()}
         fitting = {pattern: word for pattern, word in own.split.items() if _fits(pattern, names)}
@@ -74,7 +74,7 @@ class _Search:
         self.reasons |= resolved.whole
         self.kept = frozenset(resolved.whole)
         for unit in units(resolved.split, self.trial.seen):
-            if self.take(unit):
+            if self.try_unit(unit):
                 self.because |= dict.fromkeys(unit, _OWN)
             else:
                 self.because |= {name: f"{_OWN} fails: {self.reasons[name]}" for name in unit}
@@ -85,7 +85,7 @@ class _Search:
         row = [(name, found) for name, found in called if found is not None]
         at = 0
         while at < len(row):
-            taken = next((unit for unit in _guesses(row[at : at + 4]) if self._free(unit) and self.take(unit)), {})
+            taken = next((unit for unit in _guesses(row[at : at + 4]) if self._free(unit) and self.try_unit(unit)), {})
             at += len(taken) or 1
 
     def vocabulary(self) -> None:
@@ -104,7 +104,7 @@ class _Search:
         weights = {id(self.model.get_submodule(name).weight) for name in unit}
         for part in [unit] if len(weights) < len(unit) else [{name: word} for name, word in unit.items()]:
             self.reasons = {name: why for name, why in self.reasons.items() if name not in part}
-            self.take(part)
+            self.try_unit(part)
 
     def _outputs(self, name: str) -> int:
         found = matrix(self.model.get_submodule(name))

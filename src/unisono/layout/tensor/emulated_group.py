@@ -17,7 +17,7 @@ from unisono.layout.tensor.forward_trace import Call, snapshot
 from unisono.layout.tensor.linear_modules import Matrix, embedded, grouped_rows, matrix
 
 
-def together(model: nn.Module, scope: str, unit: Mapping[str, str], degree: int, treatment: str, call: Call) -> Any:
+def emulate(model: nn.Module, scope: str, unit: Mapping[str, str], degree: int, treatment: str, call: Call) -> Any:
     """The output of module `scope` when `degree` members compute it split as `unit` says.
 
     Every member's pass runs in turn. What a row layer sums is complete in the last one, whose output is
@@ -29,29 +29,29 @@ def together(model: nn.Module, scope: str, unit: Mapping[str, str], degree: int,
         with ExitStack() as stack:
             for name, word in unit.items():
                 module = model.get_submodule(name)
-                stack.enter_context(replaced(module, _forward(module, word, degree, member, parts[name])))
-            stack.enter_context(treated(model.get_submodule(scope), unit, degree, treatment))
+                stack.enter_context(replaced_forward(module, _forward(module, word, degree, member, parts[name])))
+            stack.enter_context(with_local_heads(model.get_submodule(scope), unit, degree, treatment))
             args, kwargs = snapshot(call)
             output = model.get_submodule(scope)(*args, **kwargs)
     return output
 
 
 @contextmanager
-def treated(scope: nn.Module, unit: Mapping[str, str], degree: int, treatment: str) -> Iterator[None]:
+def with_local_heads(scope: nn.Module, unit: Mapping[str, str], degree: int, treatment: str) -> Iterator[None]:
     """Within the block, `scope` is told by `treatment` that it has its share of the heads."""
     if treatment == "attributes":
         with heads.divided(scope, degree):
             yield
     elif treatment == "shapes":
         mode = heads.local_mode(scope, degree, (GROUPS[word] for word in unit.values() if word in GROUPS))
-        with replaced(scope, MethodType(heads.localized(scope, mode), scope)):
+        with replaced_forward(scope, MethodType(heads.localized(scope, mode), scope)):
             yield
     else:
         yield
 
 
 @contextmanager
-def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Within the block, `module` computes `forward`."""
     before = vars(module).get("forward")
     module.forward = forward

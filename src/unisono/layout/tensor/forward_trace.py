@@ -14,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import InvalidInput
-from unisono.layout.shape_propagation import Known
+from unisono.layout.shape_propagation import PropagateShapes
 from unisono.layout.tensor.materialize import is_meta
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass
-class Observed:
+class ForwardTrace:
     """What happened in one forward pass.
 
     Args:
@@ -35,7 +35,7 @@ class Observed:
     users: dict[int, set[str]] = field(default_factory=dict)
 
 
-def observed(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any]) -> Observed:
+def trace_forward(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any]) -> ForwardTrace:
     """Run `model` once on `sample`, in evaluation mode and without gradients, and say what was seen.
 
     A model without numbers may look at those of what it is given.
@@ -43,7 +43,7 @@ def observed(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any]) -> O
     Raises:
         InvalidInput: its code fails; without numbers, because it looks at some that it computes.
     """
-    seen = Observed()
+    seen = ForwardTrace()
     inside: list[str] = []
     names = {module: name for name, module in model.named_modules()}
 
@@ -65,17 +65,17 @@ def observed(model: nn.Module, sample: tuple[Any, ...] | Mapping[str, Any]) -> O
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Uses(seen.users, inside))
         if is_meta(model):
-            stack.enter_context(Known())
+            stack.enter_context(PropagateShapes())
         call: Call = ((), dict(sample)) if isinstance(sample, Mapping) else (tuple(sample), {})
         args, kwargs = call
         try:
             model(*args, **kwargs)
         except Exception as error:  # whatever the user's code raises
-            raise _unseen(model, error) from error
+            raise _failed(model, error) from error
     return seen
 
 
-def _unseen(model: nn.Module, error: Exception) -> InvalidInput:
+def _failed(model: nn.Module, error: Exception) -> InvalidInput:
     said = f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. ')[0]}"
     how = "run without numbers to find what can be split, its code fails" if is_meta(model) else "its code fails"
     return InvalidInput("tensor", type(model).__name__, f"{how} ({said})",

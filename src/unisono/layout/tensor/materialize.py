@@ -20,7 +20,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 @contextmanager
-def substantial(module: nn.Module) -> Iterator[None]:
+def materialized(module: nn.Module) -> Iterator[None]:
     """Within the block, parameters and buffers of `module` on the meta device have made-up numbers."""
     generator = torch.Generator().manual_seed(0)
     made: dict[Tensor, Tensor] = {}
@@ -39,7 +39,7 @@ def substantial(module: nn.Module) -> Iterator[None]:
             kept[name] = tensor
 
 
-def filled(call: Any) -> Any:
+def materialized_inputs(call: Any) -> Any:
     """`call` with made-up numbers in place of its meta tensors."""
     generator = torch.Generator().manual_seed(1)
     return tree_map(lambda x: _filled(x, generator) if isinstance(x, Tensor) and x.is_meta else x, call)

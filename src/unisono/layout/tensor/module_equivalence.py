@@ -14,28 +14,28 @@ _PLAIN = (bool, int, float, str, type(None))
 _TORCHS_OWN = ("_parameters", "_buffers", "_modules")
 
 
-def likeness(model: nn.Module, scope: str, unit: Mapping[str, str], call: Call) -> Hashable:
+def block_signature(model: nn.Module, scope: str, unit: Mapping[str, str], call: Call) -> Hashable:
     """What is equal for two units whose scopes have modules of the same kinds, with the same attributes and shapes,
     and are called alike; what is neither a plain value nor a tensor must be the same object."""
-    inside = tuple((name, _kind(module)) for name, module in model.get_submodule(scope).named_modules())
+    inside = tuple((name, _module_key(module)) for name, module in model.get_submodule(scope).named_modules())
     words = tuple((name.removeprefix(scope), word) for name, word in unit.items())
     leaves, form = tree_flatten(call)
-    return inside, words, str(form), tuple(map(_seen, leaves))
+    return inside, words, str(form), tuple(map(_value_key, leaves))
 
 
-def _kind(module: nn.Module) -> Hashable:
-    own = [(key, _seen(value)) for key, value in vars(module).items() if key not in _TORCHS_OWN]
-    held = [(key, _seen(value)) for kept in (module._parameters, module._buffers) for key, value in kept.items()]
+def _module_key(module: nn.Module) -> Hashable:
+    own = [(key, _value_key(value)) for key, value in vars(module).items() if key not in _TORCHS_OWN]
+    held = [(key, _value_key(value)) for kept in (module._parameters, module._buffers) for key, value in kept.items()]
     return type(module), tuple(own), tuple(held)
 
 
-def _seen(value: Any) -> Hashable:
+def _value_key(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(_seen, value))
+        return type(value), tuple(map(_value_key, value))
     if isinstance(value, dict | set) and not value:  # hooks that nobody has put there
         return type(value)
     return id(value)

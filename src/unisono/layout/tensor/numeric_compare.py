@@ -24,7 +24,7 @@ class PassResult:
     gradients: list[Tensor | None]
 
 
-def measured(compute: Callable[[Call], Any], module: nn.Module, call: Call) -> PassResult:
+def run_pass(compute: Callable[[Call], Any], module: nn.Module, call: Call) -> PassResult:
     """The outputs of `compute` and the gradients of a random weighting of them."""
     call = differentiable(call)
     outputs = [x for x in tree_leaves(compute(call)) if isinstance(x, Tensor) and x.is_floating_point()]

@@ -20,7 +20,7 @@ from unisono.layout.tensor.linear_modules import grouped_rows
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RowExchange:
     """Which rows of a matrix of `outputs` rows in `groups` blocks go where, seen by one of them."""
 
     outputs: int
@@ -28,7 +28,7 @@ class Exchange:
     degree: int
     member: int
 
-    def prepare(self) -> Exchange:
+    def prepare(self) -> RowExchange:
         """Count rows now: a forward pass may be one that knows shapes alone."""
         _ = self.order, self.sent, self.received
         return self
@@ -48,7 +48,7 @@ class Exchange:
         """How many rows come from each member; in the order of their numbers, as the members' boxes are."""
         return [len(self._common(other, self.member)) for other in range(self.degree)]
 
-    def exchanged(self, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None]:
+    def exchange(self, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None]:
         """The rows that this member computes, out of all members' boxes of rows; differentiable.
 
         Args:

@@ -11,12 +11,12 @@ from torch import nn
 
 from unisono.layout.split_styles import COLUMNS, GATHERED, GROUPS, ROW, ROWS, THIRDS, VOCABULARY
 from unisono.layout.tensor import attention_heads as heads
-from unisono.layout.tensor.emulated_group import together
-from unisono.layout.tensor.forward_trace import Call, Observed, evaluating, snapshot
+from unisono.layout.tensor.emulated_group import emulate
+from unisono.layout.tensor.forward_trace import Call, ForwardTrace, evaluating, snapshot
 from unisono.layout.tensor.linear_modules import is_vocabulary, matrix
-from unisono.layout.tensor.materialize import filled, substantial
-from unisono.layout.tensor.module_equivalence import likeness
-from unisono.layout.tensor.numeric_compare import difference, measured
+from unisono.layout.tensor.materialize import materialized, materialized_inputs
+from unisono.layout.tensor.module_equivalence import block_signature
+from unisono.layout.tensor.numeric_compare import difference, run_pass
 
 TREATMENTS = ("", "attributes", "shapes")
 
@@ -45,7 +45,7 @@ class SplitTrial:
 
     model: nn.Module
     degree: int
-    seen: Observed
+    seen: ForwardTrace
     tried: dict[Any, str] = field(default_factory=dict)
 
     def of(self, unit: Unit) -> SplitVerdict:
@@ -78,7 +78,7 @@ class SplitTrial:
 
     def _heads(self, unit: Unit, scope: str) -> str | None:
         attends = len(unit) == 4 or THIRDS in unit.values()
-        return heads.indivisible(self.model.get_submodule(scope), self.degree) if attends else None
+        return heads.indivisible_heads(self.model.get_submodule(scope), self.degree) if attends else None
 
     def _impossible(self, unit: Unit) -> str:
         words = list(unit.values())
@@ -122,24 +122,24 @@ class SplitTrial:
 
     def _differs(self, scope: str, unit: Unit, treatment: str) -> str:
         """How a split of `unit` differs from the whole; empty where it does not."""
-        kind = likeness(self.model, scope, unit, self.seen.calls[scope]), treatment
+        kind = block_signature(self.model, scope, unit, self.seen.calls[scope]), treatment
         if kind not in self.tried:
             self.tried[kind] = self._compared(scope, unit, treatment)
         return self.tried[kind]
 
     def _compared(self, scope: str, unit: Unit, treatment: str) -> str:
-        module, call = self.model.get_submodule(scope), filled(self.seen.calls[scope])
+        module, call = self.model.get_submodule(scope), materialized_inputs(self.seen.calls[scope])
 
         def whole(call: Call) -> Any:
             args, kwargs = snapshot(call)
             return module(*args, **kwargs)
 
         def split(call: Call) -> Any:
-            return together(self.model, scope, unit, self.degree, treatment, call)
+            return emulate(self.model, scope, unit, self.degree, treatment, call)
 
-        with evaluating(self.model), substantial(module), torch.enable_grad():
+        with evaluating(self.model), materialized(module), torch.enable_grad():
             try:
-                expected, outcome = measured(whole, module, call), measured(split, module, call)
+                expected, outcome = run_pass(whole, module, call), run_pass(split, module, call)
             except Exception as error:  # the user's code may raise anything when it is handed a part
                 return f"its code fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return difference(expected, outcome)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from unisono.errors import InvalidInput
-from unisono.layout.split_styles import COLUMN, GATHERED, ROW, SCATTERED, VOCABULARY, WORDS
+from unisono.layout.split_styles import COLUMN, GATHERED, ROW, SCATTERED, STYLES, VOCABULARY
 
 # what transformers calls them in `tp_plan` and `base_model_tp_plan`
 _TRANSFORMERS = {
@@ -52,8 +52,8 @@ class TensorPlan:
 
     def __post_init__(self) -> None:
         for name, word in self.split.items():
-            if word not in WORDS:
-                cure = "write one of " + ", ".join(WORDS)
+            if word not in STYLES:
+                cure = "write one of " + ", ".join(STYLES)
                 raise InvalidInput(f"tensor plan, {name}", word, "no way to split a matrix", cure)
         for each in ("split", "whole", "local", "because"):
             object.__setattr__(self, each, MappingProxyType(dict(getattr(self, each))))

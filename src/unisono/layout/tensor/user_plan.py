@@ -12,7 +12,7 @@ from torch import nn
 from unisono.errors import InvalidInput
 from unisono.layout.rank_mesh import nearest_divisor
 from unisono.layout.split_styles import GROUPS, ROWS, VOCABULARY
-from unisono.layout.tensor.derive_plan import unnamed
+from unisono.layout.tensor.derive_plan import unplanned_modules
 from unisono.layout.tensor.linear_modules import matrix
 from unisono.layout.tensor.tensor_plan import TensorPlan
 from unisono.layout.tensor.verify import verify
@@ -20,7 +20,7 @@ from unisono.layout.tensor.verify import verify
 _CURE = "write it otherwise, or leave it out: what is not named stays whole"
 
 
-def given(
+def user_plan(
     model: nn.Module, degree: int, words: Mapping[str, str], sample: tuple[Any, ...] | Mapping[str, Any]
 ) -> TensorPlan:
     """The plan that `words` (modules, or patterns of them, to words) are for `model` over `degree` workers.
@@ -35,7 +35,7 @@ def given(
     verified = verify(model, plan, degree, sample)
     for name, why in verified.whole.items():
         raise InvalidInput("plan", _entry(words, name), f"{name or 'the model'}: {why}", _CURE)
-    whole = dict.fromkeys(unnamed(model, verified.split), "the plan that was given does not name it")
+    whole = dict.fromkeys(unplanned_modules(model, verified.split), "the plan that was given does not name it")
     return TensorPlan(verified.split, whole, verified.local)
 
 

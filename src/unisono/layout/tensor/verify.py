@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from unisono.layout.split_styles import COLUMNS, GATHERED, ROW, VOCABULARY
-from unisono.layout.tensor.forward_trace import Observed, observed
+from unisono.layout.tensor.forward_trace import ForwardTrace, trace_forward
 from unisono.layout.tensor.split_trial import SplitTrial, Unit
 from unisono.layout.tensor.tensor_plan import TensorPlan
 
@@ -24,7 +24,7 @@ def verify(model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, .
         InvalidInput: a name in the plan that fits no module.
     """
     plan = plan.resolved(model)
-    trial = SplitTrial(model, degree, observed(model, sample))
+    trial = SplitTrial(model, degree, trace_forward(model, sample))
     split: dict[str, str] = {}
     whole: dict[str, str] = dict(plan.whole)
     local: dict[str, str] = {}
@@ -38,7 +38,7 @@ def verify(model: nn.Module, plan: TensorPlan, degree: int, sample: tuple[Any, .
     return TensorPlan(split, whole, local)
 
 
-def units(split: Mapping[str, str], seen: Observed) -> Iterator[Unit]:
+def units(split: Mapping[str, str], seen: ForwardTrace) -> Iterator[Unit]:
     """The entries of `split` that depend on each other, in the order of the forward pass."""
     columns: dict[str, str] = {}
     ties = _tied(split, seen)
@@ -59,7 +59,7 @@ def units(split: Mapping[str, str], seen: Observed) -> Iterator[Unit]:
         yield columns
 
 
-def _tied(split: Mapping[str, str], seen: Observed) -> dict[str, Unit | None]:
+def _tied(split: Mapping[str, str], seen: ForwardTrace) -> dict[str, Unit | None]:
     tied: dict[str, Unit | None] = {}
     for users in seen.users.values():
         shared = [name for name in split if name in users and split[name] in (VOCABULARY, GATHERED)]

@@ -18,7 +18,7 @@ class RoundAccumulator:
         self._workers, self._pieces = workers, pieces
         self.round = self._next = 0
         self.used = [False] * pieces
-        self._silent = True
+        self._empty = True
         self._total: Tensor | None = None
         self._waiting: dict[int, tuple[Tensor | None, Done]] = {}
 
@@ -30,7 +30,7 @@ class RoundAccumulator:
     @property
     def total(self) -> Tensor | None:
         """The sum, None where nobody had anything; its memory is used again in the next round."""
-        return None if self._silent else self._total
+        return None if self._empty else self._total
 
     def push(self, worker: int, round_: int, total: Tensor | None, used: Sequence[bool], done: Done) -> None:
         """`worker` says `total`, which belongs to this sum until ``done()``. What it has said before is let pass."""
@@ -47,15 +47,15 @@ class RoundAccumulator:
 
     def _begin(self, round_: int) -> None:
         dropped, self._waiting = self._waiting, {}
-        self.round, self._next, self._silent = round_, 0, True
+        self.round, self._next, self._empty = round_, 0, True
         self.used = [False] * self._pieces
         for _, done in dropped.values():
             done()
 
     def _add(self, total: Tensor | None, done: Done) -> None:
-        if total is not None and self._silent:
+        if total is not None and self._empty:
             self._total = total.clone() if self._total is None else self._total.copy_(total)
-            self._silent = False
+            self._empty = False
         elif total is not None:
             assert self._total is not None
             self._total.add_(total)
@@ -74,7 +74,7 @@ class PushAccumulator:
         self._needed, self._in_pushes, self._pieces = needed, in_pushes, pieces
         self._total: Tensor | None = None
         self._count = self._pushes = 0
-        self._silent = True
+        self._empty = True
         self.used = [False] * pieces
 
     @property
@@ -90,20 +90,20 @@ class PushAccumulator:
             return
         if self._total is None:
             self._total = torch.empty_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        if self._silent:
+        if self._empty:
             torch.mul(gradient, count * scale, out=self._total)
         else:
             self._total.add_(gradient, alpha=count * scale)
-        self._silent = False
+        self._empty = False
 
     def take(self) -> Tensor | None:
         """The mean over all that has come, None where there was nothing; the pool is empty again. The memory is used
         again by the next push."""
-        mean = None if self._silent or self._total is None else self._total.div_(self._count)
-        self._empty()
+        mean = None if self._empty or self._total is None else self._total.div_(self._count)
+        self._reset()
         return mean
 
-    def _empty(self) -> None:
+    def _reset(self) -> None:
         self._count = self._pushes = 0
-        self._silent = True
+        self._empty = True
         self.used = [False] * self._pieces

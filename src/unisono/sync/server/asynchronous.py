@@ -22,8 +22,8 @@ from unisono.sync.server.client_slice import ClientSlice
 from unisono.sync.server.shard_client import ShardClient
 from unisono.sync.server.slice_optimizer import numbers_of
 from unisono.sync.server.slices import Slice
-from unisono.sync.synchronizer import Share
-from unisono.sync.work_leasing import LeaseClient, TakingTurns
+from unisono.sync.synchronizer import WorkItem
+from unisono.sync.work_leasing import LeaseClient, StepGateClient
 
 
 class StalenessBound:
@@ -41,17 +41,17 @@ class StalenessBound:
         self._start = start
         self.first = 0
 
-    def tick(self, share: Share) -> int:
-        """The server's step that `share` is part of, from 0 at `first`."""
-        step, micro_batches = share
+    def tick(self, item: WorkItem) -> int:
+        """The server's step that `item` is part of, from 0 at `first`."""
+        step, micro_batches = item
         return ((step - self.first) * self._micro_batches + micro_batches.start) // self._needed
 
-    def need(self, share: Share) -> int:
-        """The least version for `share`."""
-        step, _ = share
+    def need(self, item: WorkItem) -> int:
+        """The least version for `item`."""
+        step, _ = item
         if step < self._start:
             return self.tick((step, range(1)))
-        return 0 if math.isinf(self._staleness) else max(0, self.tick(share) - int(self._staleness))
+        return 0 if math.isinf(self._staleness) else max(0, self.tick(item) - int(self._staleness))
 
 
 class AsynchronousClient(ServerClient):
@@ -74,97 +74,99 @@ class AsynchronousClient(ServerClient):
         parameters: Mapping[str, nn.Parameter],
         comm: Communicator,
         slices: Sequence[Slice],
-        conversations: Sequence[ShardClient],
+        shard_clients: Sequence[ShardClient],
         optimizer: Optimizer,
         overlap: bool,
         *,
-        pace: StalenessBound,
-        dealing: LeaseClient | None,
+        bound: StalenessBound,
+        leases: LeaseClient | None,
         own: range,
-        asks_first: bool,
+        pulls_first: bool,
     ) -> None:
-        super().__init__(parameters, comm, slices, conversations, optimizer, overlap)
-        self._pace, self._own, self._in_turn = pace, own, dealing is None
-        self._dealing = dealing or TakingTurns(self.comm, own, self._earliest)
+        super().__init__(parameters, comm, slices, shard_clients, optimizer, overlap)
+        self._bound, self._own, self._fixed_items = bound, own, leases is None
+        self._leases = leases or StepGateClient(self.comm, own, self._earliest)
         # In turn, which step is next is known only when the weights for it are here.
-        self.lazy_parameters = overlap and not self._in_turn
-        self._asks_first = asks_first and self.lazy_parameters
+        self.lazy_parameters = overlap and not self._fixed_items
+        self._pulls_first = pulls_first and self.lazy_parameters
         self._pushes = self._stretches = 0
         self.dropped = 0
 
     def _earliest(self) -> int:
-        return self._pace.first + min(out.version for out in self.outgoing)
+        return self._bound.first + min(client_slice.version for client_slice in self.client_slices)
 
     @property
     def leased_until(self) -> int:
-        return self._dealing.dealt
+        return self._leases.leased_until
 
-    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[Share]:
+    def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[WorkItem]:
         if not self._stretches:
-            self._pace.first = first
+            self._bound.first = first
         self._stretches += 1
         # All that was dealt out before is pushed, so this waits for nobody who waits for us.
-        self.ask(self._pace.need((first, range(1))))
+        self.request_weights(self._bound.need((first, range(1))))
         self.wait_parameters()
-        yield from self._dealing.shares(first, until, stop)
+        yield from self._leases.work_items(first, until, stop)
 
     def close(self, control: list[float], weight: float = 1.0) -> None:
         super().close(control, weight)
-        self._dealing.prepare()
+        self._leases.prepare()
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
-        for out, _ in self._places.get(name, ()):
-            self._collect(out)
+        for client_slice, _ in self._places.get(name, ()):
+            self._finish_push(client_slice)
         super().offer(name, gradient, weight)
 
-    def _collect(self, out: ClientSlice) -> None:
+    def _finish_push(self, client_slice: ClientSlice) -> None:
         """The sum of a slice may be written into again."""
-        if out.leaving is not None:
-            self.dropped += out.leaving.wait().kind == "dropped"
-            out.leaving = None
-            out.commit()
+        if client_slice.push_in_flight is not None:
+            self.dropped += client_slice.push_in_flight.wait().kind == "dropped"
+            client_slice.push_in_flight = None
+            client_slice.commit()
 
     def finish(self) -> None:
         super().finish()
-        for out in self.outgoing:
-            self._collect(out)
+        for client_slice in self.client_slices:
+            self._finish_push(client_slice)
 
-    def settle(self) -> OwnGradient:
+    def settle(self) -> PushedGradient:
         self.finish()
-        for out in self.outgoing:
-            out.seal()
-        return OwnGradient(self)
+        for client_slice in self.client_slices:
+            client_slice.seal()
+        return PushedGradient(self)
 
     def square(self) -> float:
         """The squared 2-norm of this worker's own gradient."""
-        values = [out.value() for out in self.outgoing if any(out.seen)]
+        values = [client_slice.value() for client_slice in self.client_slices if any(client_slice.seen)]
         return math.fsum(float(torch.linalg.vector_norm(v, dtype=torch.float64)) ** 2 for v in values)
 
     def exchange(self, scale: float) -> None:
         """Push what was computed, ask for what the next share needs."""
-        share = self._dealing.finished() if self._stretches else (self._pushes, self._own)
+        item = self._leases.finished() if self._stretches else (self._pushes, self._own)
         self._pushes += 1
-        groups, tick = numbers_of(self.optimizer), self._pace.tick(share)
+        groups, tick = numbers_of(self.optimizer), self._bound.tick(item)
         version = self._needed_after(tick)
-        if version is not None and self._asks_first:
-            self.ask(version)
-        for out in self.outgoing:
-            out.leaving = out.push(self._pushes, groups, tick=tick, count=len(share[1]), scale=scale)
-            out.applied = True
-        if version is not None and not self._asks_first:
-            self.ask(version)
+        if version is not None and self._pulls_first:
+            self.request_weights(version)
+        for client_slice in self.client_slices:
+            client_slice.push_in_flight = client_slice.push(
+                self._pushes, groups, tick=tick, count=len(item[1]), scale=scale
+            )
+            client_slice.applied = True
+        if version is not None and not self._pulls_first:
+            self.request_weights(version)
         if not self.lazy_parameters:
             self.finish()
 
     def _needed_after(self, tick: int) -> int | None:
         """The version to go on with, now that this worker's part of `tick` is done; None: there is nothing to do."""
-        if self._in_turn:
+        if self._fixed_items:
             return tick + 1
-        upcoming = self._dealing.upcoming() if self._stretches else (self._pushes, self._own)
-        return None if upcoming is None else self._pace.need(upcoming)
+        upcoming = self._leases.upcoming() if self._stretches else (self._pushes, self._own)
+        return None if upcoming is None else self._bound.need(upcoming)
 
 
-class OwnGradient:
+class PushedGradient:
     """What a step of one worker is about to do; see `PendingUpdate`."""
 
     agreed = False

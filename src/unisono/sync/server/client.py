@@ -37,20 +37,20 @@ class ServerClient(BoundSynchronizer):
         parameters: Mapping[str, nn.Parameter],
         comm: Communicator,
         slices: Sequence[Slice],
-        conversations: Sequence[ShardClient],
+        shard_clients: Sequence[ShardClient],
         optimizer: Optimizer,
         overlap: bool,
     ) -> None:
         self.parameters, self.comm, self.optimizer = parameters, comm, optimizer
-        self.conversations = conversations
-        self.outgoing = [ClientSlice(i, s, parameters, conversations[s.shard]) for i, s in enumerate(slices)]
+        self.shard_clients = shard_clients
+        self.client_slices = [ClientSlice(i, s, parameters, shard_clients[s.shard]) for i, s in enumerate(slices)]
         self._overlap = self.lazy_parameters = overlap
-        self._coming: list[ClientSlice] = []
+        self._pending: list[ClientSlice] = []
         self._listening = False
         self._places: dict[str, list[tuple[ClientSlice, int]]] = {name: [] for name in parameters}
-        for out in self.outgoing:
-            for i, piece in enumerate(out.plan.pieces):
-                self._places[piece.span.name].append((out, i))
+        for client_slice in self.client_slices:
+            for i, piece in enumerate(client_slice.plan.pieces):
+                self._places[piece.span.name].append((client_slice, i))
         self._upload()
         self.begin()
 
@@ -58,8 +58,8 @@ class ServerClient(BoundSynchronizer):
         """Worker 0 tells the servers what all workers have: weights and optimizer state."""
         if self.comm.rank == 0:
             state = {name: self.optimizer.state.get(parameter, {}) for name, parameter in self.parameters.items()}
-            for out in self.outgoing:
-                out.init(state).wait()
+            for client_slice in self.client_slices:
+                client_slice.init(state).wait()
         self.barrier()
 
     def barrier(self) -> None:
@@ -69,64 +69,68 @@ class ServerClient(BoundSynchronizer):
     def begin(self) -> None:
         self.control: list[float] = []
         self._closing = False
-        for out in self.outgoing:
-            out.begin()
+        for client_slice in self.client_slices:
+            client_slice.begin()
 
     def close(self, control: list[float], weight: float = 1.0) -> None:
         self.control, self._closing = control, True
 
     def offer(self, name: str, gradient: Tensor, weight: float) -> None:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        for out, i in self._places.get(name, ()):  # none, if the optimizer does not train it
-            assert out.coming is None, f"{name} was not needed before its gradient came"
-            if out.pushed is not None:
+        for client_slice, i in self._places.get(name, ()):  # none, if the optimizer does not train it
+            assert client_slice.pull_in_flight is None, f"{name} was not needed before its gradient came"
+            if client_slice.pushed is not None:
                 raise UnisonoError(
                     f"the gradient of {name} came once more after it was sent: backward ran again before the step was "
                     "taken, or visits this parameter more than once (set overlap=False, or tell world.bind how many "
                     "backward passes make a step)"
                 )
-            out.add(i, dense, weight)
+            client_slice.add(i, dense, weight)
             if self._closing and self._overlap:
-                out.missing.discard(i)
-                if not out.missing:
-                    self.filled(out)
+                client_slice.missing.discard(i)
+                if not client_slice.missing:
+                    self.on_filled(client_slice)
 
     def fold(self) -> None:
         """`offer` has added them."""
 
-    def filled(self, out: ClientSlice) -> None:
+    def on_filled(self, client_slice: ClientSlice) -> None:
         """All gradients of a slice are there, while backward still runs."""
 
-    def ask(self, version: int) -> None:
+    def request_weights(self, version: int) -> None:
         """Ask for the newest weights, of `version` at least, what the next forward pass needs first before the rest."""
         self.wait_parameters()
-        for out in self.outgoing:
-            out.ask(version)
-        self._coming, self._listening = list(self.outgoing), False
+        for client_slice in self.client_slices:
+            client_slice.request_weights(version)
+        self._pending, self._listening = list(self.client_slices), False
 
     def wait_parameters(self, names: Collection[str] | None = None) -> None:
-        if self._coming:
+        if self._pending:
             self._receive(names)
 
     @torch.no_grad()
     def _receive(self, names: Collection[str] | None) -> None:
-        wanted = self._coming if names is None else [out for name in names for out, _ in self._places.get(name, ())]
-        for out in sorted(wanted, key=lambda out: out.number):
-            if out.coming is not None:
-                out.receive()
-                self.arrived(out)
-                self._coming.remove(out)
-        if not self._coming:
-            self.all_arrived()
+        wanted = (
+            self._pending
+            if names is None
+            else [client_slice for name in names for client_slice, _ in self._places.get(name, ())]
+        )
+        for client_slice in sorted(wanted, key=lambda client_slice: client_slice.number):
+            if client_slice.pull_in_flight is not None:
+                client_slice.receive()
+                self.on_arrived(client_slice)
+                self._pending.remove(client_slice)
+        if not self._pending:
+            self.on_all_arrived()
         elif not self._listening:
             self._listening = True
-            for each in self.conversations:
+            for each in self.shard_clients:
                 each.listen()
 
-    def arrived(self, out: ClientSlice) -> None:
+    def on_arrived(self, client_slice: ClientSlice) -> None:
         """The new weights of a slice are here."""
 
-    def all_arrived(self) -> None:
+    def on_all_arrived(self) -> None:
         """Those of the last slice that was on its way are here."""
 
     def finish(self) -> None:
@@ -137,12 +141,14 @@ class ServerClient(BoundSynchronizer):
         """The weights to the bit, and the optimizer's state."""
         self.finish()
         self.barrier()
-        for asked in [out.level() for out in self.outgoing]:
+        for asked in [client_slice.request_exact() for client_slice in self.client_slices]:
             asked.wait()
-        self.ask(0)
+        self.request_weights(0)
         self.wait_parameters()
-        for out, looked in [(out, out.look(state=True)) for out in self.outgoing]:
-            self._take_state(out, looked)
+        for client_slice, call in [
+            (client_slice, client_slice.request_state(state=True)) for client_slice in self.client_slices
+        ]:
+            self._take_state(client_slice, call)
         self.barrier()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -153,16 +159,18 @@ class ServerClient(BoundSynchronizer):
     def _shared(self) -> Iterator[None]:
         with torch.no_grad():
             self.barrier()
-            own = [out.read() for out in self.outgoing]
-            for out, looked in [(out, out.look(state=False)) for out in self.outgoing]:
-                out.write(looked.wait().tensors[0].to(out.plan.device))
+            own = [client_slice.read() for client_slice in self.client_slices]
+            for client_slice, call in [
+                (client_slice, client_slice.request_state(state=False)) for client_slice in self.client_slices
+            ]:
+                client_slice.write(call.wait().tensors[0].to(client_slice.plan.device))
             self.barrier()
         try:
             yield
         finally:
             with torch.no_grad():
-                for out, flat in zip(self.outgoing, own):
-                    out.write(flat)
+                for client_slice, flat in zip(self.client_slices, own):
+                    client_slice.write(flat)
 
     def state_dict(self) -> dict[str, Tensor]:
         self.finish()
@@ -175,21 +183,23 @@ class ServerClient(BoundSynchronizer):
 
     def residual_state(self) -> dict[str, Tensor]:
         return {
-            f"{out.number} of {len(self.outgoing)}/{key}": tensor
-            for out in self.outgoing
-            for key, tensor in out.memory.state_dict().items()
+            f"{client_slice.number} of {len(self.client_slices)}/{key}": tensor
+            for client_slice in self.client_slices
+            for key, tensor in client_slice.memory.state_dict().items()
         }
 
-    def load_residuals(self, owed: Mapping[str, Tensor]) -> None:
-        for out in self.outgoing:
-            out.memory.load_state_dict(under(f"{out.number} of {len(self.outgoing)}", owed), out.plan.device)
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        for client_slice in self.client_slices:
+            client_slice.memory.load_state_dict(
+                under(f"{client_slice.number} of {len(self.client_slices)}", residuals), client_slice.plan.device
+            )
 
     @torch.no_grad()
-    def _take_state(self, out: ClientSlice, looked: ShardCall) -> None:
+    def _take_state(self, client_slice: ClientSlice, call: ShardCall) -> None:
         """What a server's optimizer remembers of a slice goes into the local one, as if it had stepped."""
-        answer = looked.wait()
+        answer = call.wait()
         for (i, key, like), flat in zip(answer.fields["places"], answer.tensors[1:]):
-            piece = out.plan.pieces[i]
+            piece = client_slice.plan.pieces[i]
             parameter = self.parameters[piece.span.name]
             target = self._slot(parameter, key, like, flat.dtype)
             part = piece.of(target) if like else target

@@ -24,7 +24,7 @@ class ClientSlice:
         pushed: the push of this step, None before it.
         coming: new weights that are on their way here.
         applied: whether the step that was pushed is taken, but nobody has said so yet: what was put into memory, and
-            the sum if it is still `leaving`, outlive `begin`.
+            the sum if it is still `push_in_flight`, outlive `begin`.
         leaving: the push of a step before this one, which its sum belongs to.
     """
 
@@ -32,10 +32,10 @@ class ClientSlice:
         self.number, self.plan, self._to = number, plan, to
         self.memory = CompressorMemory()
         self._pieces = [piece.of(parameters[piece.span.name].detach()) for piece in plan.pieces]
-        self.version = self.edition = 0
+        self.version = self.delta_number = 0
         self.pushed: ShardCall | None = None
-        self.coming: ShardCall | None = None
-        self.leaving: ShardCall | None = None
+        self.pull_in_flight: ShardCall | None = None
+        self.push_in_flight: ShardCall | None = None
         self.applied = False
         self._allocate()
         self.begin()
@@ -48,7 +48,7 @@ class ClientSlice:
     def begin(self) -> None:
         """A new step; what was added and not applied is forgotten."""
         if self.pushed is not None and not self.pushed.answered:
-            self.pushed.forget()
+            self.pushed.abandon()
             self._allocate()  # the line may still read what was dropped
         self.pushed = None
         self.seen = [False] * len(self._parts)
@@ -87,18 +87,24 @@ class ClientSlice:
             "slice": self.number, "number": number, "version": self.version, "used": self.seen,
             "tick": tick, "count": count, "scale": scale, "groups": groups,
         }  # fmt: skip
-        tensors = [self.plan.compress.owe(self.total, self.plan.spans, self.memory)] if any(self.seen) else []
+        tensors = (
+            [self.plan.compress.encode_with_feedback(self.total, self.plan.spans, self.memory)]
+            if any(self.seen)
+            else []
+        )
         return self._to.call("push", fields, tensors)
 
-    def ask(self, version: int) -> None:
+    def request_weights(self, version: int) -> None:
         """Ask for what is newest, once `version` is there."""
-        self.coming = self._to.call("pull", {"slice": self.number, "need": version, "edition": self.edition})
+        self.pull_in_flight = self._to.call(
+            "pull", {"slice": self.number, "need": version, "edition": self.delta_number}
+        )
 
     def receive(self) -> None:
         """Wait for what was asked for. Raises `PeerLost`, also when it is called again then."""
-        if self.coming is not None:
-            self._put(self.coming.wait())
-            self.coming = None
+        if self.pull_in_flight is not None:
+            self._put(self.pull_in_flight.wait())
+            self.pull_in_flight = None
 
     def _put(self, answer: ActorMessage) -> None:
         """New weights go into the parameters."""
@@ -111,7 +117,7 @@ class ClientSlice:
                 difference = decoded(plan.compress, here, plan.spans, plan.numel, plan.dtype)
                 for piece, part in zip(self._pieces, views(difference, plan.spans)):
                     piece += part
-        self.version, self.edition = answer.fields["version"], answer.fields["edition"]
+        self.version, self.delta_number = answer.fields["version"], answer.fields["edition"]
 
     def read(self) -> Tensor:
         """The parameters' numbers, flat."""
@@ -138,11 +144,11 @@ class ClientSlice:
                 state.append(_as_it_lies(piece.of(tensor)) if like else tensor)
         return self._to.call("init", {"slice": self.number, "places": places}, [self.read(), *state])
 
-    def look(self, state: bool) -> ShardCall:
+    def request_state(self, state: bool) -> ShardCall:
         """Ask for the weights as they are, and perhaps the optimizer's state."""
         return self._to.call("look", {"slice": self.number, "state": int(state)})
 
-    def level(self) -> ShardCall:
+    def request_exact(self) -> ShardCall:
         """The next `pull` is to give the weights as they are."""
         return self._to.call("level", {"slice": self.number})
 

@@ -16,7 +16,7 @@ class Compensation(Protocol):
     """Corrects a late gradient, as a frozen value that keeps nothing."""
 
     @property
-    def looks_back(self) -> bool:
+    def needs_old_weights(self) -> bool:
         """Whether it needs the weights that the gradient was computed on."""
 
     def correct(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int, state: dict[str, Tensor]) -> Tensor:
@@ -51,7 +51,7 @@ class DelayCompensation:
             raise ValueError(f"decay={self.decay!r} is not a number from 0 to below 1")
 
     @property
-    def looks_back(self) -> bool:
+    def needs_old_weights(self) -> bool:
         return True
 
     def correct(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int, state: dict[str, Tensor]) -> Tensor:
@@ -70,7 +70,7 @@ class ScaledByStaleness:
     """The learning rate is divided by the staleness (Zhang et al. 2016, "Staleness-aware async-SGD", eq. 5)."""
 
     @property
-    def looks_back(self) -> bool:
+    def needs_old_weights(self) -> bool:
         return False
 
     def correct(self, gradient: Tensor, now: Tensor, then: Tensor, staleness: int, state: dict[str, Tensor]) -> Tensor:

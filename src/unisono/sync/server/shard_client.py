@@ -11,7 +11,7 @@ from unisono.comm import Work
 from unisono.comm.actor import ActorConnection, ActorMessage
 from unisono.errors import PeerLost
 from unisono.sync.server.actor import MOVED
-from unisono.sync.server.shard import GONE
+from unisono.sync.server.shard import WORKERS_LOST
 
 
 class ShardCall:
@@ -28,12 +28,12 @@ class ShardCall:
 
     def send(self) -> None:
         """Say it, perhaps once more, to whoever answers now."""
-        self._sent_to = self._to.at
-        self._work: Work[ActorMessage] | None = self._to.line.call(self.message)
+        self._sent_to = self._to.current
+        self._work: Work[ActorMessage] | None = self._to.connection.call(self.message)
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """Its answer does not matter any more."""
-        self._to.over(self)
+        self._to.done(self)
 
     def wait(self) -> ActorMessage:
         """The answer; its tensors are valid until the next call that is waited for. Raises `PeerLost` if nobody is
@@ -44,13 +44,13 @@ class ShardCall:
                 answer = self._work.wait()
                 if answer.kind != MOVED.kind:
                     break
-                self._to.turn(self._sent_to, PeerLost((), self.message.kind, "its server has been replaced"))
+                self._to.fail_over(self._sent_to, PeerLost((), self.message.kind, "its server has been replaced"))
             except PeerLost as error:
-                self._to.turn(self._sent_to, error)
-        if answer.kind == GONE:
+                self._to.fail_over(self._sent_to, error)
+        if answer.kind == WORKERS_LOST:
             raise PeerLost(answer.fields["workers"], self.message.kind, "a server waits for it in vain")
         self._work = None
-        self._to.over(self)
+        self._to.done(self)
         return answer
 
     def poll(self) -> None:
@@ -66,15 +66,15 @@ class ShardClient:
         lines: to all servers that have the shard, the first one first.
     """
 
-    def __init__(self, shard: int, lines: Sequence[ActorConnection]) -> None:
-        self._shard, self._lines = shard, lines
+    def __init__(self, shard: int, connections: Sequence[ActorConnection]) -> None:
+        self._shard, self._connections = shard, connections
         self._open: list[ShardCall] = []
-        self.at = 0
+        self.current = 0
 
     @property
-    def line(self) -> ActorConnection:
+    def connection(self) -> ActorConnection:
         """The line to whoever answers now."""
-        return self._lines[self.at]
+        return self._connections[self.current]
 
     def call(self, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> ShardCall:
         """Ask; the tensors, wherever they lie, belong to the call until it is answered."""
@@ -87,15 +87,15 @@ class ShardClient:
         if self._open:
             self._open[-1].poll()
 
-    def over(self, asked: ShardCall) -> None:
-        """`asked` is answered."""
-        self._open.remove(asked)
+    def done(self, call: ShardCall) -> None:
+        """`call` is answered."""
+        self._open.remove(call)
 
-    def turn(self, failed: int, error: PeerLost) -> None:
+    def fail_over(self, failed: int, error: PeerLost) -> None:
         """Who was talked to as number `failed` is gone: say everything that is open to the next, in order."""
-        if failed == self.at:
-            if self.at + 1 == len(self._lines):
+        if failed == self.current:
+            if self.current + 1 == len(self._connections):
                 raise error
-            self.at += 1
-            for asked in self._open:
-                asked.send()
+            self.current += 1
+            for call in self._open:
+                call.send()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.errors import InvalidInput
-from unisono.sync.late_momentum import begins_late
+from unisono.sync.late_momentum import allow_late_momentum
 
 ELEMENTWISE: dict[str, type[Optimizer]] = {
     cls.__name__: cls
@@ -71,9 +71,9 @@ class SliceOptimizer:
             {"params": [p for p, m in zip(self._pieces, members) if m == member], **self._here(groups[member])}
             for member in self._members
         ])  # fmt: skip
-        begins_late(self._optimizer)
+        allow_late_momentum(self._optimizer)
 
-    def move(self, weights: Sequence[Tensor]) -> None:
+    def set_weights(self, weights: Sequence[Tensor]) -> None:
         """From now on `weights`, which hold the same numbers, are stepped."""
         for piece, each in zip(self._pieces, weights):
             piece.data = each

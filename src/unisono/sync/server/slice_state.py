@@ -36,9 +36,9 @@ class ServerTerms:
     """
 
     workers: int
-    lockstep: bool
+    synchronous: bool
     needed: int
-    first: bool
+    drops_late: bool
     compensate: Compensation | None
     control: int
     optimizer: str
@@ -92,27 +92,31 @@ class ServerSlice:
 
     def __init__(
         self,
-        lot: SliceSpec,
+        spec: SliceSpec,
         terms: ServerTerms,
         weights: Tensor,
         places: Sequence[Place] = (),
         state: Sequence[Tensor] = (),
     ) -> None:
-        self.lot, self._terms = lot, terms
+        self.spec, self._terms = spec, terms
         self.weights = weights.clone()
         self.version = self.dropped = 0
-        self.stepper = SliceOptimizer(terms.optimizer, terms.groups, lot.members, views(self.weights, lot.spans))
-        self.stepper.load(places, state)
-        self.together = RoundAccumulator(terms.workers, len(lot.spans))
-        self._pool = PushAccumulator(terms.needed, terms.first, len(lot.spans))
-        self._editions: WeightDeltas | None = None
-        if pays(lot.compress, lot.spans, lot.numel, lot.dtype):
-            self._editions = WeightDeltas(lot.compress, lot.spans, self.weights)
+        self.optimizer = SliceOptimizer(terms.optimizer, terms.groups, spec.members, views(self.weights, spec.spans))
+        self.optimizer.load(places, state)
+        self.round_sum = RoundAccumulator(terms.workers, len(spec.spans))
+        self._push_mean = PushAccumulator(terms.needed, terms.drops_late, len(spec.spans))
+        self._deltas: WeightDeltas | None = None
+        if pays(spec.compress, spec.spans, spec.numel, spec.dtype):
+            self._deltas = WeightDeltas(spec.compress, spec.spans, self.weights)
         self._published = 0  # the version that the newest edition comes near to
-        self._said = [0] * terms.workers
+        self._last_push = [0] * terms.workers
         self._added: dict[int, int] = {}  # micro-batches, of each tick that is not complete
         self._complete = 0
-        self._past = Past(terms.workers, self.weights) if terms.compensate and terms.compensate.looks_back else None
+        self._history = (
+            WeightHistory(terms.workers, self.weights)
+            if terms.compensate and terms.compensate.needs_old_weights
+            else None
+        )
         self._memory: dict[str, Tensor] = {}  # the compensation's
         self._due: Callable[[], None] | None = None
         self._take: tuple[int, float, Sequence[Numbers]] = 0, 1.0, ()
@@ -123,24 +127,24 @@ class ServerSlice:
     @property
     def begun(self) -> bool:
         """Whether anything was pushed."""
-        return self.together.round > 0 or any(self._said)
+        return self.round_sum.round > 0 or any(self._last_push)
 
     # In lockstep: pushes of all, then `take` of any.
 
-    def join(self, push: Push, done: Done) -> None:
+    def add_to_round(self, push: Push, done: Done) -> None:
         """`push` goes into its round; its tensor is free again with ``done()``."""
         if push.version > self.version:
             raise MessageRefused(f"a gradient at version {push.version}; there are {self.version}")
-        self._catch_up()  # the sum of the last round is used up
-        self.together.push(push.worker, push.number, push.total, push.used, done)
+        self._take_due_step()  # the sum of the last round is used up
+        self.round_sum.push(push.worker, push.number, push.total, push.used, done)
         self._step_if_due()
 
     def squares(self) -> list[float]:
         """Each piece's squared 2-norm of the mean gradient of the complete round."""
         gradient = self._gradient()
         if gradient is None:
-            return [0.0] * len(self.lot.spans)
-        pieces = views(gradient, self.lot.spans)
+            return [0.0] * len(self.spec.spans)
+        pieces = views(gradient, self.spec.spans)
         return [float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2 for piece in pieces]
 
     def take(self, round_: int, scale: float, groups: Sequence[Numbers]) -> None:
@@ -152,42 +156,42 @@ class ServerSlice:
     def _step_if_due(self) -> None:
         """The version counts now; the arithmetic is done for whoever asks first."""
         round_, scale, groups = self._take
-        if self.together.complete and self.together.round == round_ and self._taken < round_:
+        if self.round_sum.complete and self.round_sum.round == round_ and self._taken < round_:
             self._taken = round_
-            self._due = lambda: self._take_step(self._gradient(), scale, self.together.used, groups)
+            self._due = lambda: self._take_step(self._gradient(), scale, self.round_sum.used, groups)
             self.version += 1
-            self._tell_who_waits()
+            self._answer_waiting()
 
     def _gradient(self) -> Tensor | None:
-        total = self.together.total
-        return None if total is None else self.lot.compress.value(total, self.lot.dtype)
+        total = self.round_sum.total
+        return None if total is None else self.spec.compress.value(total, self.spec.dtype)
 
     # Otherwise: each push by itself.
 
-    def add(self, push: Push, groups: Sequence[Numbers]) -> bool:
+    def add_push(self, push: Push, groups: Sequence[Numbers]) -> bool:
         """`push` is added once, however often it comes; False: it was too late and is dropped."""
-        if push.number <= self._said[push.worker]:
+        if push.number <= self._last_push[push.worker]:
             return True
-        if push.number > self._said[push.worker] + 1:
-            raise MessageRefused(f"push {push.number} of worker {push.worker} after {self._said[push.worker]}")
+        if push.number > self._last_push[push.worker] + 1:
+            raise MessageRefused(f"push {push.number} of worker {push.worker} after {self._last_push[push.worker]}")
         if push.version > self.version:
             raise MessageRefused(f"a gradient at version {push.version}; there are {self.version}")
-        self._said[push.worker] = push.number
-        if self._terms.first and push.tick < self.version:
+        self._last_push[push.worker] = push.number
+        if self._terms.drops_late and push.tick < self.version:
             self.dropped += 1
             return False
         if self._terms.compensate is None or push.total is None:
-            gradient = None if push.total is None else self.lot.compress.value(push.total, self.lot.dtype)
-            self._pool.push(gradient, push.count, push.used, push.scale)
+            gradient = None if push.total is None else self.spec.compress.value(push.total, self.spec.dtype)
+            self._push_mean.push(gradient, push.count, push.used, push.scale)
         else:
-            self._pool.push(self._corrected(self._terms.compensate, push, push.total), push.count, push.used)
+            self._push_mean.push(self._corrected(self._terms.compensate, push, push.total), push.count, push.used)
         self._count(push)
-        if self._pool.full:
-            used = self._pool.used
-            mean = self._pool.take()
-            self._take_step(None if mean is None else mean.to(self.lot.dtype), 1.0, used, groups)
+        if self._push_mean.full:
+            used = self._push_mean.used
+            mean = self._push_mean.take()
+            self._take_step(None if mean is None else mean.to(self.spec.dtype), 1.0, used, groups)
             self.version += 1
-        self._tell_who_waits()
+        self._answer_waiting()
         return True
 
     def _count(self, push: Push) -> None:
@@ -198,8 +202,8 @@ class ServerSlice:
             self._complete += 1
 
     def _corrected(self, compensate: Compensation, push: Push, total: Tensor) -> Tensor:
-        gradient = self.lot.compress.value(total, self.lot.dtype) * push.scale
-        then = self._past.held_by(push.worker) if self._past else self.weights
+        gradient = self.spec.compress.value(total, self.spec.dtype) * push.scale
+        then = self._history.of_worker(push.worker) if self._history else self.weights
         return compensate.correct(gradient, self.weights, then, self.version - push.version, self._memory)
 
     # The step, and what goes out.
@@ -211,92 +215,91 @@ class ServerSlice:
             return
         if self._lent:  # somebody may still read them
             self.weights, self._lent = self.weights.clone(), set()
-            self.stepper.move(views(self.weights, self.lot.spans))
+            self.optimizer.set_weights(views(self.weights, self.spec.spans))
         # The sum stays as it is: somebody may still ask for its norm.
-        parts = views(gradient if scale == 1.0 else gradient * scale, self.lot.spans)
-        self.stepper.step([part if was else None for part, was in zip(parts, used)], groups)
+        parts = views(gradient if scale == 1.0 else gradient * scale, self.spec.spans)
+        self.optimizer.step([part if was else None for part, was in zip(parts, used)], groups)
 
     @property
     def _reached(self) -> int:
         """The step before which all that counts is in these weights."""
-        return self.version if self._terms.lockstep or self._terms.first else self._complete
+        return self.version if self._terms.synchronous or self._terms.drops_late else self._complete
 
-    def _tell_who_waits(self) -> None:
+    def _answer_waiting(self) -> None:
         reached = self._reached
         ready = [done for need, done in self._waiting if need <= reached]
         self._waiting = [(need, done) for need, done in self._waiting if need > reached]
         for done in ready:
             done()
 
-    def _catch_up(self) -> None:
+    def _take_due_step(self) -> None:
         if self._due is not None:
             due, self._due = self._due, None
             due()
 
-    def when(self, need: int, done: Done) -> None:
-        """``done()`` when all steps before `need` are in these weights."""
+    def when_reached(self, need: int, done: Done) -> None:
+        """``done()`` when_reached all steps before `need` are in these weights."""
         if self._reached >= need:
             done()
         else:
             self._waiting.append((need, done))
 
-    def news(self, worker: int, edition: int) -> tuple[ActorMessage, bool]:
-        """What `worker`, who holds `edition`, needs in order to hold what is newest; and whether it is memory of the
-        weights, which has to be lent."""
-        self._catch_up()
-        if self._editions is None:
+    def update(self, worker: int, delta_number: int) -> tuple[ActorMessage, bool]:
+        """The message that updates `worker` from `delta_number` to the newest weights; whether it refers to them."""
+        self._take_due_step()
+        if self._deltas is None:
             newest, tensors, whole = self.version, [self.weights], True
         else:
             if self._published < self.version:
                 self._published = self.version
-                self._editions.publish(self.weights)
-            messages = self._editions.since(edition)
-            newest, whole = self._editions.number, messages is None
-            tensors = [self._editions.shadow.clone()] if messages is None else messages
-        if self._past:
-            held = self.weights if self._editions is None else self._editions.shadow
-            self._past.hand_out(worker, newest, held)
-        if edition == newest:
+                self._deltas.publish(self.weights)
+            messages = self._deltas.since(delta_number)
+            newest, whole = self._deltas.number, messages is None
+            tensors = [self._deltas.shadow.clone()] if messages is None else messages
+        if self._history:
+            held = self.weights if self._deltas is None else self._deltas.shadow
+            self._history.record(worker, newest, held)
+        if delta_number == newest:
             tensors, whole = [], False
         fields = {"version": self.version, "edition": newest, "whole": whole}
-        return ActorMessage("weights", fields, tensors), whole and self._editions is None
+        return ActorMessage("weights", fields, tensors), whole and self._deltas is None
 
-    def level(self) -> None:
+    def publish_exact(self) -> None:
         """The next edition is the weights as they are."""
-        self._catch_up()
-        if self._editions is not None:
-            self._editions.level(self.weights)
+        self._take_due_step()
+        if self._deltas is not None:
+            self._deltas.publish_exact(self.weights)
             self._published = self.version
 
-    def look(self, state_too: bool) -> ActorMessage:
+    def read_state(self, state_too: bool) -> ActorMessage:
         """The weights as they are, and perhaps the optimizer's state."""
-        self._catch_up()
-        places, state = self.stepper.state() if state_too else ([], [])
+        self._take_due_step()
+        places, state = self.optimizer.state() if state_too else ([], [])
         return ActorMessage("state", {"places": places}, [self.weights, *state])
 
     def lend(self, token: object) -> None:
         """The weights must not change in place until `token` is returned."""
         self._lent.add(token)
 
-    def returned(self, token: object) -> None:
+    def release(self, token: object) -> None:
         """See `lend`."""
         self._lent.discard(token)
 
 
-class Past:
+class WeightHistory:
     """The weights that each worker computes on; those of one edition are kept once."""
 
     def __init__(self, workers: int, weights: Tensor) -> None:
         self._held = [0] * workers
         self._weights = {0: weights.clone()}
 
-    def hand_out(self, worker: int, edition: int, weights: Tensor) -> None:
+    def record(self, worker: int, delta_number: int, weights: Tensor) -> None:
         """`worker` holds `weights` from now on."""
-        self._held[worker] = edition
-        if edition not in self._weights:
-            self._weights[edition] = weights.clone()
+        self._held[worker] = delta_number
+        if delta_number not in self._weights:
+            self._weights[delta_number] = weights.clone()
         self._weights = {e: kept for e, kept in self._weights.items() if e in self._held}
 
-    def held_by(self, worker: int) -> Tensor:
+    def of_worker(self, worker: int) -> Tensor:
         """What `worker` holds."""
         return self._weights[self._held[worker]]

@@ -60,7 +60,9 @@ class Slice:
         return self.numel * self.dtype.itemsize
 
 
-def cut(parameters: Mapping[str, nn.Parameter], compress: Compressor, slice_bytes: int, shards: int) -> list[Slice]:
+def plan_slices(
+    parameters: Mapping[str, nn.Parameter], compress: Compressor, slice_bytes: int, shards: int
+) -> list[Slice]:
     """The slices of `parameters` (in the order of the forward pass), each of at most `slice_bytes` unless a single row
     is larger; each goes to the shard that has the fewest bytes by then."""
     total = sum(p.numel() * p.element_size() for p in parameters.values())

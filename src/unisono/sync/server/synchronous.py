@@ -31,55 +31,55 @@ class SynchronousClient(ServerClient):
     _taking: Sequence[ShardCall] = ()
 
     def begin(self) -> None:
-        if self._round == 0 or any(out.pushed for out in self.outgoing):
+        if self._round == 0 or any(client_slice.pushed for client_slice in self.client_slices):
             self._round += 1
         super().begin()
 
-    def filled(self, out: ClientSlice) -> None:
-        out.pushed = out.push(self._round)
+    def on_filled(self, client_slice: ClientSlice) -> None:
+        client_slice.pushed = client_slice.push(self._round)
 
     def settle(self) -> MeanAtServers:
         self.wait_parameters()
-        for out in self.outgoing:
-            if out.pushed is None:
-                out.seal()
-                self.filled(out)
+        for client_slice in self.client_slices:
+            if client_slice.pushed is None:
+                client_slice.seal()
+                self.on_filled(client_slice)
         words = torch.tensor(self.control, dtype=torch.float64)
-        heard = self.conversations[0].call("hear", {"round": self._round}, [words])
-        for out in self.outgoing:
-            assert out.pushed is not None
-            out.pushed.wait()
+        heard = self.shard_clients[0].call("hear", {"round": self._round}, [words])
+        for client_slice in self.client_slices:
+            assert client_slice.pushed is not None
+            client_slice.pushed.wait()
         control: list[float] = heard.wait().tensors[0].tolist()
         return MeanAtServers(self, control)
 
     def squares(self) -> list[tuple[str, float]]:
         """The squared 2-norms of the mean gradient's pieces, and whose pieces they are."""
-        asked = [each.call("norm", {"round": self._round}) for each in self.conversations]
+        asked = [each.call("norm", {"round": self._round}) for each in self.shard_clients]
         squares: dict[str, list[float]] = {}
         for each in asked:
             squares |= each.wait().fields
         return [
             (span.name, square)
-            for out in self.outgoing
-            for span, square in zip(out.plan.spans, squares[str(out.number)], strict=True)
+            for client_slice in self.client_slices
+            for span, square in zip(client_slice.plan.spans, squares[str(client_slice.number)], strict=True)
         ]
 
     def take(self, scale: float) -> None:
         """All servers take the step; the new weights are asked for."""
         fields = {"round": self._round, "scale": scale, "groups": numbers_of(self.optimizer)}
-        self._taking = [each.call("take", fields) for each in self.conversations]
-        for out in self.outgoing:
-            out.applied = True
+        self._taking = [each.call("take", fields) for each in self.shard_clients]
+        for client_slice in self.client_slices:
+            client_slice.applied = True
         self._version += 1
-        self.ask(self._version)
+        self.request_weights(self._version)
         if not self.lazy_parameters:
             self.wait_parameters()
 
-    def arrived(self, out: ClientSlice) -> None:
+    def on_arrived(self, client_slice: ClientSlice) -> None:
         """These weights are only there if the step was taken."""
-        out.commit()
+        client_slice.commit()
 
-    def all_arrived(self) -> None:
+    def on_all_arrived(self) -> None:
         taking, self._taking = self._taking, ()
         for each in taking:
             each.wait()

@@ -38,7 +38,7 @@ class WeightDeltas:
         self._memory = CompressorMemory()
         self._messages: deque[Tensor] = deque()  # the last one led to the shadow
         self._nbytes = 0
-        self._level = True
+        self._exact = True
 
     def publish(self, weights: Tensor) -> None:
         """A new edition, which comes near to `weights`."""
@@ -46,20 +46,20 @@ class WeightDeltas:
         message = self._compress.encode(total, self._spans, self._memory).clone()
         self._memory.commit()
         self.shadow += decoded(self._compress, message, self._spans, weights.numel(), weights.dtype)
-        self.number, self._level = self.number + 1, False
+        self.number, self._exact = self.number + 1, False
         self._messages.append(message)
         self._nbytes += message.nbytes
         while self._nbytes > weights.nbytes:
             self._nbytes -= self._messages.popleft().nbytes
 
-    def level(self, weights: Tensor) -> None:
+    def publish_exact(self, weights: Tensor) -> None:
         """A new edition which is `weights`, to the bit."""
-        if not self._level or not torch.equal(self.shadow, weights):
+        if not self._exact or not torch.equal(self.shadow, weights):
             self.shadow.copy_(weights)
-            self.number, self._level, self._nbytes = self.number + 1, True, 0
+            self.number, self._exact, self._nbytes = self.number + 1, True, 0
             self._messages.clear()
 
-    def since(self, edition: int) -> list[Tensor] | None:
-        """The messages that lead from `edition` to this one; None: only the whole shadow does."""
-        behind = self.number - edition
+    def since(self, delta_number: int) -> list[Tensor] | None:
+        """The messages that lead from `delta_number` to this one; None: only the whole shadow does."""
+        behind = self.number - delta_number
         return list(self._messages)[len(self._messages) - behind :] if 0 <= behind <= len(self._messages) else None

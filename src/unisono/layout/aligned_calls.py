@@ -26,28 +26,28 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from unisono.errors import InvalidInput
-from unisono.layout.call_agreement import gathered
+from unisono.layout.call_agreement import gather_all
 
-Together = Callable[[nn.Module], Sequence[dist.ProcessGroup]]
+ExchangeGroups = Callable[[nn.Module], Sequence[dist.ProcessGroup]]
 _ZERO = "_zero"  # the keyword under which it passes through torch's own hooks
 _CURE = "call it once in every pass, or keep it outside of ModuleList and Sequential"
 
 
 @dataclass
-class Gradients:
+class BlockGradients:
     """Which parameters of a sharded module got gradients on this worker since `clear`.
 
     Args:
         places: of each, its name, and the module and attribute where it is found, gathered or not.
     """
 
-    places: Sequence[tuple[str, nn.Module, str]]
+    slots: Sequence[tuple[str, nn.Module, str]]
     used: set[str] = field(default_factory=set)
     _filled: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 
     def fill(self) -> None:
         """Backward is through with the module: give zeros to parameters without a gradient."""
-        for name, module, attribute in self.places:
+        for name, module, attribute in self.slots:
             parameter = module._parameters[attribute]
             if parameter is None or not parameter.requires_grad:
                 continue
@@ -82,7 +82,7 @@ class _Fill(torch.autograd.Function):
     """The same zero; where backward comes by, `gradients` are filled."""
 
     @staticmethod
-    def forward(ctx: Any, zero: Tensor, gradients: Gradients) -> Tensor:
+    def forward(ctx: Any, zero: Tensor, gradients: BlockGradients) -> Tensor:
         ctx.gradients = gradients
         return zero.clone()
 
@@ -92,7 +92,7 @@ class _Fill(torch.autograd.Function):
         return incoming[0], None
 
 
-class _Beside(NamedTuple):
+class _OutputAndZero(NamedTuple):
     """What a module returns, and the zero beside it."""
 
     value: Any
@@ -100,14 +100,14 @@ class _Beside(NamedTuple):
 
 
 @dataclass
-class _Pass:
+class _ForwardPass:
     """A forward pass under way: the zero, if there is to be a backward pass, and how many blocks it has taken."""
 
     zero: Tensor | None
-    taken: int = 0
+    next_block: int = 0
 
 
-class Abreast:
+class AlignedCalls:
     """The passes of one worker through `root`, whose blocks and itself are then sharded inside `hooked`.
 
     Args:
@@ -123,124 +123,125 @@ class Abreast:
         root: nn.Module,
         layout: str,
         order: Sequence[tuple[str, nn.Module]],
-        gradients: dict[nn.Module, Gradients],
+        gradients: dict[nn.Module, BlockGradients],
         device: torch.device,
-        together: Together,
+        exchange_groups: ExchangeGroups,
     ) -> None:
         self._root, self._layout, self._order = root, layout, order
-        self._device, self._together = device, together
+        self._device, self._exchange_groups = device, exchange_groups
         self.gradients = gradients
-        self._place = {block: place for place, (_, block) in enumerate(order)}
-        self._now: _Pass | None = None
+        self._positions = {block: place for place, (_, block) in enumerate(order)}
+        self._pass: _ForwardPass | None = None
         self._zero: Tensor | None = None
 
     @contextmanager
-    def hooked(self, module: nn.Module) -> Iterator[None]:
+    def hooks_around(self, module: nn.Module) -> Iterator[None]:
         """Inside, `module` is sharded. The zero is an argument and a result for torch's hooks alone, not for those of
         the user, which run before the last and after the first of these four."""
-        module.register_forward_pre_hook(self._received, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._returned)
+        module.register_forward_pre_hook(self._after_unshard, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._before_reshard)
         yield
-        module.register_forward_pre_hook(self._called, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._left)
+        module.register_forward_pre_hook(self._before_unshard, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after_reshard)
         if module is not self._root:
             block: Any = module
-            block.pass_by = partial(self._filling, module)
+            block.forward_skipped = partial(self._with_fill, module)
             register_fsdp_forward_method(module, "pass_by")
 
-    def joined(self, value: Tensor) -> Tensor:
+    def connect(self, value: Tensor) -> Tensor:
         """`value`, from whose backward pass that of every block is reached."""
         zero, self._zero = self._zero, None
         return value if zero is None else value + zero.to(value.dtype)
 
-    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_unshard(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module is self._root and not _in_backward():
             learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-            self._now = _Pass(torch.zeros((), device=self._device, requires_grad=True) if learns else None)
-        now = self._passing()
+            self._pass = _ForwardPass(torch.zeros((), device=self._device, requires_grad=True) if learns else None)
+        now = self._current_pass()
         if now is None:
             return None
         if module is not self._root:
-            self._take(now, module)
+            self._call_block(now, module)
         return args, {**kwargs, _ZERO: now.zero if torch.is_grad_enabled() else None}
 
-    def _received(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _after_unshard(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if _ZERO not in kwargs:
             return None
         zero = kwargs.pop(_ZERO)
-        if zero is not None and self._now is not None:
-            self._now.zero = self._filling(module, zero)
+        if zero is not None and self._pass is not None:
+            self._pass.zero = self._with_fill(module, zero)
         return args, kwargs
 
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
-        now = self._passing()
+    def _before_reshard(self, module: nn.Module, args: Any, output: Any) -> Any:
+        now = self._current_pass()
         if now is None or output is None:
             return None
         if module is self._root:
-            self._pass_until(now, len(self._order))
-        return _Beside(output, now.zero.clone() if now.zero is not None and torch.is_grad_enabled() else None)
+            self._skip_until(now, len(self._order))
+        return _OutputAndZero(output, now.zero.clone() if now.zero is not None and torch.is_grad_enabled() else None)
 
-    def _left(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, _Beside):
+    def _after_reshard(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, _OutputAndZero):
             return None
         if module is not self._root:
-            if self._now is not None and output.zero is not None:
-                self._now.zero = output.zero
+            if self._pass is not None and output.zero is not None:
+                self._pass.zero = output.zero
             return output.value
-        self._now, self._zero = None, output.zero
-        return output.value if getattr(module, "is_last", True) else self._leaving(output.value)
+        self._pass, self._zero = None, output.zero
+        return output.value if getattr(module, "is_last", True) else self._stage_outputs(output.value)
 
-    def _leaving(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _stage_outputs(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What a stage of a pipeline sends on: no loss is computed of it here."""
         first = next((place for place, value in enumerate(values) if value.requires_grad), None)
-        return tuple(self.joined(value) if place == first else value for place, value in enumerate(values))
+        return tuple(self.connect(value) if place == first else value for place, value in enumerate(values))
 
-    def _passing(self) -> _Pass | None:
+    def _current_pass(self) -> _ForwardPass | None:
         """The forward pass under way. Where activations are computed again in backward, there is none."""
-        return None if _in_backward() else self._now
+        return None if _in_backward() else self._pass
 
-    def _take(self, now: _Pass, block: nn.Module) -> None:
-        place = self._place[block]
+    def _call_block(self, now: _ForwardPass, block: nn.Module) -> None:
+        place = self._positions[block]
         name = self._order[place][0]
-        if place < now.taken:
-            before = self._order[now.taken - 1][0]
+        if place < now.next_block:
+            before = self._order[now.next_block - 1][0]
             problem = f"{name} is called twice" if before == name else f"{name} is called after {before}"
             raise InvalidInput(
                 "layout", self._layout, f"{problem} in a forward pass, and not so on the first samples, so workers "
                 "cannot gather its parameters at the same moment", _CURE)  # fmt: skip
-        self._pass_until(now, place)
-        self._agree(place, called=True)
-        now.taken = place + 1
+        self._skip_until(now, place)
+        self._check_agreement(place, called=True)
+        now.next_block = place + 1
 
-    def _pass_until(self, now: _Pass, place: int) -> None:
-        for skipped in range(now.taken, place):
-            self._agree(skipped, called=False)
+    def _skip_until(self, now: _ForwardPass, place: int) -> None:
+        for skipped in range(now.next_block, place):
+            self._check_agreement(skipped, called=False)
             block: Any = self._order[skipped][1]
             with torch.set_grad_enabled(now.zero is not None):  # also where the user computes without
-                now.zero = block.pass_by(now.zero)
-        now.taken = max(now.taken, place)
+                now.zero = block.forward_skipped(now.zero)
+        now.next_block = max(now.next_block, place)
 
-    def _filling(self, module: nn.Module, zero: Tensor | None) -> Tensor | None:
+    def _with_fill(self, module: nn.Module, zero: Tensor | None) -> Tensor | None:
         return None if zero is None else _Fill.apply(zero, self.gradients[module])  # type: ignore[no-untyped-call]
 
-    def _agree(self, place: int, *, called: bool) -> None:
-        for group in self._together(self._order[place][1]):
+    def _check_agreement(self, place: int, *, called: bool) -> None:
+        for group in self._exchange_groups(self._order[place][1]):
             mine = torch.tensor([float(called)], device=self._device)
-            everybody = gathered(mine, group)
+            everybody = gather_all(mine, group)
             if everybody is not None and everybody.min() != everybody.max():
-                raise self._apart(
+                raise self._mismatch(
                     self._order[place][0], everybody.flatten().tolist(), dist.get_process_group_ranks(group)
                 )
 
-    def _apart(self, name: str, called: Sequence[float], ranks: Sequence[int]) -> InvalidInput:
+    def _mismatch(self, name: str, called: Sequence[float], ranks: Sequence[int]) -> InvalidInput:
         callers, others = (
             [str(rank) for rank, yes in zip(ranks, called) if bool(yes) is each] for each in (True, False)
         )
         problem = (
-            f"{name} is called by {_named(callers)} and not by {_named(others)}, who need each other's numbers in it"
+            f"{name} is called by {_list_workers(callers)} and not by {_list_workers(others)}, "
+            "and its computation needs all of them"
         )
         return InvalidInput("layout", self._layout, problem, "let all of them call it, or leave the layout out")
 
 
-def _named(ranks: Sequence[str]) -> str:
+def _list_workers(ranks: Sequence[str]) -> str:
     return f"worker{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

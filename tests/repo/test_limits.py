@@ -1,0 +1,134 @@
+"""Classes and functions stay small; each exception has a reason, and goes when it is no longer needed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "unisono"
+LIMITS = {
+    "lines of a class": 250,
+    "methods": 25,
+    "lines of a function": 50,
+    "parameters": 8,
+    "fields": 12,  # of a dataclass that is not frozen
+}
+NOT_SPLIT_YET = "not split yet"
+EXCEPTIONS = {
+    "comm/connect.py Rendezvous.__init__: parameters": NOT_SPLIT_YET,
+    "comm/shared_memory/communicator.py SharedMemory: lines of a class": "one protocol over one memory map",
+    "comm/shared_memory/communicator.py SharedMemory: methods": "one protocol over one memory map",
+    "comm/torch_groups/process_group.py TorchGroup: lines of a class": "one protocol over one process group",
+    "comm/torch_groups/process_group.py TorchGroup: methods": "one protocol over one process group",
+    "comm/torch_groups/process_group.py TorchGroup.__init__: parameters": NOT_SPLIT_YET,
+    "data/loader.py Loader.__init__: parameters": NOT_SPLIT_YET,
+    "elastic/loop_group.py ElasticGroup: methods": NOT_SPLIT_YET,
+    "launch/coordinator_process.py serve: parameters": NOT_SPLIT_YET,
+    "layout/context/attention.py attend: parameters": "the signature of torch",
+    "layout/context/ring_attention.py _backward: parameters": "the signature of torch",
+    "layout/context/verify.py verify: lines of a function": NOT_SPLIT_YET,
+    "layout/context/verify.py verify: parameters": NOT_SPLIT_YET,
+    "layout/fsdp.py shard: lines of a function": NOT_SPLIT_YET,
+    "layout/fsdp.py shard: parameters": NOT_SPLIT_YET,
+    "layout/pipeline/runtime.py Pipeline: lines of a class": NOT_SPLIT_YET,
+    "membership/coordinator.py Coordinator: lines of a class": "one state machine",
+    "membership/coordinator.py Coordinator: methods": "one state machine",
+    "membership/coordinator.py Coordinator: fields": "one state machine",
+    "plan/layout_estimate.py _imagine: parameters": NOT_SPLIT_YET,
+    "run/start.py start: lines of a function": NOT_SPLIT_YET,
+    "run/worker.py WorkerRun: lines of a class": NOT_SPLIT_YET,
+    "run/worker.py WorkerRun: fields": NOT_SPLIT_YET,
+    "run/worker.py WorkerRun._set_up: lines of a function": NOT_SPLIT_YET,
+    "sync/server/asynchronous.py AsynchronousClient.__init__: parameters": NOT_SPLIT_YET,
+    "trainer/build.py bind: lines of a function": NOT_SPLIT_YET,
+    "trainer/build.py bind: parameters": NOT_SPLIT_YET,
+    "trainer/checkpointing.py Checkpointer: lines of a class": NOT_SPLIT_YET,
+    "trainer/checkpointing.py Checkpointer: methods": NOT_SPLIT_YET,
+    "trainer/checkpointing.py Checkpointer.__init__: parameters": NOT_SPLIT_YET,
+    "trainer/load_balance.py LoadBalancer: fields": NOT_SPLIT_YET,
+    "trainer/loop.py Trainer: fields": NOT_SPLIT_YET,
+    "trainer/loop.py Trainer.run: lines of a function": "a step from top to bottom, on one page",
+    "trainer/replica.py Replica: lines of a class": NOT_SPLIT_YET,
+    "trainer/replica.py Replica: methods": NOT_SPLIT_YET,
+    "trainer/replica.py Replica.__init__: lines of a function": NOT_SPLIT_YET,
+    "trainer/replica.py Replica.__init__: parameters": NOT_SPLIT_YET,
+    "world.py World: lines of a class": NOT_SPLIT_YET,
+    "world.py World.steps: lines of a function": NOT_SPLIT_YET,
+    "world.py _CustomLoop: lines of a class": NOT_SPLIT_YET,
+    "world.py _CustomLoop: methods": NOT_SPLIT_YET,
+}
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definitions(node: ast.AST, outside: str = "") -> Iterator[tuple[str, Definition]]:
+    """All classes and functions below `node`, by qualified name."""
+    for child in ast.iter_child_nodes(node):
+        named = isinstance(child, Definition)
+        name = f"{outside}.{child.name}".lstrip(".") if named else outside
+        if named:
+            yield name, child
+        yield from definitions(child, name)
+
+
+def lines(node: Definition) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many a caller may give, each of ``*args`` and ``**kwargs`` as one."""
+    given = node.args
+    named = [each.arg for each in (*given.posonlyargs, *given.args)]
+    own = named[:1] in (["self"], ["cls"])
+    return len(named) - own + len(given.kwonlyargs) + (given.vararg is not None) + (given.kwarg is not None)
+
+
+def fields(node: ast.ClassDef) -> int:
+    """Of a dataclass whose values can change; 0 of any other class."""
+    mutable = any("dataclass" in text and "frozen=True" not in text for text in map(ast.unparse, node.decorator_list))
+    return mutable * sum(isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each) for each in node.body)
+
+
+def sizes(node: Definition) -> dict[str, int]:
+    """The figures of a definition that have limits."""
+    if isinstance(node, ast.ClassDef):
+        methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+        return {"lines of a class": lines(node), "methods": len(methods), "fields": fields(node)}
+    return {"lines of a function": lines(node), "parameters": parameters(node)}
+
+
+@cache
+def above() -> dict[str, int]:
+    """What is above its limit, by file, qualified name and limit."""
+    return {
+        f"{path.relative_to(SOURCE)} {name}: {limit}": size
+        for path in sorted(SOURCE.rglob("*.py"))
+        for name, node in definitions(ast.parse(path.read_text()))
+        for limit, size in sizes(node).items()
+        if size > LIMITS[limit]
+    }
+
+
+def test_nothing_is_above_its_limit_but_the_exceptions() -> None:
+    assert {key: size for key, size in above().items() if key not in EXCEPTIONS} == {}
+
+
+def test_every_exception_is_still_needed() -> None:
+    assert [key for key in EXCEPTIONS if key not in above()] == []
+
+
+def test_the_figures_are_what_they_are_called() -> None:
+    source = """
+@dataclass
+class A:
+    kinds: ClassVar[int] = 1
+    x: int
+    y: int
+    def f(self, a, /, b, *args, c, **kwargs):
+        return a
+"""
+    found = dict(definitions(ast.parse(source)))
+    assert sizes(found["A"]) == {"lines of a class": 6, "methods": 1, "fields": 2}
+    assert sizes(found["A.f"]) == {"lines of a function": 2, "parameters": 5}
