@@ -38,9 +38,9 @@ from unisono.membership import (
     ViewUpdate,
     WorkerAddress,
 )
-from unisono.membership.http_client import ask
-from unisono.membership.messages import StatusMessage, WordMessage
-from unisono.membership.proof import PATH, RequestSigner
+from unisono.membership.http_client import fetch
+from unisono.membership.messages import HeartbeatReply, StatusMessage
+from unisono.membership.proof import CHALLENGE_PATH, RequestSigner
 
 SAID_PER_SECOND = 200  # beats that are to be answered at once, of all workers together
 STEP_SECONDS = 0.5
@@ -71,7 +71,9 @@ class Wire(asyncio.Protocol):
 
     def send(self) -> None:
         if not self.asking.challenge:
-            self.transport.write(b"GET %b HTTP/1.1\r\n%bcontent-length: 0\r\n\r\n" % (PATH.encode(), self.head))
+            self.transport.write(
+                b"GET %b HTTP/1.1\r\n%bcontent-length: 0\r\n\r\n" % (CHALLENGE_PATH.encode(), self.head)
+            )
             return
         path, body = self.asked
         proof = self.asking.authorization("POST", path.decode(), body).encode()
@@ -116,10 +118,10 @@ class Reader:
         self.bytes += len(body)
         found = self.known.get((body, knows))
         if found is None:
-            told = WordMessage.model_validate_json(zlib.decompress(body, 31) if body[:2] == b"\x1f\x8b" else body)
-            word = told.value(ViewUpdate(self.views[knows], ViewStatus.NO))
+            told = HeartbeatReply.model_validate_json(zlib.decompress(body, 31) if body[:2] == b"\x1f\x8b" else body)
+            word = told.update(ViewUpdate(self.views[knows], ViewStatus.ACTIVE))
             self.views[word.view.number] = word.view
-            found = self.known[body, knows] = word, told.beat_seconds
+            found = self.known[body, knows] = word, told.heartbeat_seconds
         return found
 
 
@@ -130,9 +132,10 @@ class Worker:
         name = f"w{number:04d}-{crowd.random.randbytes(4).hex()}"
         place = WorkerAddress(f"node-{number // 8:03d}", f"tcp://10.1.{number // 250}.{number % 250}:{20000 + number}")
         self.crowd, self.agent = crowd, Agent(name, StateVersion(), place)
-        self.tail = f',"missed":[],"finished":false,"place":{json.dumps(vars(place))},"doing":{DOING}'
+        address = json.dumps({"host": place.host, "meets_at": place.rendezvous_url})
+        self.tail = f',"unreachable":[],"finished":false,"address":{address},"activity":{DOING}'
         self.saying: Wire | None = None  # opened once it has something to say
-        self.knows = ViewUpdate(View(), ViewStatus.NO)
+        self.knows = ViewUpdate(View(), ViewStatus.ACTIVE)
         self.heard_any = self.unsaid = self.talks = False
         self.alive = True
 
@@ -146,7 +149,7 @@ class Worker:
     def heard(self, body: bytes, knew: ViewUpdate, at: float) -> None:
         took = time.perf_counter() - at
         word, seconds = self.crowd.reader.read(body, knew.view.number)
-        if (word.view.number, word.over) == (knew.view.number, knew.over) and self.heard_any:
+        if (word.view.number, word.status) == (knew.view.number, knew.status) and self.heard_any:
             self.crowd.waited(took, seconds)
         self.take(word, listening=True)
         if self.alive:
@@ -185,22 +188,22 @@ class Worker:
 
     def take(self, word: ViewUpdate, *, listening: bool = False) -> None:
         self.heard_any = True
-        if (word.view.number, word.over is not ViewStatus.NO) >= (
+        if (word.view.number, word.status is not ViewStatus.ACTIVE) >= (
             self.knows.view.number,
-            self.knows.over is not ViewStatus.NO,
+            self.knows.status is not ViewStatus.ACTIVE,
         ):
             self.knows = word
-        actions = self.agent.hear(word)
+        actions = self.agent.receive(word)
         while actions:
             more = []
             for action in actions:
                 match action:
                     case AbortView(view):
-                        more += self.agent.broken(view, digest="")
+                        more += self.agent.fail_view(view, digest="")
                         if not listening:
                             self.say()
                     case JoinView(view):
-                        self.agent.met(view.number, view.start.step, view.start.digest)
+                        self.agent.joined(view.number, view.start.step, view.start.digest)
                         if not listening:
                             self.say()
                     case Exit():
@@ -209,14 +212,14 @@ class Worker:
 
     def beat(self, *, waits: bool) -> bytes:
         if self.agent.working:  # all do their steps together
-            self.agent.done(self.agent.view.number, steps=self.crowd.step - self.agent.standing.step)
-        beat, knows = self.agent.beat(), self.knows
-        standing = beat.standing
+            self.agent.add_steps(self.agent.view.number, steps=self.crowd.step - self.agent.version.step)
+        beat, knows = self.agent.heartbeat(), self.knows
+        standing = beat.version
         return (
-            f'{{"worker":"{beat.worker}","count":{beat.count},"works_in":{beat.works_in},"ended":{beat.ended},'
-            f'"broke":{beat.broke},"standing":{{"view":{standing.view},"step":{standing.step},"digest":'
-            f'"{standing.digest}"}},"leaving":false,"knows":{knows.view.number},"knows_over":'
-            f'"{knows.over.value if self.heard_any else ""}","waits":{"true" if waits else "false"}{self.tail}}}'
+            f'{{"worker":"{beat.worker}","count":{beat.count},"active_view":{beat.active_view},"ended_view":{beat.ended_view},'
+            f'"failed_view":{beat.failed_view},"version":{{"view":{standing.view},"step":{standing.step},"digest":'
+            f'"{standing.digest}"}},"leaving":false,"known_view":{knows.view.number},"known_status":'
+            f'"{knows.status.value if self.heard_any else ""}","waits":{"true" if waits else "false"}{self.tail}}}'
         ).encode()
 
 
@@ -317,8 +320,8 @@ class Crowd:
     async def known(self) -> None:
         """Until the coordinator has heard of each that it works in its view."""
         while True:
-            status = await asyncio.to_thread(ask, self.contact, "/v1/status", StatusMessage)
-            works = sum(worker.works_in == status.view.number for worker in status.workers)
+            status = await asyncio.to_thread(fetch, self.contact, "/v1/status", StatusMessage)
+            works = sum(worker.active_view == status.view.number for worker in status.workers)
             if works == len(status.view.members) == self.wanted:
                 return
 

@@ -21,7 +21,9 @@ if __name__ == "__main__":
     parser.add_argument("workers", type=int)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        policy = Policy(minimum=1, expected=asked.workers, maximum=2 * asked.workers, patience_seconds=120.0)
+        policy = Policy(
+            min_workers=1, expected_workers=asked.workers, max_workers=2 * asked.workers, join_timeout_seconds=120.0
+        )
         serving = CoordinatorServer(Endpoint(), policy, Path(folder, "state"), os.environ["UNISONO_TOKEN"])
 
         def until_told() -> None:

@@ -21,12 +21,12 @@ def play(seed: int, workers: int, faults: int) -> World:
     pick = random.Random(seed)
     beat_seconds = max(0.1, workers / 4096)
     policy = Policy(
-        minimum=1,
-        expected=workers,
-        maximum=workers + workers // 2,
-        patience_seconds=200 * beat_seconds,
-        beat_seconds=beat_seconds,
-        beats_per_second=4096,
+        min_workers=1,
+        expected_workers=workers,
+        max_workers=workers + workers // 2,
+        join_timeout_seconds=200 * beat_seconds,
+        heartbeat_seconds=beat_seconds,
+        heartbeats_per_second=4096,
     )
     world = World(policy, workers, seed, Network(lost=pick.choice([0.0, 0.05])), step_seconds=2 * beat_seconds)
     world.run(30 * beat_seconds)

@@ -34,8 +34,8 @@ from unisono.membership.server.store import Store
 
 TOKEN = "the token of this run"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
-POLICY = Policy(minimum=2, expected=2, maximum=4, beat_seconds=0.02, patience_seconds=1.0)
-PATIENT = replace(POLICY, beat_seconds=100.0)  # nobody is overdue, and nothing changes by itself
+POLICY = Policy(min_workers=2, expected_workers=2, max_workers=4, heartbeat_seconds=0.02, join_timeout_seconds=1.0)
+PATIENT = replace(POLICY, heartbeat_seconds=100.0)  # nobody is overdue, and nothing changes by itself
 GARBAGE = st.one_of(
     st.binary(min_size=1, max_size=400),
     st.sampled_from([

@@ -38,7 +38,7 @@ from benchmarks.harness import environment
 
 from tests.campaigns import hostile_files
 from tests.campaigns.attackers import TRACE
-from unisono.membership.certificate import certified, fingerprint
+from unisono.membership.certificate import fingerprint, with_certificate
 from unisono.membership.endpoint import Endpoint
 
 ADDRESSES = ("10.84.0.1", "10.84.0.2", "10.84.0.3")
@@ -205,7 +205,7 @@ def _hostile_coordinator(net: Network, unisono: Sequence[str], pin: str, token: 
     """What went wrong when the second host was sent to a coordinator of a stranger."""
     theirs = net.directory / "theirs"
     theirs.mkdir()
-    certified(Endpoint(ADDRESSES[2], makes_certificate=True), theirs / "certificate.pem", theirs / "key.pem")
+    with_certificate(Endpoint(ADDRESSES[2], create_certificate=True), theirs / "certificate.pem", theirs / "key.pem")
     assert fingerprint(theirs / "certificate.pem") != pin
     words = [sys.executable, "-m", "tests.campaigns.attackers", "--serve", theirs, "--coordinator", HOSTILE]
     served = net.start(2, "hostile", [*words, "--report", theirs / "heard"], PYTHONPATH=str(Path.cwd()))

@@ -18,7 +18,7 @@ from unisono.cli.token import token
 from unisono.errors import InvalidInput
 from unisono.membership import CoordinatorAddress
 from unisono.membership.http_client import HttpConnection
-from unisono.membership.messages import StatusMessage, WordMessage
+from unisono.membership.messages import HeartbeatReply, StatusMessage
 
 TOKEN = "as long as it has to be"
 
@@ -123,7 +123,7 @@ def test_started_again_it_knows_the_view(tmp_path) -> None:
             url = url_of(it)
             port = url.rpartition(":")[2]
             answer = HttpConnection(CoordinatorAddress(url, TOKEN)).post(
-                "/v1/beat", {"worker": f"w{number}", "count": 1, "ended": number - 1}, WordMessage
+                "/v1/beat", {"worker": f"w{number}", "count": 1, "ended_view": number - 1}, HeartbeatReply
             )
             assert answer is not None
             assert answer.view is not None

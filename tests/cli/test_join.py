@@ -15,7 +15,7 @@ from unisono.membership import CoordinatorAddress, StateVersion, View, ViewStatu
 from unisono.membership import contact_file as card
 from unisono.membership.endpoint import CoordinatorOptions, Endpoint
 from unisono.membership.http_client import HttpConnection
-from unisono.membership.messages import WordMessage
+from unisono.membership.messages import HeartbeatReply
 
 TOKEN = "as long as it has to be"
 
@@ -37,13 +37,13 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"--listen here:1 --certificate none --authority {__file__}",
          CoordinatorOptions(Endpoint("here", 1), TOKEN, __file__)),
         ("--listen 10.0.0.1 --certificate new",
-         CoordinatorOptions(Endpoint("10.0.0.1", makes_certificate=True), TOKEN)),
+         CoordinatorOptions(Endpoint("10.0.0.1", create_certificate=True), TOKEN)),
         (f"--coordinator https://here:4 --authority {PIN}",
-         CoordinatorOptions(elsewhere=CoordinatorAddress("https://here:4", TOKEN, authority=PIN))),
-        ("--coordinator https://here:4", CoordinatorOptions(elsewhere=CoordinatorAddress("https://here:4", TOKEN))),
+         CoordinatorOptions(existing=CoordinatorAddress("https://here:4", TOKEN, authority=PIN))),
+        ("--coordinator https://here:4", CoordinatorOptions(existing=CoordinatorAddress("https://here:4", TOKEN))),
         ("--coordinator http://here:4 --authority none",
-         CoordinatorOptions(elsewhere=CoordinatorAddress("http://here:4", TOKEN))),
-        ("--coordinator http://[::1]:4", CoordinatorOptions(elsewhere=CoordinatorAddress("http://[::1]:4", TOKEN))),
+         CoordinatorOptions(existing=CoordinatorAddress("http://here:4", TOKEN))),
+        ("--coordinator http://[::1]:4", CoordinatorOptions(existing=CoordinatorAddress("http://[::1]:4", TOKEN))),
         (f"--listen a --certificate {__file__} --key {__file__}",
          CoordinatorOptions(Endpoint("a", 0, Path(__file__), Path(__file__)), TOKEN)),
     ],
@@ -74,9 +74,12 @@ def test_where_the_coordinator_is_reaches_the_run(unisono, played, line, calling
         ("join http://127.0.0.1:1 --worker 2", "did you mean --workers?"),
         ("status", "write unisono status URL, or --run-dir DIR."),
         ("status http://127.0.0.1:1 --run-dir here", "one run is needed"),
-        ("status --run-dir nowhere", "run_dir = nowhere: no coordinator of it is up; name a run that is under way."),
-        ("status http://127.0.0.1:1", "coordinator = http://127.0.0.1:1: nobody answers there"),
-        ("status here", "coordinator = here: no address of one"),
+        ("status --run-dir nowhere", "run_dir = nowhere: no coordinator of it is running; name a run that is running."),
+        (
+            "status http://127.0.0.1:1",
+            "coordinator = http://127.0.0.1:1: no coordinator of this version responds there",
+        ),
+        ("status here", "coordinator = here: not an address of one"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(unisono, played, line, words) -> None:
@@ -93,15 +96,15 @@ def test_without_a_token_nobody_is_asked(unisono, monkeypatch) -> None:
 
 def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) -> None:
     with serving(tmp_path / "state") as served:
-        card.keep(tmp_path, CoordinatorAddress(served.url, THEIRS))
+        card.write_contact(tmp_path, CoordinatorAddress(served.url, THEIRS))
         assert unisono("status", "--run-dir", str(tmp_path)).out == "no view yet: 0 workers are here\n"
         line = HttpConnection(CoordinatorAddress(served.url, THEIRS))
         for worker in ("a", "b"):
-            line.post("/v1/beat", {"worker": worker, "count": 1}, WordMessage)
+            line.post("/v1/beat", {"worker": worker, "count": 1}, HeartbeatReply)
         standing = {"view": 1, "step": 1200, "digest": "x"}
-        line.post("/v1/beat", {"worker": "a", "count": 2, "works_in": 1, "standing": standing}, WordMessage)
-        line.post("/v1/beat", {"worker": "b", "count": 2, "works_in": 1, "leaving": True}, WordMessage)
-        line.post("/v1/beat", {"worker": "c", "count": 1}, WordMessage)
+        line.post("/v1/beat", {"worker": "a", "count": 2, "active_view": 1, "version": standing}, HeartbeatReply)
+        line.post("/v1/beat", {"worker": "b", "count": 2, "active_view": 1, "leaving": True}, HeartbeatReply)
+        line.post("/v1/beat", {"worker": "c", "count": 1}, HeartbeatReply)
         said = unisono("status", "--run-dir", str(tmp_path)).out
         told = json.loads(unisono("status", "--run-dir", str(tmp_path), "--json").out)
         line.close()
@@ -109,12 +112,12 @@ def test_status_says_who_is_here_how_far_and_what_happened(unisono, tmp_path) ->
     assert re.search(r"a +in view 1 +1,200 +\d+\.\d s ago", said)
     assert re.search(r"b +leaving +0", said)
     assert re.search(r"c +standing by +0", said)
-    assert re.search(r"\d\d:\d\d:\d\d  view 1: 2 workers \(a, b\) go on from step 0", said)
+    assert re.search(r"\d\d:\d\d:\d\d  view 1: 2 workers \(a, b\) start from step 0", said)
     assert {worker["worker"] for worker in told["workers"]} == {"a", "b", "c"}
 
 
 def test_each_way_in_which_a_view_may_stand_has_words() -> None:
     view = View(2, ("a",), StateVersion(0, 7), (), (Endpoint(),))
     said = {over: heading(view, over) for over in ViewStatus}
-    assert said[ViewStatus.NO] == "view 2: 1 worker from what was kept; it goes on"
+    assert said[ViewStatus.ACTIVE] == "view 2: 1 worker from what was kept; it goes on"
     assert len(set(said.values())) == len(ViewStatus)

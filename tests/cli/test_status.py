@@ -12,7 +12,7 @@ from tests.membership.test_client import TOKEN, serving
 from unisono.cli import main
 from unisono.membership import Agent, CoordinatorAddress, Policy, StateVersion
 from unisono.membership.client import CoordinatorClient
-from unisono.membership.contact_file import keep
+from unisono.membership.contact_file import write_contact
 from unisono.observe.activity import Activity, Phase
 
 DOING = Activity(Phase.DATA, 7, 1, 2.5, "", (), "own.py:31 __getitem__")
@@ -21,17 +21,17 @@ DOING = Activity(Phase.DATA, 7, 1, 2.5, "", (), "own.py:31 __getitem__")
 def test_a_run_under_way_says_what_each_does_on_which_line_and_where_the_time_went(tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     (run / "coordinator").mkdir(parents=True)
-    with serving(tmp_path / "state", policy=Policy(expected=1, maximum=1)) as served:
+    with serving(tmp_path / "state", policy=Policy(expected_workers=1, max_workers=1)) as served:
         contact = CoordinatorAddress(served.url, TOKEN)
-        keep(run, contact)
+        write_contact(run, contact)
         spent = {Phase.COMPUTE: 6.0, Phase.DATA: 4.0}
-        with CoordinatorClient(contact, Agent("0", StateVersion()), lambda view: None, doing=lambda: DOING,
+        with CoordinatorClient(contact, Agent("0", StateVersion()), lambda view: None, activity=lambda: DOING,
                         spent=lambda: spent) as attendance:  # fmt: skip
             assert attendance.next_view() is not None
-            attendance.met(1, 0, "")  # with which it tells where the time went
+            attendance.joined(1, 0, "")  # with which it tells where the time went
             assert main(["status", "--run-dir", str(run)]) == 0
     said = capsys.readouterr().out
-    assert "waits for its data since 2.5 s at own.py:31 __getitem__" in " ".join(said.split())
+    assert "waiting for data for 2.5 s at own.py:31 __getitem__" in " ".join(said.split())
     assert "after the start: 60% compute, 40% data" in said
     assert "40% of the time was spent waiting for data" in said
 
@@ -54,7 +54,7 @@ def test_a_run_that_is_over_says_where_the_time_went(tmp_path: Path, capsys) -> 
 def test_of_a_run_that_never_was_nothing_is_said(tmp_path: Path, capsys) -> None:
     shutil.rmtree(tmp_path)
     assert main(["status", "--run-dir", str(tmp_path)]) == 2
-    assert "no coordinator of it is up" in capsys.readouterr().err
+    assert "no coordinator of it is running" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +67,17 @@ def test_what_a_worker_says_of_itself_is_shown_as_it_is(tmp_path: Path, capsys) 
     run = tmp_path / "run"
     (run / "coordinator").mkdir(parents=True)
     said = Activity(Phase.COMMUNICATION, 7, 1, 2.5, "[/x] [bold]", (), "[red]own.py:31 [link=http://a]")
-    with serving(tmp_path / "state", policy=Policy(expected=1, maximum=1)) as served:
+    with serving(tmp_path / "state", policy=Policy(expected_workers=1, max_workers=1)) as served:
         contact = CoordinatorAddress(served.url, TOKEN)
-        keep(run, contact)
+        write_contact(run, contact)
         with CoordinatorClient(
-            contact, Agent("0", StateVersion()), lambda view: None, doing=lambda: said
+            contact, Agent("0", StateVersion()), lambda view: None, activity=lambda: said
         ) as attendance:
             assert attendance.next_view() is not None
-            attendance.met(1, 0, "")
+            attendance.joined(1, 0, "")
             assert main(["status", "--run-dir", str(run)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "waits for [/x] [bold] since 2.5 s at [red]own.py:31 [link=http://a]" in shown
+    assert "waiting for [/x] [bold] for 2.5 s at [red]own.py:31 [link=http://a]" in shown
 
 
 def test_a_summary_that_somebody_wrote_does_not_reach_the_terminal_as_orders(tmp_path: Path, capsys) -> None:

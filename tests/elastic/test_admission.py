@@ -104,7 +104,7 @@ def test_a_coordinator_that_is_away_keeps_nobody_for_ever(monkeypatch) -> None:
 def test_what_no_traits_are_is_refused(wrong: Any, tmp_path: Path) -> None:
     with serving(tmp_path / "state") as served:
         line = HttpConnection(CoordinatorAddress(served.url, TOKEN))
-        answer = line.ask("PUT", "/v1/traits", wrong, TraitsMessage)
+        answer = line.request("PUT", "/v1/traits", wrong, TraitsMessage)
         assert answer is not None
         assert answer.status == 422
         nothing = line.get("/v1/traits", TraitsMessage)

@@ -111,7 +111,9 @@ def story(
     config = settle(whole, settings)
     path.mkdir(exist_ok=True)
     order = RunSpec(PickledTask("test", b""), settings, path, time.time())
-    run = VirtualRun(Policy(minimum=minimum, expected=3, maximum=3), 6, Link(), VirtualNetwork(), seed=5)
+    run = VirtualRun(
+        Policy(min_workers=minimum, expected_workers=3, max_workers=3), 6, Link(), VirtualNetwork(), seed=5
+    )
 
     def live(process: Any) -> Result | None:
         stop: Any = NobodyStops()
@@ -191,7 +193,7 @@ def test_who_leaves_does_so_where_all_meet_and_leaves_its_share(sync: str, tmp_p
     def leave(run: VirtualRun) -> None:
         def asked() -> None:
             run.processes[1].leave_requested = True
-            run.processes[1].do(run.processes[1].agent.leave())
+            run.processes[1].do(run.processes[1].agent.request_leave())
 
         run.scheduler.at(1.0, asked)
 

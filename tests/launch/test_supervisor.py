@@ -114,7 +114,7 @@ def test_who_is_killed_is_replaced_and_the_run_comes_to_its_end(tmp_path) -> Non
     assert not drill.acts
     assert drill.notices[0] == ("worker 1 was killed by SIGKILL (out of memory?): 2 continue, a replacement is started")
     assert drill.notices[1].startswith("worker 1.2 was killed by SIGSEGV")
-    assert "1 has ended" in drill.log.read_text()
+    assert "the process of 1 has exited" in drill.log.read_text()
 
 
 def test_the_logs_of_one_place_are_one_file(tmp_path) -> None:

@@ -17,7 +17,7 @@ from unisono.membership.client import CoordinatorClient
 from unisono.membership.server.http_server import CoordinatorServer, Endpoint
 
 TOKEN = "a token"
-POLICY = Policy(minimum=1, expected=2, maximum=3, beat_seconds=2.0)  # the machine may be busy
+POLICY = Policy(min_workers=1, expected_workers=2, max_workers=3, heartbeat_seconds=2.0)  # the machine may be busy
 
 
 @contextmanager
@@ -39,8 +39,8 @@ def attend(url: str, worker: str) -> tuple[CoordinatorClient, list[int]]:
 
 def part(worker: CoordinatorClient, number: int, digest: str) -> None:
     """One more step, and the view is over."""
-    worker.done(number)
-    worker.part(number, digest)
+    worker.add_steps(number)
+    worker.end_view(number, digest)
 
 
 def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
@@ -52,17 +52,17 @@ def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
             assert first is not None
             assert set(first.members) == {"a", "b"}
             for each in (a, b):
-                each.met(1, 0, "")
+                each.joined(1, 0, "")
             with attend(served.url, "c")[0] as c:
-                while not (a.votes and b.votes):
+                while not (a.votes_to_end and b.votes_to_end):
                     for each in (a, b):
-                        each.done(1)
+                        each.add_steps(1)
                     threading.Event().wait(0.01)
-                step = max(a.standing.step, b.standing.step)
-                while a.standing.step < step:
-                    a.done(1)
-                while b.standing.step < step:
-                    b.done(1)
+                step = max(a.version.step, b.version.step)
+                while a.version.step < step:
+                    a.add_steps(1)
+                while b.version.step < step:
+                    b.add_steps(1)
                 for each in (a, b):
                     part(each, 1, "state")
                 second = c.next_view()
@@ -72,9 +72,9 @@ def test_two_meet_one_joins_at_a_boundary_and_one_leaves(tmp_path) -> None:
                 assert set(second.sources) == {"a", "b"}
                 assert a.next_view() == b.next_view() == second
                 for each in (a, b, c):
-                    each.met(2, second.start.step, "state")
-                c.leave()
-                while not a.votes:
+                    each.joined(2, second.start.step, "state")
+                c.request_leave()
+                while not a.votes_to_end:
                     threading.Event().wait(0.01)
                 for each in (a, b, c):
                     part(each, 2, "later")
@@ -91,11 +91,11 @@ def test_who_loses_the_others_ends_the_view_for_all(tmp_path) -> None:
             for each in (a, b):
                 view = each.next_view()
                 assert view is not None
-                each.met(1, 0, "")
-            b.broken(1, "")
+                each.joined(1, 0, "")
+            b.fail_view(1, "")
             while not aborted:
                 threading.Event().wait(0.01)
-            a.broken(1, "")
+            a.fail_view(1, "")
             view = a.next_view()
             assert view is not None
             assert view.number == 2
@@ -107,11 +107,11 @@ def test_a_coordinator_that_comes_back_goes_on_where_it_was(tmp_path) -> None:
         (a, _), (b, _) = attend(served.url, "a"), attend(served.url, "b")
         for each in (a, b):
             assert each.next_view() is not None
-            each.met(1, 0, "")
+            each.joined(1, 0, "")
     for each in (a, b):
-        each.done(1)
+        each.add_steps(1)
     with a, b, serving(tmp_path / "state", port), attend(f"http://127.0.0.1:{port}", "c")[0] as c:
-        while not (a.votes and b.votes):
+        while not (a.votes_to_end and b.votes_to_end):
             threading.Event().wait(0.01)
         for each in (a, b):
             part(each, 1, "state")
@@ -139,7 +139,7 @@ def test_who_comes_when_all_is_over_does_not_wait_for_ever(monkeypatch) -> None:
         contact = CoordinatorAddress(f"http://127.0.0.1:{nobody.getsockname()[1]}", TOKEN)
         with (
             CoordinatorClient(contact, Agent("late", StateVersion()), lambda number: None) as late,
-            pytest.raises(InvalidInput, match="nobody listens there any more"),
+            pytest.raises(InvalidInput, match="it does not respond any more"),
         ):
             late.next_view()
 
@@ -148,7 +148,7 @@ def test_who_was_heard_once_does_not_wait_for_ever_for_a_coordinator_that_is_gon
     monkeypatch.setattr(attendance, "_GONE_SECONDS", 0.1)
     with serving(tmp_path / "state") as served:
         late, _ = attend(served.url, "late")
-        while late._knows is None:
+        while late._known is None:
             threading.Event().wait(0.01)
-    with late, pytest.raises(InvalidInput, match="nobody listens there any more"):
+    with late, pytest.raises(InvalidInput, match="it does not respond any more"):
         late.next_view()

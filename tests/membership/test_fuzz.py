@@ -87,10 +87,10 @@ def test_a_head_without_end_takes_no_memory_and_nobody_waits_for_it(kind, tmp_pa
 
 def test_a_body_may_be_as_long_as_it_says_though_a_head_may_not(tmp_path) -> None:
     with serving(tmp_path / "state") as url, httpx2.Client(base_url=url, headers=BEARER) as client:
-        order = {"task": "digits", "arguments": {"a": "b" * (hurry.LONGEST_HEAD_BYTES + (200 << 10))}}
+        order = {"task": "digits", "arguments": {"a": "b" * (hurry.MAX_HEAD_BYTES + (200 << 10))}}
         assert client.put("/v1/order", json=order).status_code == 204
         missed = [f"{i:0128d}" for i in range(5000)]
-        assert client.post("/v1/beat", json={"worker": "a", "count": 1, "missed": missed}).status_code == 200
+        assert client.post("/v1/beat", json={"worker": "a", "count": 1, "unreachable": missed}).status_code == 200
 
 
 def test_a_handshake_that_is_not_begun_is_not_waited_for(tmp_path, monkeypatch) -> None:
@@ -111,7 +111,7 @@ def test_a_handshake_that_is_not_begun_is_not_waited_for(tmp_path, monkeypatch) 
 
 
 def test_what_is_no_http_leaves_few_lines_in_the_log(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(hurry.SELDOM, "_counts", Counter())
+    monkeypatch.setattr(hurry.WARNING_THINNER, "_counts", Counter())
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from tests.campaigns.membership_fuzz import PATIENT, TOKEN, serving
 from tests.membership.test_fuzz import is_closed
 from unisono.membership.server.service import HeartbeatRoute
 
-LATER = {"worker": "a", "count": 2, "knows": 0, "knows_over": "now"}  # knows all there is to know, and waits
+LATER = {"worker": "a", "count": 2, "known_view": 0, "known_status": "now"}  # knows all there is to know, and waits
 
 
 def request(
@@ -72,7 +72,7 @@ def test_what_is_wrong_is_said(message, token, status, tmp_path) -> None:
 
 
 def test_what_fails_is_an_error_of_the_server(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(HeartbeatRoute, "hear", lambda *_: 1 / 0)
+    monkeypatch.setattr(HeartbeatRoute, "receive", lambda *_: 1 / 0)
     with connected(tmp_path) as wire:
         wire.sendall(request({"worker": "a", "count": 1}))
         assert b" 500 " in answered(wire)[0]
@@ -95,10 +95,10 @@ def test_who_asks_again_before_it_is_answered_is_hung_up_on(tmp_path) -> None:
 
 
 def test_that_who_waits_has_hung_up_is_noticed(tmp_path, monkeypatch) -> None:
-    noticed, heard, hung_up = threading.Event(), threading.Event(), HeartbeatRoute.hung_up
-    hear = HeartbeatRoute.hear
-    monkeypatch.setattr(HeartbeatRoute, "hear", lambda *given: (hear(*given), heard.set())[0])
-    monkeypatch.setattr(HeartbeatRoute, "hung_up", lambda *given: (hung_up(*given), noticed.set())[0])
+    noticed, heard, hung_up = threading.Event(), threading.Event(), HeartbeatRoute.disconnected
+    hear = HeartbeatRoute.receive
+    monkeypatch.setattr(HeartbeatRoute, "receive", lambda *given: (hear(*given), heard.set())[0])
+    monkeypatch.setattr(HeartbeatRoute, "disconnected", lambda *given: (hung_up(*given), noticed.set())[0])
     with connected(tmp_path) as wire:
         wire.sendall(request(LATER))
         assert heard.wait(20)

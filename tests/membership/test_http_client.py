@@ -15,7 +15,7 @@ from pydantic import BaseModel, RootModel
 
 from unisono.errors import InvalidInput
 from unisono.membership import CoordinatorAddress, proof
-from unisono.membership.http_client import Answer, HttpConnection
+from unisono.membership.http_client import HttpConnection, HttpResponse
 from unisono.membership.proof import RequestSigner, RequestVerifier
 
 TOKEN = "a token of a run"
@@ -29,8 +29,8 @@ class Number(RootModel[int]):
     pass
 
 
-def number(value: int) -> Answer[Number]:
-    return Answer(200, Number(value))
+def number(value: int) -> HttpResponse[Number]:
+    return HttpResponse(200, Number(value))
 
 
 Prove = Callable[[int, bytes], str]  # the proof of an answer to what was asked, of its status and body
@@ -97,7 +97,7 @@ class Desk:
         first, *lines = head.split("\r\n")
         method, path, _ = first.split(" ")
         (given,) = [line.partition(": ")[2] for line in lines if line.startswith("authorization: ")]
-        claim = self.proving.claim(method, path, given)
+        claim = self.proving.verify(method, path, given)
         assert claim is not None, "it is no proof, or was heard before"
         assert claim.digest == hashlib.sha256(body.encode("latin-1")).hexdigest()
         return lambda status, said: self.proving.proof(claim, status, hashlib.sha256(said).hexdigest())
@@ -122,7 +122,7 @@ def asking(*answers: Say | None, seconds: float = 10.0) -> Iterator[tuple[HttpCo
 
 def test_a_request_is_one_packet_with_its_length_and_a_proof_of_the_token() -> None:
     with asking(told(b'{"number": 1}')) as (line, desk):
-        assert line.ask("POST", "/v1/beat", {"worker": "w\u00e4"}, Is) == Answer(200, Is(number=1))
+        assert line.request("POST", "/v1/beat", {"worker": "w\u00e4"}, Is) == HttpResponse(200, Is(number=1))
     head, _, body = desk.asked[0].partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
     assert lines[0] == "POST /v1/beat HTTP/1.1"
@@ -135,7 +135,7 @@ def test_a_request_is_one_packet_with_its_length_and_a_proof_of_the_token() -> N
 def test_what_follows_is_asked_on_the_same_connection() -> None:
     with asking(told(b"1"), told(b"", "204 No Content"), told(b"3")) as (line, desk):
         found = [line.get("/", Number) for _ in range(3)]
-        assert found == [number(1), Answer(204, None), number(3)]
+        assert found == [number(1), HttpResponse(204, None), number(3)]
         assert desk.connections == 1
 
 
@@ -183,7 +183,7 @@ def test_no_answer_is_none_and_is_asked_anew(answer) -> None:
 
 def test_an_error_is_its_status() -> None:
     with asking(told(b"why", "422 Unprocessable Entity")) as (line, _):
-        assert line.get("/", Number) == Answer(422, None)
+        assert line.get("/", Number) == HttpResponse(422, None)
 
 
 def test_who_answers_too_late_is_away() -> None:
@@ -202,11 +202,11 @@ def test_who_waits_for_an_answer_can_be_cut_off() -> None:
     with asking(told(b"1")) as (line, desk):
         assert line.get("/", Number) == number(1)  # so that the connection is one that was used
         desk.hears.clear()
-        found: list[Answer | None] = []
+        found: list[HttpResponse | None] = []
         waiting = threading.Thread(target=lambda: found.append(line.get("/", Number)))
         waiting.start()
         assert desk.hears.wait(10)
-        line.cut()
+        line.cancel()
         waiting.join()
         assert found == [None]
         assert desk.connections == 1
@@ -223,7 +223,7 @@ def test_whoever_does_not_know_the_token_learns_nothing_of_it_and_is_not_believe
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as door:
         line = HttpConnection(CoordinatorAddress(f"http://127.0.0.1:{door.getsockname()[1]}", TOKEN), 5.0)
-        found: list[Answer | None] = []
+        found: list[HttpResponse | None] = []
         asking = threading.Thread(target=lambda: found.append(line.get("/v1/order", Number)))
         asking.start()
         wire, _ = door.accept()
@@ -260,31 +260,31 @@ def test_nothing_is_heard_twice_nor_under_another_path_or_body() -> None:
     assert asking_.accept_challenge(f"Unisono {proving.challenge}")
     said = asking_.authorization("POST", "/v1/gone", b"{}")
     for method, path in (("PUT", "/v1/gone"), ("POST", "/v1/beat")):
-        assert proving.claim(method, path, said) is None
+        assert proving.verify(method, path, said) is None
     for place in range(1, 6):
         words = said.split(" ")
         words[place] = words[place][:-1] + ("0" if words[place][-1] != "0" else "1")
-        assert proving.claim("POST", "/v1/gone", " ".join(words)) is None
-    claim = proving.claim("POST", "/v1/gone", said)
+        assert proving.verify("POST", "/v1/gone", " ".join(words)) is None
+    claim = proving.verify("POST", "/v1/gone", said)
     assert claim is not None
     assert claim.digest == hashlib.sha256(b"{}").hexdigest()
-    assert proving.claim("POST", "/v1/gone", said) is None, "it was replayed"
-    assert RequestVerifier(TOKEN).claim("POST", "/v1/gone", said) is None, "another process has another challenge"
-    assert RequestVerifier("another token").claim("POST", "/v1/gone", said) is None
+    assert proving.verify("POST", "/v1/gone", said) is None, "it was replayed"
+    assert RequestVerifier(TOKEN).verify("POST", "/v1/gone", said) is None, "another process has another challenge"
+    assert RequestVerifier("another token").verify("POST", "/v1/gone", said) is None
 
 
 def test_when_too_many_clients_were_seen_all_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_MOST_CLIENTS", 3)
+    monkeypatch.setattr(proof, "_MAX_CLIENTS", 3)
     proving = RequestVerifier(TOKEN)
     clients = [RequestSigner(TOKEN) for _ in range(4)]
     for client in clients:
         client.accept_challenge(f"Unisono {proving.challenge}")
     heard = [client.authorization("GET", "/", b"") for client in clients]
-    assert [proving.claim("GET", "/", each) is not None for each in heard] == [True, True, True, False]
-    assert all(proving.claim("GET", "/", each) is None for each in heard)
+    assert [proving.verify("GET", "/", each) is not None for each in heard] == [True, True, True, False]
+    assert all(proving.verify("GET", "/", each) is None for each in heard)
     for client in clients[:3]:
         client.accept_challenge(f"Unisono {proving.challenge}")
-        assert proving.claim("GET", "/", client.authorization("GET", "/", b"")) is not None
+        assert proving.verify("GET", "/", client.authorization("GET", "/", b"")) is not None
 
 
 def test_what_one_connection_learns_of_the_coordinator_another_beside_it_knows() -> None:

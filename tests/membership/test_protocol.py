@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.membership.virtual_cluster import Network, World
-from unisono.membership import Ended, Policy, ViewStatus
+from unisono.membership import Policy, ViewEnded, ViewStatus
 
-CALM = Policy(minimum=1, expected=4, maximum=6, patience_seconds=5.0)
+CALM = Policy(min_workers=1, expected_workers=4, max_workers=6, join_timeout_seconds=5.0)
 
 
 def settled(world: World, seconds: float = 60.0) -> None:
@@ -28,9 +28,9 @@ def settled(world: World, seconds: float = 60.0) -> None:
         assert not world.present(), "somebody stays when all is done"
         return
     present = world.present()
-    if len(present) >= max(world.policy.minimum, world.policy.unit):
+    if len(present) >= max(world.policy.min_workers, world.policy.replica_size):
         assert world.steps > before, "no progress"
-        seats = min(len(present), world.policy.maximum) // world.policy.unit * world.policy.unit
+        seats = min(len(present), world.policy.max_workers) // world.policy.replica_size * world.policy.replica_size
         newest = world.views[max(world.views)]
         assert len(newest.members) == seats, "somebody is left out"
 
@@ -55,7 +55,9 @@ def test_a_death_that_was_seen_costs_no_committed_step_and_a_fraction_of_a_secon
 
 
 STEADY = Network(0.01, 0.01)  # every message takes as long
-SELDOM = Policy(minimum=1, expected=4, maximum=6, beat_seconds=50.0, patience_seconds=300.0)  # no beat, no tick helps
+SELDOM = Policy(
+    min_workers=1, expected_workers=4, max_workers=6, heartbeat_seconds=50.0, join_timeout_seconds=300.0
+)  # no beat, no tick helps
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -109,7 +111,7 @@ def test_where_all_leave_they_stop_together() -> None:
 
 
 def test_who_leaves_is_not_kept_to_make_up_numbers() -> None:
-    world = World(Policy(minimum=3, expected=3, maximum=4, patience_seconds=5.0), 3, seed=3)
+    world = World(Policy(min_workers=3, expected_workers=3, max_workers=4, join_timeout_seconds=5.0), 3, seed=3)
     world.run(5.0)
     world.leave("w1")
     world.run(2.0)
@@ -125,7 +127,7 @@ def test_who_leaves_is_not_kept_to_make_up_numbers() -> None:
 
 def test_the_last_workers_that_leave_stop_the_run_however_few_they_are() -> None:
     """They alone have the state, and one that leaves a run to others saves nothing."""
-    world = World(Policy(minimum=3, expected=3, maximum=4, patience_seconds=5.0), 3, seed=3)
+    world = World(Policy(min_workers=3, expected_workers=3, max_workers=4, join_timeout_seconds=5.0), 3, seed=3)
     world.run(5.0)
     for name in ("w1", "w0", "w2"):
         world.leave(name)
@@ -137,7 +139,7 @@ def test_the_last_workers_that_leave_stop_the_run_however_few_they_are() -> None
 
 
 def test_who_leaves_before_there_is_a_view_may() -> None:
-    world = World(Policy(minimum=2, expected=3, maximum=3, patience_seconds=5.0), 1, seed=3)
+    world = World(Policy(min_workers=2, expected_workers=3, max_workers=3, join_timeout_seconds=5.0), 1, seed=3)
     world.run(1.0)
     world.leave("w0")
     world.run(1.0)
@@ -147,7 +149,7 @@ def test_who_leaves_before_there_is_a_view_may() -> None:
 
 def test_who_leaves_stays_as_long_as_only_it_has_the_state() -> None:
     """The other who has it dies, and who has come since has nothing."""
-    world = World(Policy(minimum=1, expected=2, maximum=2, patience_seconds=50.0), 2, seed=3)
+    world = World(Policy(min_workers=1, expected_workers=2, max_workers=2, join_timeout_seconds=50.0), 2, seed=3)
     world.run(5.0)
     world.start()
     world.run(1.0)
@@ -181,20 +183,22 @@ def noticed_seconds(world: World, name: str, seconds: float) -> float | None:
     world.freeze(name)
     while world.now < began + seconds:
         world.run(0.01)
-        over = any(isinstance(each, Ended) and each.over is ViewStatus.NOW for each in world.happened[before:])
+        over = any(
+            isinstance(each, ViewEnded) and each.status is ViewStatus.ABORTED for each in world.happened[before:]
+        )
         found = world.now - began if over and found is None else found
     world.thaw(name)
     return found
 
 
-PATIENT = Policy(minimum=1, expected=1, maximum=16)
+PATIENT = Policy(min_workers=1, expected_workers=1, max_workers=16)
 
 
 @pytest.mark.parametrize(("workers", "step_seconds", "frozen_seconds"), [
     (3, 0.05, 1.2), (3, 0.05, 4.0), (3, 0.05, 20.0), (8, 0.5, 6.0), (16, 1.0, 6.0),
 ])  # fmt: skip
 def test_the_tenth_freeze_is_noticed_as_soon_as_the_first(workers, step_seconds, frozen_seconds) -> None:
-    world = World(replace(PATIENT, expected=workers), workers, seed=9, step_seconds=step_seconds)
+    world = World(replace(PATIENT, expected_workers=workers), workers, seed=9, step_seconds=step_seconds)
     world.run(20 * step_seconds)
     for _ in range(10):
         while "w1" not in world.views[max(world.views)].members:  # it pauses
@@ -210,7 +214,7 @@ def test_the_tenth_freeze_is_noticed_as_soon_as_the_first(workers, step_seconds,
 def test_a_worker_that_freezes_again_and_again_costs_the_others_less_than_a_tenth(workers) -> None:
     steps = []
     for frozen_seconds in (0.0, 4.0):
-        world = World(replace(PATIENT, expected=workers), workers, seed=9)
+        world = World(replace(PATIENT, expected_workers=workers), workers, seed=9)
         world.run(5.0)
         for _ in range(10):
             noticed_seconds(world, "w1", frozen_seconds)
@@ -221,7 +225,7 @@ def test_a_worker_that_freezes_again_and_again_costs_the_others_less_than_a_tent
 
 
 def test_a_worker_that_freezes_again_and_again_pauses_for_longer_each_time() -> None:
-    world = World(replace(PATIENT, expected=8), 8, seed=9)
+    world = World(replace(PATIENT, expected_workers=8), 8, seed=9)
     world.run(5.0)
     away = []
     for _ in range(6):
@@ -236,7 +240,7 @@ def test_a_worker_that_freezes_again_and_again_pauses_for_longer_each_time() -> 
 
 
 def test_workers_that_freeze_together_pause_together() -> None:
-    world = World(replace(PATIENT, expected=4), 4, seed=9)
+    world = World(replace(PATIENT, expected_workers=4), 4, seed=9)
     world.run(5.0)
     for _ in range(2):
         world.freeze("w2")
@@ -248,7 +252,7 @@ def test_workers_that_freeze_together_pause_together() -> None:
 
 
 def test_a_worker_without_which_there_are_too_few_does_not_pause() -> None:
-    world = World(Policy(minimum=3, expected=3, maximum=3), 3, seed=9)
+    world = World(Policy(min_workers=3, expected_workers=3, max_workers=3), 3, seed=9)
     world.run(5.0)
     for _ in range(5):
         assert noticed_seconds(world, "w1", 2.0)
@@ -289,7 +293,7 @@ def test_a_replacement_is_not_waited_for() -> None:
 
 
 def test_without_enough_workers_nothing_is_trained() -> None:
-    world = World(Policy(minimum=3, expected=4, maximum=6, patience_seconds=2.0), 2, seed=11)
+    world = World(Policy(min_workers=3, expected_workers=4, max_workers=6, join_timeout_seconds=2.0), 2, seed=11)
     world.run(20.0)
     assert not world.views
     world.start()
@@ -332,7 +336,7 @@ def test_members_know_where_they_are() -> None:
     world.start()
     world.run(2.0)
     for view in world.views.values():
-        assert [place.host for place in view.places] == [f"host of {member}" for member in view.members]
+        assert [place.host for place in view.addresses] == [f"host of {member}" for member in view.members]
 
 
 def test_who_joins_is_let_in_at_a_boundary_and_nothing_is_done_twice() -> None:
@@ -394,7 +398,7 @@ def test_two_that_cannot_reach_each_other_do_not_keep_the_rest_from_work() -> No
 
 
 def test_replicas_of_two_workers_come_and_go_whole() -> None:
-    world = World(Policy(minimum=2, expected=6, maximum=6, unit=2), 6, seed=7)
+    world = World(Policy(min_workers=2, expected_workers=6, max_workers=6, replica_size=2), 6, seed=7)
     world.run(5.0)
     first = world.views[1].members
     world.kill(first[2], seen=True)
@@ -411,7 +415,7 @@ def test_replicas_of_two_workers_come_and_go_whole() -> None:
 @pytest.mark.parametrize("seen", [True, False])
 def test_what_only_the_dead_have_is_waited_for_and_then_given_up(seen) -> None:
     """All members of a view die; who stood by knows nothing of what they did."""
-    world = World(Policy(minimum=1, expected=2, maximum=2, patience_seconds=8.0), 3, seed=8)
+    world = World(Policy(min_workers=1, expected_workers=2, max_workers=2, join_timeout_seconds=8.0), 3, seed=8)
     world.run(5.0)
     for member in world.views[1].members:
         world.kill(member, seen=seen)
@@ -424,7 +428,7 @@ def test_what_only_the_dead_have_is_waited_for_and_then_given_up(seen) -> None:
 
 
 def test_what_only_the_frozen_have_is_waited_for() -> None:
-    world = World(Policy(minimum=1, expected=2, maximum=2, patience_seconds=60.0), 3, seed=8)
+    world = World(Policy(min_workers=1, expected_workers=2, max_workers=2, join_timeout_seconds=60.0), 3, seed=8)
     world.run(5.0)
     for member in world.views[1].members:
         world.freeze(member)
@@ -484,7 +488,14 @@ def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
     total=st.sampled_from([None, None, 20, 60]),
 )
 def test_whatever_happens(seed, unit, network, faults, total) -> None:
-    policy = Policy(minimum=unit, expected=4, maximum=6, unit=unit, patience_seconds=20.0, estranged_seconds=1.0)
+    policy = Policy(
+        min_workers=unit,
+        expected_workers=4,
+        max_workers=6,
+        replica_size=unit,
+        join_timeout_seconds=20.0,
+        quarantine_seconds=1.0,
+    )
     world = World(policy, 4, seed, network, step_seconds=0.2, total=total)
     pick = random.Random(seed)
     world.run(3.0)
@@ -498,7 +509,9 @@ def test_whatever_happens(seed, unit, network, faults, total) -> None:
 @settings(max_examples=15)
 def test_the_end_comes_once(seed, faults) -> None:
     """Trouble just before the end, and while it is told."""
-    world = World(Policy(minimum=1, expected=4, maximum=6, patience_seconds=20.0), 4, seed, total=40)
+    world = World(
+        Policy(min_workers=1, expected_workers=4, max_workers=6, join_timeout_seconds=20.0), 4, seed, total=40
+    )
     pick = random.Random(seed)
     while world.steps < 38:
         world.run(0.05)
@@ -514,7 +527,11 @@ def test_the_end_comes_once(seed, faults) -> None:
 def test_deaths_among_many(seed) -> None:
     pick = random.Random(seed)
     world = World(
-        Policy(minimum=1, expected=5, maximum=8, patience_seconds=20.0), 5, seed, Network(lost=0.05), step_seconds=0.2
+        Policy(min_workers=1, expected_workers=5, max_workers=8, join_timeout_seconds=20.0),
+        5,
+        seed,
+        Network(lost=0.05),
+        step_seconds=0.2,
     )
     world.run(3.0)
     for _ in range(15):

@@ -12,7 +12,7 @@ def pauses(stays_seconds: list[float], members: int = MEMBERS) -> list[float]:
         readmission.join(now)
         now += stay
         readmission.evict(members, now)
-        found.append(readmission.pause_seconds)
+        found.append(readmission.quarantine_seconds)
     return found
 
 
@@ -29,7 +29,7 @@ def test_a_pause_begins_when_the_worker_is_back() -> None:
     readmission = Readmission(0.0)
     for now in (1.0, 2.0):
         readmission.evict(MEMBERS, now)
-    assert not readmission.pauses(2.0)
-    readmission.come_back(50.0)
-    assert readmission.pauses(50.9)
-    assert not readmission.pauses(51.0)
+    assert not readmission.is_quarantined(2.0)
+    readmission.start_quarantine(50.0)
+    assert readmission.is_quarantined(50.9)
+    assert not readmission.is_quarantined(51.0)

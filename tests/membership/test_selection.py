@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.membership import StateVersion, View, WorkerAddress
-from unisono.membership.selection import acquainted, best, seated, unproven
-from unisono.membership.view_delta import change, changed
+from unisono.membership.selection import assign_ranks, mutually_reachable, newest_version, unproven_views
+from unisono.membership.view_delta import apply_delta, view_delta
 
 NAMES = [f"w{i}" for i in range(8)]
 SOME = st.lists(st.sampled_from(NAMES), unique=True)
@@ -19,12 +19,12 @@ def test_the_later_view_is_right_then_the_later_step_then_what_most_have() -> No
         "d": StateVersion(3, 7, "z"),
         "e": StateVersion(3, 7, "z"),
     }
-    assert best(stand) == (StateVersion(3, 7, "z"), ("d", "e"))
+    assert newest_version(stand) == (StateVersion(3, 7, "z"), ("d", "e"))
 
 
 @given(workers=SOME, pairs=st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), max_size=12))
 def test_no_two_are_left_that_could_not_reach_each_other(workers, pairs) -> None:
-    left = acquainted(workers, [(one, {other}) for one, other in pairs])
+    left = mutually_reachable(workers, [(one, {other}) for one, other in pairs])
     assert left == [worker for worker in workers if worker in left]
     assert not [pair for pair in pairs if pair[0] != pair[1] and set(pair) <= set(left)]
     quarrels = {name for one, other in pairs if one != other and {one, other} <= set(workers) for name in (one, other)}
@@ -33,8 +33,8 @@ def test_no_two_are_left_that_could_not_reach_each_other(workers, pairs) -> None
 
 
 def test_of_two_islands_the_larger_stays() -> None:
-    assert acquainted(NAMES, [(one, NAMES[5:]) for one in NAMES[:5]]) == NAMES[:5]
-    assert acquainted(NAMES, [(one, NAMES[:5]) for one in NAMES[5:]]) == NAMES[:5]
+    assert mutually_reachable(NAMES, [(one, NAMES[5:]) for one in NAMES[:5]]) == NAMES[:5]
+    assert mutually_reachable(NAMES, [(one, NAMES[:5]) for one in NAMES[5:]]) == NAMES[:5]
 
 
 @given(before=SOME, after=SOME, sources=SOME, moved=st.sets(st.sampled_from(NAMES), max_size=1))
@@ -45,16 +45,16 @@ def test_a_view_is_told_by_what_it_has_of_the_one_before(before, after, sources,
     old = View(3, tuple(before), StateVersion(2, 1), (), tuple(map(place, before)))
     there = tuple(place(name, "moved" if name in moved else "") for name in after)
     new = View(4, tuple(after), StateVersion(3, 7, "x"), tuple(m for m in after if m in sources), there)
-    told = change(old, new)
+    told = view_delta(old, new)
     assert (told is None) == bool(moved & set(before) & set(after))
-    assert told is None or changed(old, told) == new
+    assert told is None or apply_delta(old, told) == new
 
 
 def test_of_thousands_little_is_told() -> None:
     names = [f"w{i}" for i in range(4096)]
-    old = View(1, tuple(names), places=(WorkerAddress(),) * 4096)
-    new = View(2, (*names[:7], *names[8:], "new"), sources=tuple(names[:7]), places=(WorkerAddress(),) * 4096)
-    told = change(old, new)
+    old = View(1, tuple(names), addresses=(WorkerAddress(),) * 4096)
+    new = View(2, (*names[:7], *names[8:], "new"), sources=tuple(names[:7]), addresses=(WorkerAddress(),) * 4096)
+    told = view_delta(old, new)
     assert told is not None
     assert told.members == ((0, 7), (8, 4096), "new")
     assert told.sources == ((0, 7),)
@@ -63,7 +63,7 @@ def test_of_thousands_little_is_told() -> None:
 @given(before=SOME, candidates=SOME, unit=st.integers(1, 3), maximum=st.integers(1, 8), shares=st.integers(0, 12))
 def test_replicas_are_whole_and_stay_together(before, candidates, unit, maximum, shares) -> None:
     before = before[: len(before) // unit * unit]
-    found = seated(before, candidates, unit, maximum, shares)
+    found = assign_ranks(before, candidates, unit, maximum, shares)
     possible = [n for n in range(min(len(candidates), maximum) // unit + 1) if not shares or not n or shares % n == 0]
     assert len(found) == len(set(found)) == max(possible) * unit
     assert set(found) <= set(candidates)
@@ -80,7 +80,7 @@ LINEAGE = (
 
 
 def numbers(start, ended) -> list[int]:
-    return [view.number for view in unproven(LINEAGE, start, ended)]
+    return [view.number for view in unproven_views(LINEAGE, start, ended)]
 
 
 def test_what_may_be_committed_elsewhere() -> None:
@@ -91,6 +91,6 @@ def test_what_may_be_committed_elsewhere() -> None:
     assert numbers(first, {"a": first}) == [5]
     assert numbers(first, {"d": first}) == [2, 5]
     assert numbers(first, {"c": first}) == []
-    assert [view.number for view in unproven(LINEAGE[1:], StateVersion(), {"c": StateVersion()})] == [
+    assert [view.number for view in unproven_views(LINEAGE[1:], StateVersion(), {"c": StateVersion()})] == [
         2
     ]  # who knows what was

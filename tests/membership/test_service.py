@@ -9,11 +9,12 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from unisono.membership import Coordinator, Heartbeat, Policy, StateVersion, ViewStatus
-from unisono.membership.messages import BeatMessage, WordMessage
-from unisono.membership.server.service import Service, application
+from unisono.membership import Coordinator, Policy, StateVersion, ViewStatus
+from unisono.membership.messages import HEARTBEAT_REQUEST, HeartbeatReply, HeartbeatRequest
+from unisono.membership.server.app import application
+from unisono.membership.server.service import Service
 from unisono.membership.server.store import Store
-from unisono.membership.server.token_auth import LONGEST_BODY_BYTES
+from unisono.membership.server.token_auth import MAX_BODY_BYTES
 
 TOKEN = "a token of this run"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -25,16 +26,18 @@ class Desk:
     def __init__(self, path: Path, policy: Policy | None = None) -> None:
         self.seconds = 100.0
         self.store = Store(path)
-        coordinator = Coordinator(policy or Policy(expected=2, maximum=3), self.store.load(), began=self.seconds)
+        coordinator = Coordinator(
+            policy or Policy(expected_workers=2, max_workers=3), self.store.load(), started_at=self.seconds
+        )
         self.service = Service(coordinator, self.store, now=lambda: self.seconds, today=lambda: 1e9)
         transport = httpx2.ASGITransport(application(self.service, TOKEN))
         self.client = httpx2.AsyncClient(transport=transport, base_url="http://coordinator", headers=BEARER)
 
-    async def beat(self, worker: str, count: int, **said: object) -> WordMessage:
+    async def beat(self, worker: str, count: int, **said: object) -> HeartbeatReply:
         message = {"worker": worker, "count": count, **said}
         answer = await self.client.post("/v1/beat", json=message)
         assert answer.status_code == 200, answer.text
-        return WordMessage.model_validate(answer.json())
+        return HeartbeatReply.model_validate_json(answer.content)
 
 
 def test_a_view_is_formed_said_and_remembered(tmp_path) -> None:
@@ -43,43 +46,43 @@ def test_a_view_is_formed_said_and_remembered(tmp_path) -> None:
         await desk.beat("w0", 1)
         word = await desk.beat("w1", 1)
         assert word.view.number == 1
-        assert word.view.members == ["w0", "w1"]
-        await desk.beat("w0", 2, works_in=1, standing={"view": 1, "step": 7, "digest": "x"})
+        assert word.view.members == ("w0", "w1")
+        await desk.beat("w0", 2, active_view=1, version={"view": 1, "step": 7, "digest": "x"})
         desk.store.close()
         again = Desk(tmp_path / "store")
-        word = await again.beat("w0", 3, works_in=1, standing={"view": 1, "step": 9, "digest": "y"})
-        assert (word.view.number, word.over) == (1, ViewStatus.NO)
+        word = await again.beat("w0", 3, active_view=1, version={"view": 1, "step": 9, "digest": "y"})
+        assert (word.view.number, word.status) == (1, ViewStatus.ACTIVE)
         status = (await again.client.get("/v1/status")).json()
         assert [worker["step"] for worker in status["workers"]] == [9, 0]
-        assert status["happened"][0]["words"] == "view 1: 2 workers (w0, w1) go on from step 0"
+        assert status["happened"][0]["words"] == "view 1: 2 workers (w0, w1) start from step 0"
 
     asyncio.run(play())
 
 
 def test_news_reach_who_waits_at_once_and_else_the_answer_comes_when_the_next_beat_is_due(tmp_path) -> None:
     async def play() -> None:
-        desk = Desk(tmp_path / "store", Policy(expected=2, maximum=3, beat_seconds=20.0))
-        waiting = asyncio.create_task(desk.beat("w0", 1, knows=0, knows_over="now"))
+        desk = Desk(tmp_path / "store", Policy(expected_workers=2, max_workers=3, heartbeat_seconds=20.0))
+        waiting = asyncio.create_task(desk.beat("w0", 1, known_view=0, known_status="now"))
         await asyncio.sleep(0)
-        while not desk.service.coordinator.heard():
+        while not desk.service.coordinator.last_heartbeats():
             await asyncio.sleep(0.001)
         assert not waiting.done()
         await desk.beat("w1", 1)
         word = await asyncio.wait_for(waiting, 5.0)
         assert word.view is None
         assert word.change.number == 1
-        assert word.change.members == ["w0", "w1"]
+        assert word.change.members == ("w0", "w1")
 
     asyncio.run(play())
 
 
 def test_a_few_workers_are_answered_at_the_same_moment(tmp_path) -> None:
     async def play() -> None:
-        desk = Desk(tmp_path / "store", Policy(expected=2, maximum=3, beat_seconds=1.0))
+        desk = Desk(tmp_path / "store", Policy(expected_workers=2, max_workers=3, heartbeat_seconds=1.0))
         loop, answered = asyncio.get_running_loop(), {}
 
         async def beat(worker: str) -> None:
-            await desk.beat(worker, 2, works_in=1, knows=1, knows_over="no")
+            await desk.beat(worker, 2, active_view=1, known_view=1, known_status="no")
             answered[worker] = loop.time()
 
         for worker in ("w0", "w1"):
@@ -94,15 +97,15 @@ def test_a_few_workers_are_answered_at_the_same_moment(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("asked", [("/v1/running", {"workers": []}), ("/v1/beat", {"worker": "w0", "count": 1,
-                                   "knows_over": "now"})])  # fmt: skip
+                                   "known_status": "now"})])  # fmt: skip
 def test_whoever_waits_is_answered_when_the_coordinator_ends(asked, tmp_path) -> None:
     async def play() -> None:
-        desk = Desk(tmp_path / "store", Policy(expected=2, maximum=3, beat_seconds=20.0))
+        desk = Desk(tmp_path / "store", Policy(expected_workers=2, max_workers=3, heartbeat_seconds=20.0))
         path, message = asked
         waiting = asyncio.create_task(desk.client.post(path, json=message))
         while not waiting.done():
             await asyncio.sleep(0.01)
-            desk.service.release()
+            desk.service.release_all()
         assert waiting.result().status_code == 200
 
     asyncio.run(asyncio.wait_for(play(), 10.0))
@@ -112,7 +115,7 @@ def test_whoever_waits_is_answered_when_the_coordinator_ends(asked, tmp_path) ->
 def test_while_the_coordinator_itself_stands_still_nobody_else_is_late(stalled, over, tmp_path) -> None:
     async def play() -> None:
         desk = Desk(tmp_path / "store")
-        for count, working in ((1, {}), (2, {"works_in": 1})):
+        for count, working in ((1, {}), (2, {"active_view": 1})):
             for worker in ("w0", "w1"):
                 await desk.beat(worker, count, **working)
         if stalled:
@@ -125,7 +128,7 @@ def test_while_the_coordinator_itself_stands_still_nobody_else_is_late(stalled, 
         else:
             desk.seconds += 60.0
         desk.service.decide(desk.service.coordinator.tick(desk.service.now()))
-        assert desk.service.word.over.value == over
+        assert desk.service.update.status.value == over
 
     asyncio.run(play())
 
@@ -155,7 +158,7 @@ def test_nothing_is_said_to_who_has_not_the_token(verb, path, given, tmp_path) -
         answer = await desk.client.request(verb, path, json={"worker": "w0", "count": 1}, headers=given)
         assert answer.status_code == 401
         assert not answer.content
-        assert not desk.service.coordinator.heard()
+        assert not desk.service.coordinator.last_heartbeats()
 
     asyncio.run(play())
 
@@ -163,14 +166,14 @@ def test_nothing_is_said_to_who_has_not_the_token(verb, path, given, tmp_path) -
 @pytest.mark.parametrize("message", [
     {}, {"worker": "w0"}, {"worker": "", "count": 1}, {"worker": "w 0", "count": 1}, {"worker": "w0", "count": -1},
     {"worker": "w0", "count": 1 << 70}, {"worker": "w0", "count": "1"}, {"worker": "w0", "count": 1, "more": 1},
-    {"worker": "w0", "count": 1, "standing": {"step": 1.5}}, {"worker": "w0" * 99, "count": 1}, [], "text", None,
-    {"worker": "w0", "count": 1, "missed": ["a"] * 9000},
+    {"worker": "w0", "count": 1, "version": {"step": 1.5}}, {"worker": "w0" * 99, "count": 1}, [], "text", None,
+    {"worker": "w0", "count": 1, "unreachable": ["a"] * 9000},
 ])  # fmt: skip
 def test_what_is_no_beat_is_refused_and_changes_nothing(message, tmp_path) -> None:
     async def play() -> None:
         desk = Desk(tmp_path / "store")
         assert (await desk.client.post("/v1/beat", json=message)).status_code == 422
-        assert not desk.service.coordinator.heard()
+        assert not desk.service.coordinator.last_heartbeats()
 
     asyncio.run(play())
 
@@ -184,7 +187,7 @@ def test_a_body_of_any_length_or_of_none_is_refused_before_it_is_read(tmp_path) 
             raise AssertionError("read")
 
         assert (await desk.client.post("/v1/beat", content=endless())).status_code == 411
-        long = {"content-length": str(LONGEST_BODY_BYTES + 1)}
+        long = {"content-length": str(MAX_BODY_BYTES + 1)}
         assert (await desk.client.post("/v1/beat", content=endless(), headers=long)).status_code == 413
 
     asyncio.run(play())
@@ -202,6 +205,5 @@ def test_another_file_is_not_taken_for_a_store(tmp_path) -> None:
 
 
 def test_a_beat_says_over_the_wire_what_it_says_without() -> None:
-    beat = Heartbeat("w0", 3, 2, 1, StateVersion(2, 9, "x"), ("w1",), True, broke=1)
-    message = BeatMessage.model_validate_json(BeatMessage.of(beat).model_dump_json())
-    assert message.value() == beat
+    request = HeartbeatRequest("w0", 3, 2, 1, StateVersion(2, 9, "x"), ("w1",), True, failed_view=1)
+    assert HEARTBEAT_REQUEST.validate_json(HEARTBEAT_REQUEST.dump_json(request, by_alias=True)) == request

@@ -12,8 +12,8 @@ from tests.membership.test_client import TOKEN, serving
 from unisono.membership import Agent, Coordinator, CoordinatorAddress, Heartbeat, Policy, StateVersion, ViewStatus
 from unisono.membership.client import CoordinatorClient
 from unisono.membership.http_client import HttpConnection
-from unisono.membership.messages import StatusMessage, WordMessage
-from unisono.membership.server.stall_reports import HELD_UP_SECONDS, TOGETHER_SECONDS, Reports
+from unisono.membership.messages import HeartbeatReply, StatusMessage
+from unisono.membership.server.stall_reports import COMMON_STALL_SECONDS, STALL_SECONDS, StallReports
 from unisono.observe.activity import Activity, Phase
 
 STEP = 0.5  # seconds that one takes
@@ -25,8 +25,8 @@ class Played:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.coordinator = Coordinator(Policy(expected=2, maximum=2), began=self.now)
-        self.reports = Reports()
+        self.coordinator = Coordinator(Policy(expected_workers=2, max_workers=2), started_at=self.now)
+        self.reports = StallReports()
         self.counts = {"a": 0, "b": 0}
         self.step = 0
         self.phases = {"a": Phase.COMPUTE, "b": Phase.COMPUTE}
@@ -47,13 +47,13 @@ class Played:
                 doing = Activity(
                     phase, self.step, 0, self.now - self.since[worker], waits_for, (), f"{worker}.py:7 work"
                 )
-                self.reports.hear(worker, doing, {phase.value: self.now}, self.now)
+                self.reports.receive(worker, doing, {phase.value: self.now}, self.now)
                 works_in = self.coordinator.view.number
-                self.coordinator.hear(
+                self.coordinator.receive(
                     Heartbeat(worker, self.counts[worker], works_in, 0, StateVersion(works_in, self.step)), self.now
                 )
             self.coordinator.tick(self.now)
-            self.said += [(self.now, words) for words in self.reports.look(self.coordinator, self.now)]
+            self.said += [(self.now, words) for words in self.reports.check(self.coordinator, self.now)]
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -74,13 +74,13 @@ def played() -> Played:
 
 @pytest.mark.parametrize("phase", [Phase.COMPUTE, Phase.DATA])
 def test_within_two_seconds_of_its_deadline_it_is_said_for_whom_a_step_waits(played, phase) -> None:
-    last = played.coordinator.steps.last
-    deadline = last + played.coordinator.steps.deadline_seconds
+    last = played.coordinator.step_timeout.last
+    deadline = last + played.coordinator.step_timeout.deadline_seconds
     played.be("a", Phase.COMMUNICATION)
     played.be("b", phase)
     played.live(deadline + 2 - played.now)
     ((at, words),) = played.said
-    assert deadline + HELD_UP_SECONDS - 0.05 <= at <= deadline + 2
+    assert deadline + STALL_SECONDS - 0.05 <= at <= deadline + 2
     assert "worker b has not arrived" in words
     assert "b.py:7 work" in words
     assert f"worker a waits for it in {SUM} at a.py:7 work" in words
@@ -89,7 +89,7 @@ def test_within_two_seconds_of_its_deadline_it_is_said_for_whom_a_step_waits(pla
 def test_what_goes_on_is_said_again_each_time_it_has_become_twice_as_long(played) -> None:
     played.be("a", Phase.COMMUNICATION)
     played.live(100)
-    ages = [at - played.coordinator.steps.last for at, _ in played.said]
+    ages = [at - played.coordinator.step_timeout.last for at, _ in played.said]
     assert 4 <= len(ages) <= 7
     assert all(2 * one <= other + 1e-9 for one, other in pairwise(ages))
     played.said.clear()
@@ -99,9 +99,9 @@ def test_what_goes_on_is_said_again_each_time_it_has_become_twice_as_long(played
 
 
 def test_where_all_take_longer_alike_it_is_said_later_and_of_all(played) -> None:
-    deadline = played.coordinator.steps.last + played.coordinator.steps.deadline_seconds
+    deadline = played.coordinator.step_timeout.last + played.coordinator.step_timeout.deadline_seconds
     played.live(deadline + 2 - played.now)
-    assert [at >= deadline + TOGETHER_SECONDS - 0.05 for at, _ in played.said] == [True, True]
+    assert [at >= deadline + COMMON_STALL_SECONDS - 0.05 for at, _ in played.said] == [True, True]
     assert "worker a" in played.said[0][1]
     assert "worker b" in played.said[1][1]
 
@@ -120,7 +120,7 @@ def test_an_evaluation_is_no_late_step_unless_it_takes_longer_than_it_ever_did(p
     assert played.said == []
     played.live(1.0)
     ((_, words),) = played.said
-    assert "worker b has not arrived, it evaluates since 8 s" in words
+    assert "worker b has not arrived, evaluating for 8 s" in words
 
 
 def test_how_long_a_worker_was_frozen_says_nothing_about_what_it_did(played) -> None:
@@ -129,10 +129,10 @@ def test_how_long_a_worker_was_frozen_says_nothing_about_what_it_did(played) -> 
     played.live(1.0)
     played.mute.add("b")
     played.live(10.0)
-    assert coordinator.saved.over is ViewStatus.NOW
-    coordinator.hear(Heartbeat("a", 10_000, 0, 1, StateVersion(1, played.step)), played.now)
+    assert coordinator.saved.status is ViewStatus.ABORTED
+    coordinator.receive(Heartbeat("a", 10_000, 0, 1, StateVersion(1, played.step)), played.now)
     assert coordinator.view.members == ("a",)
-    played.reports.formed(before, coordinator, played.now)
+    played.reports.view_formed(before, coordinator, played.now)
     played.mute.clear()
     played.live(1.0)
     played.be("b", Phase.COMPUTE)
@@ -147,7 +147,7 @@ def test_what_is_done_once_in_the_first_step_may_take_longer() -> None:
     play.live(8)
     assert play.said == []
     play.live(4)
-    assert "worker b has not arrived, it computes" in play.said[0][1]
+    assert "worker b has not arrived, computing" in play.said[0][1]
 
 
 def test_a_frozen_worker_and_a_dead_one_are_said_once_with_what_they_did_last(played) -> None:
@@ -156,33 +156,33 @@ def test_a_frozen_worker_and_a_dead_one_are_said_once_with_what_they_did_last(pl
     played.live(3)
     ((_, words),) = played.said
     assert "worker b is frozen or cut off" in words
-    assert "when last heard of, it computes at b.py:7 work" in words
+    assert "last reported: computing at b.py:7 work" in words
 
 
 def test_a_process_that_has_ended_is_said_at_once(played) -> None:
-    played.coordinator.gone("b", played.now)
-    (words,) = played.reports.look(played.coordinator, played.now)
-    assert "worker b is gone, its process has ended; when last heard of, it computes at b.py:7 work" in words
+    played.coordinator.worker_exited("b", played.now)
+    (words,) = played.reports.check(played.coordinator, played.now)
+    assert "the process of worker b has exited; last reported: computing at b.py:7 work" in words
     played.mute.add("b")
     played.live(1.0)
     assert played.said == []
 
 
 @pytest.mark.parametrize(("ends", "said"), [
-    (1, "worker b is gone, its process has ended; when last heard of, it computes at b.py:7 work"),
-    (9, "worker b is frozen or cut off, nothing was heard of it for 1.1 s; when last heard of, it computes"),
+    (1, "the process of worker b has exited; last reported: computing at b.py:7 work"),
+    (9, "worker b is frozen or cut off, without a report for 1.1 s; last reported: computing"),
 ])  # fmt: skip
 def test_who_is_left_behind_before_anybody_said_how_it_ended_is_named_all_the_same(ends, said, played) -> None:
     """The others see its connections close, and the next view is there at once."""
     coordinator, before = played.coordinator, played.coordinator.view
-    coordinator.hung_up("b", played.now)
-    coordinator.hear(Heartbeat("a", played.counts["a"] + 1, 0, 1, StateVersion(1, played.step)), played.now)
+    coordinator.disconnected("b", played.now)
+    coordinator.receive(Heartbeat("a", played.counts["a"] + 1, 0, 1, StateVersion(1, played.step)), played.now)
     played.counts["a"] += 1
     assert coordinator.view.members == ("a",)
-    played.reports.formed(before, coordinator, played.now)
+    played.reports.view_formed(before, coordinator, played.now)
     played.mute.add("b")
     played.train(ends)
-    coordinator.gone("b", played.now)
+    coordinator.worker_exited("b", played.now)
     played.train(4)
     ((_, words),) = played.said
     assert said in words
@@ -190,14 +190,14 @@ def test_who_is_left_behind_before_anybody_said_how_it_ended_is_named_all_the_sa
 
 def test_who_leaves_or_is_one_too_many_is_not_called_lost(played) -> None:
     coordinator, before = played.coordinator, played.coordinator.view
-    coordinator.hear(
+    coordinator.receive(
         Heartbeat("b", played.counts["b"] + 1, 0, 1, StateVersion(1, played.step), leaving=True), played.now
     )
-    coordinator.hear(Heartbeat("a", played.counts["a"] + 1, 0, 1, StateVersion(1, played.step)), played.now)
+    coordinator.receive(Heartbeat("a", played.counts["a"] + 1, 0, 1, StateVersion(1, played.step)), played.now)
     assert coordinator.view.members == ("a",)
-    coordinator.hung_up("b", played.now)
-    played.reports.formed(before, coordinator, played.now)
-    coordinator.gone("b", played.now)
+    coordinator.disconnected("b", played.now)
+    played.reports.view_formed(before, coordinator, played.now)
+    coordinator.worker_exited("b", played.now)
     played.counts = {"a": played.counts["a"] + 1}
     played.train(4)
     assert played.said == []
@@ -228,41 +228,41 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
                 told.notify_all()
 
         contact, agent = CoordinatorAddress(served.url, TOKEN), Agent(worker, StateVersion())
-        return CoordinatorClient(contact, agent, lambda view: None, doing=lambda: doings[worker],
-                          spent=lambda: {Phase.DATA: 2.5, Phase.COMPUTE: 0.0}, told=tell)  # fmt: skip
+        return CoordinatorClient(contact, agent, lambda view: None, activity=lambda: doings[worker],
+                          spent=lambda: {Phase.DATA: 2.5, Phase.COMPUTE: 0.0}, on_notice=tell)  # fmt: skip
 
-    policy = Policy(expected=2, maximum=2, beat_seconds=0.5)
+    policy = Policy(expected_workers=2, max_workers=2, heartbeat_seconds=0.5)
     with serving(tmp_path / "state", policy=policy) as served, attend("a") as a, attend("b") as b:
         for each in (a, b):
             assert each.next_view() is not None
-            each.met(1, 0, "")
-            each.done(1)
+            each.joined(1, 0, "")
+            each.add_steps(1)
         with told:
             assert told.wait_for(lambda: all(heard.values()), 60), heard
-        assert "worker b has not arrived, it waits for its data since" in heard["a"][0]
+        assert "worker b has not arrived, waiting for data for" in heard["a"][0]
         assert "own.py:3 get" in heard["b"][0]
         line = HttpConnection(CoordinatorAddress(served.url, TOKEN))
         answer = line.get("/v1/status", StatusMessage)
         line.close()
     assert answer is not None
     assert answer.body is not None
-    assert heard["a"][0] in answer.body.says
+    assert heard["a"][0] in answer.body.notices
     assert answer.body.spent == {"a": {Phase.DATA: 2.5}, "b": {Phase.DATA: 2.5}}
-    doings = {each.worker: each.doing.phase for each in answer.body.workers if each.doing}
+    doings = {each.worker: each.activity.phase for each in answer.body.workers if each.activity}
     assert doings == {"a": Phase.COMMUNICATION, "b": Phase.DATA}
 
 
 @pytest.mark.parametrize("more", [
-    {"doing": {"phase": "sleeping"}}, {"doing": {"phase": "data", "line": "x" * 301}}, {"spent": {"data": -1.0}},
-    {"spent": {"elsewhere": 1.0}}, {"spent": {"data": 1e300}}, {"doing": {"phase": "data", "missing": [1] * 17}},
-    {"doing": {}}, {"heard": -1}, {"doing": {"phase": "data", "line": "\x1b]0;title\x07"}},
-    {"doing": {"phase": "data", "waits_for": "two\nlines"}}, {"place": {"host": "a\u202eb"}},
-    {"standing": {"digest": "\x9b2J"}}, {"worker": "a\n"},
+    {"activity": {"phase": "sleeping"}}, {"activity": {"phase": "data", "line": "x" * 301}}, {"spent": {"data": -1.0}},
+    {"spent": {"elsewhere": 1.0}}, {"spent": {"data": 1e300}}, {"activity": {"phase": "data", "missing": [1] * 17}},
+    {"activity": {}}, {"last_notice": -1}, {"activity": {"phase": "data", "line": "\x1b]0;title\x07"}},
+    {"activity": {"phase": "data", "waits_for": "two\nlines"}}, {"address": {"host": "a\u202eb"}},
+    {"version": {"digest": "\x9b2J"}}, {"worker": "a\n"},
 ])  # fmt: skip
 def test_what_is_no_report_is_refused(more, tmp_path) -> None:
     with serving(tmp_path / "state") as served:
         line = HttpConnection(CoordinatorAddress(served.url, TOKEN))
-        answer = line.ask("POST", "/v1/beat", {"worker": "a", "count": 1, **more}, WordMessage)
+        answer = line.request("POST", "/v1/beat", {"worker": "a", "count": 1, **more}, HeartbeatReply)
         line.close()
     assert answer is not None
     assert answer.status == 422

@@ -22,13 +22,13 @@ from unisono.membership import (
     Agent,
     Coordinator,
     Exit,
-    Formed,
     Heartbeat,
     JoinView,
     Policy,
-    Saved,
+    SavedViews,
     StateVersion,
     View,
+    ViewFormed,
     ViewUpdate,
     WorkerAddress,
 )
@@ -132,8 +132,8 @@ class World:
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = itertools.count()
         self._names = itertools.count()
-        self._saved = Saved()
-        self.coordinator: Coordinator | None = Coordinator(policy, began=0.0)
+        self._saved = SavedViews()
+        self.coordinator: Coordinator | None = Coordinator(policy, started_at=0.0)
         for _ in range(workers):
             self.start()
         self._tick()
@@ -171,7 +171,7 @@ class World:
 
     def leave(self, name: str) -> None:
         """SIGTERM."""
-        self._do(self.workers[name], self.workers[name].agent.leave())
+        self._do(self.workers[name], self.workers[name].agent.request_leave())
 
     def freeze(self, name: str) -> None:
         """SIGSTOP."""
@@ -205,7 +205,7 @@ class World:
 
     def restart_coordinator(self) -> None:
         """From what it had on disk."""
-        self.coordinator = Coordinator(self.policy, self._saved, began=self.now)
+        self.coordinator = Coordinator(self.policy, self._saved, started_at=self.now)
 
     def check(self) -> None:
         """Nothing that was committed is lost, and no step is missing or there twice, nor any sample.
@@ -213,9 +213,9 @@ class World:
         Raises:
             AssertionError: naming what does not hold.
         """
-        names = [name for name, worker in self.workers.items() if worker.alive and worker.agent.standing.view]
+        names = [name for name, worker in self.workers.items() if worker.alive and worker.agent.version.view]
         if names:
-            state = self.workers[max(names, key=lambda name: self.workers[name].agent.standing)].state.steps
+            state = self.workers[max(names, key=lambda name: self.workers[name].agent.version)].state.steps
             assert [step for step, _ in state] == list(range(1, len(state) + 1)), "steps are missing, or there twice"
             assert all(self.counted[view, step] == ALL for step, view in state), "samples are missing"
             lost = set(self.confirmed.values()) - set(state)
@@ -225,7 +225,7 @@ class World:
         """Whether others that run have all that was committed, and one of them can tell that nobody else has more."""
         step, view = self.confirmed.get(self.steps, (0, 0))
         others = [other for other in self.present() if other != name]
-        standings = (self.workers[other].agent.standing for other in others)
+        standings = (self.workers[other].agent.version for other in others)
         witness = not self.views or any(other in self.views[max(self.views)].members for other in others)
         return witness and any((each.view, each.step) >= (view, step) for each in standings)
 
@@ -271,32 +271,32 @@ class World:
 
     def _beat_on(self, worker: Worker) -> None:
         self._beat(worker)
-        seconds = self.coordinator.beat_seconds if self.coordinator else self.policy.beat_seconds
+        seconds = self.coordinator.heartbeat_seconds if self.coordinator else self.policy.heartbeat_seconds
         self._at(worker, seconds * self.random.uniform(0.9, 1.1), self._beat_on, worker)
 
     def _beat(self, worker: Worker) -> None:
-        beat = worker.agent.beat()
+        beat = worker.agent.heartbeat()
         if not worker.offline and not self._lost():
             self._after(self._delay(), self._hear, worker, beat)
 
     def _hear(self, worker: Worker, beat: Heartbeat) -> None:
         if self.coordinator is not None and not worker.offline:
             self.over = self.over or beat.finished
-            self._tell(self.coordinator.hear(beat, self.now))
+            self._tell(self.coordinator.receive(beat, self.now))
             self._answer(worker, again=beat.leaving)
 
     def _hung_up(self, name: str) -> None:
         if self.coordinator is not None:
-            self._tell(self.coordinator.hung_up(name, self.now))
+            self._tell(self.coordinator.disconnected(name, self.now))
 
     def _told_gone(self, name: str) -> None:
         if self.coordinator is not None:
-            self._tell(self.coordinator.gone(name, self.now))
+            self._tell(self.coordinator.worker_exited(name, self.now))
 
     def _tick(self) -> None:
         if self.coordinator is not None:
             self._tell(self.coordinator.tick(self.now))
-        seconds = self.coordinator.beat_seconds if self.coordinator else self.policy.beat_seconds
+        seconds = self.coordinator.heartbeat_seconds if self.coordinator else self.policy.heartbeat_seconds
         self._after(seconds / 2, self._tick)
 
     def _tell(self, happened: list[object]) -> None:
@@ -306,11 +306,11 @@ class World:
         self._saved = self.coordinator.saved
         self.happened += happened
         for each in happened:
-            if isinstance(each, Formed):
+            if isinstance(each, ViewFormed):
                 assert each.view.number not in self.views, "two views of one number"
                 assert not self.over, "a view after all was done"
                 self.views[each.view.number] = each.view
-                kept = {of for of in self.confirmed.items() if of[1][1] not in each.given_up}
+                kept = {of for of in self.confirmed.items() if of[1][1] not in each.abandoned_views}
                 self.confirmed = dict(kept)
         for name in self.present():
             self._answer(self.workers[name])
@@ -318,13 +318,13 @@ class World:
     def _answer(self, worker: Worker, again: bool = False) -> None:
         """What is news to `worker`, or what it has heard before once `again`."""
         assert self.coordinator is not None
-        word = self.coordinator.word
+        word = self.coordinator.update
         if (again or word != worker.heard) and not worker.offline and not self._lost():
             self._at(worker, self._delay(), self._take, worker, word)
 
     def _take(self, worker: Worker, word: ViewUpdate) -> None:
         assert word.view.number == 0 or self.views[word.view.number] == word.view, "two views of one number"
-        actions = worker.agent.hear(word)
+        actions = worker.agent.receive(word)
         self._do(worker, actions)
         if word != worker.heard or actions:  # something may have changed that the coordinator waits for
             worker.heard = word
@@ -374,7 +374,7 @@ class World:
         if worker.agent.view.number == group.view.number and not worker.agent.working:
             missed = self._out_of_reach(worker.island, group)
             group.broken = True
-            self._do(worker, worker.agent.broken(group.view.number, tuple(m for m in missed if m != name)))
+            self._do(worker, worker.agent.fail_view(group.view.number, tuple(m for m in missed if m != name)))
             self._beat(worker)
 
     def _out_of_reach(self, island: int, group: Group) -> tuple[str, ...]:
@@ -394,7 +394,7 @@ class World:
             self._lose(worker, group)
             return
         worker.state = state
-        worker.agent.met(group.view.number, state.step, state.digest)
+        worker.agent.joined(group.view.number, state.step, state.digest)
         self._beat(worker)
         self._compute(worker, group)
 
@@ -408,14 +408,14 @@ class World:
         if group.broken:
             self._lose(worker, group)
             return
-        step, name = worker.agent.standing.step + 1, worker.agent.worker
+        step, name = worker.agent.version.step + 1, worker.agent.worker
         arrived = group.arrived[step]
-        arrived[name] = worker.agent.votes
+        arrived[name] = worker.agent.votes_to_end
         self.counted[group.view.number, step] += group.share(name)  # a sum, as gradients are: twice would show
         if len(arrived) == len(group.members):
             boundary = any(arrived.values())
             # Where all leave, that is the end of the run.
-            last = step == self.total or all(self.workers[m].agent.leaving for m in group.members)
+            last = step == self.total or all(self.workers[m].agent.is_leaving for m in group.members)
             for member in group.view.members:
                 other = self.workers[member]
                 self._at(other, self._delay(), self._done, other, group, step, boundary, last)
@@ -423,7 +423,7 @@ class World:
     def _done(self, worker: Worker, group: Group, step: int, boundary: bool, last: bool) -> None:
         """The sum came; as it would have if some of it broke while it was under way, for some."""
         number, name = group.view.number, worker.agent.worker
-        if worker.agent.view.number != number or not worker.agent.working or worker.agent.standing.step != step - 1:
+        if worker.agent.view.number != number or not worker.agent.working or worker.agent.version.step != step - 1:
             return
         if group.broken and self.random.random() < 0.5:
             self._lose(worker, group)
@@ -432,11 +432,11 @@ class World:
         self.applied[number, step].add(name)
         if self.applied[number, step] == set(group.view.members):
             assert self.confirmed.setdefault(step, (step, number)) == (step, number), "a step was done twice"
-        worker.agent.done(number, worker.state.digest)
+        worker.agent.add_steps(number, worker.state.digest)
         if last:
             self._at(worker, self._delay() * 5, self._finish, worker)
         elif boundary:
-            self._do(worker, worker.agent.part(number))
+            self._do(worker, worker.agent.end_view(number))
             self._beat(worker)
         else:
             self._compute(worker, group)
@@ -482,5 +482,5 @@ class World:
 
     def _lose(self, worker: Worker, group: Group) -> None:
         if worker.agent.view.number == group.view.number:
-            self._do(worker, worker.agent.broken(group.view.number))
+            self._do(worker, worker.agent.fail_view(group.view.number))
             self._beat(worker)

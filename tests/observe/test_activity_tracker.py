@@ -13,7 +13,7 @@ import pytest
 
 from unisono.observe import NullTracker, ThreadTracker
 from unisono.observe.activity import Activity, Phase
-from unisono.observe.user_frames import LOADER, line_of, raised_at
+from unisono.observe.user_frames import LOADER, raised_at, user_line
 
 HERE = "tests/observe/test_activity_tracker.py"
 
@@ -36,7 +36,7 @@ def test_the_line_of_a_thread_that_waits_inside_a_library_is_the_users(monkeypat
     thread.start()
     there.wait()
     try:
-        while (found := line_of(thread.ident or 0)) != f"{HERE}:{line('# the line where it is stuck')} stuck":
+        while (found := user_line(thread.ident or 0)) != f"{HERE}:{line('# the line where it is stuck')} stuck":
             assert found.startswith(HERE), found
     finally:
         go.set()
@@ -56,9 +56,9 @@ def test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it() -> No
     try:
         clock = itertools.count(step=1.0)
         watch = ThreadTracker(lambda: next(clock))
-        assert watch.doing().line.endswith(" test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it")
+        assert watch.activity().line.endswith(" test_who_waits_for_data_is_on_the_line_of_the_thread_that_fetches_it")
         with watch(Phase.DATA):
-            assert watch.doing().line.endswith(" fetch")
+            assert watch.activity().line.endswith(" fetch")
     finally:
         go.set()
         thread.join()
@@ -68,7 +68,7 @@ def test_a_thread_that_has_ended_and_one_without_the_users_code_are_on_no_line()
     thread = threading.Thread(target=collections.Counter)
     thread.start()
     thread.join()
-    assert line_of(thread.ident or 0) == ""
+    assert user_line(thread.ident or 0) == ""
 
 
 def test_an_error_is_where_the_users_code_was_when_it_came() -> None:
@@ -89,13 +89,13 @@ def test_what_is_told_is_what_is_seen() -> None:
     watch.commit(4)
     watch.set_position(4, 2)
     seconds[0] = 3.0
-    seen = watch.doing()
+    seen = watch.activity()
     assert (seen.phase, seen.step, seen.micro_batch, seen.since_seconds) == (Phase.COMPUTE, 4, 2, 3.0)
-    assert seen.waits
-    assert seen.words == "waits for sum (gradients, message 7)"
+    assert seen.is_waiting
+    assert seen.description == "waiting for sum (gradients, message 7)"
     assert seen.missing == (1, 2)
     watch.set_phase(Phase.IDLE)
-    assert not watch.doing().waits
+    assert not watch.activity().is_waiting
 
 
 def test_without_a_watch_nothing_is_lost_on_the_way() -> None:
@@ -105,13 +105,13 @@ def test_without_a_watch_nothing_is_lost_on_the_way() -> None:
 
 
 def test_every_phase_has_words() -> None:
-    assert all(Activity(phase).words for phase in Phase)
+    assert all(Activity(phase).description for phase in Phase)
 
 
 _LOOKS_WHILE_TENSORS_ARE_COLLECTED = """
 import gc, threading, time
 import torch
-from unisono.observe.user_frames import line_of
+from unisono.observe.user_frames import user_line
 
 def drop():
     while not over.is_set():
@@ -129,7 +129,7 @@ for thread in threads:
     thread.start()
 end = time.monotonic() + 1
 while time.monotonic() < end:
-    line_of(0)
+    user_line(0)
 over.set()
 for thread in threads:
     thread.join()

@@ -10,7 +10,7 @@ def beaten(*gaps: float, least_seconds: float = 0.75) -> AdaptiveTimeout:
     pulse, now = AdaptiveTimeout(0.25, least_seconds, last=0.0), 0.0
     for gap in (*[0.25] * 20, *gaps):
         now += gap
-        pulse.beat(now)
+        pulse.record(now)
     return pulse
 
 
@@ -33,11 +33,11 @@ def test_a_rhythm_that_has_become_slower_is_learned_from_the_second_gap_on() -> 
 def test_a_restart_separates_two_long_silences() -> None:
     pulse = beaten(5.0)
     pulse.restart(100.0)
-    pulse.beat(105.0)
+    pulse.record(105.0)
     assert pulse.deadline_seconds == 0.75
 
 
 def test_the_first_gap_takes_the_place_of_a_guess_however_long_it_is() -> None:
-    pulse = AdaptiveTimeout(1.0, last=0.0, guessed=True)
-    pulse.beat(30.0)
+    pulse = AdaptiveTimeout(1.0, last=0.0, replace_first=True)
+    pulse.record(30.0)
     assert pulse.usual_seconds == 30.0

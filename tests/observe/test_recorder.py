@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from unisono.observe import NullRecorder, Recorder, RunRecorder, write_config, write_summary
-from unisono.observe.event_log import Events
+from unisono.observe.event_log import EventLog
 from unisono.observe.sinks import TensorBoard
 
 FOREVER = 1e9  # seconds
@@ -129,13 +129,13 @@ def test_a_full_disk_is_said_once_and_nothing_is_raised(
             recorder.event("lost")
         recorder.close()
     assert [r.message for r in caplog.records] == [
-        f"events are not written to {tmp_path}/events.jsonl: No space left on device; the run goes on"
+        f"events are not written to {tmp_path}/events.jsonl: No space left on device; the run continues"
     ]
 
 
 def test_a_directory_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        recording = Events(tmp_path / "gone")
+        recording = EventLog(tmp_path / "gone")
         recording.write("lost", {})
         recording.close()
     assert len(caplog.records) == 1
@@ -170,7 +170,7 @@ def test_a_tensorboard_that_fails_is_said_once(
         sink.scalars(2, {"a": 1.0})
     sink.close()
     assert len(caplog.records) == 1
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
 
 
 def test_a_summary_is_json_even_of_a_loss_that_is_none(tmp_path: Path) -> None:

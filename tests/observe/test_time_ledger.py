@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.observe.activity import Phase
-from unisono.observe.time_ledger import WORTHLESS, Ledger, in_words
+from unisono.observe.time_ledger import STEP_PHASES, TimeLedger, seconds_by_name
 
 # Times are whole numbers, so that sums are exact and equality means equality.
 PHASES = st.sampled_from(list(Phase))
@@ -31,7 +31,7 @@ class Clock:
 @given(HAPPENINGS, st.integers(0, 100))
 def test_phases_add_up_to_the_time_that_has_passed(happenings, age) -> None:
     clock = Clock(1000.0)
-    ledger = Ledger(clock, float(age))
+    ledger = TimeLedger(clock, float(age))
     depth = 0
     for what, phase, seconds in happenings:
         clock.seconds += seconds
@@ -57,7 +57,7 @@ def test_phases_add_up_to_the_time_that_has_passed(happenings, age) -> None:
 @given(HAPPENINGS)
 def test_what_is_not_kept_and_only_that_is_lost(happenings) -> None:
     clock = Clock()
-    ledger = Ledger(clock)
+    ledger = TimeLedger(clock)
     kept = ledger.seconds()
     for what, phase, seconds in happenings:
         clock.seconds += seconds
@@ -68,15 +68,15 @@ def test_what_is_not_kept_and_only_that_is_lost(happenings) -> None:
             getattr(ledger, what)()
             after = ledger.seconds()
             if what == "discard":
-                assert all(after[each] == kept[each] for each in WORTHLESS)
-                gone = sum(before[each] - kept[each] for each in WORTHLESS)
+                assert all(after[each] == kept[each] for each in STEP_PHASES)
+                gone = sum(before[each] - kept[each] for each in STEP_PHASES)
                 assert after[Phase.LOST] == before[Phase.LOST] + gone
             kept = after
 
 
 def test_the_time_until_an_item_is_there_is_the_phases_and_what_is_done_with_it_is_not() -> None:
     clock = Clock()
-    ledger = Ledger(clock)
+    ledger = TimeLedger(clock)
     ledger.set_phase(Phase.COMPUTE)
 
     def items():
@@ -87,12 +87,12 @@ def test_the_time_until_an_item_is_there_is_the_phases_and_what_is_done_with_it_
 
     for _ in ledger.each(Phase.DATA, items()):
         clock.seconds += 1
-    assert in_words(ledger.seconds()) == {"compute": 3.0, "data": 35.0}
+    assert seconds_by_name(ledger.seconds()) == {"compute": 3.0, "data": 35.0}
 
 
 def test_an_error_inside_a_phase_ends_it() -> None:
     clock = Clock()
-    ledger = Ledger(clock)
+    ledger = TimeLedger(clock)
 
     def broken():
         clock.seconds += 2
@@ -102,14 +102,14 @@ def test_an_error_inside_a_phase_ends_it() -> None:
     with pytest.raises(KeyError):
         list(ledger.each(Phase.DATA, broken()))
     clock.seconds += 3
-    assert in_words(ledger.seconds()) == {"start": 3.0, "data": 2.0}
+    assert seconds_by_name(ledger.seconds()) == {"start": 3.0, "data": 2.0}
     assert ledger.current == (Phase.START, 3.0)
 
 
 def test_who_looks_meanwhile_sees_sums_that_add_up() -> None:
     """The clock goes only while nothing is charged, so a torn look would show as a sum that is no whole time."""
     clock = Clock()
-    ledger = Ledger(clock)
+    ledger = TimeLedger(clock)
     over = threading.Event()
     seen: list[tuple[float, float, float]] = []
 

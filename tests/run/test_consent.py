@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from unisono.errors import InvalidInput
-from unisono.membership.messages import OrderMessage
+from unisono.membership.messages import RunSpecMessage
 from unisono.run.consent import Consent
 from unisono.tasks.source import NamedTask
 
@@ -41,12 +41,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def task(name: str, **arguments: Any) -> OrderMessage:
-    return OrderMessage(task=name, arguments=arguments)
+def task(name: str, **arguments: Any) -> RunSpecMessage:
+    return RunSpecMessage(task=name, arguments=arguments)
 
 
-def script(*words: str) -> OrderMessage:
-    return OrderMessage(task="", script=list(words))
+def script(*words: str) -> RunSpecMessage:
+    return RunSpecMessage(task="", script=list(words))
 
 
 def test_what_was_said_is_run(here: Path) -> None:
@@ -75,7 +75,7 @@ def test_what_was_said_is_run(here: Path) -> None:
         (Consent(asks=lambda what: True), task(f"{__file__}:task"), NOT_BELOW),
     ],
 )
-def test_nothing_else_is(here: Path, consent: Consent, told: OrderMessage, problem: str) -> None:
+def test_nothing_else_is(here: Path, consent: Consent, told: RunSpecMessage, problem: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape(problem)):
         replace(consent, directory=str(here)).check(told)
 

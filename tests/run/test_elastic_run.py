@@ -22,11 +22,11 @@ from unisono.errors import InvalidInput
 from unisono.launch import CoordinatorProcess
 from unisono.launch.coordinator_setup import coordinator_for
 from unisono.membership import CoordinatorAddress, Policy
-from unisono.membership.certificate import certified, pin
-from unisono.membership.contact_file import contact_in
+from unisono.membership.certificate import pin, with_certificate
+from unisono.membership.contact_file import read_contact
 from unisono.membership.endpoint import CoordinatorOptions, Endpoint
-from unisono.membership.http_client import HttpConnection, NoBody, ask
-from unisono.membership.messages import OrderMessage, StatusMessage, WordMessage
+from unisono.membership.http_client import HttpConnection, NoBody, fetch
+from unisono.membership.messages import HeartbeatReply, RunSpecMessage, StatusMessage
 from unisono.run.consent import Consent
 from unisono.run.elastic_run import Script, called, gathered, policy_of
 from unisono.run.spec import PickledTask, RunSpec
@@ -57,9 +57,11 @@ def mode(path: Path) -> int:
 
 
 def test_what_config_says_of_who_is_present() -> None:
-    assert policy_of(Config(workers=4)) == Policy(minimum=1, maximum=4, expected=4)
-    assert policy_of(Config.of({"workers": "2:8"})) == Policy(minimum=2, maximum=8, expected=2)
-    assert policy_of(Config(workers=1, min_workers=2, max_workers=3)) == Policy(minimum=2, maximum=3, expected=2)
+    assert policy_of(Config(workers=4)) == Policy(min_workers=1, max_workers=4, expected_workers=4)
+    assert policy_of(Config.of({"workers": "2:8"})) == Policy(min_workers=2, max_workers=8, expected_workers=2)
+    assert policy_of(Config(workers=1, min_workers=2, max_workers=3)) == Policy(
+        min_workers=2, max_workers=3, expected_workers=2
+    )
 
 
 def test_who_joins_is_told_what_the_others_were_and_meets_them_in_a_directory_of_its_own(tmp_path) -> None:
@@ -67,9 +69,9 @@ def test_who_joins_is_told_what_the_others_were_and_meets_them_in_a_directory_of
     here.mkdir()
     given, (said, told) = order(tmp_path), notices()
     with gathered(Config(workers=2), given, server(here), told) as elastic:
-        contact = contact_in(tmp_path)
+        contact = read_contact(tmp_path)
         assert contact == elastic.contact
-        assert contact.meets_at == f"file://{here}"
+        assert contact.rendezvous_url == f"file://{here}"
         found = called(contact, server(there), OURS)
         assert found == RunSpec(given.source, SETTINGS, tmp_path, 5.0, found.contact)
         assert found.contact == CoordinatorAddress(contact.url, contact.token, f"file://{there}")
@@ -87,18 +89,18 @@ def test_only_its_owner_reads_what_lies_there_and_the_way_in_goes_with_the_coord
             "1.sqlite": 0o600,
             "contact.json": 0o600,
         }
-    with pytest.raises(InvalidInput, match="no coordinator of it is up"):
-        contact_in(tmp_path)
+    with pytest.raises(InvalidInput, match="no coordinator of it is running"):
+        read_contact(tmp_path)
 
 
 def _view(contact: CoordinatorAddress) -> int:
-    told = ask(contact, "/v1/status", StatusMessage)
+    told = fetch(contact, "/v1/status", StatusMessage)
     assert told is not None
     return told.view.number
 
 
-def _order(contact: CoordinatorAddress) -> OrderMessage:
-    told = ask(contact, "/v1/order", OrderMessage)
+def _order(contact: CoordinatorAddress) -> RunSpecMessage:
+    told = fetch(contact, "/v1/order", RunSpecMessage)
     assert told is not None
     return told
 
@@ -107,8 +109,8 @@ def test_each_life_of_a_run_has_a_file_of_its_own(tmp_path) -> None:
     for _ in range(2):
         with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print) as elastic:
             assert _view(elastic.contact) == 0
-            HttpConnection(elastic.contact).post("/v1/beat", {"worker": "0", "count": 1}, WordMessage)
-            HttpConnection(elastic.contact).post("/v1/beat", {"worker": "1", "count": 1}, WordMessage)
+            HttpConnection(elastic.contact).post("/v1/beat", {"worker": "0", "count": 1}, HeartbeatReply)
+            HttpConnection(elastic.contact).post("/v1/beat", {"worker": "1", "count": 1}, HeartbeatReply)
             assert _view(elastic.contact) == 1
     assert {path.name for path in (tmp_path / "coordinator").glob("*.sqlite")} == {"1.sqlite", "2.sqlite"}
 
@@ -136,7 +138,9 @@ def test_a_script_is_run_by_who_joins_if_it_lies_there(tmp_path) -> None:
     script.touch()
     (tmp_path / "logs").mkdir()
     words = [str(script), "--lr", "1"]
-    with coordinator_for(Policy(expected=2), {**told, "script": words}, tmp_path, server(tmp_path), print) as elastic:
+    with coordinator_for(
+        Policy(expected_workers=2), {**told, "script": words}, tmp_path, server(tmp_path), print
+    ) as elastic:
         assert called(elastic.contact, server(tmp_path), OURS) == Script(
             script, words[1:], str(tmp_path), elastic.contact
         )
@@ -146,16 +150,16 @@ def test_a_script_is_run_by_who_joins_if_it_lies_there(tmp_path) -> None:
 
 
 def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
-    policy, log = Policy(expected=2, maximum=4), tmp_path / "log"
+    policy, log = Policy(expected_workers=2, max_workers=4), tmp_path / "log"
     with CoordinatorProcess(Endpoint(), policy, tmp_path / "state", TOKEN, log, print) as coordination:
         contact = CoordinatorAddress(coordination.url, TOKEN)
         with pytest.raises(InvalidInput, match="no run has been started there yet"):
             called(contact, server(tmp_path), OURS)
-        calling = CoordinatorOptions(elsewhere=contact)
+        calling = CoordinatorOptions(existing=contact)
         for _ in range(2):  # the same may be said again
             with gathered(Config(workers=2), order(tmp_path), server(tmp_path), print, calling) as elastic:
                 assert elastic.coordinator is None
-                assert contact_in(tmp_path) == elastic.contact
+                assert read_contact(tmp_path) == elastic.contact
         assert called(contact, server(tmp_path), OURS).settings == SETTINGS
         other = order(tmp_path, NamedTask("text"))
         with (
@@ -163,9 +167,9 @@ def test_a_coordinator_elsewhere_takes_one_run(tmp_path) -> None:
             gathered(Config(workers=2), other, server(tmp_path), print, calling),
         ):
             pass
-        with pytest.raises(InvalidInput, match="it is not that of the coordinator"):
+        with pytest.raises(InvalidInput, match="the coordinator has another one"):
             called(CoordinatorAddress(coordination.url, "another"), server(tmp_path), OURS)
-    with pytest.raises(InvalidInput, match="nobody answers there"):
+    with pytest.raises(InvalidInput, match="no coordinator of this version responds there"):
         called(contact, server(tmp_path), OURS)
 
 
@@ -174,16 +178,16 @@ def test_what_no_order_is_is_refused(tmp_path) -> None:
         line = HttpConnection(CoordinatorAddress(coordination.url, TOKEN))
         sound = {"task": "digits", "settings": {"steps": 3}}
         for wrong in ({}, [], {**sound, "pickled": "x"}, {**sound, "task": 5}, {**sound, "run": "x" * 5000}):
-            answer = line.ask("PUT", "/v1/order", wrong, NoBody)
+            answer = line.request("PUT", "/v1/order", wrong, NoBody)
             assert answer is not None
             assert answer.status == 422
         deep: dict[str, Any] = {}
         for _ in range(400):
             deep = {"x": deep}
-        answer = line.ask("PUT", "/v1/order", {**sound, "arguments": deep}, NoBody)
+        answer = line.request("PUT", "/v1/order", {**sound, "arguments": deep}, NoBody)
         assert answer is not None
         assert answer.status == 422
-        answer = line.ask("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}}, NoBody)
+        answer = line.request("PUT", "/v1/order", {**sound, "settings": {"x": "x" * (1 << 20)}}, NoBody)
         assert answer is None or answer.status == 413
 
 
@@ -215,14 +219,14 @@ def test_over_tls_only_whom_the_authority_vouches_for_is_believed(tmp_path) -> N
         for authority in (str(theirs), ""):
             stranger = CoordinatorAddress(elastic.contact.url, TOKEN, authority=authority)
             with pytest.raises(InvalidInput, match="its certificate is not known here"):
-                ask(stranger, "/v1/order", OrderMessage)
-    with pytest.raises(InvalidInput, match="no certificate that can be read"):
+                fetch(stranger, "/v1/order", RunSpecMessage)
+    with pytest.raises(InvalidInput, match="not a readable certificate"):
         HttpConnection(CoordinatorAddress("https://127.0.0.1:1", TOKEN, authority=str(tmp_path / "ours.key")))
 
 
 def test_with_a_certificate_of_its_own_it_is_known_by_the_fingerprint_and_nobody_else_is(tmp_path) -> None:
     said, told = notices()
-    calling = CoordinatorOptions(Endpoint("0.0.0.0", makes_certificate=True), TOKEN)
+    calling = CoordinatorOptions(Endpoint("0.0.0.0", create_certificate=True), TOKEN)
     with gathered(Config(workers=2), order(tmp_path), server(tmp_path), told, calling) as elastic:
         url, authority = elastic.contact.url, elastic.contact.authority
         here = replace(elastic.contact, url=f"https://127.0.0.1:{url.rpartition(':')[2]}")
@@ -232,12 +236,12 @@ def test_with_a_certificate_of_its_own_it_is_known_by_the_fingerprint_and_nobody
             f"{tmp_path / 'coordinator' / 'contact.json'}"
         ]
         with pytest.raises(InvalidInput, match="its certificate is not known here"):
-            ask(replace(here, authority=pin(b"another")), "/v1/order", OrderMessage)
+            fetch(replace(here, authority=pin(b"another")), "/v1/order", RunSpecMessage)
     assert stat.S_IMODE((tmp_path / "coordinator" / "key.pem").stat().st_mode) == 0o600
 
 
 def test_whoever_answers_with_another_certificate_is_told_nothing(tmp_path) -> None:
-    theirs = certified(Endpoint(makes_certificate=True), tmp_path / "theirs.pem", tmp_path / "theirs.key")
+    theirs = with_certificate(Endpoint(create_certificate=True), tmp_path / "theirs.pem", tmp_path / "theirs.key")
     context, heard = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), []
     context.load_cert_chain(str(theirs.certificate), str(theirs.key))
     with socket.create_server(("127.0.0.1", 0)) as door:
@@ -253,7 +257,7 @@ def test_whoever_answers_with_another_certificate_is_told_nothing(tmp_path) -> N
             f"https://127.0.0.1:{door.getsockname()[1]}", TOKEN, authority=pin(b"the coordinator's")
         )
         with pytest.raises(InvalidInput, match="its certificate is not known here"):
-            ask(contact, "/v1/order", OrderMessage)
+            fetch(contact, "/v1/order", RunSpecMessage)
         thread.join()
     assert heard == [b""]
 
@@ -262,7 +266,7 @@ def test_one_that_listens_for_others_says_how_they_join(tmp_path) -> None:
     said, told = notices()
     calling = CoordinatorOptions(Endpoint("0.0.0.0"), TOKEN)
     with gathered(Config(workers=2), order(tmp_path), server(tmp_path), told, calling) as elastic:
-        assert elastic.contact.meets_at == ""
+        assert elastic.contact.rendezvous_url == ""
         assert elastic.contact.token == TOKEN
         assert said == [
             f"other hosts join with  unisono join {elastic.contact.url} --authority none --task digits  and the "

@@ -23,12 +23,12 @@ def train(worker: WorkerContext, contact: CoordinatorAddress, finish: str) -> di
     agent = Agent(worker.name, StateVersion())
     with CoordinatorClient(contact, agent, ended.add) as attendance:
         while (view := attendance.next_view()) is not None:
-            attendance.met(view.number, view.start.step, "")
+            attendance.joined(view.number, view.start.step, "")
             worker.report({"name": worker.name, "view": view.number, "members": view.members})
             if _take_steps(worker, attendance, view, ended, Path(finish)):
                 attendance.finish()
                 return {"name": worker.name, "stopped": worker.stop.requested}
-            attendance.broken(view.number, "")
+            attendance.fail_view(view.number, "")
     return None
 
 
@@ -36,12 +36,12 @@ def _take_steps(
     worker: WorkerContext, attendance: CoordinatorClient, view: View, ended: set[int], finish: Path
 ) -> bool:
     """Whether all is done; else the view is."""
-    while not (attendance.votes or view.number in ended):
+    while not (attendance.votes_to_end or view.number in ended):
         if worker.stop.requested or finish.exists():
             return True
         if worker.stop.leaving:
-            attendance.leave()
-        attendance.done(view.number)
+            attendance.request_leave()
+        attendance.add_steps(view.number)
         worker.report({"kind": "step"})
         threading.Event().wait(STEP_SECONDS)
     return False

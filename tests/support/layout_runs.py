@@ -69,7 +69,7 @@ def run(task: str, arguments: Mapping[str, Any], workers: int, path: Path, **set
 
 
 def _work(rank: int, size: int, task: NamedTask, settings: dict[str, Any], path: Path, meeting: str) -> Any:
-    telling.TELL_SECONDS = 0.0  # every step is told
+    telling.REPORT_SECONDS = 0.0  # every step is told
     said: list[Mapping[str, Any]] = []
     log = _Lines()
     logging.getLogger("unisono").addHandler(log)

@@ -15,7 +15,7 @@ from unisono.membership.endpoint import Endpoint
 
 def main(marker: str, directory: str, *_: str) -> int:
     print("starting", flush=True)
-    here, policy = Path(directory), Policy(expected=3, maximum=3, beat_seconds=2.0)
+    here, policy = Path(directory), Policy(expected_workers=3, max_workers=3, heartbeat_seconds=2.0)
     state, log = here / "state", here / "coordinator.log"
     with CoordinatorProcess(Endpoint(), policy, state, "a token", log, print, marker) as coordination:
         contact = CoordinatorAddress(coordination.url, "a token")

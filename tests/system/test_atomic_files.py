@@ -75,7 +75,7 @@ def test_what_is_not_there_cannot_be_moved(tmp_path: Path) -> None:
 def test_all_that_is_replaced_in_a_run_is_replaced_here(tmp_path: Path, monkeypatch) -> None:
     for write in (
         lambda: write_summary(tmp_path / "summary.json", {"steps": 3}),
-        lambda: card.keep(tmp_path, CoordinatorAddress("http://127.0.0.1:1", "token")),
+        lambda: card.write_contact(tmp_path, CoordinatorAddress("http://127.0.0.1:1", "token")),
     ):
         with monkeypatch.context() as patch:
             called = failing(patch, "replace", 1, errno.ESTALE)
@@ -83,7 +83,7 @@ def test_all_that_is_replaced_in_a_run_is_replaced_here(tmp_path: Path, monkeypa
             assert len(called) == 2
     failing(monkeypatch, "replace", 9, errno.EACCES)
     with pytest.raises(InvalidInput, match="cannot be written"):
-        card.keep(tmp_path, CoordinatorAddress("http://127.0.0.1:1", "token"))
+        card.write_contact(tmp_path, CoordinatorAddress("http://127.0.0.1:1", "token"))
 
 
 def test_what_killed_writers_left_is_found(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from unisono.chaos.fault_schedule import FaultKind, FaultSchedule, Moment, Pendi
 from unisono.chaos.network_namespace import NetworkNamespace
 from unisono.chaos.outcome import RunOutcome, losses
 from unisono.errors import InvalidInput, UnisonoError
-from unisono.membership.contact_file import contact_in
+from unisono.membership.contact_file import read_contact
 from unisono.membership.http_client import HttpConnection
 from unisono.membership.messages import StatusMessage
 from unisono.observe import write_config
@@ -139,7 +139,7 @@ class _FaultInjector:
         if told is None:
             return RunStatus(share)
         view = told.view
-        works = {each.worker for each in told.workers if each.works_in == view.number}
+        works = {each.worker for each in told.workers if each.active_view == view.number}
         here = [name for name in view.members if name not in self._unreachable and self._command(name)]
         able = tuple(name for name in here if name in works or name in view.sources)
         givers = tuple(name for name in able if name in view.sources)
@@ -160,7 +160,7 @@ class _FaultInjector:
     def _contact(self) -> bool:
         """Whether the coordinator's address is known."""
         with suppress(InvalidInput):
-            self._connection = self._connection or HttpConnection(contact_in(self.run), answer_seconds=1.0)
+            self._connection = self._connection or HttpConnection(read_contact(self.run), timeout_seconds=1.0)
         return self._connection is not None
 
     def _command(self, name: str) -> Command | None:

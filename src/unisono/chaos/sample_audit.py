@@ -20,7 +20,7 @@ class Samples:
     def fetch(self, numbers: Sequence[int]) -> None:
         """By the calling thread's process."""
         process = self.processes[threading.get_ident()]
-        self._fetched[process.agent.standing.step + 1][process.view.number].update(numbers)
+        self._fetched[process.agent.version.step + 1][process.view.number].update(numbers)
 
     def kept(self, steps: int) -> dict[int, dict[int, int]]:
         """Those of each step, from 1, that is in the final state: the one that was computed last."""

@@ -25,12 +25,12 @@ from unisono.membership import (
     Agent,
     Coordinator,
     Exit,
-    Formed,
     JoinView,
     Policy,
-    Saved,
+    SavedViews,
     StateVersion,
     View,
+    ViewFormed,
 )
 
 _MOST_SECONDS = 1e5  # of made-up time: a run that takes longer does not get on
@@ -73,8 +73,8 @@ class VirtualRun:
         self.views: dict[int, _ViewWorld] = {}
         self.formed: list[View] = []
         self.given_up: list[int] = []
-        self._coordinator: Coordinator | None = Coordinator(policy, began=0.0)
-        self._saved = Saved()
+        self._coordinator: Coordinator | None = Coordinator(policy, started_at=0.0)
+        self._saved = SavedViews()
         self.over = False
 
     def run(self, live: Callable[[Process], Any]) -> list[Any]:
@@ -106,7 +106,9 @@ class VirtualRun:
         process.die()
         if seen:
             self._later(
-                lambda: self._notify_coordinator(lambda coordinator: coordinator.gone(process.name, self.scheduler.now))
+                lambda: self._notify_coordinator(
+                    lambda coordinator: coordinator.worker_exited(process.name, self.scheduler.now)
+                )
             )
 
     def freeze(self, number: int, seconds: float) -> None:
@@ -129,9 +131,9 @@ class VirtualRun:
         if not process.reachable:
             return
         if process.leave_requested:
-            process.do(process.agent.leave())
-        beat = process.agent.beat()
-        self._later(lambda: self._notify_coordinator(lambda coordinator: coordinator.hear(beat, self.scheduler.now)))
+            process.do(process.agent.request_leave())
+        beat = process.agent.heartbeat()
+        self._later(lambda: self._notify_coordinator(lambda coordinator: coordinator.receive(beat, self.scheduler.now)))
         self._later(lambda: self._answer(process), trips=2)
 
     def _notify_coordinator(self, to: Callable[[Coordinator], Sequence[object]]) -> None:
@@ -140,9 +142,9 @@ class VirtualRun:
         happened = to(self._coordinator)
         self._saved = self._coordinator.saved
         for each in happened:
-            if isinstance(each, Formed):
+            if isinstance(each, ViewFormed):
                 self.formed.append(each.view)
-                self.given_up += each.given_up
+                self.given_up += each.abandoned_views
         if happened:
             self.on_change()
             for process in self.processes:
@@ -150,7 +152,7 @@ class VirtualRun:
 
     def _answer(self, process: Process) -> None:
         if self._coordinator is not None and process.reachable:
-            process.do(process.agent.hear(self._coordinator.word))
+            process.do(process.agent.receive(self._coordinator.update))
 
     def _later(self, event: Callable[[], None], trips: int = 1) -> None:
         network = self._network
@@ -174,10 +176,10 @@ class VirtualRun:
         for process in self.processes:
             self.send(process)
         self.on_change()
-        self.scheduler.at(self.scheduler.now + self.policy.beat_seconds, self._tick)
+        self.scheduler.at(self.scheduler.now + self.policy.heartbeat_seconds, self._tick)
 
     def _start_coordinator(self) -> None:
-        self._coordinator = Coordinator(self.policy, self._saved, began=self.scheduler.now)
+        self._coordinator = Coordinator(self.policy, self._saved, started_at=self.scheduler.now)
 
     def _deadlock(self) -> None:
         raise AssertionError("every process waits, and nothing will ever happen")
@@ -264,10 +266,10 @@ class Process:
 
     @property
     def view_end_requested(self) -> bool:
-        return self.agent.votes
+        return self.agent.votes_to_end
 
     def joined(self, step: int, digest: str) -> None:
-        self.agent.met(self.view.number, step, digest)
+        self.agent.joined(self.view.number, step, digest)
         self._run.send(self)
 
     def worker_name(self, rank: int) -> str:
@@ -289,16 +291,16 @@ class Process:
     def committed(self, steps: int = 1) -> None:
         self._run.busy(self)
         self._run.views[self.view.number].check(self.rank)
-        self.agent.done(self.view.number, steps=steps)
+        self.agent.add_steps(self.view.number, steps=steps)
         self._run.on_change()
 
     def end_view(self, digest: str, error: CommunicationError | None = None) -> None:
         if error is None:
-            self.do(self.agent.part(self.view.number, digest))
+            self.do(self.agent.end_view(self.view.number, digest))
         elif not isinstance(error, PeerLost):
             raise error
         else:
-            self.do(self.agent.broken(self.view.number, digest=digest))
+            self.do(self.agent.fail_view(self.view.number, digest=digest))
         self._run.send(self)
 
     def finish(self) -> None:

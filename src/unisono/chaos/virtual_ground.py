@@ -133,7 +133,7 @@ class _VirtualTrial:
 
     @property
     def _step(self) -> int:
-        return max(process.agent.standing.step for process in self.run.processes)
+        return max(process.agent.version.step for process in self.run.processes)
 
     def _inject_due(self) -> None:
         """Something has changed, or time has passed."""

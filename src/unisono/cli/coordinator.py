@@ -14,8 +14,8 @@ from unisono.cli.coordinator_options import NEW, place
 from unisono.cli.token import VARIABLE, token
 from unisono.errors import InvalidInput
 from unisono.membership import CoordinatorAddress, Policy
-from unisono.membership.certificate import certified, fingerprint
-from unisono.membership.contact_file import joining
+from unisono.membership.certificate import fingerprint, with_certificate
+from unisono.membership.contact_file import join_command
 from unisono.system import atomic_files as atomic
 
 USAGE = f"""\
@@ -70,9 +70,12 @@ def coordinator(words: list[str]) -> int:
     given = token(options)
     if state.is_dir():
         raise InvalidInput("--state", str(state), "it is a directory", "name a file in it")
-    door, kept = where.open(), Path(f"{state}.token")
+    door, kept = where.listen(), Path(f"{state}.token")
 
-    makes, where = where.makes_certificate, certified(where, Path(f"{state}.certificate.pem"), Path(f"{state}.key.pem"))
+    makes, where = (
+        where.create_certificate,
+        with_certificate(where, Path(f"{state}.certificate.pem"), Path(f"{state}.key.pem")),
+    )
 
     from unisono.membership.server.http_server import CoordinatorServer  # imports the web server
 
@@ -83,8 +86,8 @@ def coordinator(words: list[str]) -> int:
     print(f"coordinator at {serving.url}")
     print("" if given else f"its token, for --token-file of workers, is in {kept}\n", end="", flush=True)
     authority = fingerprint(where.certificate) if makes and where.certificate else ""
-    if authority or not where.private:
-        print(f"others join with  {joining(CoordinatorAddress(serving.url, '', authority=authority))}", flush=True)
+    if authority or not where.is_local:
+        print(f"others join with  {join_command(CoordinatorAddress(serving.url, '', authority=authority))}", flush=True)
     serving.run()
     return 0
 
@@ -114,7 +117,7 @@ def policy_of(options: Mapping[str, str]) -> Policy:
     """
     least = whole("--min-workers", options.get("--min-workers", "1"))
     first = whole("--expected-workers", options.get("--expected-workers", str(least)))
-    most = whole("--max-workers", options.get("--max-workers", str(Policy().maximum)))
+    most = whole("--max-workers", options.get("--max-workers", str(Policy().max_workers)))
     if not least <= first <= most:
         raise InvalidInput(
             "--expected-workers", first, f"not between --min-workers {least} and --max-workers {most}",
@@ -125,7 +128,13 @@ def policy_of(options: Mapping[str, str]) -> Policy:
         raise InvalidInput(
             "--max-workers", most, f"below one replica of --replica-size {replica_size}", "write a multiple of that"
         )
-    return Policy(minimum=least, expected=first, maximum=most, unit=replica_size, shares=micro_batches)
+    return Policy(
+        min_workers=least,
+        expected_workers=first,
+        max_workers=most,
+        replica_size=replica_size,
+        micro_batches=micro_batches,
+    )
 
 
 def _print(words: str) -> None:

@@ -40,7 +40,7 @@ def calling(options: Mapping[str, str]) -> CoordinatorOptions | None:
         for name in ("--listen", "--certificate", "--key"):
             if name in options:
                 raise InvalidInput(name, options[name], "the coordinator is up already", "leave one out")
-        return CoordinatorOptions(elsewhere=contact(options["--coordinator"], options))
+        return CoordinatorOptions(existing=contact(options["--coordinator"], options))
     if "--listen" not in options:
         name = next(iter(options))
         raise InvalidInput(name, options[name], "no coordinator is said", "add --listen HOST or --coordinator URL")
@@ -61,7 +61,7 @@ def contact(url: str, options: Mapping[str, str]) -> CoordinatorAddress:
             VARIABLE, "unset", "the coordinator answers only who has its token", "set it, or give --token-file FILE"
         )
     where = CoordinatorAddress(url, known, authority=_file(options, "--authority"))
-    if url.startswith("http:") and not where.private and options.get("--authority") != NONE:
+    if url.startswith("http:") and not where.is_local and options.get("--authority") != NONE:
         raise InvalidInput(
             "coordinator", url, "plain HTTP between hosts is not encrypted",
             f"have it use https:// (unisono coordinator --help), or add --authority {NONE}")  # fmt: skip
@@ -79,7 +79,7 @@ def place(host: str, port: int, options: Mapping[str, str]) -> Endpoint:
         raise InvalidInput("port", port, f"above {_LARGEST_PORT}", "leave it out, which takes a free one")
     certificate, key = (Path(found) if (found := _file(options, name)) else None for name in ("--certificate", "--key"))
     where = Endpoint(host, port, certificate, key, options.get("--certificate") == NEW)
-    if not (where.private or certificate or where.makes_certificate or options.get("--certificate") == NONE):
+    if not (where.is_local or certificate or where.create_certificate or options.get("--certificate") == NONE):
         raise InvalidInput(
             "listen", host, "plain HTTP between hosts is not encrypted",
             f"give --certificate FILE and --key FILE, --certificate {NEW} (one is made), or --certificate {NONE}"

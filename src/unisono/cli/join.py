@@ -13,7 +13,7 @@ from unisono.cli.token import VARIABLE
 from unisono.errors import InvalidInput, printable
 from unisono.launch.stop_request import STOP, Interrupted
 from unisono.membership import CoordinatorAddress
-from unisono.membership.contact_file import contact_in
+from unisono.membership.contact_file import read_contact
 from unisono.observe.display import Display
 from unisono.run.consent import Consent
 
@@ -80,7 +80,7 @@ def reached(options: Mapping[str, str], rest: list[str], command: str) -> Coordi
         raise InvalidInput("URL", given, "one run is needed", f"write unisono {command} URL, or --run-dir DIR")
     if rest:
         return contact(rest[0], options)
-    return contact_in(Path(options["--run-dir"]))
+    return read_contact(Path(options["--run-dir"]))
 
 
 def _consent(options: Mapping[str, str], display: Display) -> Consent:

@@ -21,7 +21,7 @@ from unisono.launch.coordinator_setup import coordinator_for
 from unisono.launch.limit import check_worker_count
 from unisono.launch.lock import Holder, hold_lock, make_unique_directory
 from unisono.membership import Policy
-from unisono.membership.contact_file import forget, refused
+from unisono.membership.contact_file import not_writable, remove_contact
 from unisono.membership.endpoint import CoordinatorOptions
 from unisono.system.process import age_seconds
 
@@ -147,9 +147,9 @@ def _locked(asked: Launch) -> Iterator[Launch]:
             for directory in (asked.run, asked.logs):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             stack.enter_context(hold_lock(asked.run, Holder.current()))
-            forget(asked.run)
+            remove_contact(asked.run)
         except OSError as error:
-            raise refused(asked.run, error) from None
+            raise not_writable(asked.run, error) from None
         yield asked
 
 
@@ -160,7 +160,7 @@ def _may_come_and_go(
     if not asked.elastic or (asked.largest == 1 and asked.calling is None):
         return nullcontext()
     first = max(asked.workers, asked.min_workers)
-    policy = Policy(minimum=asked.min_workers, maximum=asked.largest, expected=first)
+    policy = Policy(min_workers=asked.min_workers, max_workers=asked.largest, expected_workers=first)
     script = [str(asked.script.absolute()), *asked.arguments]
     order = {"task": "", "script": script, "run": str(asked.run.absolute()), "began": began}
     calling = asked.calling or CoordinatorOptions()

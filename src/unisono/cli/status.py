@@ -14,12 +14,12 @@ from unisono.cli.join import REACHING, reached
 from unisono.cli.token import VARIABLE
 from unisono.errors import InvalidInput, printable
 from unisono.membership.contact_file import CONTACT, DIRECTORY
-from unisono.membership.http_client import ask
-from unisono.membership.messages import StatusMessage, ViewMessage, WorkerMessage
+from unisono.membership.http_client import fetch
+from unisono.membership.messages import StatusMessage, WorkerMessage
 from unisono.membership.protocol import View, ViewStatus
 from unisono.observe.activity import Activity
 from unisono.observe.formatting import duration
-from unisono.observe.goodput import account
+from unisono.observe.goodput import time_report
 from unisono.observe.record_files import SUMMARY
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ def status(words: list[str]) -> int:
         print(json.dumps(over, indent=2) if "--json" in options else "\n".join(_ended(over)))
         return 0
     where = reached(options, rest, "status")
-    told = ask(where, "/v1/status", StatusMessage)
+    told = fetch(where, "/v1/status", StatusMessage)
     if told is None:
         raise InvalidInput("coordinator", where.url, "it is none, or of another version", "check the address")
     if "--json" in options:
-        print(told.model_dump_json(indent=2))
+        print(told.json_text(indent=2))
     else:
         _print(told)
     return 0
@@ -78,20 +78,20 @@ def _summary(run: Path) -> Mapping[str, Any] | None:
 def _ended(summary: Mapping[str, Any]) -> list[str]:
     spent = {str(rank): seconds for rank, seconds in enumerate(summary.get("ledger", []))}
     over = f"the run has ended after {duration(summary['wall_seconds'])}, {printable(str(summary['ending']))}"
-    return [over, "", *account(spent)]
+    return [over, "", *time_report(spent)]
 
 
 def _print(told: StatusMessage) -> None:
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False)
-    console.print(heading(told.view.value(), told.over, len(told.workers)), style="bold", markup=False)
+    console.print(heading(told.view, told.status, len(told.workers)), style="bold", markup=False)
     if told.workers:
         console.print()
         console.print(_table(told))
     spent = {worker: {phase.value: s for phase, s in seconds.items()} for worker, seconds in told.spent.items()}
-    parts = {"seconds of each worker's life": account({worker: each for worker, each in spent.items() if each}),
-             "what held it up": told.says[-_LATELY:], "lately": list(_lately(told))}  # fmt: skip
+    parts = {"seconds of each worker's life": time_report({worker: each for worker, each in spent.items() if each}),
+             "what held it up": told.notices[-_LATELY:], "lately": list(_lately(told))}  # fmt: skip
     for title, lines in parts.items():
         if lines:
             console.print(f"\n{title}", style="bold")
@@ -100,11 +100,11 @@ def _print(told: StatusMessage) -> None:
 
 
 _GOES_ON = {
-    ViewStatus.NO: "it goes on",
-    ViewStatus.AT_A_BOUNDARY: "it ends after the step in hand",
-    ViewStatus.NOW: "it is over, and the next one is awaited",
-    ViewStatus.WITH_TOO_FEW: "it is over, and more workers are awaited",
-    ViewStatus.FOR_EVER: "all is trained",
+    ViewStatus.ACTIVE: "it goes on",
+    ViewStatus.ENDING_AT_BOUNDARY: "it ends after the step in hand",
+    ViewStatus.ABORTED: "it is over, and the next one is awaited",
+    ViewStatus.BELOW_MINIMUM: "it is over, and more workers are awaited",
+    ViewStatus.FINISHED: "all is trained",
 }
 
 
@@ -133,27 +133,27 @@ def _table(told: StatusMessage) -> Table:
 
 
 def _knows_doings(told: StatusMessage) -> bool:
-    return any(worker.doing for worker in told.workers)
+    return any(worker.activity for worker in told.workers)
 
 
-def _row(view: ViewMessage, worker: WorkerMessage) -> list[str]:
-    does = _does(worker.doing.value()) if worker.doing else ""
-    silent = f"{worker.silent_seconds:.1f} s ago"
+def _row(view: View, worker: WorkerMessage) -> list[str]:
+    does = _does(worker.activity) if worker.activity else ""
+    silent = f"{worker.age_seconds:.1f} s ago"
     return [worker.worker, _is(view, worker), f"{worker.step:,}", silent, does]
 
 
-def _does(doing: Activity) -> str:
-    return f"{doing.words} since {duration(doing.since_seconds)}{doing.where}"
+def _does(activity: Activity) -> str:
+    return f"{activity.description} for {duration(activity.since_seconds)}{activity.location}"
 
 
-def _is(view: ViewMessage, worker: WorkerMessage) -> str:
+def _is(view: View, worker: WorkerMessage) -> str:
     if worker.leaving:
         return "leaving"
     if worker.worker not in view.members:
         return "standing by"
-    return f"in view {worker.works_in}" if worker.works_in else "between views"
+    return f"in view {worker.active_view}" if worker.active_view else "between views"
 
 
 def _lately(told: StatusMessage) -> Iterator[str]:
-    for each in told.happened[-_LATELY:]:
-        yield f"{time.strftime('%H:%M:%S', time.localtime(each.at_seconds))}  {each.words}"
+    for each in told.decisions[-_LATELY:]:
+        yield f"{time.strftime('%H:%M:%S', time.localtime(each.at_seconds))}  {each.text}"

@@ -47,7 +47,7 @@ def admit(contact: CoordinatorAddress, worker: Worker, traits: Traits, stopped: 
     try:
         while not stopped():
             told = {"traits": dict(traits)}
-            answer = line.ask("PUT", _PATH, told, TraitsMessage) if own else line.get(_PATH, TraitsMessage)
+            answer = line.request("PUT", _PATH, told, TraitsMessage) if own else line.get(_PATH, TraitsMessage)
             if answer is not None and answer.status != _NOT_YET:
                 return _compare_with(answer.body, traits)
             if answer is not None:

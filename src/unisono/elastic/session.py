@@ -191,7 +191,7 @@ class ElasticSession:
     ) -> None:
         self._worker = worker
         self._communicator, self._timeout_seconds = communicator, timeout_seconds
-        self._store = open_store(contact.meets_at, contact.url, contact.token)
+        self._store = open_store(contact.rendezvous_url, contact.url, contact.token)
         self._name, self._contact = worker.name, contact
         self.view, self.rank = View(), 0
         self._rendezvous: Rendezvous | None = None
@@ -206,9 +206,9 @@ class ElasticSession:
             self._abort_view,
             leaving=lambda: self.leave_requested,
             stopping=lambda: stop.requested,
-            doing=watch.doing,
+            activity=watch.activity,
             spent=watch.ledger.seconds,
-            told=self._report_finding,
+            on_notice=self._report_finding,
         )
 
     @property
@@ -221,7 +221,7 @@ class ElasticSession:
 
     @property
     def view_end_requested(self) -> bool:
-        return self._client.votes
+        return self._client.votes_to_end
 
     def next_view(self) -> bool:
         view = self._client.next_view()
@@ -239,15 +239,15 @@ class ElasticSession:
         return True
 
     def rendezvous(self, device: torch.device) -> Rendezvous:
-        hosts = [place.host for place in self.view.places]
-        url = for_attempt(self.view.places[0].meets_at, self.view.number)
+        hosts = [place.host for place in self.view.addresses]
+        url = for_attempt(self.view.addresses[0].rendezvous_url, self.view.number)
         self._rendezvous = Rendezvous(self.rank, hosts, url, self._communicator, device,
                                    self._timeout_seconds, abort=self._abort, token=self._contact.token,
-                                   encrypted=self._contact.secure)  # fmt: skip
+                                   encrypted=self._contact.uses_tls)  # fmt: skip
         return self._rendezvous
 
     def joined(self, step: int, digest: str) -> None:
-        self._client.met(self.view.number, step, digest)
+        self._client.joined(self.view.number, step, digest)
 
     def check(self) -> None:
         self._abort.check("step")
@@ -257,11 +257,11 @@ class ElasticSession:
             self._worker.report({"kind": "step", "members": list(self.view.members)})
 
     def committed(self, steps: int = 1) -> None:
-        self._client.done(self.view.number, steps)
+        self._client.add_steps(self.view.number, steps)
 
     def end_view(self, digest: str, error: CommunicationError | None = None) -> None:
         if error is None:
-            self._client.part(self.view.number, digest)
+            self._client.end_view(self.view.number, digest)
             return
         if not isinstance(error, PeerLost):  # no worker is lost, and the error would occur again
             raise error
@@ -269,7 +269,7 @@ class ElasticSession:
         # Once all members were connected, a lost one was reachable. Ranks may also be those of a part of the view.
         reachable = self._rendezvous is not None and self._rendezvous.complete
         unreachable = [] if reachable else [self.view.members[rank] for rank in error.ranks]
-        self._client.broken(self.view.number, digest, tuple(unreachable))
+        self._client.fail_view(self.view.number, digest, tuple(unreachable))
 
     def finish(self) -> None:
         self._client.finish()

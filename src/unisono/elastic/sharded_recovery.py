@@ -71,7 +71,7 @@ class ShardedRecovery:
     def restore(self, view: View, groups: ProcessGroups, state: TrainingState) -> bool:
         if not view.start.view:
             return False
-        found = reassemble(groups.world, self._former, _sharded(state), [place.host for place in view.places])
+        found = reassemble(groups.world, self._former, _sharded(state), [place.host for place in view.addresses])
         if found is None:
             return False
         self._found, state.progress, history = found
@@ -84,7 +84,7 @@ class ShardedRecovery:
         version, self._found = self._found or (view.number, steps), None
         if state.snapshot is not None:  # replicas had different states, and now have their mean
             version = (view.number, steps)
-        hosts = [place.host for place in view.places]
+        hosts = [place.host for place in view.addresses]
         copies = MemoryCheckpoints(groups.peer_copies, hosts) if groups.peer_copies is not None else None
         own = replica if state.snapshot is not None else None
         self._view = _ViewState(

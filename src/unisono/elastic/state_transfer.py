@@ -145,7 +145,7 @@ def receive_state(
     everything = decode_shards(kinds)
     different = handover.differing([json.loads(reports[source])[-1] for source in sources])
     equal = {} if own else {name: shard for name, shard in everything.items() if name not in different}
-    received = handover.transfer_tensors(comm, [here], equal, [place.host for place in view.places])
+    received = handover.transfer_tensors(comm, [here], equal, [place.host for place in view.addresses])
     state = {name: tensor for name, tensor in received.items() if not name.startswith(_EXTRA)}
     if not own and digest_of(state, numbers, local_steps=local_steps) != view.start.digest:
         raise StateDamaged(f"the state received for step {view.start.step} is not that of its sources")

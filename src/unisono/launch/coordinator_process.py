@@ -61,7 +61,7 @@ class CoordinatorProcess:
         name: str = "unisono",
     ) -> None:  # fmt: skip
         self._on_notice, self._log = on_notice, log
-        self._listener = place.open()
+        self._listener = place.listen()
         self.url = place.url(self._listener.getsockname()[1])
         self._options = {
             "path": sys.path, "launcher": os.getpid(), "name": name, "descriptor": self._listener.fileno(),

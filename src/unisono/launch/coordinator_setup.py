@@ -20,10 +20,10 @@ from unisono.launch.forkserver import ForkServer
 from unisono.launch.options import ElasticOptions
 from unisono.membership import CoordinatorAddress, Policy
 from unisono.membership import contact_file as card
-from unisono.membership.certificate import certified, fingerprint
+from unisono.membership.certificate import fingerprint, with_certificate
 from unisono.membership.endpoint import CoordinatorOptions
-from unisono.membership.http_client import HttpConnection, NoBody, ask, heard
-from unisono.membership.messages import OrderMessage
+from unisono.membership.http_client import HttpConnection, NoBody, check_response, fetch
+from unisono.membership.messages import RunSpecMessage
 from unisono.membership.server.store import Store
 from unisono.system import atomic_files as atomic
 
@@ -52,14 +52,14 @@ def coordinator_for(
         InvalidInput: the address to listen at is not available, the directory cannot be written, or the coordinator
             refuses the run.
     """
-    if options.elsewhere is not None:
-        coordinator = _use_running(options.elsewhere, spec, server)
+    if options.existing is not None:
+        coordinator = _use_running(options.existing, spec, server)
     else:
         coordinator = _start_coordinator(policy, spec, run, logs or run / "logs", server, on_notice, options)
     with coordinator as elastic:
-        shown = card.keep(run, elastic.contact)
-        if not elastic.contact.private:
-            command = card.joining(elastic.contact, *_join_options(spec))
+        shown = card.write_contact(run, elastic.contact)
+        if not elastic.contact.is_local:
+            command = card.join_command(elastic.contact, *_join_options(spec))
             on_notice(f"other hosts join with  {command}  and the token in {shown}")
         try:
             yield replace(elastic, independent_exit=independent_exit)
@@ -67,24 +67,24 @@ def coordinator_for(
             shown.unlink(missing_ok=True)
 
 
-def fetch_run_spec(contact: CoordinatorAddress, server: ForkServer) -> tuple[OrderMessage, CoordinatorAddress]:
+def fetch_run_spec(contact: CoordinatorAddress, server: ForkServer) -> tuple[RunSpecMessage, CoordinatorAddress]:
     """Fetch the spec of a run from its coordinator, and the addresses for workers that `server` forks.
 
     Raises:
         InvalidInput: no coordinator answers at `contact`, or its run has not started yet.
     """
-    spec = ask(contact, "/v1/order", OrderMessage)
+    spec = fetch(contact, "/v1/order", RunSpecMessage)
     if spec is None:
         raise InvalidInput(
             "coordinator", contact.url, "no run has been started there yet",
             "start one with unisono train TASK --coordinator URL")  # fmt: skip
-    return spec, replace(contact, meets_at=_rendezvous_url(_is_local(spec.meets_at), server))
+    return spec, replace(contact, rendezvous_url=_rendezvous_url(_is_local(spec.meets_at), server))
 
 
 @contextlib.contextmanager
 def _use_running(contact: CoordinatorAddress, spec: RunSpecFields, server: ForkServer) -> Iterator[ElasticOptions]:
-    contact = replace(contact, meets_at=_rendezvous_url(contact.private, server))
-    _send_spec(contact, {**spec, "meets_at": contact.meets_at})
+    contact = replace(contact, rendezvous_url=_rendezvous_url(contact.is_local, server))
+    _send_spec(contact, {**spec, "meets_at": contact.rendezvous_url})
     yield ElasticOptions(contact)
 
 
@@ -93,14 +93,14 @@ def _start_coordinator(
     policy: Policy, spec: RunSpecFields, run: Path, logs: Path, server: ForkServer, on_notice: Callable[[str], None],
     options: CoordinatorOptions,
 ) -> Iterator[ElasticOptions]:  # fmt: skip
-    token, meets_at = options.token or secrets.token_urlsafe(32), _rendezvous_url(options.place.private, server)
-    state, log, directory = _new_state_file(run), logs / "coordinator.log", card.directory(run)
-    place, authority = options.place, options.authority
-    if place.makes_certificate:
-        place = certified(place, directory / "certificate.pem", directory / "key.pem")
+    token, meets_at = options.token or secrets.token_urlsafe(32), _rendezvous_url(options.endpoint.is_local, server)
+    state, log, directory = _new_state_file(run), logs / "coordinator.log", card.coordinator_directory(run)
+    place, authority = options.endpoint, options.authority
+    if place.create_certificate:
+        place = with_certificate(place, directory / "certificate.pem", directory / "key.pem")
         authority = fingerprint(directory / "certificate.pem")
     with contextlib.closing(Store(state)) as store:
-        store.keep_order(json.dumps({**spec, "meets_at": meets_at}, default=str))
+        store.put_run_spec(json.dumps({**spec, "meets_at": meets_at}, default=str))
     with CoordinatorProcess(place, policy, state, token, log, on_notice) as process:
         yield ElasticOptions(CoordinatorAddress(process.url, token, meets_at, authority), process)
 
@@ -108,7 +108,7 @@ def _start_coordinator(
 def _send_spec(contact: CoordinatorAddress, spec: RunSpecFields) -> None:
     """Store the spec of the run at the coordinator."""
     body = json.loads(json.dumps(spec, default=str))
-    answer = heard(contact, HttpConnection(contact).ask("PUT", "/v1/order", body, NoBody))
+    answer = check_response(contact, HttpConnection(contact).request("PUT", "/v1/order", body, NoBody))
     if answer.status == 409:
         raise InvalidInput(
             "--coordinator", contact.url, "it serves another run, and a coordinator serves one run",
@@ -141,12 +141,12 @@ def _is_local(meets_at: str) -> bool:
 
 def _new_state_file(run: Path) -> Path:
     """Create the state file of a new attempt."""
-    directory = card.directory(run)
+    directory = card.coordinator_directory(run)
     try:
         number = 1
         while (state := directory / f"{number}.sqlite").exists():
             number += 1
         atomic.write(state, b"")
     except OSError as error:
-        raise card.refused(run, error) from None
+        raise card.not_writable(run, error) from None
     return state

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unisono.membership.http_client import HttpConnection
-from unisono.membership.messages import LookMessage
+from unisono.membership.messages import RunningReply
 from unisono.membership.protocol import CoordinatorAddress, StepCount
 
 _PATH = "/v1/running"
@@ -75,15 +75,15 @@ class CpuMonitor:
     def fetch_step_count(self) -> StepCount:
         """Ask for the newest `step_count`; waits for the answer for at most three seconds."""
         with contextlib.closing(HttpConnection(self._contact, _ANSWER_SECONDS)) as connection:
-            answer = connection.post(_PATH, {"workers": []}, LookMessage)
+            answer = connection.post(_PATH, {"workers": []}, RunningReply)
         if answer is not None:
-            self.step_count = answer.count
+            self.step_count = answer.steps
         return self.step_count
 
     def close(self) -> None:
         """Stop sampling."""
         self._closed.set()
-        self._connection.cut()
+        self._connection.cancel()
         self._thread.join()
         self._connection.close()
 
@@ -96,11 +96,11 @@ class CpuMonitor:
     def _run(self) -> None:
         busy: list[str] = []
         while not self._closed.is_set():
-            answer = self._connection.post(_PATH, {"workers": busy}, LookMessage)
+            answer = self._connection.post(_PATH, {"workers": busy}, RunningReply)
             if answer is None:  # the coordinator is restarting
                 self._closed.wait(_SAMPLE_SECONDS)
                 continue
-            self.step_count = answer.count
+            self.step_count = answer.steps
             busy = self._busy_workers() if answer.late else []
 
     def _busy_workers(self) -> list[str]:

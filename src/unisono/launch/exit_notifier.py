@@ -47,6 +47,6 @@ class ExitNotifier:
 
     def _send(self) -> None:
         while (name := self._names.get()) is not None:
-            while self._connection.ask("POST", "/v1/gone", {"worker": name}, NoBody) is None:
+            while self._connection.request("POST", "/v1/gone", {"worker": name}, NoBody) is None:
                 if self._closed.wait(_RETRY_SECONDS):
                     return

@@ -30,7 +30,7 @@ def others_continue(contact: CoordinatorAddress, without: Set[str]) -> bool:
             if without >= set(view.members):
                 return False
             stepped = any(
-                worker.works_in == view.number and worker.step > view.start.step for worker in answer.body.workers
+                worker.active_view == view.number and worker.step > view.start.step for worker in answer.body.workers
             )
             if stepped and not without & set(view.members):
                 return True

@@ -21,7 +21,7 @@ from unisono.launch.supervisor import OnMessage
 from unisono.launch.torch_store import TorchStore
 from unisono.launch.worker_main import WorkerContext
 from unisono.membership.protocol import CoordinatorAddress
-from unisono.observe.user_frames import exit_in_words
+from unisono.observe.user_frames import describe_exit
 
 FINISHED = True  # the result of a worker whose script has finished
 _ELASTIC_CONTEXT: ContextVar[ElasticContext | None] = ContextVar("elastic_context", default=None)
@@ -98,7 +98,7 @@ def run_script(
     except SystemExit as error:
         if error.code:
             raise
-        _report_exit(worker, exit_in_words(error))
+        _report_exit(worker, describe_exit(error))
     else:
         _report_exit(worker, "its script finished")
     return FINISHED

@@ -6,10 +6,10 @@ from unisono.membership.agent import Agent as Agent
 from unisono.membership.agent import Exit as Exit
 from unisono.membership.agent import JoinView as JoinView
 from unisono.membership.coordinator import Coordinator as Coordinator
-from unisono.membership.coordinator import Ended as Ended
-from unisono.membership.coordinator import Formed as Formed
-from unisono.membership.coordinator import Happened as Happened
-from unisono.membership.coordinator import Saved as Saved
+from unisono.membership.coordinator import Decision as Decision
+from unisono.membership.coordinator import SavedViews as SavedViews
+from unisono.membership.coordinator import ViewEnded as ViewEnded
+from unisono.membership.coordinator import ViewFormed as ViewFormed
 from unisono.membership.protocol import CoordinatorAddress as CoordinatorAddress
 from unisono.membership.protocol import Heartbeat as Heartbeat
 from unisono.membership.protocol import Policy as Policy

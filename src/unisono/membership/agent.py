@@ -1,4 +1,4 @@
-"""A worker's half of the protocol: which view it works in, and when it stops."""
+"""A worker's half of the protocol: which view it trains in, and when it stops."""
 
 from __future__ import annotations
 
@@ -9,157 +9,170 @@ from unisono.membership.protocol import Heartbeat, StateVersion, View, ViewStatu
 
 @dataclass(frozen=True)
 class AbortView:
-    """Break off whatever is under way in the group of the view of this number."""
+    """Abort all operations in flight in the group of the view of this number."""
 
     view: int
 
 
 @dataclass(frozen=True)
 class JoinView:
-    """Find the other members of `view`, take the state that it starts from, and say so by `Agent.met`, or by
-    `Agent.broken` if they are not all there."""
+    """Connect to the other members of `view` and receive the state that it starts from; then call `Agent.joined`, or
+    `Agent.fail_view` if members are missing."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class Exit:
-    """The others go on without this worker, or there is nothing more to do: it may end."""
+    """The worker may exit: the others continue without it, or the training is complete."""
 
 
 Action = AbortView | JoinView | Exit
 
 
 class Agent:
-    """What one worker knows and says. Calls return what is to be done, and are followed by a beat.
+    """The membership of one worker. Its methods return what the worker is to do; a heartbeat follows each call.
 
-    Whoever trains is inside a view from `JoinView` until it says that it stopped, by `broken`;
-    nothing that is heard meanwhile changes that, so a standing is final once its view has ended here. A view that has
-    ended is never entered again: what the coordinator concludes from a standing stays true.
+    A worker is in a view from `JoinView` until it calls `end_view` or `fail_view`, whatever the coordinator sends
+    meanwhile. So its state version is final once the view has ended here. It never joins a view again that it has
+    ended, so conclusions of the coordinator from this version remain true.
 
     Args:
         worker: its name, which no other process ever has.
-        standing: of the state that it starts with.
-        place: where it is.
+        version: of the state that the worker starts with.
+        address: of the worker.
+
+    Attributes:
+        view: that the worker is in; number 0: none.
+        working: whether its group is connected, and it has the state.
     """
 
-    def __init__(self, worker: str, standing: StateVersion, place: WorkerAddress = WorkerAddress()) -> None:
-        self.worker, self.place = worker, place
-        self._stand(standing)
-        self.view = View()  # that it is inside
+    def __init__(self, worker: str, version: StateVersion, address: WorkerAddress = WorkerAddress()) -> None:
+        self.worker, self.address = worker, address
+        self._set_version(version)
+        self.view = View()
         self.working = False
-        self._word = ViewUpdate(View(), ViewStatus.NOW)
-        self._ended = self._broke = 0
+        self._update = ViewUpdate(View(), ViewStatus.ABORTED)
+        self._ended = self._failed = 0
         self._count = 0
-        self._missed: tuple[str, ...] = ()
+        self._unreachable: tuple[str, ...] = ()
         self._leaving = self._finished = self._aborted = False
 
-    def beat(self) -> Heartbeat:
-        """All that the coordinator is to know."""
+    def heartbeat(self) -> Heartbeat:
+        """The next heartbeat."""
         self._count += 1
-        works_in = self.view.number if self.working else 0
+        active_view = self.view.number if self.working else 0
         return Heartbeat(
-            self.worker, self._count, works_in, self._ended, self.standing, self._missed, self._leaving,
-            self._finished, self.place, self._broke)  # fmt: skip
+            self.worker, self._count, active_view, self._ended, self.version, self._unreachable, self._leaving,
+            self._finished, self.address, self._failed)  # fmt: skip
 
     @property
-    def standing(self) -> StateVersion:
-        """Of its state, as far as it was told."""
-        return StateVersion(self._reached_in, self._steps, self._digest)
+    def version(self) -> StateVersion:
+        """Of the worker's state."""
+        return StateVersion(self._state_view, self._steps, self._digest)
 
     @property
-    def votes(self) -> bool:
-        """Whether this worker says, with its next step, that the view should end after it."""
-        over = self._word.over in (ViewStatus.AT_A_BOUNDARY, ViewStatus.FOR_EVER)
-        return over and self.view.number == self._word.view.number
+    def votes_to_end(self) -> bool:
+        """Whether this worker asks, with its next step, that the view ends after it."""
+        ending = self._update.status in (ViewStatus.ENDING_AT_BOUNDARY, ViewStatus.FINISHED)
+        return ending and self.view.number == self._update.view.number
 
     @property
-    def turning(self) -> bool:
-        """Whether it is to stop at once, or to meet a group, and has not said that it did: there is hardly any news
-        for it until then."""
+    def changes_view(self) -> bool:
+        """Whether the worker is to stop at once, or to connect a group, and has not reported it: until then the
+        coordinator hardly has news for it."""
         return self._aborted or (self.view.number > 0 and not self.working)
 
     @property
-    def leaving(self) -> bool:
-        """Whether this worker asked to go."""
+    def is_leaving(self) -> bool:
+        """Whether this worker asked to leave."""
         return self._leaving
 
-    def hear(self, word: ViewUpdate) -> list[Action]:
-        """The coordinator said `word`; words may come late, twice, or not in order."""
-        if (word.view.number, _AGE[word.over]) < (self._word.view.number, _AGE[self._word.over]):
+    def receive(self, update: ViewUpdate) -> list[Action]:
+        """Take an update of the coordinator; updates may be late, duplicated or out of order."""
+        if _order(update) < _order(self._update):
             return []
-        self._word = word
-        return self._next()
+        self._update = update
+        return self._actions()
 
-    def met(self, number: int, step: int, digest: str) -> None:
-        """The group of view `number` is there, and this worker has the state that it starts from."""
+    def joined(self, number: int, step: int, digest: str) -> None:
+        """The group of view `number` is connected, and this worker has the state that it starts from."""
         if number == self.view.number:
-            self._stand(StateVersion(number, step, digest))
+            self._set_version(StateVersion(number, step, digest))
             self.working = True
 
-    def done(self, number: int, digest: str = "", steps: int = 1) -> None:
-        """So many more steps of view `number` are in the state. It is told so with every step, and makes nothing of
-        it."""
+    def add_steps(self, number: int, digest: str = "", steps: int = 1) -> None:
+        """`steps` more steps of view `number` are in the state. Called in every step, so it does nothing else."""
         if number == self.view.number and self.working:
             self._steps += steps
             self._digest = digest
 
-    def part(self, number: int, digest: str | None = None) -> list[Action]:
-        """The members of view `number` part, after a step that all have taken. `digest`, where it is given, is that of
-        the state as it now is."""
+    def end_view(self, number: int, digest: str | None = None) -> list[Action]:
+        """View `number` has ended after a step that all its members took.
+
+        Args:
+            digest: of the state as it is now; None: unchanged.
+        """
         if number != self.view.number:
             return []
         if digest is not None:
             self._digest = digest
-        return self._stopped(number)
+        return self._end(number)
 
-    def broken(self, number: int, missed: tuple[str, ...] = (), digest: str | None = None) -> list[Action]:
-        """The group of view `number` does not work any more: one is lost, or it was never complete: `missed` were not
-        there. `digest` as for `part`."""
+    def fail_view(self, number: int, unreachable: tuple[str, ...] = (), digest: str | None = None) -> list[Action]:
+        """The group of view `number` has failed: a member is lost, or those `unreachable` did not connect.
+
+        Args:
+            digest: as for `end_view`.
+        """
         if number == self.view.number:
-            self._missed, self._broke = missed, number
-        return self.part(number, digest)
+            self._unreachable, self._failed = unreachable, number
+        return self.end_view(number, digest)
 
-    def leave(self) -> list[Action]:
-        """This worker is to go, after a step that all take. Whether it may go at once, the next word says: the last
-        one was said without regard to this."""
+    def request_leave(self) -> list[Action]:
+        """Ask to leave after a step that all members take. The next update says whether the worker may exit at once:
+        the last one was sent before this request."""
         self._leaving = True
         return []
 
     def finish(self) -> list[Action]:
-        """All that was to be trained is, and the result lies where it belongs."""
+        """The training is complete, and its result is stored."""
         self._finished = True
-        return self._stopped(self.view.number) if self.view.number else self._next()
+        return self._end(self.view.number) if self.view.number else self._actions()
 
-    def _stand(self, standing: StateVersion) -> None:
-        self._reached_in, self._steps, self._digest = standing.view, standing.step, standing.digest
+    def _set_version(self, version: StateVersion) -> None:
+        self._state_view, self._steps, self._digest = version.view, version.step, version.digest
 
-    def _stopped(self, number: int) -> list[Action]:
+    def _end(self, number: int) -> list[Action]:
         self._ended = max(self._ended, number)
         self.view, self.working, self._aborted = View(), False, False
-        return self._next()
+        return self._actions()
 
-    def _next(self) -> list[Action]:
-        view, over = self._word.view, self._word.over
-        mine = self.worker in view.members
+    def _actions(self) -> list[Action]:
+        view, status = self._update.view, self._update.status
+        is_member = self.worker in view.members
         if self.view.number:
-            if over is ViewStatus.FOR_EVER:  # others may still need this group for their last words
+            if status is ViewStatus.FINISHED:  # others may still need this group for their last messages
                 return []
-            past = view.number > self.view.number or over.at_once
+            past = view.number > self.view.number or status.stops_at_once
             if not past or self._aborted:
                 return []
             self._aborted = True
             return [AbortView(self.view.number)]
-        if over is ViewStatus.FOR_EVER or self._finished:
+        if status is ViewStatus.FINISHED or self._finished:
             return [Exit()]
-        if over.at_once or not mine:
+        if status.stops_at_once or not is_member:
             self._ended = max(self._ended, view.number)
-        if self._leaving and (over is ViewStatus.WITH_TOO_FEW or (not mine and view.number)):
+        if self._leaving and (status is ViewStatus.BELOW_MINIMUM or (not is_member and view.number)):
             return [Exit()]
         if view.number <= self._ended:
             return []
-        self.view, self._missed = view, ()
+        self.view, self._unreachable = view, ()
         return [JoinView(view)]
 
 
-_AGE = {over: age for age, over in enumerate(ViewStatus)}  # a view goes through them in this order
+def _order(update: ViewUpdate) -> tuple[int, int]:
+    return update.view.number, _STATUS_ORDER[update.status]
+
+
+_STATUS_ORDER = {status: order for order, status in enumerate(ViewStatus)}  # a view passes through them in this order

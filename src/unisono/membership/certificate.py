@@ -1,7 +1,7 @@
-"""The certificate that a coordinator makes for itself, and the fingerprint by which others know it.
+"""A self-signed certificate for a coordinator, and the fingerprint by which clients recognize it.
 
-Whoever has the fingerprint needs no authority: a connection counts if its certificate is the very one. The fingerprint
-is the SHA-256 of the certificate (DER), as in ``sha256:3f…``; it is no secret.
+A client with the fingerprint needs no certificate authority: it accepts exactly this certificate. The fingerprint is
+the SHA-256 of the certificate (DER), as in ``sha256:3f…``; it is not secret.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ PINNED = "sha256:"
 _DAYS = 3650
 
 
-def certified(place: Endpoint, certificate: Path, key: Path) -> Endpoint:
-    """`place` with a certificate of its own, if it is to make one; what an earlier life has made is used again.
+def with_certificate(endpoint: Endpoint, certificate: Path, key: Path) -> Endpoint:
+    """The endpoint with a certificate, created if it asks for one and the files do not exist.
 
     Args:
-        certificate, key: where they lie; the key is private.
+        certificate, key: the files; the key is private.
 
     Raises:
-        InvalidInput: they cannot be written, or the key that is there can be read by others.
+        InvalidInput: the files cannot be written, or other users can read the key.
     """
-    if not place.makes_certificate:
-        return place
+    if not endpoint.create_certificate:
+        return endpoint
     try:
         if not (certificate.exists() and key.exists()):
-            secret, public = _make(place.host)
+            secret, public = _create(endpoint.host)
             atomic.write(key, secret)
             atomic.write(certificate, public)
         state = key.stat()
@@ -51,12 +51,12 @@ def certified(place: Endpoint, certificate: Path, key: Path) -> Endpoint:
         raise InvalidInput("--make-certificate", str(certificate), str(error), "name another directory") from error
     if state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise InvalidInput("--make-certificate", str(key), "others can read it, or write it",
-                           "remove it and the certificate: others are made")  # fmt: skip
-    return replace(place, certificate=certificate, key=key, makes_certificate=False)
+                           "remove it and the certificate: new ones are created")  # fmt: skip
+    return replace(endpoint, certificate=certificate, key=key, create_certificate=False)
 
 
 def fingerprint(certificate: Path) -> str:
-    """Of the certificate in that file, in PEM format. Raises OSError and ValueError."""
+    """The fingerprint of the certificate in that file, in PEM format. Raises OSError and ValueError."""
     return pin(ssl.PEM_cert_to_DER_cert(certificate.read_text(encoding="ascii")))
 
 
@@ -66,10 +66,10 @@ def pin(certificate: bytes) -> str:
 
 
 def is_pin(authority: str) -> bool:
-    """Whether that is a fingerprint, and not the name of a file.
+    """Whether `authority` is a fingerprint, and not the name of a file.
 
     Raises:
-        InvalidInput: it begins like one.
+        InvalidInput: it begins like a fingerprint, but is none.
     """
     if not authority.startswith(PINNED):
         return False
@@ -79,8 +79,8 @@ def is_pin(authority: str) -> bool:
     return True
 
 
-def _make(host: str) -> tuple[bytes, bytes]:
-    """A new key and a certificate that it signs itself, both in PEM format, for `host` and this machine."""
+def _create(host: str) -> tuple[bytes, bytes]:
+    """A new key and a self-signed certificate for `host` and this machine, both in PEM format."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -90,8 +90,8 @@ def _make(host: str) -> tuple[bytes, bytes]:
     names = dict.fromkeys([host.strip("[]"), socket.gethostname(), "localhost", "127.0.0.1"])
     now = datetime.now(UTC)
     usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
-    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    made = (
+    key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    signed = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - timedelta(days=1))  # clocks of hosts differ
         .not_valid_after(now + timedelta(days=_DAYS))
@@ -99,13 +99,13 @@ def _make(host: str) -> tuple[bytes, bytes]:
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(own, critical=False)
+        .add_extension(key_id, critical=False)
         .sign(key, hashes.SHA256())
     )
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return secret, made.public_bytes(serialization.Encoding.PEM)
+    return secret, signed.public_bytes(serialization.Encoding.PEM)
 
 
 def _general_name(name: str) -> x509.GeneralName:

@@ -1,4 +1,4 @@
-"""A worker at the coordinator: beats from a thread of its own, and what it hears, brought to the one that trains."""
+"""A worker's connection to the coordinator: a thread sends heartbeats, and passes views to the thread that trains."""
 
 from __future__ import annotations
 
@@ -7,42 +7,40 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
 
 from unisono.errors import InvalidInput
 from unisono.membership.agent import AbortView, Action, Agent, Exit, JoinView
 from unisono.membership.http_client import HttpConnection
-from unisono.membership.messages import WordMessage
+from unisono.membership.messages import HEARTBEAT_REQUEST, HeartbeatReply, HeartbeatRequest
 from unisono.membership.protocol import CoordinatorAddress, StateVersion, View, ViewUpdate
 from unisono.observe.activity import Activity, Phase
 
 LOG = logging.getLogger("unisono")
-_REST_SECONDS = 0.1  # less than a beat's time
-_RETRY_SECONDS = 0.2  # while the coordinator is away
-_REFUSED_SECONDS = 30.0  # after which who never had an answer gives up, as the run is over that it was to join
-_GONE_SECONDS = 300.0  # the same, of who had one: a coordinator may be started again
-_LEDGER_SECONDS = 1.0  # between two tellings where the time went
+_CHANGE_SECONDS = 0.1  # shorter than a heartbeat interval
+_RETRY_SECONDS = 0.2  # while the coordinator does not respond
+_REFUSED_SECONDS = 30.0  # until a worker that never had a response gives up: the run that it was to join has ended
+_GONE_SECONDS = 300.0  # until a worker that had one gives up: a coordinator may be restarted
+_SPENT_SECONDS = 1.0  # between two reports of where the time went
 
 
 class CoordinatorClient:
-    """Speaks for one worker, until it is closed.
+    """The membership of one worker, until it is closed.
 
-    One thread listens: its beats are answered when there is news. What this worker has to say itself it says at once,
-    beside that.
+    One thread waits for news: the coordinator responds to its heartbeats when there is some. Heartbeats that report
+    something are sent at once, on a second connection.
 
     Args:
         contact: of the coordinator.
         agent: this worker's half of the protocol.
-        abort: called by the listening thread, which may happen at any time, with the number of a view whose group is
-            to be broken off.
-        leaving: whether this worker was asked to go; asked before every beat.
-        stopping: whether the run was asked to stop, so that no view is worth waiting for.
-        doing: what the worker does; called by the listening thread.
-        spent: seconds of its life, by phase.
-        told: called with what the coordinator has to tell people, a sentence each.
+        abort: called with the number of a view whose group must be aborted; by the waiting thread, at any time.
+        leaving: whether this worker was asked to leave; called before every heartbeat.
+        stopping: whether the run was asked to stop, so that it waits for no further view.
+        activity: what the worker does; called by the waiting thread.
+        spent: seconds of the worker's time by phase.
+        on_notice: called with each notice of the coordinator, a sentence for people.
 
     Raises:
-        InvalidInput: the contact's URL is none, or its authority cannot be read.
+        InvalidInput: the contact's URL is invalid, or its authority cannot be read.
     """
 
     def __init__(
@@ -53,98 +51,98 @@ class CoordinatorClient:
         *,
         leaving: Callable[[], bool] = lambda: False,
         stopping: Callable[[], bool] = lambda: False,
-        doing: Callable[[], Activity] | None = None,
+        activity: Callable[[], Activity] | None = None,
         spent: Callable[[], Mapping[Phase, float]] | None = None,
-        told: Callable[[str], None] = LOG.warning,
+        on_notice: Callable[[str], None] = LOG.warning,
     ) -> None:
-        self._listening = HttpConnection(contact)
-        self._saying = self._listening.sibling()
+        self._waiting = HttpConnection(contact)
+        self._reporting = self._waiting.sibling()
         self._url = contact.url
-        self._refused_at: float | None = None  # since when nobody has listened there
+        self._refused_at: float | None = None  # since when connections are refused
         self._agent, self._abort, self._leaving, self._stopping = agent, abort, leaving, stopping
-        self._doing, self._spent, self._told = doing, spent, told
-        self._heard, self._spent_at = 0, float("-inf")
-        self._knows: ViewUpdate | None = None
-        self._news = threading.Condition()  # guards the agent and what follows
+        self._activity, self._spent, self._on_notice = activity, spent, on_notice
+        self._last_notice, self._spent_at = 0, float("-inf")
+        self._known: ViewUpdate | None = None
+        self._news = threading.Condition()  # guards the agent and the following fields
         self._view: View | None = None
-        self._dismissed = self._closed = self._resting = False
-        self._said, self._hearing = threading.Lock(), threading.Lock()
-        self._thread = threading.Thread(target=self._listen, name="unisono attendance", daemon=True)
+        self._dismissed = self._closed = self._pausing = False
+        self._report_lock, self._notice_lock = threading.Lock(), threading.Lock()
+        self._thread = threading.Thread(target=self._wait_for_news, name="unisono membership", daemon=True)
         self._thread.start()
 
     def next_view(self) -> View | None:
-        """Waits for a view to meet; None once the others go on without this worker, which asked to leave, or the
-        training is over.
+        """Wait for a view to join; None once the others continue without this worker, which asked to leave, or the
+        training is complete.
 
         Raises:
-            InvalidInput: nobody has listened there for a while.
+            InvalidInput: the coordinator has not accepted connections for a while.
         """
         began = time.monotonic()
         with self._news:
             self._news.wait_for(
-                lambda: self._view or self._dismissed or self._closed or self._nobody(began) or self._stopping()
+                lambda: self._view or self._dismissed or self._closed or self._is_gone(began) or self._stopping()
             )
-            if self._view is None and not (self._dismissed or self._closed) and self._nobody(began):
+            if self._view is None and not (self._dismissed or self._closed) and self._is_gone(began):
                 raise InvalidInput(
                     "coordinator",
                     self._url,
-                    "nobody listens there any more",
-                    "it went with its run: see how that ended",
+                    "it does not respond any more",
+                    "it ends with its run: see how that ended",
                 )
             view, self._view = self._view, None
             return view
 
-    def _nobody(self, began: float) -> bool:
-        """Whether nobody has listened there for too long; for who had an answer before, since it `began` to wait."""
+    def _is_gone(self, began: float) -> bool:
+        """Whether connections are refused for too long; after a first response, since `next_view` `began`."""
         if self._refused_at is None:
             return False
-        if self._knows is None:
+        if self._known is None:
             return time.monotonic() - self._refused_at > _REFUSED_SECONDS
         return time.monotonic() - max(began, self._refused_at) > _GONE_SECONDS
 
     @property
-    def votes(self) -> bool:
-        """See `Agent.votes`."""
-        return self._agent.votes
+    def votes_to_end(self) -> bool:
+        """See `Agent.votes_to_end`."""
+        return self._agent.votes_to_end
 
     @property
-    def standing(self) -> StateVersion:
-        """See `Agent.standing`."""
-        return self._agent.standing
+    def version(self) -> StateVersion:
+        """See `Agent.version`."""
+        return self._agent.version
 
-    def met(self, number: int, step: int, digest: str) -> None:
-        """See `Agent.met`."""
-        self._turn(lambda: self._agent.met(number, step, digest))
+    def joined(self, number: int, step: int, digest: str) -> None:
+        """See `Agent.joined`."""
+        self._report_change(lambda: self._agent.joined(number, step, digest))
 
-    def done(self, number: int, steps: int = 1) -> None:
-        """So many more steps are in the state; told with the next beat."""
-        self._agent.done(number, steps=steps)  # without a lock: only who trains changes how far it is
+    def add_steps(self, number: int, steps: int = 1) -> None:
+        """See `Agent.add_steps`; sent with the next heartbeat."""
+        self._agent.add_steps(number, steps=steps)  # without a lock: only the training thread changes the version
 
-    def part(self, number: int, digest: str) -> None:
-        """See `Agent.part`; `digest` of the state as it now is."""
-        self._tell(lambda: self._agent.part(number, digest))
+    def end_view(self, number: int, digest: str) -> None:
+        """See `Agent.end_view`."""
+        self._report(lambda: self._agent.end_view(number, digest))
 
-    def broken(self, number: int, digest: str, missed: tuple[str, ...] = ()) -> None:
-        """See `Agent.broken`; `digest` of the state as it now is."""
-        self._turn(lambda: self._agent.broken(number, missed, digest))
+    def fail_view(self, number: int, digest: str, unreachable: tuple[str, ...] = ()) -> None:
+        """See `Agent.fail_view`."""
+        self._report_change(lambda: self._agent.fail_view(number, unreachable, digest))
 
     def finish(self) -> None:
         """See `Agent.finish`."""
-        self._tell(self._agent.finish)
+        self._report(self._agent.finish)
 
-    def leave(self) -> None:
-        """See `Agent.leave`."""
-        self._tell(self._agent.leave)
+    def request_leave(self) -> None:
+        """See `Agent.request_leave`."""
+        self._report(self._agent.request_leave)
 
     def close(self) -> None:
-        """Say no more."""
+        """Send no further heartbeat."""
         with self._news:
             self._closed = True
             self._news.notify_all()
-        self._listening.cut()
+        self._waiting.cancel()
         self._thread.join()
-        for line in (self._saying, self._listening):
-            line.close()
+        for connection in (self._reporting, self._waiting):
+            connection.close()
 
     def __enter__(self) -> CoordinatorClient:
         return self
@@ -152,29 +150,29 @@ class CoordinatorClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _turn(self, change: Callable[[], list[Action] | None]) -> None:
+    def _report_change(self, change: Callable[[], list[Action] | None]) -> None:
         with self._news:
             self._do(change() or [])
-            if self._resting:  # then the thread that listens says it, and hears the next view in answer
-                self._resting = False
+            if self._pausing:  # the waiting thread sends it, and receives the next view in response
+                self._pausing = False
                 return
-        self._tell(list)
+        self._report(list)
 
-    def _tell(self, change: Callable[[], list[Action] | None]) -> None:
+    def _report(self, change: Callable[[], list[Action] | None]) -> None:
         with self._news:
             self._do(change() or [])
-        with self._said:  # if the coordinator is away, a later beat says it
-            self._exchange(self._saying, waits=False)
+        with self._report_lock:  # if the coordinator does not respond, a later heartbeat reports it
+            self._exchange(self._reporting, waits=False)
 
-    def _listen(self) -> None:
+    def _wait_for_news(self) -> None:
         while not self._closed:
             with self._news:
-                self._resting = self._agent.turning
-                self._news.wait_for(lambda: self._closed or not self._resting, _REST_SECONDS)
-                self._resting = False
-            answered = self._exchange(self._listening, waits=True)
+                self._pausing = self._agent.changes_view
+                self._news.wait_for(lambda: self._closed or not self._pausing, _CHANGE_SECONDS)
+                self._pausing = False
+            answered = self._exchange(self._waiting, waits=True)
             with self._news:
-                if answered or not self._listening.refused:
+                if answered or not self._waiting.refused:
                     self._refused_at = None
                 elif self._refused_at is None:
                     self._refused_at = time.monotonic()
@@ -182,48 +180,46 @@ class CoordinatorClient:
                     self._news.notify_all()
                     self._news.wait_for(lambda: self._closed, _RETRY_SECONDS)
 
-    def _exchange(self, line: HttpConnection, *, waits: bool) -> bool:
+    def _exchange(self, connection: HttpConnection, *, waits: bool) -> bool:
         with self._news:
             if self._leaving():
-                self._do(self._agent.leave())
-            beat, knows = self._agent.beat(), self._knows if waits else None
-        told = vars(beat) | {  # `dataclasses.asdict` would copy all of it, at ten times the cost
-            "standing": vars(beat.standing),
-            "place": vars(beat.place),
-            "knows": knows.view.number if knows else 0,
-            "knows_over": knows.over.value if knows else "",
-            "waits": waits,
-        }
-        answer = line.post("/v1/beat", told | self._of_itself(seldom=not waits), WordMessage)
-        if answer is None:
+                self._do(self._agent.request_leave())
+            heartbeat, known = self._agent.heartbeat(), self._known if waits else None
+        request = HeartbeatRequest(
+            **vars(heartbeat),
+            known_view=known.view.number if known else 0,
+            known_status=known.status.value if known else "",
+            waits=waits,
+            last_notice=self._last_notice,
+            activity=self._activity() if self._activity else None,
+            spent=self._spent_now(always=not waits),
+        )
+        reply = connection.post("/v1/beat", HEARTBEAT_REQUEST.dump_json(request, by_alias=True), HeartbeatReply)
+        if reply is None:
             return False
         try:
-            word = answer.value(knows)
-        except ValueError:  # whoever says this does not know what it has said before
+            update = reply.update(known)
+        except ValueError:  # the coordinator does not know what it sent before
             return False
-        self._tell_people(answer)
+        self._pass_notices(reply)
         with self._news:
-            self._knows = word
-            self._do(self._agent.hear(word))
+            self._known = update
+            self._do(self._agent.receive(update))
         return True
 
-    def _of_itself(self, *, seldom: bool) -> dict[str, Any]:
-        """What the worker does, and now and then where its time went; with what is said `seldom`, each time."""
-        told: dict[str, Any] = {"heard": self._heard}
-        if self._doing:
-            told["doing"] = vars(doing := self._doing()) | {"phase": doing.phase.value}
+    def _spent_now(self, *, always: bool) -> dict[Phase, float] | None:
         now = time.monotonic()
-        if self._spent and (seldom or now - self._spent_at >= _LEDGER_SECONDS):
-            self._spent_at = now
-            told["spent"] = {phase.value: seconds for phase, seconds in self._spent().items() if seconds}
-        return told
+        if self._spent is None or not (always or now - self._spent_at >= _SPENT_SECONDS):
+            return None
+        self._spent_at = now
+        return {phase: seconds for phase, seconds in self._spent().items() if seconds}
 
-    def _tell_people(self, answer: WordMessage) -> None:
-        with self._hearing:
-            new = answer.says if answer.said > self._heard else []
-            self._heard = max(self._heard, answer.said)
+    def _pass_notices(self, reply: HeartbeatReply) -> None:
+        with self._notice_lock:
+            new = reply.notices if reply.last_notice > self._last_notice else []
+            self._last_notice = max(self._last_notice, reply.last_notice)
         for sentence in new:
-            self._told(sentence)
+            self._on_notice(sentence)
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:

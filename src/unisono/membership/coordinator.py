@@ -1,11 +1,11 @@
-"""The coordinator's half of the protocol: which workers make up the next view.
+"""The coordinator's half of the protocol: which workers form the next view.
 
     no view ──► gathering ──► formed ──► gathering ──► ...
-                   ▲                         │  └── somebody has the result ──► over for ever
-                   └── a member is lost (NOW), or somebody waits or leaves (AT_A_BOUNDARY)
+                   ▲                         │  └── a worker has the result ──► FINISHED
+                   └── a member is lost (ABORTED), or a worker joins or leaves (ENDING_AT_BOUNDARY)
 
-It decides only who is present. It is never on the path of a step: members of a view go on without it. What it does for
-a beat with which nothing changes takes no time with the number of workers.
+The coordinator decides only membership. No step waits for it: members of a view train without it. A heartbeat that
+changes nothing takes constant time, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -15,370 +15,361 @@ from dataclasses import dataclass, field, replace
 
 from unisono.membership.protocol import Heartbeat, Policy, StateVersion, StepCount, View, ViewStatus, ViewUpdate
 from unisono.membership.roster import Roster
-from unisono.membership.selection import acquainted, best, seated, unproven
+from unisono.membership.selection import assign_ranks, mutually_reachable, newest_version, unproven_views
+from unisono.membership.step_progress import StepProgress
 from unisono.membership.unreachable_pairs import UnreachablePairs
 from unisono.observe.adaptive_timeout import AdaptiveTimeout
 from unisono.observe.stall_diagnosis import Liveness
 
 _LINEAGE = 16  # views remembered; a worker that was away for longer cannot prove what was not committed
+_NAMED = 8  # workers that a text names
 
 
 @dataclass(frozen=True)
-class Formed:
-    """A view is there.
+class ViewFormed:
+    """The next view is formed.
 
     Args:
-        given_up: the numbers of views some of whose steps may have been committed, and are not in the state that this
-            one starts from: nobody who could tell was heard of in time.
+        abandoned_views: numbers of views some of whose committed steps may not be in the state that this view starts
+            from, because no worker that has them reported in time.
     """
 
     view: View
-    given_up: tuple[int, ...] = ()
+    abandoned_views: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The view of this number goes on only to the next boundary, or not at all; `why` in words."""
+class ViewEnded:
+    """The view of this number ends, at the next boundary or at once; `reason` as text."""
 
     view: int
-    over: ViewStatus
-    why: str
+    status: ViewStatus
+    reason: str
 
 
-Happened = Formed | Ended
+Decision = ViewFormed | ViewEnded
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What has to outlive the coordinator's process, and is to be on disk before anybody hears of it.
+class SavedViews:
+    """What must survive the coordinator's process; it is on disk before any worker receives it.
 
     Args:
         lineage: the latest views whose states follow from each other, the current one last.
-        over: whether that goes on.
+        status: of the current one.
     """
 
     lineage: tuple[View, ...] = ()
-    over: ViewStatus = ViewStatus.NOW
+    status: ViewStatus = ViewStatus.ABORTED
 
 
 @dataclass
 class Coordinator:
-    """Decides views. Every call is given the time, in seconds of a clock that does not jump; it changes what is
-    `saved` or answered only then, and returns what happened.
+    """Decides views.
+
+    It has no clock: callers pass the time, in seconds that never jump. Only these calls change `saved` and what workers
+    receive; they return the decisions made.
 
     Args:
-        policy: what the user decides.
-        saved: of the process before this one.
-        began: when this process did; who was a member is not overdue before it had time to be heard.
+        policy: the user's.
+        saved: by the process before this one.
+        started_at: start of this process; no member is overdue before it had time to send a heartbeat.
     """
 
     policy: Policy
-    saved: Saved = field(default_factory=Saved)
-    began: float = 0.0
-    _roll: Roster = field(init=False)
-    _quarrels: UnreachablePairs = field(init=False)
+    saved: SavedViews = field(default_factory=SavedViews)
+    started_at: float = 0.0
+    _roster: Roster = field(init=False)
+    _unreachable: UnreachablePairs = field(init=False)
+    _progress: StepProgress = field(init=False)
     _members: frozenset[str] = field(init=False)
-    _arriving: set[str] = field(init=False)  # members not known to work in the view yet
-    _staying: set[str] = field(init=False)  # members not known to have ended it
-    _waited_for: str = field(default="", init=False)  # one of these, who can be heard
-    _steps: AdaptiveTimeout = field(init=False)
-    _begun: bool = field(default=False, init=False)  # a step was done in the view
-    _held_up: bool = field(default=False, init=False)  # the step in hand, by a member of which nothing was heard
-    _furthest: tuple[int, int] = field(default=(0, 0), init=False)
-    _known: bool = field(default=False, init=False)  # with how many steps the view began
-    _taken: int = field(default=0, init=False)
+    _arriving: set[str] = field(init=False)  # members that have not reported to train in the view
+    _staying: set[str] = field(init=False)  # members that have not reported to have ended it
+    _awaited: str = field(default="", init=False)  # one of these that is responsive
     _ended_at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._roll, self._quarrels = Roster(self.policy), UnreachablePairs(self.policy.estranged_seconds)
-        self._steps, self._ended_at = AdaptiveTimeout(1.0, last=self.began, guessed=True), self.began
-        self._seat(self.view)
+        self._roster = Roster(self.policy)
+        self._unreachable = UnreachablePairs(self.policy.quarantine_seconds)
+        self._progress, self._ended_at = StepProgress(self.started_at), self.started_at
+        self._set_members(self.view)
         for member in self.view.members:
-            self._roll.expect(member, self.began)
+            self._roster.expect(member, self.started_at)
 
     @property
     def view(self) -> View:
-        """The latest."""
+        """The latest view."""
         return self.saved.lineage[-1] if self.saved.lineage else View()
 
     @property
-    def word(self) -> ViewUpdate:
-        """What any worker is to know, in answer to a beat and whenever something happened."""
-        return ViewUpdate(self.view, self.saved.over)
+    def update(self) -> ViewUpdate:
+        """What every worker receives, in response to heartbeats and after each decision."""
+        return ViewUpdate(self.view, self.saved.status)
 
     @property
-    def beat_seconds(self) -> float:
-        """After which a worker's next beat is due: the more workers, the later."""
-        return self._roll.beat_seconds
+    def heartbeat_seconds(self) -> float:
+        """Interval of a worker's heartbeats, which grows with the number of workers."""
+        return self._roster.heartbeat_seconds
 
-    def heard(self) -> list[tuple[Heartbeat, float]]:
-        """Every worker's last beat, and when it came."""
-        return [(known.beat, known.pulse.last or self.began) for known in self._roll.heard.values()]
-
-    @property
-    def steps(self) -> AdaptiveTimeout:
-        """Of the present view."""
-        return self._steps
+    def last_heartbeats(self) -> list[tuple[Heartbeat, float]]:
+        """Every worker's last heartbeat, and when it arrived."""
+        return [(known.heartbeat, known.timeout.last or self.started_at) for known in self._roster.records.values()]
 
     @property
-    def furthest(self) -> int:
-        """Steps that somebody has done."""
-        return self._furthest[1]
+    def step_timeout(self) -> AdaptiveTimeout:
+        """When the next step of the current view is due."""
+        return self._progress.timeout
 
     @property
     def step_count(self) -> StepCount:
-        """As far as members have said."""
-        return StepCount(self._taken, self.furthest)
+        """Steps taken, as far as members have reported."""
+        return self._progress.count
 
     @property
-    def lost(self) -> bool:
-        """Whether the process of a member has ended."""
-        return not self._roll.gone.isdisjoint(self._members)
+    def furthest_step(self) -> int:
+        """Steps in the state of the member that is furthest."""
+        return self._progress.count.furthest
 
-    def leaves(self, worker: str) -> bool:
-        """Whether it has said so."""
-        return worker in self._roll.leaving
+    @property
+    def has_lost_member(self) -> bool:
+        """Whether the process of a member has exited."""
+        return not self._roster.exited.isdisjoint(self._members)
 
-    def presence(self, worker: str, now: float) -> Liveness:
-        """Whether that member of this view, or of the one before, is there."""
-        if worker in self._roll.gone:
-            return Liveness.GONE
-        return Liveness.SILENT if self._roll.silent(worker, now) else Liveness.HEARD
+    def is_leaving(self, worker: str) -> bool:
+        """Whether the worker asks to leave."""
+        return worker in self._roster.leaving
 
-    def hear(self, beat: Heartbeat, now: float) -> list[Happened]:
-        """A worker said `beat`."""
-        if self.saved.over is ViewStatus.FOR_EVER:
+    def liveness(self, worker: str, now: float) -> Liveness:
+        """Whether a member of this view, or of the one before, is alive."""
+        if worker in self._roster.exited:
+            return Liveness.EXITED
+        return Liveness.UNRESPONSIVE if self._roster.is_unresponsive(worker, now) else Liveness.RESPONSIVE
+
+    def receive(self, heartbeat: Heartbeat, now: float) -> list[Decision]:
+        """A heartbeat has arrived."""
+        worker = heartbeat.worker
+        if self.saved.status is ViewStatus.FINISHED:
             return []
-        if beat.finished:
-            return [self._end(ViewStatus.FOR_EVER, f"{beat.worker} has the result", now)]
-        if beat.worker in self._roll.gone:
+        if heartbeat.finished:
+            return [self._end(ViewStatus.FINISHED, f"{worker} has the result", now)]
+        if worker in self._roster.exited:
             return []
-        self._held_up = self._held_up or self._overdue(beat.worker, now)
-        before = self._roll.hear(replace(beat, missed=()) if beat.missed else beat, self.view.number, now)
+        if self._is_overdue(worker, now):
+            self._progress.disturb()
+        kept = replace(heartbeat, unreachable=()) if heartbeat.unreachable else heartbeat
+        before = self._roster.receive(kept, self.view.number, now)
         if before is None:
             return []
-        # Of a view that is past, a worker that was frozen missed the others because they had gone on.
-        if beat.missed and beat.ended > before.ended and beat.broke >= self.view.number:
-            self._quarrels.note(beat.worker, beat.missed, now)
-        if beat.works_in == self.view.number:
-            self._arriving.discard(beat.worker)
-        if beat.standing.view == self.view.number:
-            self._note_progress(beat.standing, now)
-        if beat.ended >= self.view.number:
-            self._staying.discard(beat.worker)
-        told = (before.works_in, before.ended, before.leaving) == (beat.works_in, beat.ended, beat.leaving)
-        return [] if told and before.count else list(self._decide([beat.worker], now))
+        # A worker that was frozen could not reach members of a past view because they had left it.
+        ends_view = heartbeat.ended_view > before.ended_view
+        if heartbeat.unreachable and ends_view and heartbeat.failed_view >= self.view.number:
+            self._unreachable.report(worker, heartbeat.unreachable, now)
+        if heartbeat.active_view == self.view.number:
+            self._arriving.discard(worker)
+        if heartbeat.version.view == self.view.number:
+            self._progress.report(heartbeat.version, now, lambda: any(self._is_overdue(m, now) for m in self._members))
+        if heartbeat.ended_view >= self.view.number:
+            self._staying.discard(worker)
+        unchanged = (before.active_view, before.ended_view, before.leaving) == (
+            heartbeat.active_view, heartbeat.ended_view, heartbeat.leaving)  # fmt: skip
+        return [] if unchanged and before.count else list(self._decide([worker], now))
 
-    def gone(self, worker: str, now: float) -> list[Happened]:
-        """The process of `worker` has ended, as who started it has seen."""
-        self._roll.gone.add(worker)
-        self._forget(now)
+    def worker_exited(self, worker: str, now: float) -> list[Decision]:
+        """The process of `worker` has exited, as its launcher reports."""
+        self._roster.exited.add(worker)
+        self._forget_workers(now)
         return list(self._decide([worker], now))
 
-    def running(self, worker: str, now: float) -> None:
-        """Who started `worker` sees that its process computes, or would if there was a processor for it: so it is not
-        lost, though nothing be heard of it."""
-        if worker in self._roll.heard:
-            self._roll.heard[worker].ran = now
+    def worker_running(self, worker: str, now: float) -> None:
+        """The process of `worker` is running or runnable, as its launcher reports: it is not lost, even if its
+        heartbeats are late."""
+        if worker in self._roster.records:
+            self._roster.records[worker].last_running = now
 
-    def doubtful(self, now: float) -> bool:
-        """Whether a member is late, so that `running` is of use. Takes time with the number of workers."""
-        return any(worker in self._roll.heard and self._roll.quiet(worker, now) for worker in self.view.members)
+    def has_late_member(self, now: float) -> bool:
+        """Whether a member's heartbeat is late, so that `worker_running` is useful. Linear in the number of workers."""
+        return any(worker in self._roster.records and self._roster.is_late(worker, now) for worker in self.view.members)
 
-    def hung_up(self, worker: str, now: float) -> list[Happened]:
-        """The connection on which `worker` listened has closed, and it has made no other since.
+    def disconnected(self, worker: str, now: float) -> list[Decision]:
+        """The connection on which `worker` waited has closed, and it has opened no other since.
 
-        It may be back with its next beat: no view ends for this. But one that has ended does not wait for it.
+        Its next heartbeat may follow: no view ends for this. But the next view does not wait for this worker.
         """
-        if worker not in self._roll.heard:
+        if worker not in self._roster.records:
             return []
-        self._roll.heard[worker].hung_up = True
+        self._roster.records[worker].disconnected = True
         return list(self._decide([], now))
 
-    def tick(self, now: float) -> list[Happened]:
-        """Time has passed. Takes time with the number of workers."""
-        self._forget(now)
-        return list(self._decide(self.view.members if self._steps.overdue(now) else [], now))
+    def tick(self, now: float) -> list[Decision]:
+        """Time has passed. Linear in the number of workers."""
+        self._forget_workers(now)
+        return list(self._decide(self.view.members if self.step_timeout.overdue(now) else [], now))
 
-    def _decide(self, about: Iterable[str], now: float) -> Iterator[Happened]:
-        if self.saved.over in (ViewStatus.NO, ViewStatus.AT_A_BOUNDARY):
-            why = self._loss([worker for worker in about if worker in self._members], now)
-            if why:
-                yield self._end(ViewStatus.NOW, why, now)
-        if self.saved.over is ViewStatus.NO:
-            why = self._wish(now)
-            if why:
-                yield self._end(ViewStatus.AT_A_BOUNDARY, why, now)
-        if self.saved.over not in (ViewStatus.NO, ViewStatus.FOR_EVER):
-            yield from self._next(now)
+    def _decide(self, changed: Iterable[str], now: float) -> Iterator[Decision]:
+        if self.saved.status in (ViewStatus.ACTIVE, ViewStatus.ENDING_AT_BOUNDARY):
+            reason = self._abort_reason([worker for worker in changed if worker in self._members], now)
+            if reason:
+                yield self._end(ViewStatus.ABORTED, reason, now)
+        if self.saved.status is ViewStatus.ACTIVE:
+            reason = self._boundary_reason(now)
+            if reason:
+                yield self._end(ViewStatus.ENDING_AT_BOUNDARY, reason, now)
+        if self.saved.status not in (ViewStatus.ACTIVE, ViewStatus.FINISHED):
+            yield from self._next_view(now)
 
-    def _loss(self, members: Sequence[str], now: float) -> str:
-        """Why, for one of `members`, the view cannot go on."""
-        stuck = self._steps.overdue(now)
+    def _abort_reason(self, members: Sequence[str], now: float) -> str:
+        """Why the view cannot continue because of one of `members`; empty if it can."""
+        stalled = self.step_timeout.overdue(now)
         for member in members:
-            known = self._roll.heard[member]
-            if member in self._roll.gone:
-                return f"{member} has ended"
-            ended = known.beat.ended >= self.view.number
-            if ended and (stuck or self.saved.over is ViewStatus.NO or known.beat.broke >= self.view.number):
-                return f"{member} has lost the others"
-            # Steps are all members' together: as long as they come, nobody is missing, whoever cannot be heard here.
-            if stuck and self._roll.silent(member, now):
-                pause = self._roll.evict(member, len(self._members), now)
-                why = f"nothing is heard of {member}, and no step is done"
-                return f"{why}; once it is back, it pauses for {pause:g} s" if pause else why
+            record = self._roster.records[member]
+            if member in self._roster.exited:
+                return f"the process of {member} has exited"
+            ended = record.heartbeat.ended_view >= self.view.number
+            failed = record.heartbeat.failed_view >= self.view.number
+            if ended and (stalled or self.saved.status is ViewStatus.ACTIVE or failed):
+                return f"{member} has lost the connection to other members"
+            # All members take a step together: while steps continue, no member is lost, whatever its heartbeats.
+            if stalled and self._roster.is_unresponsive(member, now):
+                pause = self._roster.evict(member, len(self._members), now)
+                reason = f"no heartbeat of {member} arrives, and no step is completed"
+                return f"{reason}; once it is back, it is quarantined for {pause:g} s" if pause else reason
         return ""
 
-    def _wish(self, now: float) -> str:
-        """Why the view should not go on for ever."""
-        leaving = self._roll.leaving & self._members
-        if self._arriving or not (leaving or self._roll.free):
+    def _boundary_reason(self, now: float) -> str:
+        """Why the view should end at the next boundary; empty if it should not."""
+        leaving = self._roster.leaving & self._members
+        if self._arriving or not (leaving or self._roster.free):
             return ""
-        if leaving:  # where all do, the group stops by itself, as one
-            who = named(member for member in self.view.members if member in leaving)
-            return f"{who} leaves" if len(leaving) < len(self._members) else ""
-        ready = [w for w in self._roll.ready(now) if w not in self._members and w not in self._roll.leaving]
-        coming = self._unpaused(ready, now)
-        seats = self._seats([*self.view.members, *coming], now)
-        more = [worker for worker in seats if worker not in self._members]
-        return f"{named(more)} may join" if len(seats) > len(self.view.members) else ""
+        if leaving:  # if all members leave, the group stops by itself, together
+            names = join_names(member for member in self.view.members if member in leaving)
+            return f"{names} leaves" if len(leaving) < len(self._members) else ""
+        ready = [w for w in self._roster.ready_workers(now) if w not in self._members and w not in self._roster.leaving]
+        joining = self._admissible(ready, now)
+        ranked = self._ranked([*self.view.members, *joining], now)
+        more = [worker for worker in ranked if worker not in self._members]
+        return f"{join_names(more)} may join" if len(ranked) > len(self.view.members) else ""
 
-    def _next(self, now: float) -> Iterator[Happened]:
-        """The view after this one, once all that can be heard of it have ended it, and those that are needed are
-        there."""
-        late = now - self._ended_at > self.policy.patience_seconds
-        wanted = max(self.policy.unit, self.policy.minimum if self.view.number or late else self.policy.expected)
-        if len(self._roll.free) < wanted and not self._roll.leaving:
+    def _next_view(self, now: float) -> Iterator[Decision]:
+        """Forms the next view, once all responsive members have ended this one and enough workers are ready."""
+        policy = self.policy
+        late = now - self._ended_at > policy.join_timeout_seconds
+        minimum = policy.min_workers if self.view.number or late else policy.expected_workers
+        wanted = max(policy.replica_size, minimum)
+        if len(self._roster.free) < wanted and not self._roster.leaving:
             return
-        if self._waits(now):
+        if self._awaits_member(now):
             return
-        ready = self._roll.ready(now)
-        staying = [worker for worker in ready if worker not in self._roll.leaving]
+        ready = self._roster.ready_workers(now)
+        staying = [worker for worker in ready if worker not in self._roster.leaving]
         if self.view.number and not staying:
-            wanted = self.policy.unit  # all leave: a view of them, however few, stops and saves its state
-        unpaused = self._unpaused(staying, now)
-        formed = self._formed(self._seats(unpaused, now), ready, wanted, late)
-        if (formed is None or formed.given_up) and len(unpaused) < len(staying):  # the others are needed
-            formed = self._formed(self._seats(staying, now), ready, wanted, late) or formed
-        if formed is None or formed.given_up:
+            wanted = policy.replica_size  # all leave: their view stops and saves its state, even below the minimum
+        admissible = self._admissible(staying, now)
+        formed = self._form(self._ranked(admissible, now), ready, wanted, late)
+        if (formed is None or formed.abandoned_views) and len(admissible) < len(staying):  # quarantined ones are needed
+            formed = self._form(self._ranked(staying, now), ready, wanted, late) or formed
+        if formed is None or formed.abandoned_views:
             lacking = bool(self._unproven(staying, ready))
             if lacking or not staying:
-                formed = self._formed(self._handing_over(staying, ready, now), ready, wanted, late) or formed
-            if formed is None and self._may_go(ready, late or not lacking or not staying):
-                yield self._end(ViewStatus.WITH_TOO_FEW, "who leaves may go", self._ended_at)
+                formed = self._form(self._with_leaving_replica(staying, ready, now), ready, wanted, late) or formed
+            if formed is None and self._may_leave(ready, late or not lacking or not staying):
+                yield self._end(ViewStatus.BELOW_MINIMUM, "workers that asked to leave may", self._ended_at)
         if formed is not None:
-            self._take(formed.view, now)
+            self._start_view(formed.view, now)
             yield formed
 
-    def _waits(self, now: float) -> bool:
-        """Whether somebody who can be heard has not ended the view: mostly whoever it was the last time."""
-        if self._waited_for not in self._staying or self._roll.silent(self._waited_for, now):
-            heard = (member for member in self._staying if not self._roll.silent(member, now))
-            self._waited_for = next(heard, "")
-        return bool(self._waited_for)
+    def _awaits_member(self, now: float) -> bool:
+        """Whether a responsive member has not ended the view; the one found last is checked first."""
+        if self._awaited not in self._staying or self._roster.is_unresponsive(self._awaited, now):
+            responsive = (member for member in self._staying if not self._roster.is_unresponsive(member, now))
+            self._awaited = next(responsive, "")
+        return bool(self._awaited)
 
-    def _formed(
-        self, seats: Sequence[str], ready: Mapping[str, StateVersion], wanted: int, late: bool
-    ) -> Formed | None:
-        """A view of those who have `seats`, if they are enough, and know all that was committed or may give it up."""
-        if len(seats) < wanted:
+    def _form(
+        self, members: Sequence[str], ready: Mapping[str, StateVersion], wanted: int, late: bool
+    ) -> ViewFormed | None:
+        """A view of `members`, if they are enough, and have all committed steps or may abandon those that they lack."""
+        if len(members) < wanted:
             return None
-        start, sources = best({worker: ready[worker] for worker in seats})
-        missing = unproven(self.saved.lineage, start, ready)
-        places = tuple(self._roll.heard[worker].beat.place for worker in seats)
-        view = View(self.view.number + 1, tuple(seats), start, sources, places)
+        start, sources = newest_version({worker: ready[worker] for worker in members})
+        missing = unproven_views(self.saved.lineage, start, ready)
+        addresses = tuple(self._roster.records[worker].heartbeat.address for worker in members)
+        view = View(self.view.number + 1, tuple(members), start, sources, addresses)
         if not missing:
-            return Formed(view)
-        if not start.view:  # none of them has ever trained: what was kept is more
-            view = View(view.number, view.members, places=places)
-        if late or all(m in self._roll.gone or m in ready for old in missing for m in old.members):
-            return Formed(view, tuple(old.number for old in missing))
+            return ViewFormed(view)
+        if not start.view:  # no member has trained in a view: a checkpoint has more steps
+            view = View(view.number, view.members, addresses=addresses)
+        if late or all(m in self._roster.exited or m in ready for old in missing for m in old.members):
+            return ViewFormed(view, tuple(old.number for old in missing))
         return None
 
-    def _handing_over(self, staying: Sequence[str], ready: Mapping[str, StateVersion], now: float) -> list[str]:
-        """Who leaves may have what the others lack: then a replica of them stays for one view more. Where all leave,
-        they stop together."""
-        leaving = {worker: standing for worker, standing in ready.items() if worker not in staying}
+    def _with_leaving_replica(self, staying: Sequence[str], ready: Mapping[str, StateVersion], now: float) -> list[str]:
+        """The next members, with a replica of leaving workers that may have the state that the others lack. It stays
+        for one more view. If all workers leave, they stop together."""
+        leaving = {worker: version for worker, version in ready.items() if worker not in staying}
         if not leaving or not staying:
-            return self._seats(list(leaving), now)
-        _, furthest = best(leaving)
-        replica = seated(self.view.members, furthest, self.policy.unit, self.policy.unit)
-        asked = [*self._seats(staying, now), *replica]
-        return self._seats(asked, now, len(asked))
+            return self._ranked(list(leaving), now)
+        _, furthest = newest_version(leaving)
+        replica = assign_ranks(self.view.members, furthest, self.policy.replica_size, self.policy.replica_size)
+        candidates = [*self._ranked(staying, now), *replica]
+        return self._ranked(candidates, now, len(candidates))
 
-    def _unpaused(self, workers: Iterable[str], now: float) -> list[str]:
-        return [worker for worker in workers if not self._roll.pauses(worker, now)]
+    def _admissible(self, workers: Iterable[str], now: float) -> list[str]:
+        return [worker for worker in workers if not self._roster.is_quarantined(worker, now)]
 
     def _unproven(self, workers: Sequence[str], ready: Mapping[str, StateVersion]) -> list[View]:
-        start = best({worker: ready[worker] for worker in workers})[0] if workers else StateVersion()
-        return unproven(self.saved.lineage, start, ready)
+        start = newest_version({worker: ready[worker] for worker in workers})[0] if workers else StateVersion()
+        return unproven_views(self.saved.lineage, start, ready)
 
-    def _may_go(self, ready: Mapping[str, StateVersion], needless: bool) -> bool:
-        return needless and self.saved.over is not ViewStatus.WITH_TOO_FEW and not self._roll.leaving.isdisjoint(ready)
+    def _may_leave(self, ready: Mapping[str, StateVersion], dispensable: bool) -> bool:
+        below_minimum = self.saved.status is ViewStatus.BELOW_MINIMUM
+        return dispensable and not below_minimum and not self._roster.leaving.isdisjoint(ready)
 
-    def _seats(self, workers: Sequence[str], now: float, maximum: int | None = None) -> list[str]:
-        ordered = seated(self.view.members, workers, 1, len(workers))
-        known = acquainted(ordered, self._quarrels.missing(now))
-        most = maximum or self.policy.maximum
-        return seated(self.view.members, known, self.policy.unit, most, self.policy.shares)
+    def _ranked(self, workers: Sequence[str], now: float, maximum: int | None = None) -> list[str]:
+        """A subset of `workers` that may form a view, in the order of their ranks."""
+        ordered = assign_ranks(self.view.members, workers, 1, len(workers))
+        reachable = mutually_reachable(ordered, self._unreachable.active_reports(now))
+        maximum = maximum or self.policy.max_workers
+        return assign_ranks(self.view.members, reachable, self.policy.replica_size, maximum, self.policy.micro_batches)
 
-    def _end(self, over: ViewStatus, why: str, now: float) -> Ended:
-        self.saved = Saved(self.saved.lineage, over)
+    def _end(self, status: ViewStatus, reason: str, now: float) -> ViewEnded:
+        self.saved = SavedViews(self.saved.lineage, status)
         self._ended_at = now
-        return Ended(self.view.number, over, why)
+        return ViewEnded(self.view.number, status, reason)
 
-    def _take(self, view: View, now: float) -> None:
+    def _start_view(self, view: View, now: float) -> None:
         lineage = [old for old in self.saved.lineage if old.number <= view.start.view]
-        self.saved = Saved((*lineage, view)[-_LINEAGE:], ViewStatus.NO)
-        self._note_changes(self._members, view, now)
-        self._seat(view)
-        self._roll.formed(view.number)
-        self._furthest, self._known = (view.number, view.start.step), view.start.view > 0
-        self._steps.restart(now)
-        self._begun = False
+        self.saved = SavedViews((*lineage, view)[-_LINEAGE:], ViewStatus.ACTIVE)
+        self._record_changes(self._members, view, now)
+        self._set_members(view)
+        self._roster.start_view(view.number)
+        self._progress.start_view(view, now)
 
-    def _note_changes(self, before: frozenset[str], view: View, now: float) -> None:
+    def _record_changes(self, before: frozenset[str], view: View, now: float) -> None:
         after = frozenset(view.members)
         for worker in after - before:
-            self._roll.join(worker, now)
-        for worker in before - after - self._roll.gone:
-            if self._roll.silent(worker, now):
-                self._roll.evict(worker, len(before), now)
+            self._roster.join(worker, now)
+        for worker in before - after - self._roster.exited:
+            if self._roster.is_unresponsive(worker, now):
+                self._roster.evict(worker, len(before), now)
 
-    def _seat(self, view: View) -> None:
+    def _set_members(self, view: View) -> None:
         self._members = frozenset(view.members)
         self._arriving, self._staying = set(view.members), set(view.members)
 
-    def _note_progress(self, standing: StateVersion, now: float) -> None:
-        if not self._known:  # it began with what was kept: whoever has met knows what that is
-            self._known, self._furthest = True, (standing.view, standing.step)
-        elif (standing.view, standing.step) > self._furthest:
-            self._taken += standing.step - self._furthest[1]
-            self._furthest = (standing.view, standing.step)
-            held_up = self._held_up or (self._steps.overdue(now) and any(self._overdue(m, now) for m in self._members))
-            if self._begun and not held_up:
-                self._steps.beat(now)
-            else:  # workers have met, and perhaps received a state, or one was frozen: no step takes as long
-                self._steps.restart(now)
-            self._begun, self._held_up = True, False
+    def _is_overdue(self, worker: str, now: float) -> bool:
+        """Whether the worker is a member whose next heartbeat is overdue."""
+        return worker in self._members and self._roster.records[worker].timeout.overdue(now)
 
-    def _overdue(self, worker: str, now: float) -> bool:
-        """Whether that worker is a member whose next beat should have come by now."""
-        return worker in self._members and self._roll.heard[worker].pulse.overdue(now)
-
-    def _forget(self, now: float) -> None:
-        """Workers that have ended, and are in no view any more."""
-        if len(self._roll.heard) > len(self._members):
-            past = self._roll.forget(self._members, now)
+    def _forget_workers(self, now: float) -> None:
+        """Forget workers that have exited and are in no view."""
+        if len(self._roster.records) > len(self._members):
+            past = self._roster.forget(self._members, now)
             if past:
-                self._quarrels.forget(past)
+                self._unreachable.forget(past)
 
 
-def named(workers: Iterable[str]) -> str:
-    """In words, however many they are."""
-    them = list(workers)
-    more = len(them) - _NAMED
-    return ", ".join(them[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-_NAMED = 8
+def join_names(workers: Iterable[str]) -> str:
+    """The first names, and the number of the others."""
+    names = list(workers)
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

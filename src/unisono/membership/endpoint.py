@@ -1,4 +1,4 @@
-"""Where a coordinator listens, and where a run finds its own."""
+"""Where a coordinator listens, and which coordinator a run uses."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ class Endpoint:
     """Where a coordinator listens.
 
     Args:
-        host: an address of this machine; others than loopback are reached from elsewhere.
-        port: 0 takes a free one.
-        certificate, key: files, for TLS; both or none.
-        makes_certificate: it is to have one of its own, see `unisono.membership.certificate`.
+        host: an address of this machine; all but loopback are reachable from other hosts.
+        port: 0 selects a free one.
+        certificate, key: files, for TLS; both or neither.
+        create_certificate: the coordinator creates its certificate, see `unisono.membership.certificate`.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     certificate: Path | None = None
     key: Path | None = None
-    makes_certificate: bool = False
+    create_certificate: bool = False
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise InvalidInput("certificate", self.certificate, "TLS needs a certificate and its key", "give both")
 
     def url(self, port: int) -> str:
-        """As workers are given it."""
-        host = socket.gethostname() if self._everywhere else self.host
+        """The URL that workers use."""
+        host = socket.gethostname() if self._is_unspecified else self.host
         host = f"[{host}]" if ":" in host else host
         return f"{'https' if self.certificate else 'http'}://{host}:{port}"
 
     @property
-    def _everywhere(self) -> bool:
-        with suppress(ValueError):  # it is a name
+    def _is_unspecified(self) -> bool:
+        with suppress(ValueError):  # a name, no address
             return ip_address(self.host).is_unspecified
         return False
 
     @property
-    def private(self) -> bool:
-        """Whether only this machine reaches it."""
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
         return self.host in LOOPBACK
 
-    def open(self) -> socket.socket:
-        """A socket that listens here.
+    def listen(self) -> socket.socket:
+        """Open a listening socket.
 
         Raises:
-            InvalidInput: nobody can.
+            InvalidInput: the address is not available.
         """
         try:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
@@ -67,16 +67,16 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """Where the workers of a run that is to be started find its coordinator.
+    """Which coordinator a run uses.
 
     Args:
-        place: where one is started, that ends with the run; on loopback only this host's workers reach it.
-        token: that it asks for; empty: one that nobody has seen.
-        authority: see `CoordinatorAddress`; empty where the coordinator makes its certificate: that one.
-        elsewhere: one that is up already, in place of that.
+        endpoint: where the run's own coordinator listens; on loopback only workers of this host can reach it.
+        token: of the run; empty: a new one.
+        authority: see `CoordinatorAddress`; not needed if the coordinator creates its certificate.
+        existing: a coordinator that is already running, in place of the run's own.
     """
 
-    place: Endpoint = Endpoint()
+    endpoint: Endpoint = Endpoint()
     token: str = field(default="", repr=False)
     authority: str = ""
-    elsewhere: CoordinatorAddress | None = None
+    existing: CoordinatorAddress | None = None

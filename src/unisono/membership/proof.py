@@ -8,8 +8,8 @@
     server   unisono-proof: <proof>
 
 A proof is HMAC-SHA-256 under a key that is derived from the token, one for each direction. That of a request covers its
-method and path and all that stands before the proof. That of an answer covers its status and body, and the client and
-count that it answers. A challenge belongs to one server process, and a client counts its requests: a replay is refused.
+method, path, and everything before the proof. That of a response covers its status and body, and client and count of
+the request. A challenge belongs to one server process, and a client counts its requests: a replay is refused.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import secrets
 from dataclasses import dataclass
 
 SCHEME = "Unisono"
-PATH = "/v1/challenge"
-HEADER = "unisono-proof"
-_MOST_CLIENTS = 1 << 16  # whose counts are remembered
+CHALLENGE_PATH = "/v1/challenge"
+PROOF_HEADER = "unisono-proof"
+_MAX_CLIENTS = 1 << 16  # whose counts are remembered
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,18 @@ class RequestSigner:
     def authorization(self, method: str, path: str, body: bytes) -> str:
         """The header's value for the next request."""
         self._count += 1
-        said = f"{self.challenge} {self._client} {self._count} {hashlib.sha256(body).hexdigest()}"
-        return f"{SCHEME} {said} {_proof(self._keys[0], method, path, said)}"
+        claim = f"{self.challenge} {self._client} {self._count} {hashlib.sha256(body).hexdigest()}"
+        return f"{SCHEME} {claim} {_proof(self._keys[0], method, path, claim)}"
 
     def verifies(self, status: int, body: bytes, proof: str) -> bool:
-        """Whether the answer to the latest request was signed with the token."""
+        """Whether the response to the latest request was signed with the token."""
         digest = hashlib.sha256(body).hexdigest()
         expected = _proof(self._keys[1], self._client, str(self._count), str(status), digest)
         return hmac.compare_digest(proof.encode("utf-8", "replace"), expected.encode())
 
-    def accept_challenge(self, said: str) -> bool:
+    def accept_challenge(self, header: str) -> bool:
         """Take the challenge from a ``www-authenticate`` header; returns whether it holds one."""
-        scheme, _, challenge = said.partition(" ")
+        scheme, _, challenge = header.partition(" ")
         if scheme != SCHEME or not (challenge.isascii() and challenge.isalnum() and len(challenge) <= 64):
             return False
         self._challenge[0] = challenge
@@ -82,14 +82,14 @@ class RequestVerifier:
     """
 
     def __init__(self, token: str) -> None:
-        self._request, self._answer = _keys(token)
+        self._request, self._response = _keys(token)
         self._begin()
 
     def _begin(self) -> None:
         self.challenge = secrets.token_hex(16)
         self._counts: dict[str, int] = {}
 
-    def claim(self, method: str, path: str, authorization: str) -> SignedRequest | None:
+    def verify(self, method: str, path: str, authorization: str) -> SignedRequest | None:
         """The verified head of a request; None if its signature is wrong or it is a replay."""
         words = authorization.split(" ")
         if len(words) != 6 or words[0] != SCHEME or not authorization.isascii():
@@ -100,15 +100,15 @@ class RequestVerifier:
             return None
         if not (count.isdecimal() and len(count) < 20) or int(count) <= self._counts.get(client, 0):
             return None
-        if client not in self._counts and len(self._counts) >= _MOST_CLIENTS:
+        if client not in self._counts and len(self._counts) >= _MAX_CLIENTS:
             self._begin()
             return None
         self._counts[client] = int(count)
         return SignedRequest(client, int(count), digest)
 
     def proof(self, claim: SignedRequest, status: int, digest: str) -> str:
-        """The signature of the answer to `claim` with this status and SHA-256 of the body."""
-        return _proof(self._answer, claim.client, str(claim.count), str(status), digest)
+        """The signature of the response to `claim` with this status and SHA-256 of the body."""
+        return _proof(self._response, claim.client, str(claim.count), str(status), digest)
 
 
 def _keys(token: str) -> tuple[bytes, bytes]:
@@ -116,5 +116,5 @@ def _keys(token: str) -> tuple[bytes, bytes]:
     return derived[0], derived[1]
 
 
-def _proof(key: bytes, *said: str) -> str:
-    return hmac.digest(key, "\n".join(said).encode(), "sha256").hex()
+def _proof(key: bytes, *parts: str) -> str:
+    return hmac.digest(key, "\n".join(parts).encode(), "sha256").hex()

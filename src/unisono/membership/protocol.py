@@ -1,172 +1,191 @@
-"""What coordinator and agents say to each other.
+"""Messages of the membership protocol, and its policy.
 
-Each message holds all that its sender has to say, so that one that is lost, late or said twice does no harm.
+Each message holds everything that its receiver needs, so that lost, late and duplicated messages do no harm.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from unisono.system.bounds import PRINTABLE, STRICT, Bounds, Count
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MAX_MEMBERS = 1 << 16  # of a view
+MAX_UNREACHABLE = 1 << 13  # workers that one heartbeat names
+Name = Annotated[str, Bounds(min_length=1, max_length=128, pattern=r"^[\w.:@-]+$")]
+
+# Keys of the coordinator's store and of `unisono status --json`, by field.
+_JSON_KEYS = {"rendezvous_url": "meets_at", "addresses": "places"}
+_STRICT_WITH_KEYS = {**STRICT, "alias_generator": lambda field: _JSON_KEYS.get(field, field)}
 
 
 @dataclass(frozen=True, order=True)
 class StateVersion:
-    """How far a worker's state is; of two, the one reached in the later view is right, then the one of more steps.
+    """Which state a worker has. Of two, the one of the later view is newer, and in one view the one of more steps.
 
     Args:
-        view: in which it was reached; 0: in none, it is what the run starts from.
-        step: steps that are in it.
-        digest: of the state; replicas that stand alike are equal.
+        view: in which the state was reached; 0: in none, the run starts from it.
+        step: number of steps in the state.
+        digest: of the state; replicas with equal versions are equal.
     """
 
-    view: int = 0
-    step: int = 0
-    digest: str = ""
+    view: Count = 0
+    step: Count = 0
+    digest: Annotated[str, Bounds(max_length=128, pattern=PRINTABLE)] = ""
+
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where a worker is.
+    """Where a worker runs.
 
     Args:
-        host: a name that only workers who share memory and loopback have in common.
-        meets_at: a URL at which others can meet it, see `unisono.comm.rendezvous.address`.
+        host: a name that is equal only for workers that share memory and loopback.
+        rendezvous_url: where others can connect to the worker, see `unisono.comm.rendezvous.address`.
     """
 
-    host: str = ""
-    meets_at: str = ""
+    host: Annotated[str, Bounds(max_length=256, pattern=PRINTABLE)] = ""
+    rendezvous_url: Annotated[str, Bounds(max_length=1024, pattern=PRINTABLE)] = ""
+
+    __pydantic_config__ = _STRICT_WITH_KEYS
 
 
 @dataclass(frozen=True)
 class View:
-    """The replicas present, from one change to the next.
+    """A numbered set of workers that train together.
 
     Args:
-        number: 1, 2, ...; there is one view of each number; 0 is before the first.
-        members: workers by name, in the order of their ranks.
-        start: what every member's state is before its first step.
-        sources: members whose state that is already; the others take it from them. Without any, all take what was
-            kept for the worst case, in memory or on disk, and `start` says nothing.
-        places: where the members are, in their order; they meet where the first is.
+        number: 1, 2, ...; unique; 0 is before the first.
+        members: names of workers, in the order of their ranks.
+        start: version of every member's state before its first step.
+        sources: members that have this state already and send it to the others. Without any, all members restore
+            memory checkpoints or a checkpoint, and `start` has no meaning.
+        addresses: of the members, in their order; the rendezvous is at the first.
     """
 
-    number: int = 0
-    members: tuple[str, ...] = ()
+    number: Count = 0
+    members: Annotated[tuple[Name, ...], Bounds(max_length=MAX_MEMBERS)] = ()
     start: StateVersion = StateVersion()
-    sources: tuple[str, ...] = ()
-    places: tuple[WorkerAddress, ...] = ()
+    sources: Annotated[tuple[Name, ...], Bounds(max_length=MAX_MEMBERS)] = ()
+    addresses: Annotated[tuple[WorkerAddress, ...], Bounds(max_length=MAX_MEMBERS)] = ()
+
+    __pydantic_config__ = _STRICT_WITH_KEYS
 
 
 class ViewStatus(Enum):
-    """Whether a view goes on; it goes through some of these, in their order."""
+    """Whether a view continues. It passes through some of these, in this order."""
 
-    NO = "no"
-    AT_A_BOUNDARY = "at a boundary"  # after a step that all of its members take
-    NOW = "now"
-    WITH_TOO_FEW = "with too few to go on"  # left behind; who wants to leave may
-    FOR_EVER = "for ever"  # all that was to be trained is
+    ACTIVE = "no"
+    ENDING_AT_BOUNDARY = "at a boundary"  # after a step that all of its members take
+    ABORTED = "now"
+    BELOW_MINIMUM = "with too few to go on"  # aborted; too few workers remain, and those that asked to leave may
+    FINISHED = "for ever"  # the training is complete
 
     @property
-    def at_once(self) -> bool:
-        """Whether no member of the view takes one more step in it."""
-        return self in (ViewStatus.NOW, ViewStatus.WITH_TOO_FEW)
+    def stops_at_once(self) -> bool:
+        """Whether no member of the view takes a further step in it."""
+        return self in (ViewStatus.ABORTED, ViewStatus.BELOW_MINIMUM)
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A worker to the coordinator, every so often and whenever something changes.
+    """A worker's message to the coordinator, at intervals and whenever something changes.
 
     Args:
         worker: its name, which no other process ever has.
-        count: of this worker's beats; later ones hold more.
-        works_in: number of the view whose group it has met, and is in now; 0: in none.
-        ended: number of the latest view that it will never work in, or not again; nor in one before.
-        standing: of its state.
-        missed: workers that it could not reach when it last met a group.
-        leaving: it wants to go after a step that all take.
-        finished: all that was to be trained is, and its result lies where it belongs.
-        place: where it is.
-        broke: number of the latest view that it ended because it lost others, and not at a boundary.
+        count: of this worker's heartbeats; a later one replaces those before it.
+        active_view: number of the view in whose group it trains; 0: none.
+        ended_view: the worker will not train again in the view of this number, nor in one before it.
+        version: of its state.
+        unreachable: workers that it could not reach when it last tried to connect a group.
+        leaving: it asks to leave after a step that all members take.
+        finished: the training is complete, and its result is stored.
+        failed_view: number of the latest view that it ended because it lost others, and not at a boundary.
     """
 
-    worker: str
-    count: int
-    works_in: int = 0
-    ended: int = 0
-    standing: StateVersion = StateVersion()
-    missed: tuple[str, ...] = ()
+    worker: Name
+    count: Count
+    active_view: Count = 0
+    ended_view: Count = 0
+    version: StateVersion = StateVersion()
+    unreachable: Annotated[tuple[Name, ...], Bounds(max_length=MAX_UNREACHABLE)] = ()
     leaving: bool = False
     finished: bool = False
-    place: WorkerAddress = WorkerAddress()
-    broke: int = 0
+    address: WorkerAddress = WorkerAddress()
+    failed_view: Count = 0
+
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
 class ViewUpdate:
-    """The coordinator to a worker: the latest view, and whether it goes on."""
+    """The coordinator's message to a worker: the latest view, and whether it continues."""
 
     view: View
-    over: ViewStatus
+    status: ViewStatus
 
 
 @dataclass(frozen=True)
 class StepCount:
-    """Steps of a run that all members of a view took together.
+    """Steps of a run, each taken by all members of a view.
 
     Args:
-        taken: since the coordinator's process began; those that were lost and taken again count again.
-        furthest: in the state of the latest view.
+        taken: since the coordinator's process started; a step that is repeated counts again.
+        furthest: steps in the state of the latest view.
     """
 
-    taken: int = 0
-    furthest: int = 0
+    taken: Count = 0
+    furthest: Count = 0
+
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user decides.
+    """The user's rules for views.
 
     Args:
-        minimum: workers below which nothing is trained.
-        maximum: workers above which further ones stand by.
-        expected: workers that the first view waits for.
-        unit: workers of one replica; a view has whole replicas.
-        shares: what is shared out over replicas: as many each, so that their number divides it; 0: any number.
-        patience_seconds: how long the first view waits for `expected`, and any for workers without whom something
-            committed may be lost.
-        beat_seconds: between a worker's beats; each costs the worker, and the host of the coordinator, some processor
-            time. Three of them are the shortest silence.
-        beats_per_second: of all workers together, at most: where they are many, each beats more seldom, and is waited
-            for longer.
-        silence_seconds: the shortest silence after which a worker may be taken for lost. On a busy host a process may
-            get no processor for tenths of a second.
-        estranged_seconds: how long two workers that could not reach each other are kept apart, at first; then twice as
-            long each time.
+        min_workers: with fewer, no view is formed.
+        max_workers: further workers wait as spares.
+        expected_workers: the first view waits for this number.
+        replica_size: workers of one replica; a view has complete replicas only.
+        micro_batches: of a step; the number of replicas divides it. 0: any number of replicas.
+        join_timeout_seconds: how long the first view waits for `expected_workers`, and how long any view waits for
+            workers without which committed steps may be lost.
+        heartbeat_seconds: interval of a worker's heartbeats. Each costs processor time of the worker and of the
+            coordinator's host. A timeout is at least three intervals.
+        heartbeats_per_second: upper bound over all workers; with many workers, intervals and timeouts become longer.
+        min_heartbeat_timeout_seconds: shortest time without a heartbeat after which a worker may be taken for lost. On
+            a busy host a process may get no processor for tenths of a second.
+        quarantine_seconds: for how long two workers that could not reach each other are kept out of one view, the first
+            time; then twice as long each time.
     """
 
-    minimum: int = 1
-    maximum: int = 1 << 30
-    expected: int = 1
-    unit: int = 1
-    shares: int = 0
-    patience_seconds: float = 30.0
-    beat_seconds: float = 0.25
-    beats_per_second: float = 1000.0
-    silence_seconds: float = 0.75
-    estranged_seconds: float = 5.0
+    min_workers: int = 1
+    max_workers: int = 1 << 30
+    expected_workers: int = 1
+    replica_size: int = 1
+    micro_batches: int = 0
+    join_timeout_seconds: float = 30.0
+    heartbeat_seconds: float = 0.25
+    heartbeats_per_second: float = 1000.0
+    min_heartbeat_timeout_seconds: float = 0.75
+    quarantine_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.minimum <= self.expected <= self.maximum:
+        if not 1 <= self.min_workers <= self.expected_workers <= self.max_workers:
             raise ValueError(
-                f"minimum={self.minimum}, expected={self.expected}, maximum={self.maximum}: not in this order, from 1"
+                f"min_workers={self.min_workers}, expected_workers={self.expected_workers}, "
+                f"max_workers={self.max_workers}: not in this order, from 1"
             )
-        if self.unit < 1 or self.maximum < self.unit:
-            raise ValueError(f"unit={self.unit}: not from 1 to maximum={self.maximum}")
-        if self.shares < 0:
-            raise ValueError(f"shares={self.shares}: below 0")
+        if self.replica_size < 1 or self.max_workers < self.replica_size:
+            raise ValueError(f"replica_size={self.replica_size}: not from 1 to max_workers={self.max_workers}")
+        if self.micro_batches < 0:
+            raise ValueError(f"micro_batches={self.micro_batches}: below 0")
 
 
 @dataclass(frozen=True)
@@ -175,24 +194,24 @@ class CoordinatorAddress:
 
     Args:
         url: ``http://host:port`` or ``https://``.
-        token: that every call bears.
-        meets_at: where workers of this host meet each other, ``file:///private/directory``; empty: each opens a door
-            of its own, that other hosts can reach.
-        authority: by what an ``https://`` coordinator is known, where the system's own list does not have it: a file
-            with a certificate, or the fingerprint of the coordinator's own, ``sha256:`` and 64 hexadecimal digits.
+        token: which every request proves.
+        rendezvous_url: where workers of this host connect to each other, ``file:///private/directory``; empty: each
+            opens a listening socket, which other hosts can reach.
+        authority: identifies an ``https://`` coordinator whose certificate the system does not trust: a file with a
+            certificate, or the fingerprint of the coordinator's own, ``sha256:`` and 64 hexadecimal digits.
     """
 
     url: str
     token: str = field(repr=False)
-    meets_at: str = ""
+    rendezvous_url: str = ""
     authority: str = ""
 
     @property
-    def private(self) -> bool:
+    def is_local(self) -> bool:
         """Whether only the coordinator's own host reaches it."""
         return urlsplit(self.url).hostname in LOOPBACK
 
     @property
-    def secure(self) -> bool:
+    def uses_tls(self) -> bool:
         """Whether the coordinator is reached by TLS."""
         return urlsplit(self.url).scheme == "https"

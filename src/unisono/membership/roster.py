@@ -1,4 +1,4 @@
-"""What each worker said last, and when: who is here, as far as the coordinator can tell."""
+"""All workers that the coordinator knows: their last heartbeats, and which of them are responsive."""
 
 from __future__ import annotations
 
@@ -9,134 +9,144 @@ from unisono.membership.protocol import Heartbeat, Policy, StateVersion
 from unisono.membership.readmission import Readmission
 from unisono.observe.adaptive_timeout import AdaptiveTimeout
 
+_LATE = 0.4  # of the timeout; more than an interval, and early enough for the launcher to respond
+_RUNNING_INTERVALS = 2  # of heartbeats, for which a report that the process is running counts
+_TIMEOUT_INTERVALS = 3  # of heartbeats, at least, until a worker is taken for unresponsive
+
 
 @dataclass
-class Heard:
-    """A worker, as last heard.
+class WorkerRecord:
+    """What the coordinator knows of a worker.
 
     Args:
-        hung_up: the connection that it listened on has closed, and nothing was heard of it since.
-        readmission: when it may join again after an eviction.
-        missed: it was evicted for its silence, and has not been heard since.
-        ran: when its process was seen last to want a processor.
+        heartbeat: the last one.
+        timeout: when the next heartbeat is due.
+        readmission: when the worker may join again after an eviction.
+        disconnected: the connection on which it waited has closed, and no heartbeat has arrived since.
+        evicted: because it was unresponsive, and no heartbeat has arrived since.
+        last_running: when its process was last seen running or runnable.
     """
 
-    beat: Heartbeat
-    pulse: AdaptiveTimeout
+    heartbeat: Heartbeat
+    timeout: AdaptiveTimeout
     readmission: Readmission
-    hung_up: bool = False
-    missed: bool = False
-    ran: float = float("-inf")
+    disconnected: bool = False
+    evicted: bool = False
+    last_running: float = float("-inf")
 
 
 @dataclass
 class Roster:
-    """All workers. Nothing here takes time with their number, except what says so."""
+    """All workers. Methods take constant time, except where stated.
+
+    Attributes:
+        exited: workers whose processes have exited.
+        leaving: workers that asked to leave.
+        free: workers that have ended the latest view, or were never in it.
+    """
 
     policy: Policy
-    heard: dict[str, Heard] = field(default_factory=dict)
-    gone: set[str] = field(default_factory=set)
+    records: dict[str, WorkerRecord] = field(default_factory=dict)
+    exited: set[str] = field(default_factory=set)
     leaving: set[str] = field(default_factory=set)
-    free: set[str] = field(default_factory=set)  # have ended the view, or were never in it
+    free: set[str] = field(default_factory=set)
 
     @property
-    def beat_seconds(self) -> float:
-        """Between a worker's beats."""
-        return max(self.policy.beat_seconds, len(self.heard) / self.policy.beats_per_second)
+    def heartbeat_seconds(self) -> float:
+        """Interval of a worker's heartbeats."""
+        return max(self.policy.heartbeat_seconds, len(self.records) / self.policy.heartbeats_per_second)
 
     @property
-    def _least_seconds(self) -> float:
-        """The shortest silence that says something."""
-        return max(self.policy.silence_seconds, _BEATS * self.beat_seconds)
+    def _min_timeout_seconds(self) -> float:
+        return max(self.policy.min_heartbeat_timeout_seconds, _TIMEOUT_INTERVALS * self.heartbeat_seconds)
 
-    def expect(self, worker: str, now: float) -> Heard:
-        """That it is there is known from elsewhere."""
-        known = self.heard.get(worker)
-        if known is None:
-            known = self.heard[worker] = Heard(Heartbeat(worker, 0), self._pulse(now), Readmission(now))
-        return known
+    def expect(self, worker: str, now: float) -> WorkerRecord:
+        """The record of the worker, created if there is none: its first heartbeat is expected."""
+        record = self.records.get(worker)
+        if record is None:
+            timeout = AdaptiveTimeout(self.heartbeat_seconds, self._min_timeout_seconds, last=now)
+            record = self.records[worker] = WorkerRecord(Heartbeat(worker, 0), timeout, Readmission(now))
+        return record
 
-    def hear(self, beat: Heartbeat, view: int, now: float) -> Heartbeat | None:
-        """The worker's beat before this one; None if this one is older. `view` is the latest one's number."""
-        known = self.expect(beat.worker, now)
-        if beat.count <= known.beat.count:
+    def receive(self, heartbeat: Heartbeat, view: int, now: float) -> Heartbeat | None:
+        """Record a heartbeat, and return the worker's last one before; None if this one is older.
+
+        Args:
+            view: number of the latest view.
+        """
+        worker = heartbeat.worker
+        record = self.expect(worker, now)
+        if heartbeat.count <= record.heartbeat.count:
             return None
-        before, known.beat = known.beat, beat
-        if known.missed:
-            known.readmission.come_back(now)
-        known.hung_up = known.missed = False
-        known.pulse.least_seconds = self._least_seconds
-        known.pulse.beat(now)
-        if beat.leaving:
-            self.leaving.add(beat.worker)
-        if beat.ended >= view:
-            self.free.add(beat.worker)
+        before, record.heartbeat = record.heartbeat, heartbeat
+        if record.evicted:
+            record.readmission.start_quarantine(now)
+        record.disconnected = record.evicted = False
+        record.timeout.min_seconds = self._min_timeout_seconds
+        record.timeout.record(now)
+        if heartbeat.leaving:
+            self.leaving.add(worker)
+        if heartbeat.ended_view >= view:
+            self.free.add(worker)
         return before
 
-    def formed(self, view: int) -> None:
-        """There is a later view, of this number. Takes time with the number of workers."""
-        self.free = {worker for worker in self.free if self.heard[worker].beat.ended >= view}
+    def start_view(self, view: int) -> None:
+        """The view of this number is the latest. Linear in the number of workers."""
+        self.free = {worker for worker in self.free if self.records[worker].heartbeat.ended_view >= view}
 
     def join(self, worker: str, now: float) -> None:
-        """`worker` joins a view."""
-        self.heard[worker].readmission.join(now)
+        """The worker joins a view."""
+        self.records[worker].readmission.join(now)
 
     def evict(self, worker: str, members: int, now: float) -> float:
-        """`worker` is silent, and a view of so many members ended for that, or is followed by one without it. Returns
-        the seconds that it has to pause once it is back."""
-        known = self.heard[worker]
-        if not known.missed:
-            known.missed = True
-            known.readmission.evict(members, now)
-        return known.readmission.pause_seconds
+        """Evict an unresponsive worker from a view of `members`; returns the seconds of its quarantine."""
+        record = self.records[worker]
+        if not record.evicted:
+            record.evicted = True
+            record.readmission.evict(members, now)
+        return record.readmission.quarantine_seconds
 
-    def pauses(self, worker: str, now: float) -> bool:
-        """Whether `worker` may not join yet, because it was evicted lately."""
-        return self.heard[worker].readmission.pauses(now)
+    def is_quarantined(self, worker: str, now: float) -> bool:
+        """Whether the worker may not join yet, because it was evicted."""
+        return self.records[worker].readmission.is_quarantined(now)
 
-    def silent(self, worker: str, now: float) -> bool:
-        """Whether nothing can be heard of it: it has ended, its connection has, or its next beat is overdue."""
-        if worker in self.gone:
+    def is_unresponsive(self, worker: str, now: float) -> bool:
+        """Whether the worker has exited or disconnected, or its next heartbeat is overdue."""
+        if worker in self.exited:
             return True
-        known = self.heard[worker]
-        return known.hung_up or (known.pulse.overdue(now) and now - known.ran > _RAN_BEATS * self.beat_seconds)
+        record = self.records[worker]
+        ran = now - record.last_running <= _RUNNING_INTERVALS * self.heartbeat_seconds
+        return record.disconnected or (record.timeout.overdue(now) and not ran)
 
-    def quiet(self, worker: str, now: float) -> bool:
-        """Whether it is late, if not so late as to be `silent`, and has not ended."""
-        known = self.heard[worker]
-        last = max(known.pulse.last or now, known.ran)
-        return worker not in self.gone and now - last > _QUIET * known.pulse.deadline_seconds
+    def is_late(self, worker: str, now: float) -> bool:
+        """Whether the worker's heartbeat is late, even if not overdue, and its process has not exited."""
+        record = self.records[worker]
+        last = max(record.timeout.last or now, record.last_running)
+        return worker not in self.exited and now - last > _LATE * record.timeout.deadline_seconds
 
-    def ready(self, now: float) -> dict[str, StateVersion]:
-        """How those stand that can be heard and are free, in the order in which they were heard of. Takes time with
-        the number of workers."""
+    def ready_workers(self, now: float) -> dict[str, StateVersion]:
+        """State versions of responsive free workers, in the order of their first heartbeats. Linear in the number of
+        workers."""
         return {
-            worker: known.beat.standing
-            for worker, known in self.heard.items()
-            if worker in self.free and not self.silent(worker, now)
+            worker: record.heartbeat.version
+            for worker, record in self.records.items()
+            if worker in self.free and not self.is_unresponsive(worker, now)
         }
 
     def forget(self, kept: frozenset[str], now: float) -> list[str]:
-        """Who has ended, or was not heard of for long, and is not `kept`. Takes time with the number of workers."""
-        longest = self.policy.patience_seconds + self._least_seconds
+        """Forget workers that have exited or sent no heartbeat for long, except `kept`, and return them. Linear in the
+        number of workers."""
+        longest = self.policy.join_timeout_seconds + self._min_timeout_seconds
         past = [
-            worker for worker, known in self.heard.items()
-            if worker not in kept and (worker in self.gone or now - (known.pulse.last or now) > longest)
+            worker for worker, record in self.records.items()
+            if worker not in kept and (worker in self.exited or now - (record.timeout.last or now) > longest)
         ]  # fmt: skip
         self.drop(past)
         return past
 
     def drop(self, workers: Iterable[str]) -> None:
-        """Nothing is known of them."""
+        """Forget these workers."""
         for worker in workers:
-            del self.heard[worker]
+            del self.records[worker]
             self.leaving.discard(worker)
             self.free.discard(worker)
-
-    def _pulse(self, now: float) -> AdaptiveTimeout:
-        return AdaptiveTimeout(self.beat_seconds, self._least_seconds, last=now)
-
-
-_QUIET = 0.4  # of the silence that says that it is lost; more than a beat, and who is asked still has time to answer
-_RAN_BEATS = 2  # for which it counts that its process was seen to want a processor
-_BEATS = 3  # that may fail to come before a worker is taken for silent

@@ -9,96 +9,99 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from unisono.membership.protocol import StateVersion, View
 
 
-def best(standings: Mapping[str, StateVersion]) -> tuple[StateVersion, tuple[str, ...]]:
-    """The most advanced state version, and the workers that have it.
+def newest_version(versions: Mapping[str, StateVersion]) -> tuple[StateVersion, tuple[str, ...]]:
+    """The newest state version, and the workers that have it.
 
     Damaged memory can cause several digests at the same step: the one that most workers have wins, on a tie the first.
     """
-    furthest = max((each.view, each.step) for each in standings.values())
-    there = [each for each in standings.values() if (each.view, each.step) == furthest]
-    (chosen, _), *_ = Counter(there).most_common(1)
-    return chosen, tuple(worker for worker, each in standings.items() if each == chosen)
+    furthest = max((each.view, each.step) for each in versions.values())
+    candidates = [each for each in versions.values() if (each.view, each.step) == furthest]
+    (chosen, _), *_ = Counter(candidates).most_common(1)
+    return chosen, tuple(worker for worker, each in versions.items() if each == chosen)
 
 
-def unproven(lineage: Sequence[View], start: StateVersion, ended: Mapping[str, StateVersion]) -> list[View]:
-    """Views of whose steps some may be committed and not be in the state `start`.
+def unproven_views(lineage: Sequence[View], start: StateVersion, ended: Mapping[str, StateVersion]) -> list[View]:
+    """Views of which committed steps may be missing in the state `start`.
 
-    A step is committed once all members of a view have it in their state. In a view that one of `ended`, workers that
-    have ended it, was a member of, and stands before, none is and none ever will be.
+    A step is committed once all members of a view have it in their state. If a member of a view has ended it with an
+    older state, no step of this view is committed, and none ever will be.
 
     Args:
         lineage: the views whose states follow from each other.
+        ended: state versions of workers that have ended these views.
     """
     later = [view for view in lineage if view.number > start.view]
     forgotten = lineage[:1] if lineage and lineage[0].start.view > start.view else []
     return [*forgotten, *(v for v in later if not any(m in ended and ended[m].view < v.number for m in v.members))]
 
 
-def acquainted(workers: Sequence[str], missing: Iterable[tuple[str, Collection[str]]]) -> list[str]:
+def mutually_reachable(workers: Sequence[str], unreachable: Iterable[tuple[str, Collection[str]]]) -> list[str]:
     """A subset of `workers`, in order, in which every pair can reach each other.
 
     Greedy: the worker with the most unreachable peers is removed (on a tie, the last one), until every pair can. The
-    result need not be the largest such subset. Sets of workers are the bits of an integer, so that thousands which all
-    miss the same thousands take milliseconds.
+    result need not be the largest such subset. Sets of workers are the bits of an integer, so that thousands of workers
+    that cannot reach the same thousands take milliseconds.
 
     Args:
-        missing: workers, and the peers that each could not reach.
+        unreachable: workers, and the peers that each could not reach.
     """
     rank = {worker: i for i, worker in enumerate(workers)}
-    apart = _apart(rank, missing)
+    peers = _unreachable_ranks(rank, unreachable)
     left = (1 << len(workers)) - 1
     # The number of a worker's unreachable peers never grows: the heap holds that number, or more.
-    queue = [(-others.bit_count(), -i) for i, others in apart.items()]
+    queue = [(-others.bit_count(), -i) for i, others in peers.items()]
     heapq.heapify(queue)
     while queue:
-        said, i = queue[0]
-        true = -(apart[-i] & left).bit_count()
-        if not true:
+        queued, i = queue[0]
+        actual = -(peers[-i] & left).bit_count()
+        if not actual:
             heapq.heappop(queue)
-        elif true != said:
-            heapq.heapreplace(queue, (true, i))
+        elif actual != queued:
+            heapq.heapreplace(queue, (actual, i))
         else:
             heapq.heappop(queue)
             left &= ~(1 << -i)
     return [worker for worker, i in rank.items() if left >> i & 1]
 
 
-def _apart(rank: Mapping[str, int], missing: Iterable[tuple[str, Collection[str]]]) -> dict[int, int]:
+def _unreachable_ranks(rank: Mapping[str, int], unreachable: Iterable[tuple[str, Collection[str]]]) -> dict[int, int]:
     """By rank, the ranks that could not reach it, or that it could not reach, as bits."""
-    who_missed: dict[frozenset[str], int] = defaultdict(int)
-    for worker, missed in missing:
+    reporters_of: dict[frozenset[str], int] = defaultdict(int)
+    for worker, peers in unreachable:
         if worker in rank:
-            who_missed[frozenset(missed)] |= 1 << rank[worker]
-    apart: dict[int, int] = defaultdict(int)
-    for missed, reporters in who_missed.items():
-        them = [rank[worker] for worker in missed if worker in rank]
-        bits = sum(1 << i for i in them)
-        for i in them:
-            apart[i] |= reporters & ~(1 << i)
+            reporters_of[frozenset(peers)] |= 1 << rank[worker]
+    pairs: dict[int, int] = defaultdict(int)
+    for reported, reporters in reporters_of.items():
+        ranks = [rank[worker] for worker in reported if worker in rank]
+        bits = sum(1 << i for i in ranks)
+        for i in ranks:
+            pairs[i] |= reporters & ~(1 << i)
         for i in _bits(reporters):
-            apart[i] |= bits & ~(1 << i)
-    return apart
+            pairs[i] |= bits & ~(1 << i)
+    return pairs
 
 
 def _bits(number: int) -> list[int]:
     return [i for i, bit in enumerate(reversed(f"{number:b}")) if bit == "1"]
 
 
-def seated(before: Sequence[str], candidates: Collection[str], unit: int, maximum: int, shares: int = 0) -> list[str]:
+def assign_ranks(
+    before: Sequence[str], candidates: Collection[str], replica_size: int, maximum: int, micro_batches: int = 0
+) -> list[str]:
     """`candidates` in the order of their ranks in the next view.
 
-    They form complete replicas of `unit` workers, at most `maximum` workers, and a number of replicas that divides the
-    micro-batches `shares`, if that is not 0. Complete replicas of the view `before` keep their order. New replicas are
-    made of the survivors of the others, and then of the workers that have joined since.
+    They form complete replicas of `replica_size` workers, at most `maximum` workers, and a number of replicas that
+    divides `micro_batches`, if that is not 0. Complete replicas of the view `before` keep their order. New replicas
+    consist of the survivors of the others, and then of the workers that have joined since.
     """
-    among, members = set(candidates), set(before)
-    whole = [before[i : i + unit] for i in range(0, len(before) - unit + 1, unit)]
-    staying = [m for replica in whole if among.issuperset(replica) for m in replica]
-    seated_already = set(staying)
-    survivors = [m for m in before if m in among and m not in seated_already]
+    available, members = set(candidates), set(before)
+    replicas = [before[i : i + replica_size] for i in range(0, len(before) - replica_size + 1, replica_size)]
+    staying = [m for replica in replicas if available.issuperset(replica) for m in replica]
+    assigned = set(staying)
+    survivors = [m for m in before if m in available and m not in assigned]
     new = [m for m in candidates if m not in members]
     ordered = [*staying, *survivors, *new]
-    replicas = min(len(ordered), maximum) // unit
-    while shares and replicas and shares % replicas:
-        replicas -= 1
-    return ordered[: replicas * unit]
+    count = min(len(ordered), maximum) // replica_size
+    while micro_batches and count and micro_batches % count:
+        count -= 1
+    return ordered[: count * replica_size]

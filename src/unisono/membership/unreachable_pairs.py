@@ -1,4 +1,4 @@
-"""Workers that could not reach each other, and how long they are kept apart."""
+"""Workers that could not reach each other, and for how long they are kept out of one view."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _REMEMBERED = 4  # reports of each worker
 
 @dataclass
 class _Report:
-    """Of one worker, about the `missed`."""
+    """One worker could not reach these."""
 
-    missed: frozenset[str]
+    unreachable: frozenset[str]
     until: float
     seconds: float
 
 
 @dataclass
 class UnreachablePairs:
-    """Reports of who was missed.
+    """Reports of workers about peers that they could not reach.
 
-    Where a network falls apart, thousands report the same thousands: a set that many report is held once.
+    When a network splits, thousands of workers report the same thousands: equal sets are stored once.
 
     Args:
         first_seconds: how long the first report of a pair counts; each further one counts twice as long.
@@ -31,30 +31,30 @@ class UnreachablePairs:
     _reports: dict[str, list[_Report]] = field(default_factory=dict)
     _sets: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
 
-    def note(self, worker: str, missed: Iterable[str], now: float) -> None:
-        """`worker` could not reach the `missed`."""
-        told = frozenset(missed) - {worker}
-        told = self._sets.setdefault(told, told)
+    def report(self, worker: str, unreachable: Iterable[str], now: float) -> None:
+        """`worker` could not reach the workers `unreachable`."""
+        peers = frozenset(unreachable) - {worker}
+        peers = self._sets.setdefault(peers, peers)
         known = self._reports.setdefault(worker, [])
-        about_them = [report for report in known if not told.isdisjoint(report.missed)]
-        if any(now < report.until and told <= report.missed for report in about_them):
+        overlapping = [report for report in known if not peers.isdisjoint(report.unreachable)]
+        if any(now < report.until and peers <= report.unreachable for report in overlapping):
             return
-        seconds = max((2 * report.seconds for report in about_them), default=self.first_seconds)
-        kept = [report for report in known if not report.missed <= told]
-        self._reports[worker] = [*kept, _Report(told, now + seconds, seconds)][-_REMEMBERED:]
+        seconds = max((2 * report.seconds for report in overlapping), default=self.first_seconds)
+        kept = [report for report in known if not report.unreachable <= peers]
+        self._reports[worker] = [*kept, _Report(peers, now + seconds, seconds)][-_REMEMBERED:]
 
-    def missing(self, now: float) -> list[tuple[str, frozenset[str]]]:
-        """Who still counts as having missed whom."""
+    def active_reports(self, now: float) -> list[tuple[str, frozenset[str]]]:
+        """Each worker with the peers that it could not reach, in reports that still count."""
         return [
-            (worker, report.missed)
+            (worker, report.unreachable)
             for worker, reports in self._reports.items()
             for report in reports
             if now < report.until
         ]
 
     def forget(self, workers: Iterable[str]) -> None:
-        """They have ended; nobody comes back under their names."""
+        """Forget workers that have exited; their names are never used again."""
         for worker in workers:
             self._reports.pop(worker, None)
-        in_use = (report.missed for reports in self._reports.values() for report in reports)
-        self._sets = {told: told for told in in_use}
+        in_use = (report.unreachable for reports in self._reports.values() for report in reports)
+        self._sets = {peers: peers for peers in in_use}

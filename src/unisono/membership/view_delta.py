@@ -1,81 +1,84 @@
-"""What a view has of one before it: with thousands of workers the difference is small, and the whole is not."""
+"""A view as a difference from an earlier one: with thousands of members, a small part of the whole."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from unisono.membership.protocol import StateVersion, View, WorkerAddress
+from unisono.membership.protocol import MAX_MEMBERS, Name, StateVersion, View, WorkerAddress
+from unisono.system.bounds import STRICT, Bounds, Count
 
-MOST_MEMBERS = 1 << 16  # of a view
-Run = tuple[int, int]
-"""Ranks: the first, and the one behind the last."""
+RankRange = tuple[Count, Count]
+"""The first rank, and the one after the last."""
 
 
 @dataclass(frozen=True)
 class ViewDelta:
-    """From one view to a later one.
+    """The difference between a view and a later one.
 
     Args:
-        members: runs of ranks of the view before, and names of those who were not in it, in order.
-        places: of those who were not in it.
-        sources: runs of ranks of the later one.
+        members: of the later view, in order: ranges of ranks in the earlier view, and names of workers not in it.
+        addresses: of workers not in the earlier view.
+        sources: ranges of ranks in the later view.
     """
 
-    number: int
-    members: tuple[Run | str, ...]
-    places: tuple[WorkerAddress, ...]
+    number: Count
+    members: Annotated[tuple[RankRange | Name, ...], Bounds(max_length=MAX_MEMBERS)]
+    addresses: Annotated[tuple[WorkerAddress, ...], Bounds(max_length=MAX_MEMBERS)]
     start: StateVersion
-    sources: tuple[Run, ...]
+    sources: Annotated[tuple[RankRange, ...], Bounds(max_length=MAX_MEMBERS)]
+
+    __pydantic_config__ = STRICT
 
 
-def change(before: View, after: View) -> ViewDelta | None:
-    """What makes `after` of `before`; None if some member is not where it was."""
+def view_delta(before: View, after: View) -> ViewDelta | None:
+    """The difference between two views; None if a member of both has changed its address."""
     ranks = {member: rank for rank, member in enumerate(before.members)}
-    if any(m in ranks and before.places[ranks[m]] != place for m, place in zip(after.members, after.places)):
+    if any(m in ranks and before.addresses[ranks[m]] != address for m, address in zip(after.members, after.addresses)):
         return None
-    members: list[Run | str] = []
-    for found in (ranks.get(member, member) for member in after.members):
+    members: list[RankRange | str] = []
+    for item in (ranks.get(member, member) for member in after.members):
         last = members[-1] if members else ""
-        if isinstance(found, int) and isinstance(last, tuple) and last[1] == found:
-            members[-1] = (last[0], found + 1)
+        if isinstance(item, int) and isinstance(last, tuple) and last[1] == item:
+            members[-1] = (last[0], item + 1)
         else:
-            members.append((found, found + 1) if isinstance(found, int) else found)
-    places = tuple(place for member, place in zip(after.members, after.places) if member not in ranks)
+            members.append((item, item + 1) if isinstance(item, int) else item)
+    addresses = tuple(address for member, address in zip(after.members, after.addresses) if member not in ranks)
     sources = set(after.sources)
-    there = (rank for rank, member in enumerate(after.members) if member in sources)
-    return ViewDelta(after.number, tuple(members), places, after.start, tuple(_runs(there)))
+    source_ranks = (rank for rank, member in enumerate(after.members) if member in sources)
+    return ViewDelta(after.number, tuple(members), addresses, after.start, tuple(_rank_ranges(source_ranks)))
 
 
-def changed(before: View, told: ViewDelta) -> View:
+def apply_delta(before: View, delta: ViewDelta) -> View:
     """The later view.
 
     Raises:
-        ValueError: it cannot be made of that one, or would have more than `MOST_MEMBERS`.
+        ValueError: `delta` does not fit the view `before`, or the later view has more than `MAX_MEMBERS` members.
     """
-    if sum(1 if isinstance(each, str) else each[1] - each[0] for each in told.members) > MOST_MEMBERS:
-        raise ValueError(f"view {told.number} has more than {MOST_MEMBERS} members")
+    if sum(1 if isinstance(each, str) else each[1] - each[0] for each in delta.members) > MAX_MEMBERS:
+        raise ValueError(f"view {delta.number} has more than {MAX_MEMBERS} members")
     members: list[str] = []
-    places: list[WorkerAddress] = []
-    new = iter(told.places)
-    for each in told.members:
+    addresses: list[WorkerAddress] = []
+    new = iter(delta.addresses)
+    for each in delta.members:
         if isinstance(each, str):
             members.append(each)
-            places += [place for place in [next(new, None)] if place is not None]
+            addresses += [address for address in [next(new, None)] if address is not None]
         else:
             members += before.members[each[0] : each[1]]
-            places += before.places[each[0] : each[1]]
-    if len(places) != len(members):
-        raise ValueError(f"view {told.number} has {len(members)} members in {len(places)} places")
-    sources = tuple(member for first, behind in told.sources for member in members[first:behind])
-    return View(told.number, tuple(members), told.start, sources, tuple(places))
+            addresses += before.addresses[each[0] : each[1]]
+    if len(addresses) != len(members):
+        raise ValueError(f"view {delta.number} has {len(members)} members and {len(addresses)} addresses")
+    sources = tuple(member for first, end in delta.sources for member in members[first:end])
+    return View(delta.number, tuple(members), delta.start, sources, tuple(addresses))
 
 
-def _runs(ranks: Iterable[int]) -> Sequence[Run]:
-    found: list[Run] = []
+def _rank_ranges(ranks: Iterable[int]) -> Sequence[RankRange]:
+    ranges: list[RankRange] = []
     for rank in ranks:
-        if found and found[-1][1] == rank:
-            found[-1] = (found[-1][0], rank + 1)
+        if ranges and ranges[-1][1] == rank:
+            ranges[-1] = (ranges[-1][0], rank + 1)
         else:
-            found.append((rank, rank + 1))
-    return found
+            ranges.append((rank, rank + 1))
+    return ranges

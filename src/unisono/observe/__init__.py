@@ -9,5 +9,5 @@ from unisono.observe.record_files import write_summary as write_summary
 from unisono.observe.recorder import NullRecorder as NullRecorder
 from unisono.observe.recorder import Recorder as Recorder
 from unisono.observe.recorder import RunRecorder as RunRecorder
-from unisono.observe.time_ledger import in_words as in_words
+from unisono.observe.time_ledger import seconds_by_name as seconds_by_name
 from unisono.observe.watchdog import Watchdog as Watchdog

@@ -1,28 +1,32 @@
-"""What a worker is doing, in the words that it has for itself, its coordinator and its log."""
+"""What a worker is doing, as its agent, the coordinator and its log describe it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
 
-LONGEST_WORDS = 300  # characters of what a worker says of one thing
-MOST_MISSING = 16  # workers that one names as missing
+from unisono.system.bounds import PRINTABLE, STRICT, Bounds, Count, Seconds
+
+MAX_TEXT_CHARACTERS = 300
+MAX_MISSING = 16  # ranks that an activity names as missing
+Text = Annotated[str, Bounds(max_length=MAX_TEXT_CHARACTERS, pattern=PRINTABLE)]
 
 
 class Phase(Enum):
-    """What a moment of a worker's life goes into; always exactly one."""
+    """What a moment of a worker's time is spent on; always exactly one."""
 
-    START = "start"  # until the first step: imports, the model, the data set, meeting the others
+    START = "start"  # until the first step: imports, the model, the data set, the first rendezvous
     COMPUTE = "compute"
-    COMMUNICATION = "communication"  # that nothing else goes on beside: it waits for others
-    DATA = "data"  # it waits for its next batch
+    COMMUNICATION = "communication"  # not overlapped with computation: the worker waits for others
+    DATA = "data"  # the worker waits for its next batch
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
-    RECOVERY = "recovery"  # after a view has ended: meeting again, taking over state
-    LOST = "lost work"  # spent on steps that were not kept
+    RECOVERY = "recovery"  # after a view has ended: rendezvous and state transfer
+    LOST = "lost work"  # spent on steps that were rolled back
     IDLE = "idle"
 
-    __hash__ = object.__hash__  # there is one of each; Enum's own is slow, and phases are looked up in every step
+    __hash__ = object.__hash__  # members are unique; Enum's own hash is slow, and phases are looked up in every step
 
 
 @dataclass(frozen=True)
@@ -30,47 +34,49 @@ class Activity:
     """What one worker is doing at a moment.
 
     Args:
-        step: that it is in, from 0.
-        micro_batch: that it computed last in it; -1: none yet.
-        since_seconds: how long it has been in `phase`.
-        waits_for: the operation that it waits for; empty: it waits for none.
-        missing: workers that have not come to it, where that can be told.
-        line: the innermost line of the user's own code that it is on; empty: it is on none, or has been in
-            `phase` for a moment only.
+        step: the current step, from 0.
+        micro_batch: the last one computed in this step; -1: none yet.
+        since_seconds: time spent in `phase` so far.
+        waits_for: the operation that the worker waits for; empty: none.
+        missing: ranks that have not started this operation, where that is known.
+        line: the innermost line of user code that the worker is on; empty: there is none, or the worker has entered
+            `phase` only a moment ago.
     """
 
-    phase: Phase = Phase.START
-    step: int = 0
-    micro_batch: int = -1
-    since_seconds: float = 0.0
-    waits_for: str = ""
-    missing: tuple[int, ...] = ()
-    line: str = ""
+    phase: Phase
+    step: Count = 0
+    micro_batch: Annotated[int, Bounds(ge=-1, lt=1 << 62)] = -1
+    since_seconds: Seconds = 0.0
+    waits_for: Text = ""
+    missing: Annotated[tuple[Count, ...], Bounds(max_length=MAX_MISSING)] = ()
+    line: Text = ""
+
+    __pydantic_config__ = STRICT
 
     @property
-    def waits(self) -> bool:
-        """Whether it is for others to go on."""
+    def is_waiting(self) -> bool:
+        """Whether the worker waits for other workers."""
         return bool(self.waits_for) or self.phase is Phase.COMMUNICATION
 
     @property
-    def words(self) -> str:
-        """``computes``, ``waits for sum (gradients, message 12)``."""
-        return f"waits for {self.waits_for or 'others'}" if self.waits else _WORDS[self.phase]
+    def description(self) -> str:
+        """``computing``, ``waiting for sum (gradients, message 12)``."""
+        return f"waiting for {self.waits_for or 'others'}" if self.is_waiting else _DESCRIPTIONS[self.phase]
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """`` at file.py:12 function``, or nothing."""
         return f" at {self.line}" if self.line else ""
 
 
-_WORDS = {
-    Phase.START: "gets ready",
-    Phase.COMPUTE: "computes",
-    Phase.COMMUNICATION: "waits for others",
-    Phase.DATA: "waits for its data",
-    Phase.CHECKPOINT: "writes a checkpoint",
-    Phase.EVALUATION: "evaluates",
-    Phase.RECOVERY: "takes over the state",
-    Phase.LOST: "computes again",
-    Phase.IDLE: "is idle",
+_DESCRIPTIONS = {
+    Phase.START: "starting",
+    Phase.COMPUTE: "computing",
+    Phase.COMMUNICATION: "waiting for others",
+    Phase.DATA: "waiting for data",
+    Phase.CHECKPOINT: "writing a checkpoint",
+    Phase.EVALUATION: "evaluating",
+    Phase.RECOVERY: "receiving the state",
+    Phase.LOST: "repeating lost steps",
+    Phase.IDLE: "idle",
 }

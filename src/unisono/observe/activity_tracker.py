@@ -1,4 +1,4 @@
-"""What a worker is doing, told by the thread that does it, and read by any other at any time, without a lock."""
+"""What a worker is doing: recorded by the thread that does it, and read by any other at any time, without a lock."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 from unisono.errors import printable
-from unisono.observe.activity import LONGEST_WORDS, MOST_MISSING, Activity, Phase
-from unisono.observe.time_ledger import Ledger
-from unisono.observe.user_frames import dumped, line_of
+from unisono.observe.activity import MAX_MISSING, MAX_TEXT_CHARACTERS, Activity, Phase
+from unisono.observe.time_ledger import TimeLedger
+from unisono.observe.user_frames import user_line, user_line_of_dump
 
 T = TypeVar("T")
-_LINE_SECONDS = 0.1  # in a phase, from when it is of use to know its line
-_ASK_SECONDS = 0.5  # of waiting for data, from when processes that fetch some are interrupted for a moment
+_LINE_SECONDS = 0.1  # in a phase, until its line is looked up
+_LOADER_SECONDS = 0.5  # of waiting for data, until loader processes are interrupted for their lines
 
 
-class Waits(Protocol):
-    """What a communicator lets any thread read."""
+class WaitState(Protocol):
+    """What any thread may read of a communicator."""
 
     @property
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """The operation that its worker waits for, and the ranks, where they are known; empty: none."""
+        """The operation that the worker waits for, and the ranks that have not started it, if known; empty: none."""
 
 
-class Loads(Protocol):
-    """What a loader lets any thread read about the processes that fetch data."""
+class StackSource(Protocol):
+    """What any thread may read of a loader's processes."""
 
     def stacks(self) -> list[str]:
-        """The stack of each, as `faulthandler` writes it."""
+        """The stack of each process, as `faulthandler` writes it."""
 
 
 class ActivityTracker(Protocol):
@@ -42,7 +42,7 @@ class ActivityTracker(Protocol):
     def each(self, phase: Phase, items: Iterable[T]) -> Iterable[T]:
         """Iterate over `items`; the time until each is available counts for `phase`."""
 
-    def set_phase(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
+    def set_phase(self, phase: Phase, on: WaitState | None = None, loader: StackSource | None = None) -> None:
         """Count the time outside of all contexts for `phase` from now on.
 
         Args:
@@ -53,8 +53,8 @@ class ActivityTracker(Protocol):
     def set_position(self, step: int, micro_batch: int) -> None:
         """Note that this micro-batch of step `step` begins."""
 
-    def commit(self, done: int) -> None:
-        """Note that `done` steps are committed: the time spent on them counts as useful."""
+    def commit(self, steps: int) -> None:
+        """Note that `steps` steps are committed: the time spent on them counts as useful."""
 
     def discard(self) -> None:
         """Count the time since the last `commit` for `Phase.LOST`."""
@@ -65,46 +65,46 @@ class NullTracker:
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
         """See `ActivityTracker`."""
-        return _NOTHING
+        return _NO_CONTEXT
 
     def each(self, phase: Phase, items: Iterable[T]) -> Iterable[T]:
         """See `ActivityTracker`."""
         return items
 
-    def set_phase(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
+    def set_phase(self, phase: Phase, on: WaitState | None = None, loader: StackSource | None = None) -> None:
         """See `ActivityTracker`."""
 
     def set_position(self, step: int, micro_batch: int) -> None:
         """See `ActivityTracker`."""
 
-    def commit(self, done: int) -> None:
+    def commit(self, steps: int) -> None:
         """See `ActivityTracker`."""
 
     def discard(self) -> None:
         """See `ActivityTracker`."""
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class ThreadTracker:
     """Records what the thread that creates it does.
 
     Args:
-        now: seconds of a clock that does not jump.
-        age_seconds: how long the worker has been there already.
+        now: seconds of a clock that never jumps.
+        age_seconds: of the worker so far.
 
     Attributes:
-        ledger: where its time goes.
-        done: steps that are in the state.
+        ledger: where the worker's time goes.
+        steps: that are committed.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, age_seconds: float = 0.0) -> None:
-        self.ledger = Ledger(now, age_seconds)
-        self.done = self._step = 0
+        self.ledger = TimeLedger(now, age_seconds)
+        self.steps = self._step = 0
         self._micro_batch = -1
-        self._wire: Waits | None = None
-        self._loader: Loads | None = None
+        self._communicator: WaitState | None = None
+        self._loader: StackSource | None = None
         self._thread = threading.get_ident()
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
@@ -115,32 +115,32 @@ class ThreadTracker:
         """See `ActivityTracker`."""
         return self.ledger.each(phase, items)
 
-    def set_phase(self, phase: Phase, on: Waits | None = None, loader: Loads | None = None) -> None:
+    def set_phase(self, phase: Phase, on: WaitState | None = None, loader: StackSource | None = None) -> None:
         """See `ActivityTracker`."""
         self.ledger.set_phase(phase)
-        self._wire, self._loader = on, loader
+        self._communicator, self._loader = on, loader
 
     def set_position(self, step: int, micro_batch: int) -> None:
         """See `ActivityTracker`."""
         self._step, self._micro_batch = step, micro_batch
 
-    def commit(self, done: int) -> None:
+    def commit(self, steps: int) -> None:
         """See `ActivityTracker`."""
         self.ledger.commit()
-        self.done = self._step = done
+        self.steps = self._step = steps
         self._micro_batch = -1
 
     def discard(self) -> None:
         """See `ActivityTracker`."""
         self.ledger.discard()
 
-    def doing(self) -> Activity:
-        """Now; for any thread."""
+    def activity(self) -> Activity:
+        """The current activity; from any thread."""
         phase, since = self.ledger.current
-        wire = self._wire
-        waits_for, missing = wire.waits_for if wire else ("", ())
-        line = line_of(self._thread, loading=phase is Phase.DATA) if since > _LINE_SECONDS else ""
-        if phase is Phase.DATA and since > _ASK_SECONDS and self._loader:
-            line = next((found for text in self._loader.stacks() if (found := dumped(text))), line)
-        return Activity(phase, self._step, self._micro_batch, since, printable(waits_for)[:LONGEST_WORDS],
-                     missing[:MOST_MISSING], printable(line)[-LONGEST_WORDS:])  # fmt: skip
+        communicator = self._communicator
+        waits_for, missing = communicator.waits_for if communicator else ("", ())
+        line = user_line(self._thread, loading=phase is Phase.DATA) if since > _LINE_SECONDS else ""
+        if phase is Phase.DATA and since > _LOADER_SECONDS and self._loader:
+            line = next((each for text in self._loader.stacks() if (each := user_line_of_dump(text))), line)
+        return Activity(phase, self._step, self._micro_batch, since, printable(waits_for)[:MAX_TEXT_CHARACTERS],
+                     missing[:MAX_MISSING], printable(line)[-MAX_TEXT_CHARACTERS:])  # fmt: skip

@@ -1,4 +1,4 @@
-"""How a run goes, for the eye: a live line on a terminal, a line now and then elsewhere; then a summary."""
+"""Progress of a run: a live line on a terminal, a line now and then elsewhere; then a summary."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.errors import InvalidInput, printable, printable_lines
-from unisono.observe.formatting import clock, named, number, rate, resume_command, rows
+from unisono.observe.formatting import clock, metrics_text, number, rate, result_rows, resume_command
 from unisono.observe.rate_limit import RateLimit
 
 PLAIN_SECONDS = 5.0
 _REFRESHES_PER_SECOND = 8
-_FINDINGS = 64  # remembered, so that none is said twice
+_FINDINGS = 64  # remembered, so that none is shown twice
 
 
 class Display:
-    """Shows the messages of a run; used as a context, so that the terminal is whole again whatever happens.
+    """Shows the messages of a run; a context, which restores the terminal at its end.
 
-    Messages are mappings with a ``kind``: ``run`` (path), ``notice`` (text), ``finding`` (text, which every worker
-    reports and is shown once), ``progress`` (step, steps, loss, samples_per_second, metrics), ``breakpoint`` (from then
-    on nothing moves). Other kinds are left out.
+    Messages are mappings with a ``kind``: ``run`` (path), ``notice`` (text), ``finding`` (text; every worker reports
+    it, and it is shown once), ``progress`` (step, steps, loss, samples_per_second, metrics), ``breakpoint`` (the live
+    line stops). Other kinds are ignored.
 
     Args:
         name: what is trained.
-        stream: where to; lines without colours or movement unless it is a terminal.
-        console: in place of one made from `stream`.
-        plain_seconds: time between two lines where there is no terminal.
+        stream: the output; lines without colours or movement unless it is a terminal.
+        console: in place of one for `stream`.
+        plain_seconds: time between two lines without a terminal.
+
+    Attributes:
+        run: path of the run directory, once it is known.
     """
 
     def __init__(
@@ -50,14 +53,14 @@ class Display:
     ) -> None:
         self._name = name
         self._console = console or Console(file=stream, highlight=False)
-        self._pace = RateLimit(plain_seconds)
+        self._rate_limit = RateLimit(plain_seconds)
         self._progress: Mapping[str, Any] | None = None
         self._first: tuple[float, int] | None = None
         self._spinner = Spinner("dots", Text(f"{name}: starting", style="dim"), style="cyan")
         self._live: Live | None = None
-        self.run: str | None = None  # where the run lies, once that is known
-        self._run_said = False
-        self._found: deque[str] = deque(maxlen=_FINDINGS)
+        self.run: str | None = None
+        self._run_shown = False
+        self._findings: deque[str] = deque(maxlen=_FINDINGS)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -76,48 +79,48 @@ class Display:
     ) -> None:
         self.close()
         if kind is not None and not issubclass(kind, InvalidInput):
-            self._say_run()
+            self._show_run()
 
     def close(self) -> None:
-        """Stop moving; what is printed afterwards stands below. May be called twice."""
+        """Stop the live line; later output follows below it. May be called twice."""
         if self._live is not None:
             self._live.stop()
 
     def handle(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Take one message of worker `rank`."""
+        """Process one message of worker `rank`."""
         match message.get("kind"):
             case "run":
-                self.run = str(message["path"])  # said with the first step: until then it may be taken back
+                self.run = str(message["path"])  # shown with the first step: until then the run may be refused
             case "notice":
-                self._say(Text.assemble(("note ", "yellow"), printable_lines(str(message["text"]))))
-            case "finding" if message["text"] not in self._found:
-                self._found.append(message["text"])
-                self._say(Text.assemble(("stuck ", "red"), printable_lines(str(message["text"]))))
+                self._print(Text.assemble(("note ", "yellow"), printable_lines(str(message["text"]))))
+            case "finding" if message["text"] not in self._findings:
+                self._findings.append(message["text"])
+                self._print(Text.assemble(("stuck ", "red"), printable_lines(str(message["text"]))))
             case "progress":
-                self._take(message)
+                self._show_progress(message)
             case "breakpoint":
                 self.close()
                 self._live = None
 
-    def _take(self, progress: Mapping[str, Any]) -> None:
+    def _show_progress(self, progress: Mapping[str, Any]) -> None:
         self._progress = progress
         if self._first is None:
             self._first = time.monotonic(), progress["step"]
-            self._say_run()
-        if self._live is None and (self._pace.due() or progress["step"] == progress["steps"]):
-            self._say(Text(f"step {progress['step']:,}/{progress['steps']:,}  {self._figures(progress)}"))
+            self._show_run()
+        if self._live is None and (self._rate_limit.due() or progress["step"] == progress["steps"]):
+            self._print(Text(f"step {progress['step']:,}/{progress['steps']:,}  {self._figures(progress)}"))
 
-    def _say_run(self) -> None:
-        if self.run is not None and not self._run_said:
-            self._run_said = True
-            self._say(Text.assemble(("run ", "dim"), printable(self.run)))
+    def _show_run(self) -> None:
+        if self.run is not None and not self._run_shown:
+            self._run_shown = True
+            self._print(Text.assemble(("run ", "dim"), printable(self.run)))
 
-    def _say(self, text: Text) -> None:
+    def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)
 
     def _figures(self, progress: Mapping[str, Any]) -> str:
         figures = [f"loss {number(progress['loss'])}", f"{rate(progress['samples_per_second'])} samples/s"]
-        metrics = printable(named(progress.get("metrics") or {}))
+        metrics = printable(metrics_text(progress.get("metrics") or {}))
         left = self._left(progress)
         return "  ".join([*figures, *([metrics] if metrics else []), *([left] if left else [])])
 
@@ -145,24 +148,24 @@ class Display:
 
 
 def summary(name: str, result: Mapping[str, Any], stream: TextIO, *, console: Console | None = None) -> None:
-    """Print what came of a run: a panel on a terminal, plain lines elsewhere.
+    """Print the result of a run: a panel on a terminal, plain lines elsewhere.
 
     Args:
         name: what was trained.
         result: as of ``dataclasses.asdict(Result)``.
-        stream: where to.
-        console: in place of one made from `stream`.
+        stream: the output.
+        console: in place of one for `stream`.
     """
     console = console or Console(file=stream, highlight=False)
     command = resume_command(str(result["run"]), 2 * result["steps"])
     if not console.is_terminal:
-        for label, text in [*rows(result), ("train on", command)]:
+        for label, text in [*result_rows(result), ("train on", command)]:
             console.print(Text(f"{label:<14} {text}"), soft_wrap=True)
         return
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for i, (label, text) in enumerate(rows(result)):
+    for i, (label, text) in enumerate(result_rows(result)):
         grid.add_row(label, Text(text, style="bold" if i <= len(result["metrics"]) else ""))
     console.print(Panel(grid, title=Text(name, style="bold"), title_align="left", box=box.ROUNDED, expand=False))
     console.print(Text.assemble(("train on with  ", "dim"), command), soft_wrap=True)

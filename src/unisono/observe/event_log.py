@@ -1,4 +1,4 @@
-"""What happened in a run, one JSON object a line in ``events.jsonl``."""
+"""Events of a run, one JSON object per line of ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FILE = "events.jsonl"
 _log = logging.getLogger("unisono.observe")
 
 
-class Events:
-    """Appends events to a run directory; a failing disk is reported once to the log, never to the training.
+class EventLog:
+    """Appends events to a run directory; a failing disk is reported once in the log, and never raises.
 
     Args:
-        directory: the run's directory; the file in it is made private, or appended to after a resume.
+        directory: the run directory; the file in it is private, and is appended to after a resume.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -34,16 +34,16 @@ class Events:
             self._report(error)
 
     def write(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Append one event with the time (seconds since 1970); one write call, so that lines never mix."""
+        """Append one event with the time, in seconds since 1970; one write call, so that lines never mix."""
         if self._file < 0:
             return
         try:
-            os.write(self._file, line(time.time(), event, fields))
+            os.write(self._file, encode_event(time.time(), event, fields))
         except OSError as error:
             self._report(error)
 
     def close(self) -> None:
-        """Close the file; later events are left out."""
+        """Close the file; later events are dropped."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -51,17 +51,17 @@ class Events:
     def _report(self, error: OSError) -> None:
         if not self._failed:
             self._failed = True
-            _log.warning("events are not written to %s: %s; the run goes on", self._path, error.strerror)
+            _log.warning("events are not written to %s: %s; the run continues", self._path, error.strerror)
 
 
-def line(seconds: float, event: str, fields: Mapping[str, Any]) -> bytes:
-    """One event as a line of JSON; what JSON cannot say (NaN, a path) is written as text."""
-    said = {"time": round(seconds, 6), "event": event, **{key: plain(value) for key, value in fields.items()}}
-    return json.dumps(said, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+def encode_event(seconds: float, event: str, fields: Mapping[str, Any]) -> bytes:
+    """One event as a line of JSON, with `plain` values."""
+    record = {"time": round(seconds, 6), "event": event, **{key: plain(value) for key, value in fields.items()}}
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can say it: numbers that are not finite, and objects that it does not know, as text."""
+    """`value` as JSON can represent it: numbers that are not finite, and other objects, as text."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

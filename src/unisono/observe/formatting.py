@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Numbers and results as text for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from unisono.observe.goodput import advice, in_a_line
+from unisono.observe.goodput import advice, shares_text
 
 
 def number(value: float) -> str:
@@ -20,7 +20,7 @@ def number(value: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Three significant digits, for what never stands still."""
+    """Three significant digits, for numbers that change all the time."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
@@ -40,23 +40,23 @@ def clock(seconds: float) -> str:
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def named(values: Mapping[str, float]) -> str:
+def metrics_text(values: Mapping[str, float]) -> str:
     """``accuracy 0.9861  held-out loss 0.043``."""
     return "  ".join(f"{label(name)} {number(value)}" for name, value in values.items())
 
 
 def label(metric: str) -> str:
-    """A metric's name in words; the loss on held-out data must not be taken for the one in training."""
+    """A metric's name as text; the loss on held-out data must not be mistaken for the training loss."""
     return "held-out loss" if metric == "loss" else metric.replace("_", " ")
 
 
-def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+def result_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """A run's result as label and text; see `unisono.Result` for its fields."""
     median = result["step_seconds_median"]
     typical = f" · {duration(median)} a step" if median else ""
-    found = [("training loss", number(result["loss"]))]
-    found += [(label(name), number(value)) for name, value in result["metrics"].items()]
-    found += [
+    rows = [("training loss", number(result["loss"]))]
+    rows += [(label(name), number(value)) for name, value in result["metrics"].items()]
+    rows += [
         ("trained", f"{result['steps']:,} steps, {result['samples']:,} samples{_dropped(result)}"),
         ("speed", f"{rate(result['samples_per_second'])} samples/s{typical}"),
         (
@@ -68,25 +68,25 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("memory", f"{decimal(int(result['peak_rss_bytes']))} at most in a worker"),
         ("weights", result["weights_sha256"]),
     ]
-    return [*found, ("run", str(result["run"]))]
+    return [*rows, ("run", str(result["run"]))]
 
 
 def _time_spent(ledger: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """Where the workers' time went, and what could be done about it."""
-    said = in_a_line(ledger)
+    """Where the workers' time went, and advice."""
+    shares = shares_text(ledger)
     tip = advice(ledger)
-    return [("goodput", f"{said} of the time after the start" + (f": {tip}" if tip else ""))] if said else []
+    return [("goodput", f"{shares} of the time after the start" + (f": {tip}" if tip else ""))] if shares else []
 
 
 def _dropped(result: Mapping[str, Any]) -> str:
-    """What did not count, and what was healed, if anything."""
+    """Skipped steps and healed replicas, if any."""
     skipped, healed = result.get("skipped_steps", 0), result.get("healed", 0)
     dropped = f"; {skipped:,} bad step{'s' * (skipped != 1)} dropped" if skipped else ""
     return dropped + (f"; {healed:,} damaged replica{'s' * (healed != 1)} healed" if healed else "")
 
 
 def resume_command(run: str, steps: int | None = None) -> str:
-    """The command that goes on with the run that lies in `run`, up to `steps` if that is given."""
+    """The command that continues the run in the directory `run`, up to `steps` if given."""
     path = shlex.quote(run)
     longer = f" --steps {steps}" if steps is not None else ""
     return f"unisono train --run-dir {path} --resume{longer}"

@@ -1,4 +1,4 @@
-"""What the ledgers of a run say, in a line, and what could be done about it: rules, without I/O."""
+"""Goodput of a run, from its workers' time ledgers, and advice by rules; without I/O."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 
 from unisono.observe.activity import Phase
 
-Spent = Mapping[str, float]  # seconds by the phase's name, as in a run's summary
-_APART = 1.5  # times the others' computing, from where a worker is slow
-_WORTH_SECONDS = 1.0  # of a worker: who could save less needs no advice
+Spent = Mapping[str, float]  # seconds by the phase's name, as in the summary of a run
+_SLOW_RATIO = 1.5  # of a worker's compute time to the others', from which it is slow
+_MIN_SECONDS = 1.0  # of a worker: advice that saves less is not given
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Advice for whoever spends at least `share` of the time after the start in `phases`."""
+    """Advice for runs that spend at least `share` of the time after the start in `phases`."""
 
     phases: tuple[Phase, ...]
     share: float
     advice: str
 
     def applies(self, ledgers: Sequence[Spent]) -> bool:
-        """Whether that is much, and long."""
-        long = _within(ledgers, self.phases) >= _WORTH_SECONDS * len(ledgers)
+        """Whether the share and the time are large enough."""
+        long = _within(ledgers, self.phases) >= _MIN_SECONDS * len(ledgers)
         return long and _share(ledgers, self.phases) >= self.share
 
 
 _RULES = (
-    _Rule((Phase.RECOVERY, Phase.LOST), 0.1, "{share} went into recoveries and work done twice: workers go too often, "
-          "or steps are long; smaller steps lose less"),
+    _Rule((Phase.RECOVERY, Phase.LOST), 0.1, "{share} was spent on recoveries and repeated steps: workers are lost too "
+          "often, or steps are long; smaller steps lose less"),
     _Rule((Phase.DATA,), 0.1, "{share} was spent waiting for data: load it with more processes, as in "
           "--load 'Processes(4)', or make the data set's code cheaper"),
     _Rule((Phase.COMMUNICATION,), 0.2, "{share} was spent waiting for others: send less, as with "
@@ -40,29 +40,29 @@ _RULES = (
 )  # fmt: skip
 
 
-def total(spent: Spent) -> float:
-    """A worker's life in seconds."""
+def total_seconds(spent: Spent) -> float:
+    """A worker's lifetime in seconds."""
     return sum(spent.values())
 
 
 def goodput(ledgers: Sequence[Spent]) -> float:
-    """The share of the time after the start, of all workers, that was computing that counts."""
+    """Share of committed computation in the time after the start, over all workers."""
     return _share(ledgers, (Phase.COMPUTE,))
 
 
 def advice(ledgers: Sequence[Spent]) -> str:
-    """What is most worth doing; empty if nothing stands out."""
+    """The most useful advice; empty if no rule applies."""
     slow = _slowest(ledgers)
     if slow:
         return slow
-    found = [rule for rule in _RULES if rule.applies(ledgers)]
-    if not found:
+    applying = [rule for rule in _RULES if rule.applies(ledgers)]
+    if not applying:
         return ""
-    worst = max(found, key=lambda rule: _share(ledgers, rule.phases) / rule.share)
+    worst = max(applying, key=lambda rule: _share(ledgers, rule.phases) / rule.share)
     return worst.advice.format(share=f"{_share(ledgers, worst.phases):.0%} of the time")
 
 
-def in_a_line(ledgers: Sequence[Spent]) -> str:
+def shares_text(ledgers: Sequence[Spent]) -> str:
     """``81% computing, 12% communication, 7% data``: shares of the time after the start, from 1 %."""
     shares = sorted(((_share(ledgers, (phase,)), phase) for phase in Phase if phase is not Phase.START),
                     key=lambda each: -each[0])  # fmt: skip
@@ -70,11 +70,11 @@ def in_a_line(ledgers: Sequence[Spent]) -> str:
 
 
 def table(ledgers: Sequence[Spent], names: Sequence[str]) -> list[str]:
-    """Lines of a table: a worker each, seconds by phase, and what they add up to."""
+    """Lines of a table: one per worker, with seconds by phase and their sum."""
     phases = [phase.value for phase in Phase if any(spent.get(phase.value) for spent in ledgers)]
     rows = [["worker", *phases, "together"]]
     rows += [
-        [name, *(f"{spent.get(phase, 0.0):.2f}" for phase in phases), f"{total(spent):.2f}"]
+        [name, *(f"{spent.get(phase, 0.0):.2f}" for phase in phases), f"{total_seconds(spent):.2f}"]
         for name, spent in zip(names, ledgers)
     ]
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -82,24 +82,24 @@ def table(ledgers: Sequence[Spent], names: Sequence[str]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(pad, row[1:], widths[1:])]) for row in rows]
 
 
-def account(spent: Mapping[str, Spent]) -> list[str]:
-    """All of it, of workers by name: a table, shares in a line, and advice."""
+def time_report(spent: Mapping[str, Spent]) -> list[str]:
+    """A table, a line of shares, and advice, for ledgers by worker."""
     if not spent:
         return []
     ledgers = list(spent.values())
-    line, tip = in_a_line(ledgers), advice(ledgers)
-    found = [*table(ledgers, list(spent)), *([f"after the start: {line}"] if line else [])]
-    return [*found, tip] if tip else found
+    line, tip = shares_text(ledgers), advice(ledgers)
+    lines = [*table(ledgers, list(spent)), *([f"after the start: {line}"] if line else [])]
+    return [*lines, tip] if tip else lines
 
 
 def _slowest(ledgers: Sequence[Spent]) -> str:
-    """Whoever computes so much longer than the others that they wait for it."""
+    """Advice about a worker that computes so much longer than the others that they wait for it."""
     if len(ledgers) < 2 or _share(ledgers, (Phase.COMMUNICATION,)) < 0.1:
         return ""
     computing = [spent.get(Phase.COMPUTE.value, 0.0) + spent.get(Phase.DATA.value, 0.0) for spent in ledgers]
     slowest = max(range(len(ledgers)), key=computing.__getitem__)
     others = statistics.median(computing[:slowest] + computing[slowest + 1 :])
-    if others <= 0 or computing[slowest] < _APART * others:
+    if others <= 0 or computing[slowest] < _SLOW_RATIO * others:
         return ""
     times, spent = computing[slowest] / others, ledgers[slowest]
     loads = spent.get(Phase.DATA.value, 0.0) > spent.get(Phase.COMPUTE.value, 0.0)
@@ -109,7 +109,7 @@ def _slowest(ledgers: Sequence[Spent]) -> str:
 
 
 def _share(ledgers: Sequence[Spent], phases: Sequence[Phase]) -> float:
-    after = sum(total(spent) - spent.get(Phase.START.value, 0.0) for spent in ledgers)
+    after = sum(total_seconds(spent) - spent.get(Phase.START.value, 0.0) for spent in ledgers)
     return _within(ledgers, phases) / after if after > 0 else 0.0
 
 

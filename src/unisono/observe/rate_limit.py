@@ -1,4 +1,4 @@
-"""How often something is worth saying."""
+"""A limit on how often something is reported."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 
 
 class RateLimit:
-    """At most one every `interval_seconds`; the first is always due."""
+    """At most one report every `interval_seconds`; the first is always due."""
 
     def __init__(self, interval_seconds: float) -> None:
         self._interval = interval_seconds
         self._next = float("-inf")
 
     def due(self) -> bool:
-        """Whether it is time; if so, the next is due an interval from now."""
+        """Whether a report is due; if so, the next is due an interval from now."""
         now = time.monotonic()
         if now < self._next:
             return False

@@ -1,4 +1,4 @@
-"""The two files of a run that are read again: ``config.toml`` (by ``--config``) and ``summary.json``."""
+"""The two files of a run that are read later: ``config.toml`` (by ``--config``) and ``summary.json``."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from unisono.observe.event_log import plain
 from unisono.system import atomic_files as atomic
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
-_NOT_AGAIN = ("run_dir", "resume")  # of this run, not of one that is made like it
+_OF_ONE_RUN = ("run_dir", "resume")  # have no meaning for another run with the same settings
 
 
 def write_config(directory: Path, settings: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -> None:
-    """Write ``config.toml``: Config fields on top, the task's name and arguments in the table ``task``.
+    """Write ``config.toml``: fields of `Config`, then the task's name and arguments in the table ``task``.
 
     Args:
-        directory: the run's directory.
+        directory: the run directory.
         settings: as of `Config.mapping`.
         name: the task, as on the command line.
-        arguments: the task's arguments; None is left out, TOML has no word for it.
+        arguments: the task's arguments; None is left out, since TOML cannot represent it.
 
     Raises:
         OSError: the file cannot be written.
     """
-    kept = {key: value for key, value in settings.items() if key not in _NOT_AGAIN}
+    kept = {key: value for key, value in settings.items() if key not in _OF_ONE_RUN}
     text = tomli_w.dumps(_toml({**kept, "task": {**arguments, "name": name}}))
     replace(directory / CONFIG, text)
 
@@ -43,10 +43,10 @@ def write_summary(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write `text` to a private file that takes the place of `path` when it is whole.
+    """Write `text` to a private file, which replaces `path` when it is complete.
 
     Raises:
-        OSError: the file cannot be written; what was there before is untouched.
+        OSError: the file cannot be written; the one before is unchanged.
     """
     if path.exists() and not path.is_file():  # /dev/stdout, a pipe
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a run leaves behind: events and scalars, by one protocol with a real end and an empty one."""
+"""The record of a run: events and scalars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from unisono.observe.event_log import Events
+from unisono.observe.event_log import EventLog
 from unisono.observe.rate_limit import RateLimit
 from unisono.observe.sinks import Sink, sinks
 
@@ -16,22 +16,22 @@ Fields = Mapping[str, Any]
 
 
 class Recorder(Protocol):
-    """Takes what happened; never waits for anything and never raises."""
+    """Records events, steps and metrics. Its methods never block and never raise."""
 
     def event(self, event: str, /, **fields: Any) -> None:
-        """Something that happens seldom; it is written at once."""
+        """Record a rare event; it is written at once."""
 
     def step(self, step: int, steps: int, fields: Callable[[], Fields]) -> None:
-        """Step number `step` (from 1) of `steps` is done.
+        """Record that step `step` (from 1) of `steps` is taken.
 
-        All but the first and the last are thinned by time: `fields` is called now, in `close`, or never.
+        Except for the first and the last, the rate is limited: `fields` is called now, in `close`, or never.
         """
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """What an evaluation after `step` steps gave."""
+        """Record the result of an evaluation after `step` steps."""
 
     def close(self) -> None:
-        """Write the last step that is still held back, and close what is open."""
+        """Write the last step if it is not written yet, and close all files."""
 
 
 class NullRecorder:
@@ -51,19 +51,19 @@ class NullRecorder:
 
 
 class RunRecorder:
-    """Records into a run directory, and into every sink that is installed.
+    """Records to the run directory, and to all installed sinks.
 
     Args:
-        directory: the run's directory.
-        more: sinks; default: all that are installed.
-        step_seconds: time between two steps that are written.
+        directory: the run directory.
+        more: sinks; None: all that are installed.
+        step_seconds: time between two written steps.
     """
 
     def __init__(self, directory: Path, more: Sequence[Sink] | None = None, step_seconds: float = STEP_SECONDS) -> None:
-        self._events = Events(directory)
+        self._events = EventLog(directory)
         self._sinks = sinks(directory) if more is None else list(more)
-        self._pace = RateLimit(step_seconds)
-        self._held: tuple[int, int, Callable[[], Fields]] | None = None
+        self._rate_limit = RateLimit(step_seconds)
+        self._last_step: tuple[int, int, Callable[[], Fields]] | None = None
 
     def event(self, event: str, /, **fields: Any) -> None:
         """See `Recorder`."""
@@ -71,8 +71,8 @@ class RunRecorder:
 
     def step(self, step: int, steps: int, fields: Callable[[], Fields]) -> None:
         """See `Recorder`."""
-        self._held = step, steps, fields
-        if self._pace.due() or step == steps:
+        self._last_step = step, steps, fields
+        if self._rate_limit.due() or step == steps:
             self._write_step()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -88,12 +88,12 @@ class RunRecorder:
             sink.close()
 
     def _write_step(self) -> None:
-        if self._held is None:
+        if self._last_step is None:
             return
-        (step, steps, fields), self._held = self._held, None
-        said = fields()
-        self._events.write("step", {"step": step, "steps": steps, **said})
-        self._scalars("train", step, said)
+        (step, steps, fields), self._last_step = self._last_step, None
+        values = fields()
+        self._events.write("step", {"step": step, "steps": steps, **values})
+        self._scalars("train", step, values)
 
     def _scalars(self, group: str, step: int, values: Fields) -> None:
         numbers = {f"{group}/{name}": float(v) for name, v in values.items() if isinstance(v, int | float)}

@@ -1,4 +1,4 @@
-"""Where numbers go beside the run's own files: TensorBoard, where it is installed."""
+"""Outputs for scalars in addition to the run's own files: TensorBoard, if it is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger("unisono.observe")
 
 
 class Sink(Protocol):
-    """Takes numbers by name; never raises into training."""
+    """Takes numbers by name; never raises."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Scalars for TensorBoard under ``tensorboard/`` in the run directory, made at the first one."""
+    """Scalars for TensorBoard in ``tensorboard/`` of the run directory, created with the first one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory / "tensorboard"
@@ -36,12 +36,12 @@ class TensorBoard:
                 self._writer = _writer(self._directory)
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
-        except Exception as error:  # whatever a foreign writer raises, the training is worth more
+        except Exception as error:  # a failure of TensorBoard must not end the training
             self._failed = True
-            _log.warning("nothing more is written for TensorBoard: %s; the run goes on", error)
+            _log.warning("nothing more is written for TensorBoard: %s; the run continues", error)
 
     def close(self) -> None:
-        """Write out what is held back."""
+        """Write buffered scalars."""
         if self._writer is not None and not self._failed:
             try:
                 self._writer.close()
@@ -57,5 +57,5 @@ def sinks(directory: Path) -> list[Sink]:
 def _writer(directory: Path) -> Any:
     from torch.utils.tensorboard.writer import SummaryWriter  # imports for half a second
 
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # its files are made readable for all
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # TensorBoard creates files that all users can read
     return SummaryWriter(str(directory))

@@ -1,6 +1,6 @@
-"""What holds a step up, in words: who has not arrived, where, doing what, since when, and what to do about it.
+"""What delays a step, as text: which worker has not arrived, at which line, doing what, for how long, and what to do.
 
-Nothing here has a clock: what members said last comes with its age.
+Nothing here has a clock: reports of members come with their age.
 """
 
 from __future__ import annotations
@@ -12,40 +12,39 @@ from enum import Enum
 
 from unisono.observe.activity import Activity, Phase
 
-GRACE_SECONDS = 0.5  # beyond the deadline; what is over by then is not worth a line
-_NAMED = 4  # workers, of those that are to be named together
+_NAMED = 4  # workers that a text names together
 
 
 class Liveness(Enum):
-    """Whether a worker is there."""
+    """Whether a worker is alive, as far as the coordinator knows."""
 
-    HEARD = "heard"
-    SILENT = "silent"  # for longer than it ever is
-    GONE = "gone"  # its process has ended
+    RESPONSIVE = "responsive"
+    UNRESPONSIVE = "unresponsive"  # its heartbeat is overdue
+    EXITED = "exited"  # its process has exited
 
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """A member of a view, as last heard.
+    """A member of a view, as of its last report.
 
     Args:
-        worker: its name, by which its launcher and its log call it.
-        silent_seconds: since then.
+        worker: its name, as in its launcher's messages and its log.
+        age_seconds: of the report.
     """
 
     worker: str
-    presence: Liveness
-    silent_seconds: float
-    doing: Activity
+    liveness: Liveness
+    age_seconds: float
+    activity: Activity
 
     @property
     def arrived(self) -> bool:
-        """Whether it is where all are to meet, or on its way to the next."""
-        return self.presence is Liveness.HEARD and self.doing.waits
+        """Whether the member waits for others."""
+        return self.liveness is Liveness.RESPONSIVE and self.activity.is_waiting
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The worker in a sentence."""
         return f"worker {self.worker}"
 
 
@@ -55,8 +54,8 @@ class Stall:
 
     Args:
         step: from 0.
-        seconds: since the last one was done.
-        usual_seconds: between two.
+        seconds: since the last step.
+        usual_seconds: between two steps.
     """
 
     step: int
@@ -66,108 +65,116 @@ class Stall:
 
 @dataclass(frozen=True)
 class Finding:
-    """What holds a step up.
+    """A cause of a stall.
 
     Args:
-        worker: whose name it is about; empty: nobody's more than the others'.
-        words: a sentence or two.
+        worker: the name of the worker that causes it; empty: no single one.
+        text: a sentence or two.
     """
 
     worker: str
-    words: str
+    text: str
 
 
-def diagnose(stuck: Stall, members: Sequence[MemberStatus]) -> list[Finding]:
-    """What holds `stuck` up: one finding for each worker that has not arrived where others wait."""
-    absent = [seen for seen in members if not seen.arrived]
-    waiting = [seen for seen in members if seen.arrived]
+def diagnose(stall: Stall, members: Sequence[MemberStatus]) -> list[Finding]:
+    """Causes of `stall`: one for each member for which others wait."""
+    absent = [member for member in members if not member.arrived]
+    waiting = [member for member in members if member.arrived]
     if not absent:
-        return [_all_wait(stuck, waiting)]
-    where = _where(waiting)
-    late = _late(stuck)
-    found = [Finding(seen.worker, f"{late}: {_absent(seen)}{where}. {advice(seen)}") for seen in absent[:_NAMED]]
+        return [_all_wait(stall, waiting)]
+    operation = _operation(waiting)
+    late = _late(stall)
+    findings = [
+        Finding(member.worker, f"{late}: {_absent(member)}{operation}. {advice(member)}") for member in absent[:_NAMED]
+    ]
     if len(absent) > _NAMED:
-        found.append(Finding("", f"{len(absent) - _NAMED} more workers have not arrived either"))
-    return found
+        findings.append(Finding("", f"{len(absent) - _NAMED} more workers have not arrived either"))
+    return findings
 
 
-def of_oneself(stuck: Stall, doing: Activity) -> str:
-    """What holds a worker up that knows only of itself."""
-    ranks = ", ".join(map(str, doing.missing))
-    missed = f", to which worker{'s' * (len(doing.missing) > 1)} {ranks} did not come," if ranks else ""
-    what = "Look at the logs of those it waits for, and at the network." if doing.waits else _ADVICE[doing.phase]
-    since = _seconds(doing.since_seconds)
-    return f"{_late(stuck)}: this worker {doing.words}{missed} since {since}{doing.where}. {what}"
+def own_stall(stall: Stall, activity: Activity) -> str:
+    """The cause of a stall, as a worker sees it that knows only its own activity."""
+    ranks = ", ".join(map(str, activity.missing))
+    have = "workers {} have" if len(activity.missing) > 1 else "worker {} has"
+    missing = f", which {have.format(ranks)} not started," if ranks else ""
+    waits = "Look at the logs of the workers that it waits for, and at the network."
+    tip = waits if activity.is_waiting else _ADVICE[activity.phase]
+    seconds = _seconds(activity.since_seconds)
+    return (
+        f"{_late(stall)}: this worker has been {activity.description}{missing} for {seconds}{activity.location}. {tip}"
+    )
 
 
-def advice(seen: MemberStatus) -> str:
+def advice(member: MemberStatus) -> str:
     """What to do about a worker that has not arrived."""
-    if seen.presence is Liveness.GONE:
-        return "Its own log tells how it ended; the others go on without it where they may."
-    if seen.presence is Liveness.SILENT:
+    if member.liveness is Liveness.EXITED:
+        return "See its own log for the reason; if the run is elastic, the others continue without it."
+    if member.liveness is Liveness.UNRESPONSIVE:
         return (
-            "Its process is stopped, or starved of memory or time, or its host or its link is away: see to those; the "
-            "others go on without it where they may."
+            "Its process is stopped, or lacks memory or processor time, or its host or link is down: check these; if "
+            "the run is elastic, the others continue without it."
         )
-    return _ADVICE[seen.doing.phase]
+    return _ADVICE[member.activity.phase]
 
 
 _ADVICE = {
-    Phase.START: "Look at what the task does before its first step; a model that is compiled takes long once.",
+    Phase.START: "Look at what the task does before its first step; compiling a model takes long once.",
     Phase.COMPUTE: "Look at that line: a lock, a loop, an input far larger than others? Or at what else its host does.",
     Phase.COMMUNICATION: "Look at its link.",
-    Phase.DATA: "Look at the data set's code and where its files lie; Processes(n) in --load fetches beside training.",
-    Phase.CHECKPOINT: "Look at the disk of the run's directory: is it full, or slow?",
+    Phase.DATA: "Look at the data set's code and the disk of its files; Processes(n) in --load loads during training.",
+    Phase.CHECKPOINT: "Look at the disk of the run directory: is it full, or slow?",
     Phase.EVALUATION: "Look at the evaluation's code and data; it may simply be long: --evaluate-every.",
-    Phase.RECOVERY: "It takes over the state from others: look at its link if that takes long.",
-    Phase.LOST: "It computes again what was not kept.",
+    Phase.RECOVERY: "It receives the state from others: look at its link if that takes long.",
+    Phase.LOST: "It repeats steps that were rolled back.",
     Phase.IDLE: "It does not train: look at its log.",
 }
 
 
-def _all_wait(stuck: Stall, waiting: Sequence[MemberStatus]) -> Finding:
-    """Everybody waits, and nothing moves."""
-    places = Counter(seen.doing.waits_for for seen in waiting)
-    (usual, _), *_ = places.most_common(1)
-    if len(places) == 1:
-        where = next((seen.doing.where for seen in waiting if seen.doing.line), "")
+def _all_wait(stall: Stall, waiting: Sequence[MemberStatus]) -> Finding:
+    """All members wait, and none is missing."""
+    operations = Counter(member.activity.waits_for for member in waiting)
+    (usual, _), *_ = operations.most_common(1)
+    if len(operations) == 1:
+        location = next((member.activity.location for member in waiting if member.activity.line), "")
         return Finding(
-            "", f"{_late(stuck)}: all {len(waiting)} workers wait for {usual or 'each other'}{where}, and nothing "
-            "arrives. Look at the network between them.")  # fmt: skip
-    odd = [seen.worker for seen in waiting if seen.doing.waits_for != usual]
-    told = "; ".join(f"{seen.name} {seen.doing.words}{seen.doing.where}" for seen in waiting[: 2 * _NAMED])
+            "", f"{_late(stall)}: all {len(waiting)} workers wait for {usual or 'each other'}{location}, and "
+            "nothing arrives. Look at the network between them.")  # fmt: skip
+    odd = [member.worker for member in waiting if member.activity.waits_for != usual]
+    named = "; ".join(
+        f"{member.name} is {member.activity.description}{member.activity.location}" for member in waiting[: 2 * _NAMED]
+    )
     return Finding(
         odd[0] if len(odd) == 1 and len(waiting) > 2 else "",
-        f"{_late(stuck)}: workers wait for different things: {told}. One of them left out what all have to do: look "
-        "for a branch that depends on the worker or its data.")  # fmt: skip
+        f"{_late(stall)}: workers wait for different operations: {named}. One of them skipped an operation that all "
+        "must start: look for a branch that depends on the worker or its data.")  # fmt: skip
 
 
-def _late(stuck: Stall) -> str:
-    if stuck.seconds <= stuck.usual_seconds:  # somebody's end was seen at once
-        return f"step {stuck.step} cannot be done"
-    return f"step {stuck.step} is not done after {_seconds(stuck.seconds)} (usually {_seconds(stuck.usual_seconds)})"
+def _late(stall: Stall) -> str:
+    if stall.seconds <= stall.usual_seconds:  # the exit of a worker was noticed at once
+        return f"step {stall.step} cannot complete"
+    return f"step {stall.step} is not done after {_seconds(stall.seconds)} (usually {_seconds(stall.usual_seconds)})"
 
 
-def _absent(seen: MemberStatus) -> str:
-    doing = seen.doing
-    last = f"when last heard of, it {doing.words}{doing.where}"
-    if seen.presence is Liveness.GONE:
-        return f"{seen.name} is gone, its process has ended; {last}"
-    if seen.presence is Liveness.SILENT:
-        return f"{seen.name} is frozen or cut off, nothing was heard of it for {_seconds(seen.silent_seconds)}; {last}"
-    since = _seconds(doing.since_seconds + seen.silent_seconds)
-    return f"{seen.name} has not arrived, it {doing.words} since {since}{doing.where}"
+def _absent(member: MemberStatus) -> str:
+    activity = member.activity
+    last = f"last reported: {activity.description}{activity.location}"
+    if member.liveness is Liveness.EXITED:
+        return f"the process of {member.name} has exited; {last}"
+    if member.liveness is Liveness.UNRESPONSIVE:
+        return f"{member.name} is frozen or cut off, without a report for {_seconds(member.age_seconds)}; {last}"
+    seconds = _seconds(activity.since_seconds + member.age_seconds)
+    return f"{member.name} has not arrived, {activity.description} for {seconds}{activity.location}"
 
 
-def _where(waiting: Sequence[MemberStatus]) -> str:
-    """Who waits for those that have not arrived, and in what."""
+def _operation(waiting: Sequence[MemberStatus]) -> str:
+    """The members that wait for those that have not arrived, and in which operation."""
     if not waiting:
         return ""
-    (operation, _), *_ = Counter(seen.doing.waits_for for seen in waiting).most_common(1)
-    line = next((seen.doing.where for seen in waiting if seen.doing.waits_for == operation and seen.doing.line), "")
-    names = ", ".join(seen.worker for seen in waiting[:_NAMED]) + ", …" * (len(waiting) > _NAMED)
-    who = f"worker {names} waits" if len(waiting) == 1 else f"workers {names} wait"
-    return f"; {who} for it in {operation or 'a meeting'}{line}"
+    (operation, _), *_ = Counter(member.activity.waits_for for member in waiting).most_common(1)
+    locations = (m.activity.location for m in waiting if m.activity.waits_for == operation and m.activity.line)
+    names = ", ".join(member.worker for member in waiting[:_NAMED]) + ", …" * (len(waiting) > _NAMED)
+    wait = f"worker {names} waits" if len(waiting) == 1 else f"workers {names} wait"
+    return f"; {wait} for it in {operation or 'a rendezvous'}{next(locations, '')}"
 
 
 def _seconds(seconds: float) -> str:

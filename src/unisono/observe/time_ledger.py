@@ -1,4 +1,4 @@
-"""Where a worker's time goes: every moment belongs to exactly one phase, so that they add up to its life."""
+"""Where a worker's time goes: every moment belongs to exactly one phase, so that the phases add up to its lifetime."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import TypeVar
 from unisono.observe.activity import Phase
 
 T = TypeVar("T")
-WORTHLESS = (Phase.COMPUTE, Phase.COMMUNICATION, Phase.DATA)
-"""What of a step that was not kept was for nothing."""
-_NEVER = float("nan")  # is not equal to itself: whoever looks while it stands there looks again
+STEP_PHASES = (Phase.COMPUTE, Phase.COMMUNICATION, Phase.DATA)
+"""Phases of a step; their time is lost if the step is rolled back."""
+_CHANGING = float("nan")  # is not equal to itself: a reader that finds it reads again
 
 
-class Account:
-    """The time of one phase. A context: inside, time is this phase's; contexts may lie in each other."""
+class PhaseAccount:
+    """The time of one phase. A context: time inside counts for this phase; contexts may be nested."""
 
-    __slots__ = ("_ledger", "kept_seconds", "phase", "seconds")
+    __slots__ = ("_ledger", "committed_seconds", "phase", "seconds")
 
-    def __init__(self, ledger: Ledger, phase: Phase) -> None:
+    def __init__(self, ledger: TimeLedger, phase: Phase) -> None:
         self._ledger, self.phase = ledger, phase
-        self.seconds = self.kept_seconds = 0.0
+        self.seconds = self.committed_seconds = 0.0
 
     def __enter__(self) -> None:
         self._ledger.push(self)
@@ -29,27 +29,27 @@ class Account:
         self._ledger.pop()
 
 
-class Ledger:
-    """The accounts of one worker; written by one thread, and read by any.
+class TimeLedger:
+    """The accounts of one worker; written by one thread, and read by any, without a lock.
 
     Args:
-        now: seconds of a clock that does not jump.
-        age_seconds: how long the worker has been there already, in the first phase.
+        now: seconds of a clock that never jumps.
+        age_seconds: of the worker so far; counts for the first phase.
     """
 
     def __init__(self, now: Callable[[], float], age_seconds: float = 0.0) -> None:
         self._now = now
-        self._accounts = {phase: Account(self, phase) for phase in Phase}
+        self._accounts = {phase: PhaseAccount(self, phase) for phase in Phase}
         self._open = [self._accounts[Phase.START]]
         self._since = now() - age_seconds
         self._changed = now()
 
-    def __call__(self, phase: Phase) -> Account:
+    def __call__(self, phase: Phase) -> PhaseAccount:
         """The context of `phase`."""
         return self._accounts[phase]
 
     def each(self, phase: Phase, items: Iterable[T]) -> Iterator[T]:
-        """`items`; the time until one is there is `phase`'s."""
+        """Iterate over `items`; the time until each is available counts for `phase`."""
         account, source = self._accounts[phase], iter(items)
         while True:
             with account:
@@ -60,64 +60,64 @@ class Ledger:
             yield item
 
     def set_phase(self, phase: Phase) -> None:
-        """From now on time outside of all contexts is `phase`'s."""
+        """Count the time outside of all contexts for `phase` from now on."""
         self._charge()
         self._open[0] = self._accounts[phase]
         self._changed = self._since
 
-    # The next two are called several times a step: they do what `_charge` does without calling it.
+    # The next two are called several times a step: they repeat the code of `_charge` to save calls.
 
-    def push(self, account: Account) -> None:
-        """Time is `account`'s until `pop`."""
-        since, self._since = self._since, _NEVER
+    def push(self, account: PhaseAccount) -> None:
+        """Count time for `account` until `pop`."""
+        since, self._since = self._since, _CHANGING
         now, accounts = self._now(), self._open
         accounts[-1].seconds += now - since
         accounts.append(account)
         self._changed = self._since = now
 
     def pop(self) -> None:
-        """Time is again whose it was."""
-        since, self._since = self._since, _NEVER
+        """Count time for the account before the last `push`."""
+        since, self._since = self._since, _CHANGING
         now = self._now()
         self._open.pop().seconds += now - since
         self._changed = self._since = now
 
     def commit(self) -> None:
-        """What was done until now is in the state, and will not be done again."""
+        """Steps taken until now are committed, and will not be repeated."""
         self._charge()
-        for phase in WORTHLESS:
+        for phase in STEP_PHASES:
             account = self._accounts[phase]
-            account.kept_seconds = account.seconds
+            account.committed_seconds = account.seconds
 
     def discard(self) -> None:
-        """What was done since the last `keep` was for nothing."""
+        """Count the time of steps since the last `commit` for `Phase.LOST`."""
         self._charge()
-        for phase in WORTHLESS:
+        for phase in STEP_PHASES:
             account = self._accounts[phase]
-            self._accounts[Phase.LOST].seconds += account.seconds - account.kept_seconds
-            account.seconds = account.kept_seconds
+            self._accounts[Phase.LOST].seconds += account.seconds - account.committed_seconds
+            account.seconds = account.committed_seconds
 
     @property
     def current(self) -> tuple[Phase, float]:
-        """The phase, and for how many seconds it has been that."""
+        """The current phase, and the seconds spent in it so far."""
         return self._open[-1].phase, max(0.0, self._now() - self._changed)
 
     def seconds(self) -> dict[Phase, float]:
-        """What has gone into each phase."""
+        """Seconds by phase."""
         while True:
             since, current = self._since, self._open[-1].phase
-            found = {phase: account.seconds for phase, account in self._accounts.items()}
-            if since == self._since:  # else the other thread was changing it
-                found[current] += max(0.0, self._now() - since)
-                return found
+            seconds = {phase: account.seconds for phase, account in self._accounts.items()}
+            if since == self._since:  # otherwise the other thread changed it meanwhile
+                seconds[current] += max(0.0, self._now() - since)
+                return seconds
 
     def _charge(self) -> None:
-        since, self._since = self._since, _NEVER
+        since, self._since = self._since, _CHANGING
         now = self._now()
         self._open[-1].seconds += now - since
         self._since = now
 
 
-def in_words(seconds: Mapping[Phase, float]) -> dict[str, float]:
-    """For a file: phases by name, those that took any time."""
+def seconds_by_name(seconds: Mapping[Phase, float]) -> dict[str, float]:
+    """Seconds by the phase's name, without phases that took no time."""
     return {phase.value: round(spent, 6) for phase, spent in seconds.items() if spent}

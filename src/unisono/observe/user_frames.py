@@ -1,4 +1,4 @@
-"""On which line of the user's own code a thread is."""
+"""The line of user code that a thread is on."""
 
 from __future__ import annotations
 
@@ -11,67 +11,67 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-LOADER = "unisono loader"  # how the names of threads begin in which the data set's code runs
-_MOST_BYTES = 1 << 20
-_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
-_TASKS = os.path.join(_OURS, "tasks", "builtin", "")  # what a user writes, written by us
+LOADER = "unisono loader"  # prefix of the names of threads that run the data set's code
+_MAX_BYTES = 1 << 20
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_TASKS = os.path.join(_PACKAGE, "tasks", "builtin", "")  # counts as user code
 _INSTALLED = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-_NOT_THEIRS = ("<", *(os.path.realpath(path) + os.sep for path in _INSTALLED))  # "<": code that stands in no file
+_NOT_USER_CODE = ("<", *(os.path.realpath(path) + os.sep for path in _INSTALLED))  # "<": code without a file
 
 
-def line_of(thread: int, *, loading: bool = False) -> str:
-    """``file.py:12 function``: the innermost line of the user's code that `thread` is on; empty: it is on none.
+def user_line(thread: int, *, loading: bool = False) -> str:
+    """``file.py:12 function``: the innermost line of user code that `thread` is on; empty: none.
 
     Args:
-        loading: it waits for data; in a thread that fetches some, is what it waits for.
+        loading: the thread waits for data; a line in a thread that loads data comes first.
     """
-    told = _told()
+    stacks = _stacks()
     if loading:
         for other in threading.enumerate():
-            if other.name.startswith(LOADER) and (found := dumped(told.get(other.ident or 0, ""))):
-                return found
-    return dumped(told.get(thread, ""))
+            if other.name.startswith(LOADER) and (line := user_line_of_dump(stacks.get(other.ident or 0, ""))):
+                return line
+    return user_line_of_dump(stacks.get(thread, ""))
 
 
-def _told() -> dict[int, str]:
-    """The lines of each thread, innermost first, as `dumped` reads them.
+def _stacks() -> dict[int, str]:
+    """The stack of each thread, innermost line first, as `user_line_of_dump` reads it.
 
-    The interpreter writes them down while nothing else runs. `sys._current_frames` will not do: other threads go on
-    while their frames are looked at, which Python 3.11 does not always survive; and up to 3.11.8 it collects garbage
-    under a lock of the interpreter's, where a tensor that is freed lets a thread run that waits for that lock for ever.
+    `faulthandler` writes all stacks while no other thread runs. `sys._current_frames` is not safe: other threads run
+    while their frames are read, which can crash Python 3.11. Up to 3.11.8 it also collects garbage under a lock of the
+    interpreter: freeing a tensor there may let a thread run that waits for this lock, which is a deadlock.
     """
     file = os.memfd_create("stacks")
     try:
         faulthandler.dump_traceback(file)
-        text = os.pread(file, _MOST_BYTES, 0).decode(errors="replace")
+        text = os.pread(file, _MAX_BYTES, 0).decode(errors="replace")
     finally:
         os.close(file)
     return {int(thread, 16): lines for thread, lines in _THREAD.findall(text)}
 
 
 def raised_at(trace: TracebackType | None) -> str:
-    """The same for an error: the last line of the user's on the way to where it was raised."""
-    found = ""
+    """The innermost line of user code on the way to where an error was raised, as of `user_line`."""
+    line = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if is_theirs(code.co_filename):
-            found = f"{named(code.co_filename)}:{trace.tb_lineno} {code.co_name}"
+        if is_user_code(code.co_filename):
+            line = f"{relative_path(code.co_filename)}:{trace.tb_lineno} {code.co_name}"
         trace = trace.tb_next
-    return found
+    return line
 
 
-def exit_in_words(leave: SystemExit) -> str:
+def describe_exit(error: SystemExit) -> str:
     """``user code called sys.exit(0) on file.py:12 function``."""
-    called = "sys.exit()" if leave.code is None else f"sys.exit({leave.code!r})"
-    line = raised_at(leave.__traceback__)
-    return f"user code called {called}" + (f" on {line}" if line else "")
+    call = "sys.exit()" if error.code is None else f"sys.exit({error.code!r})"
+    line = raised_at(error.__traceback__)
+    return f"user code called {call}" + (f" on {line}" if line else "")
 
 
-def dumped(text: str) -> str:
-    """The same for a thread of which `faulthandler` has told the lines, innermost first; perhaps of another process."""
+def user_line_of_dump(text: str) -> str:
+    """The innermost line of user code in a stack that `faulthandler` wrote, perhaps in another process."""
     for file, line, function in _DUMPED.findall(text):
-        if is_theirs(file):
-            return f"{named(file)}:{line} {function}"
+        if is_user_code(file):
+            return f"{relative_path(file)}:{line} {function}"
     return ""
 
 
@@ -80,16 +80,14 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\n((?:  .*\n)*)
 
 
 @cache
-def is_theirs(file: str) -> bool:
-    """Whether the user wrote that file: it is neither ours, nor Python's, nor of what was installed."""
+def is_user_code(file: str) -> bool:
+    """Whether a file is user code: not of this package, nor of Python, nor of an installed package."""
     path = file if file.startswith("<") else os.path.realpath(file)
     if path.startswith(_TASKS):
         return True
-    return not path.startswith((_OURS, *_NOT_THEIRS)) and f"{os.sep}site-packages{os.sep}" not in path
+    return not path.startswith((_PACKAGE, *_NOT_USER_CODE)) and f"{os.sep}site-packages{os.sep}" not in path
 
 
-def named(file: str) -> str:
-    """Relative to the working directory, where it lies in there."""
-    here = os.getcwd() + os.sep
-    whole = os.path.abspath(file)
-    return whole.removeprefix(here)
+def relative_path(file: str) -> str:
+    """The path relative to the working directory, if the file is in it."""
+    return os.path.abspath(file).removeprefix(os.getcwd() + os.sep)

@@ -1,4 +1,4 @@
-"""A worker that looks after itself: where nobody else does, its own log says when a step takes too long, and why."""
+"""A worker without a coordinator watches itself: its own log says when a step takes too long, and why."""
 
 from __future__ import annotations
 
@@ -11,77 +11,80 @@ from collections.abc import Callable, Collection
 from unisono.observe.activity import Activity, Phase
 from unisono.observe.activity_tracker import ThreadTracker
 from unisono.observe.adaptive_timeout import AdaptiveTimeout
-from unisono.observe.stall_diagnosis import Stall, of_oneself
+from unisono.observe.stall_diagnosis import Stall, own_stall
+from unisono.observe.time_ledger import STEP_PHASES
 
-LATE_SECONDS = 1.0  # beyond a step's deadline
-_LOOK_SECONDS = 0.25
-_FIRST_SECONDS = 2.5  # that a step is supposed to take before any was seen; what is done once is done in the first
-STEP = frozenset({Phase.COMPUTE, Phase.DATA, Phase.COMMUNICATION})
+LATE_SECONDS = 1.0  # after a step's deadline
+_CHECK_SECONDS = 0.25
+_FIRST_SECONDS = 2.5  # expected time of a step before any was observed; the first includes work that is done once
 LOG = logging.getLogger("unisono")
 
 
-class Patience:
-    """When something is to be said of a worker's steps. Has no clock.
+class StallDetector:
+    """Decides when to report a stall of a worker's steps. Has no clock.
 
     Args:
-        stuck_in: phases in which a step may be stuck; in others time does not count.
+        now: seconds.
+        watched: phases in which a step may stall; time in others does not count.
     """
 
-    def __init__(self, now: float, stuck_in: Collection[Phase] = STEP) -> None:
-        self._stuck_in = stuck_in
-        self._steps = AdaptiveTimeout(_FIRST_SECONDS, last=now)
-        self._done: int | None = None
+    def __init__(self, now: float, watched: Collection[Phase] = STEP_PHASES) -> None:
+        self._watched = watched
+        self._timeout = AdaptiveTimeout(_FIRST_SECONDS, last=now)
+        self._steps: int | None = None
         self._again_at = 0.0
 
-    def look(self, done: int, doing: Activity, now: float) -> str:
-        """A sentence, or nothing. What goes on is said again each time it has become twice as long.
+    def check(self, steps: int, activity: Activity, now: float) -> str:
+        """A sentence about the stall, or nothing. It is repeated each time the stall has doubled.
 
         Args:
-            done: steps that are in the state.
+            steps: that are committed.
         """
-        counts = doing.waits or doing.phase in self._stuck_in
-        if done != self._done or not counts:
-            if self._done is None or not counts:
-                self._steps.restart(now)
+        counts = activity.is_waiting or activity.phase in self._watched
+        if steps != self._steps or not counts:
+            if self._steps is None or not counts:
+                self._timeout.restart(now)
             else:
-                self._steps.beat(now)
-            self._done, self._again_at = done, 0.0
+                self._timeout.record(now)
+            self._steps, self._again_at = steps, 0.0
             return ""
-        assert self._steps.last is not None  # since the first look
-        seconds = now - self._steps.last
-        if seconds < self._steps.deadline_seconds + LATE_SECONDS or now < self._again_at:
+        assert self._timeout.last is not None  # since the first check
+        seconds = now - self._timeout.last
+        if seconds < self._timeout.deadline_seconds + LATE_SECONDS or now < self._again_at:
             return ""
         self._again_at = now + seconds
-        return of_oneself(Stall(done, seconds, self._steps.usual_seconds), doing)
+        return own_stall(Stall(steps, seconds, self._timeout.usual_seconds), activity)
 
 
 class Watchdog:
-    """Looks at a worker until it is closed, or nobody has the `watch` any more.
+    """A thread that checks a worker until it is closed, or the worker's tracker is garbage.
 
     Args:
-        stuck_in: see `Patience`.
-        tell: takes a sentence.
+        watched: see `StallDetector`.
+        report: takes a sentence.
     """
 
     def __init__(
-        self, watch: ThreadTracker, stuck_in: Collection[Phase] = STEP, tell: Callable[[str], None] = LOG.warning
-    ) -> None:
-        self._over = threading.Event()
-        seen = weakref.ref(watch), Patience(time.monotonic(), stuck_in), tell, self._over
-        self._thread = threading.Thread(target=_look, args=seen, name="unisono watchdog", daemon=True)
+        self, tracker: ThreadTracker, watched: Collection[Phase] = STEP_PHASES,
+        report: Callable[[str], None] = LOG.warning,
+    ) -> None:  # fmt: skip
+        self._closed = threading.Event()
+        arguments = weakref.ref(tracker), StallDetector(time.monotonic(), watched), report, self._closed
+        self._thread = threading.Thread(target=_watch, args=arguments, name="unisono watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody looks any more."""
-        self._over.set()
+        """End the thread."""
+        self._closed.set()
         self._thread.join()
 
 
-def _look(
-    watching: weakref.ref[ThreadTracker], patience: Patience, tell: Callable[[str], None], over: threading.Event
-) -> None:
-    while not over.wait(_LOOK_SECONDS) and (watch := watching()) is not None:
-        found = patience.look(watch.done, watch.doing(), time.monotonic())
-        if found:
-            tell(found)
-        del watch  # else it would live as long as this thread does
+def _watch(
+    tracker_ref: weakref.ref[ThreadTracker], detector: StallDetector, report: Callable[[str], None],
+    closed: threading.Event,
+) -> None:  # fmt: skip
+    while not closed.wait(_CHECK_SECONDS) and (tracker := tracker_ref()) is not None:
+        text = detector.check(tracker.steps, tracker.activity(), time.monotonic())
+        if text:
+            report(text)
+        del tracker  # otherwise it would exist as long as this thread

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.errors import InvalidInput, printable
-from unisono.membership.messages import OrderMessage
+from unisono.membership.messages import RunSpecMessage
 from unisono.tasks import TASKS
 from unisono.tasks.source import NamedTask
 
@@ -40,7 +40,7 @@ class Consent:
     asks: Callable[[str], bool] | None = None
     directory: str = field(default_factory=os.getcwd)
 
-    def check(self, order: OrderMessage) -> None:
+    def check(self, order: RunSpecMessage) -> None:
         """Raise `InvalidInput` if `order` names another task or script. Nothing is imported."""
         if self.own:
             return
@@ -67,10 +67,10 @@ class Consent:
         if callable(target) and not (file and self._below(Path(file))):
             raise self._elsewhere(source)
 
-    def _names_task(self, order: OrderMessage) -> bool:
+    def _names_task(self, order: RunSpecMessage) -> bool:
         return bool(self.task) and NamedTask(self.task, directory=self.directory).absolute() == order.task
 
-    def _names_script(self, order: OrderMessage) -> bool:
+    def _names_script(self, order: RunSpecMessage) -> bool:
         here = Path(self.directory, Path(self.script).expanduser())
         return bool(self.script) and here.resolve() == Path(order.script[0]).resolve()
 
@@ -106,7 +106,7 @@ _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pur
 _LIBRARIES = [Path(each).resolve() for each in (*_INSTALLED, site.getusersitepackages())]
 
 
-def words(order: OrderMessage) -> str:
+def words(order: RunSpecMessage) -> str:
     """The run's task with its arguments, or its script, for a person."""
     if order.script:
         return printable(" ".join(["script", *order.script]))

@@ -16,7 +16,7 @@ from unisono.checkpoint.directory import checkpoints, sweep
 from unisono.config import Config
 from unisono.errors import InvalidInput
 from unisono.launch.lock import LOCK, Holder, hold_lock, make_unique_directory
-from unisono.membership.contact_file import forget
+from unisono.membership.contact_file import remove_contact
 from unisono.notation import current_names
 from unisono.observe import write_config
 from unisono.observe.record_files import CONFIG, SUMMARY
@@ -115,7 +115,7 @@ def _make(path: Path, config: Config, source: TaskSource, begun: bool) -> None:
 
 def _clear(path: Path) -> None:
     """Remove what processes of an earlier life have left that were killed: no other process writes there now."""
-    forget(path)
+    remove_contact(path)
     sweep(path / CHECKPOINTS)
     for left in chain(*(unfinished(path, name) for name in (CONFIG, SUMMARY)), path.glob(MARKER.format("*"))):
         left.unlink(missing_ok=True)

@@ -27,7 +27,13 @@ def policy_of(config: Config) -> Policy:
     layout = config.layout
     apart = layout.data_parallel_size > 1 or layout.pipeline > 1  # then all of them take as many micro-batches
     shares = (config.global_batch or 0) // (config.micro_batch or 1) // layout.data_parallel_size if apart else 0
-    return Policy(minimum=config.min_workers, maximum=most, expected=first, unit=layout.workers, shares=shares)
+    return Policy(
+        min_workers=config.min_workers,
+        max_workers=most,
+        expected_workers=first,
+        replica_size=layout.workers,
+        micro_batches=shares,
+    )
 
 
 def gathered(

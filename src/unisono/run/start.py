@@ -98,8 +98,8 @@ def start(
     if identity.launcher != "none":
         if calling is not None:
             raise InvalidInput(
-                "coordinator", calling.place.host, f"{identity.launcher} started this worker, and who it starts stay",
-                "leave it out")  # fmt: skip
+                "coordinator", calling.endpoint.host,
+                f"{identity.launcher} started this worker, and who it starts stay", "leave it out")  # fmt: skip
         return _be_worker(identity, source, settings, began, json, on_message)
     preload = LAID if settings.get("layout") else PRELOAD
     with start_fork_server(preload) as server:  # imports torch while this process checks what was written

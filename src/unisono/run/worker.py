@@ -42,12 +42,12 @@ from unisono.observe import (
     RunRecorder,
     ThreadTracker,
     Watchdog,
-    in_words,
+    seconds_by_name,
     write_config,
 )
 from unisono.observe.activity import Phase
 from unisono.observe.record_files import SUMMARY
-from unisono.observe.user_frames import exit_in_words
+from unisono.observe.user_frames import describe_exit
 from unisono.run.directory import CHECKPOINTS, resumable
 from unisono.run.location import DirectoryLock, RunLocation, locate
 from unisono.run.resolve import settle
@@ -283,7 +283,7 @@ class WorkerRun:
             ending=_ending(outcome.steps, trainer.steps),
             skipped_steps=len(detector.skipped),
             healed=detector.healed,
-            ledger=[in_words(dict(zip(Phase, row))) for row in spent.tolist()],
+            ledger=[seconds_by_name(dict(zip(Phase, row))) for row in spent.tolist()],
         )
 
     @contextlib.contextmanager
@@ -311,7 +311,7 @@ def _exit_is_failure(rank: int) -> Iterator[None]:
         yield
     except SystemExit as error:
         when = " ".join(getattr(error, "__notes__", ["before its first step"]))
-        raise RunFailed(f"worker {rank}: {exit_in_words(error)} {when}") from error
+        raise RunFailed(f"worker {rank}: {describe_exit(error)} {when}") from error
 
 
 def _ending(done: int, steps: int) -> str:

@@ -242,7 +242,7 @@ class CustomLoop:
         if new := self.state.progress.steps - self._committed:
             self._committed += new
             session.committed(new)
-            self._watch.commit(self._watch.done + new)
+            self._watch.commit(self._watch.steps + new)
 
     def synchronize(self) -> None:
         """See `World.synchronize`."""
@@ -341,7 +341,7 @@ class CustomLoop:
         if self._group.recovers and self._group.session is not None:
             self._group.session.stepped()
         else:
-            self._watch.commit(self._watch.done + 1)
+            self._watch.commit(self._watch.steps + 1)
 
     def release(self) -> None:
         """Give the optimizer its own step back."""

@@ -21,7 +21,7 @@ from unisono.data.content_sample import encode, sample_of
 from unisono.elastic.agreement import shown
 from unisono.elastic.model_state import weights_of
 from unisono.elastic.trait_check import CODE, DATA, Traits
-from unisono.observe.user_frames import is_theirs
+from unisono.observe.user_frames import is_user_code
 from unisono.tasks.task import Evaluation, Task
 
 # What of a config changes what is computed, and is not a matter of one host.
@@ -104,7 +104,7 @@ def _files(modules: Iterable[ModuleType]) -> set[str]:
     while left:
         module = left.pop()
         file = getattr(module, "__file__", None)
-        if file and file not in found and is_theirs(file):
+        if file and file not in found and is_user_code(file):
             found.add(file)
             left += [imported for value in list(vars(module).values()) for imported in _defined_in(value)]
     return found

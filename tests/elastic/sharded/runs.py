@@ -90,7 +90,7 @@ class UnderWay:
         os.kill(process.pid, how)
         if how is signal.SIGKILL:
             process.join()
-            self.line.ask("POST", "/v1/gone", {"worker": name}, NoBody)
+            self.line.request("POST", "/v1/gone", {"worker": name}, NoBody)
 
     def result(self) -> dict[str, Any]:
         """What it came to."""
@@ -169,7 +169,7 @@ def _attend(
     contact: CoordinatorAddress,
     ear: str,
 ) -> dict[str, Any] | None:
-    telling.TELL_SECONDS = 0.0  # every step is told
+    telling.REPORT_SECONDS = 0.0  # every step is told
     logging.getLogger("unisono").addHandler(logging.FileHandler(path / f"worker-{name}.log"))
     logging.getLogger("unisono").setLevel(logging.DEBUG)
     mouth = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -97,7 +97,7 @@ class UnderWay:
 
     def gone(self, rank: int) -> None:
         """What a launcher says when it sees a process end."""
-        self.line.ask("POST", "/v1/gone", {"worker": str(rank)}, NoBody)
+        self.line.request("POST", "/v1/gone", {"worker": str(rank)}, NoBody)
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def under_way(
         hosts: one for each worker; the coordinator is on the first. None: all are here.
     """
     # However long the others take to start: a view of one has nobody to lose.
-    policy = Policy(minimum=1, expected=workers, maximum=workers, patience_seconds=LONGEST_SECONDS)
+    policy = Policy(min_workers=1, expected_workers=workers, max_workers=workers, join_timeout_seconds=LONGEST_SECONDS)
     with tempfile.TemporaryDirectory() as meeting, _coordinator(path / "state", policy, hosts) as url:
         contact = CoordinatorAddress(url, TOKEN, "" if hosts else f"file://{meeting}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
@@ -136,7 +136,7 @@ def _coordinator(state: Path, policy: Policy, hosts: Sequence[Host]) -> Iterator
     with socket_of(hosts[0]) as door:
         door.bind((address, 0))
         door.listen()
-        served = CoordinatorServer(Endpoint(address), policy, state, TOKEN, door=door)
+        served = CoordinatorServer(Endpoint(address), policy, state, TOKEN, listener=door)
         thread = threading.Thread(target=served.run)
         thread.start()
         try:

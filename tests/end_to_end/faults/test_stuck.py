@@ -16,9 +16,9 @@ from tests.end_to_end.faults.runs import PLANTED
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize(("fault", "load", "does", "function"), [
-    ("sleep", "Threads()", "waits for its data", "__getitem__"),
-    ("sleep", "Processes(2)", "waits for its data", "__getitem__"),
-    ("lock", "Inline()", "computes", "go_wrong"),
+    ("sleep", "Threads()", "waiting for data", "__getitem__"),
+    ("sleep", "Processes(2)", "waiting for data", "__getitem__"),
+    ("lock", "Inline()", "computing", "go_wrong"),
 ])  # fmt: skip
 def test_who_is_stuck_in_code_of_the_users_is_named_with_what_it_does_and_the_line(
     fault, load, does, function, tmp_path
@@ -26,7 +26,7 @@ def test_who_is_stuck_in_code_of_the_users_is_named_with_what_it_does_and_the_li
     with under_way(fault, tmp_path, load=load) as run:
         _, message = run.wait("finding")
         words = message["text"]
-        assert f"worker 1 has not arrived, it {does} since" in words
+        assert f"worker 1 has not arrived, {does} for" in words
         assert f"{PLANTED}:{line_of(fault)} {function}" in words
         assert "worker 0 waits for it in sum (gradients, message" in words
         for rank in range(2):
@@ -37,10 +37,10 @@ def test_who_leaves_out_a_collective_is_named_beside_the_line_where_the_other_wa
     with under_way("branch", tmp_path, sync_batchnorm=True, compress="Cast()") as run:
         _, message = run.wait("finding")
         words = message["text"]
-        assert "workers wait for different things" in words
-        assert "worker 0 waits for gather (batchnorm, message" in words
+        assert "workers wait for different operations" in words
+        assert "worker 0 is waiting for gather (batchnorm, message" in words
         assert f"{PLANTED}:{line_of('branch')} forward" in words
-        assert "worker 1 waits for sum (gradients, message" in words
+        assert "worker 1 is waiting for sum (gradients, message" in words
 
 
 @pytest.mark.short(1)
@@ -55,10 +55,10 @@ def test_who_is_frozen_or_killed_is_named_with_what_it_did_last_and_the_other_go
             run.gone(1)
         rank, message = run.wait("finding")
         assert rank == 0
-        said = {signal.SIGSTOP: "worker 1 is frozen or cut off, nothing was heard of it for",
-                signal.SIGKILL: "worker 1 is gone, its process has ended"}[how]  # fmt: skip
+        said = {signal.SIGSTOP: "worker 1 is frozen or cut off, without a report for",
+                signal.SIGKILL: "the process of worker 1 has exited"}[how]  # fmt: skip
         assert said in message["text"]
-        assert "when last heard of, it " in message["text"]
+        assert "last reported: " in message["text"]
         run.log(0, message["text"])
         step = run.wait("progress")[1]["step"]
         while run.wait("progress")[1]["step"] < step + 50:
@@ -79,8 +79,8 @@ def test_a_worker_that_freezes_again_and_again_is_noticed_each_time_and_pauses_l
             run.until("0")
             os.kill(run.workers.processes[1].pid, signal.SIGCONT)
         run.until("0", "1")
-        ends = [each.words for each in run.status().happened if "nothing is heard of 1" in each.words]
-    said = [words.partition("; once it is back, it pauses for ")[2] for words in ends]
+        ends = [each.text for each in run.status().decisions if "no heartbeat of 1 arrives" in each.text]
+    said = [words.partition("; once it is back, it is quarantined for ")[2] for words in ends]
     assert said[:3] == ["", "1 s", "2 s"]  # on a busy machine more may follow
 
 
@@ -94,8 +94,8 @@ def test_who_is_cut_off_is_named_and_the_other_goes_on(tmp_path) -> None:
             lab.hosts[1].cut()
             rank, message = run.wait("finding")
             assert rank == 0
-            assert "worker 1 is frozen or cut off, nothing was heard of it for" in message["text"]
-            assert "or its link is away" in message["text"]
+            assert "worker 1 is frozen or cut off, without a report for" in message["text"]
+            assert "or its host or link is down" in message["text"]
             step = run.wait("progress")[1]["step"]
             while run.wait("progress")[1]["step"] < step + 50:
                 pass

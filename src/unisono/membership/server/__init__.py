@@ -1,1 +1,1 @@
-"""The coordinator as an HTTP service."""
+"""The coordinator as an HTTP server."""

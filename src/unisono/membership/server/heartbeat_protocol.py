@@ -1,113 +1,117 @@
-"""Beats are heard where their bytes arrive: a task, its queue and a scope for each would cost three times as much as
-what is done about it, and when thousands of workers turn to another view, all others wait for that."""
+"""Heartbeats are processed where their bytes arrive, before ASGI.
+
+A task, a queue and a scope for each would cost three times as much as the heartbeat itself. When thousands of workers
+change to another view, all others would wait for that.
+"""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from unisono.membership.proof import PATH, SignedRequest
+from unisono.membership.proof import CHALLENGE_PATH, SignedRequest
+from unisono.membership.server.app import HEARTBEAT_PATH
 from unisono.membership.server.request_timeout import TimeoutProtocol
-from unisono.membership.server.response_cache import Reply, answer
-from unisono.membership.server.service import BEAT, HeartbeatRoute, Waiting
-from unisono.membership.server.token_auth import TokenAuth, unpacks
+from unisono.membership.server.response_cache import Reply, json_reply
+from unisono.membership.server.service import HeartbeatRoute, PendingReply
+from unisono.membership.server.token_auth import TokenAuth, accepts_gzip
 
 LOG = logging.getLogger("unisono")
-_BEAT = b"POST", BEAT.encode()
-_CHALLENGE = b"GET", PATH.encode()
+_HEARTBEAT = b"POST", HEARTBEAT_PATH.encode()
+_CHALLENGE = b"GET", CHALLENGE_PATH.encode()
 
 
 class FastHeartbeatProtocol(TimeoutProtocol):
-    """uvicorn's protocol, which does everything but beats; and those too that come in a way which workers do not have.
+    """Processes heartbeats and requests for a challenge; leaves all others, and unusual forms of these, to uvicorn.
 
     Args:
-        guard: who may come in.
-        ear: hears beats.
+        auth: authenticates requests.
+        route: takes heartbeats.
     """
 
-    def __init__(self, *, guard: TokenAuth, ear: HeartbeatRoute, **given: Any) -> None:
-        super().__init__(**given)
-        self._guard, self._ear = guard, ear
-        self._said: bytearray | None = None  # of a beat that is on its way
-        self._waiting: Waiting | None = None
-        self._claim: SignedRequest | None = None  # of the beat that is heard
+    def __init__(self, *, auth: TokenAuth, route: HeartbeatRoute, **others: Any) -> None:
+        super().__init__(**others)
+        self._auth, self._route = auth, route
+        self._body: bytearray | None = None  # of a heartbeat that is arriving
+        self._pending: PendingReply | None = None
+        self._claim: SignedRequest | None = None  # of the current heartbeat
         self._wants_challenge = False
 
     def on_message_begin(self) -> None:
-        """Whoever says something before it was answered is nobody we know."""
-        if self._waiting is not None:
+        """Abort the connection if the request before is not answered: no worker does this."""
+        if self._pending is not None:
             self.transport.abort()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """From now on it is known whether it is a beat."""
+        """Decide whether the request is a heartbeat."""
         self._head_bytes = None
-        free = (self.cycle is None or self.cycle.response_complete) and self._waiting is None
-        self._wants_challenge = free and self._asks_for_challenge()
-        if self._wants_challenge or (free and self._is_beat()):
-            self._said = bytearray()
+        idle = (self.cycle is None or self.cycle.response_complete) and self._pending is None
+        self._wants_challenge = idle and self._asks_for_challenge()
+        if self._wants_challenge or (idle and self._is_heartbeat()):
+            self._body = bytearray()
         else:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """As long as its head said, which is not too long."""
-        if self._said is None:
+        """Collect the body, whose length `TokenAuth` has checked."""
+        if self._body is None:
             super().on_body(body)
         else:
-            self._said += body
+            self._body += body
 
     def on_message_complete(self) -> None:
-        """All of it is there."""
-        if self._said is None:
+        """Process the request."""
+        if self._body is None:
             super().on_message_complete()
         elif self._wants_challenge:
-            self._said = None
-            self._late.cancel()
-            self._reply(self._guard.refusal(401, closes=False))
+            self._body = None
+            self._timer.cancel()
+            self._send(self._auth.refusal(401, closes=False))
         else:
-            self._hear(self._said)
+            self._receive(self._body)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Nobody waits for an answer any more."""
+        """Drop the pending response."""
         super().connection_lost(error)
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self._ear.hung_up(waiting)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._route.disconnected(pending)
 
     def _is_plain(self) -> bool:
-        lasts = self.parser.get_http_version() == "1.1" and self.parser.should_keep_alive()
-        return lasts and not self.expect_100_continue
+        keep_alive = self.parser.get_http_version() == "1.1" and self.parser.should_keep_alive()
+        return keep_alive and not self.expect_100_continue
 
     def _asks_for_challenge(self) -> bool:
-        """Without a body, of which nothing would be known."""
+        """Without a body, whose sender would be unknown."""
         if (self.parser.get_method(), self.url) != _CHALLENGE or not self._is_plain():
             return False
         headers = dict(self.headers)
         return headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
 
-    def _is_beat(self) -> bool:
-        if (self.parser.get_method(), self.url) != _BEAT or not self._is_plain():
+    def _is_heartbeat(self) -> bool:
+        if (self.parser.get_method(), self.url) != _HEARTBEAT or not self._is_plain():
             return False
-        status, self._claim = self._guard.judge("POST", self.url, self.headers)
+        status, self._claim = self._auth.check_head("POST", self.url, self.headers)
         return not status
 
-    def _hear(self, said: bytearray) -> None:
-        self._said = None
-        self._late.cancel()
-        if self._claim and self._guard.check_body(self._claim, bytes(said)):
+    def _receive(self, body: bytearray) -> None:
+        self._body = None
+        self._timer.cancel()
+        if self._claim and self._auth.check_body(self._claim, bytes(body)):
             self._claim = None
-            self._reply(self._guard.refusal(401))
+            self._send(self._auth.refusal(401))
             self.transport.close()
             return
         try:
-            self._waiting = self._ear.hear(bytes(said), unpacks(self.headers), self._reply)
+            self._pending = self._route.receive(bytes(body), accepts_gzip(self.headers), self._send)
         except Exception:
-            LOG.exception("a beat could not be answered")
-            self._reply(answer(500, b"{}"))
+            LOG.exception("a heartbeat could not be processed")
+            self._send(json_reply(500, b"{}"))
 
-    def _reply(self, reply: Reply) -> None:
-        self._waiting, claim, self._claim = None, self._claim, None
+    def _send(self, reply: Reply) -> None:
+        self._pending, claim, self._claim = None, self._claim, None
         if not self.transport.is_closing():
-            proof = [self._guard.proof(claim, reply.status, reply.digest)] if claim else []
-            self.transport.write(reply.written(proof))
+            proof = [self._auth.proof(claim, reply.status, reply.digest)] if claim else []
+            self.transport.write(reply.to_http(proof))
             self.on_response_complete()

@@ -1,4 +1,4 @@
-"""The coordinator's process: where it listens, and for how long."""
+"""The coordinator's process: the HTTP server, until it is asked to stop."""
 
 from __future__ import annotations
 
@@ -22,47 +22,49 @@ import uvicorn
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.endpoint import Endpoint as Endpoint
 from unisono.membership.protocol import Policy
+from unisono.membership.server.app import application
 from unisono.membership.server.heartbeat_protocol import FastHeartbeatProtocol
-from unisono.membership.server.request_timeout import SELDOM, HurriedLoop, allow_connections
-from unisono.membership.server.service import HeartbeatRoute, Service, application
+from unisono.membership.server.request_timeout import WARNING_THINNER, TimeoutLoop, allow_connections
+from unisono.membership.server.service import HeartbeatRoute, Service
 from unisono.membership.server.store import Store
 
-BACKLOG = 4096  # connections that may come at once
+BACKLOG = 4096  # connections that may arrive at once
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 128 << 10  # of glibc's malloc.h
-KEPT_SECONDS = 600  # a connection on which nothing is said: a worker's second is used when the view changes
+KEEP_ALIVE_SECONDS = 600  # of an idle connection: a worker's second one is used when the view changes
 
 
 class CoordinatorServer:
-    """A coordinator that listens from now on, and answers while `run` does.
+    """A coordinator that listens from now on, and responds while `run` is active.
 
     Args:
-        state: the file where its decisions lie; what is there is gone on with.
-        token: that every call has to bear.
-        told: called with each decision in words.
-        door: a socket that listens there already; else one is opened.
+        endpoint: where it listens.
+        state: the file of its decisions; those in it are taken over.
+        token: which every request proves.
+        log: called with each decision as text.
+        listener: a socket that listens at `endpoint` already; None: one is opened.
 
     Raises:
-        InvalidInput: nobody can listen there.
+        InvalidInput: the address is not available.
     """
 
     def __init__(
         self,
-        place: Endpoint,
+        endpoint: Endpoint,
         policy: Policy,
         state: Path,
         token: str,
-        told: Callable[[str], None] = lambda words: None,
-        door: socket.socket | None = None,
+        log: Callable[[str], None] = lambda text: None,
+        listener: socket.socket | None = None,
     ) -> None:
-        self._door = door or place.open()
-        self.url = place.url(self._door.getsockname()[1])
+        self._listener = listener or endpoint.listen()
+        self.url = endpoint.url(self._listener.getsockname()[1])
         store = Store(state)
-        service = Service(Coordinator(policy, store.load(), began=time.monotonic()), store, told=told)
-        guard = application(service, token)
+        service = Service(Coordinator(policy, store.load(), started_at=time.monotonic()), store, log=log)
+        auth = application(service, token)
         config = uvicorn.Config(
-            guard,
-            http=cast(Any, partial(FastHeartbeatProtocol, guard=guard, ear=HeartbeatRoute(service))),
-            loop=cast(Any, HurriedLoop),
+            auth,
+            http=cast(Any, partial(FastHeartbeatProtocol, auth=auth, route=HeartbeatRoute(service))),
+            loop=cast(Any, TimeoutLoop),
             log_level="warning",
             access_log=False,
             lifespan="on",
@@ -71,38 +73,40 @@ class CoordinatorServer:
             proxy_headers=False,
             date_header=False,
             backlog=BACKLOG,
-            timeout_keep_alive=KEPT_SECONDS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=1,
-            ssl_certfile=place.certificate,
-            ssl_keyfile=place.key,
+            ssl_certfile=endpoint.certificate,
+            ssl_keyfile=endpoint.key,
         )
-        logging.getLogger("uvicorn.error").addFilter(SELDOM)  # the same one is added once
-        self._server, self._store = _Server(config, service.release), store
+        logging.getLogger("uvicorn.error").addFilter(WARNING_THINNER)  # adding it again has no effect
+        self._server, self._store = _Server(config, service.release_all), store
 
     def run(self) -> None:
-        """Answers until this process is asked to stop, or `stop` is called."""
+        """Respond until this process is asked to stop, or `stop` is called."""
         if threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal goes away
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal closes
                 signal.signal(signal.SIGHUP, lambda *_: self.stop())
-            for number in (signal.SIGINT, signal.SIGTERM):  # the server raises them again once it has ended
+            for number in (signal.SIGINT, signal.SIGTERM):  # the server raises them again after its end
                 if signal.signal(number, lambda *_: None) is signal.SIG_IGN:
                     self._server.ignored.add(number)
-            gc.set_threshold(100_000, 50, 100)  # of what thousands of workers are, little is ever garbage
+            gc.set_threshold(100_000, 50, 100)  # records of thousands of workers are hardly ever garbage
         allow_connections()
         _return_memory()
         try:
-            self._server.run(sockets=[self._door])
+            self._server.run(sockets=[self._listener])
         finally:
             self._store.close()
 
     def stop(self) -> None:
-        """From any thread."""
+        """Stop `run`; from any thread."""
         self._server.end()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which by itself wakes up ten times a second to see whether it is to end: a step waits for whoever
-    takes the processor of one of its workers."""
+    """uvicorn's server, woken to end instead of polling for it ten times a second.
+
+    A training step waits for every process that takes the processor from one of its workers.
+    """
 
     def __init__(self, config: uvicorn.Config, release: Callable[[], None]) -> None:
         super().__init__(config)
@@ -111,30 +115,32 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def main_loop(self) -> None:
-        """Until it is told to end."""
-        self._asked = asyncio.Event()
+        """Wait for `end`."""
+        self._end_requested = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         await self.on_tick(0)
         if not self.should_exit:
-            await self._asked.wait()
+            await self._end_requested.wait()
         self._release()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal asks for it."""
+        """End because of a signal."""
         if sig not in self.ignored:
             super().handle_exit(sig, frame)
             self.end()
 
     def end(self) -> None:
-        """From any thread."""
+        """End the main loop; from any thread."""
         self.should_exit = True
         if self._loop:
             with suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(self._asked.set)
+                self._loop.call_soon_threadsafe(self._end_requested.set)
 
 
 def _return_memory() -> None:
-    """Have the buffers of TLS connections, of 256 KiB each, returned to the system when these end. Once one is freed,
-    glibc takes further ones from its heap, which grows with each flood of connections."""
+    """Let glibc return the buffers of TLS connections, of 256 KiB each, to the system when they are freed.
+
+    By default, once one is freed, glibc takes further ones from its heap, which grows with each flood of connections.
+    """
     with suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

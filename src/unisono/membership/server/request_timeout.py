@@ -13,72 +13,72 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 REQUEST_SECONDS = 10.0  # from the connection, or a request's first byte, to its last; and for the handshake of TLS
-LONGEST_HEAD_BYTES = 512 << 10  # of what is read at once; one read may hold a body too
+MAX_HEAD_BYTES = 512 << 10  # of what is read at once; one read may hold a body too
 
 
 class TimeoutProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which by itself waits for ever for the rest of a request, and takes a head of any length."""
+    """uvicorn's protocol with a timeout for requests, and a bound on the length of their heads."""
 
-    _late: asyncio.TimerHandle
+    _timer: asyncio.TimerHandle
     _head_bytes: int | None = 0  # read since the request began; None: its head is complete
 
     def connection_made(self, transport: Any) -> None:
-        """A request has to come."""
+        """Start the timeout of the first request."""
         super().connection_made(transport)
-        self._hurry()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Some of it; a head that is too long ends the connection."""
+        """Abort the connection if the head is too long."""
         if self._head_bytes is not None:
             self._head_bytes += len(data)
-            if self._head_bytes > LONGEST_HEAD_BYTES:
+            if self._head_bytes > MAX_HEAD_BYTES:
                 self.transport.abort()
                 return
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """The rest of it has to come."""
+        """Start the timeout of this request."""
         super().on_message_begin()
         self._head_bytes = 0
-        self._late.cancel()
-        self._hurry()
+        self._timer.cancel()
+        self._start_timer()
 
     def on_headers_complete(self) -> None:
-        """A body is not kept before its length is known and the token was looked at."""
+        """End the count; `TokenAuth` checks the body's length and the token before the body is stored."""
         self._head_bytes = None
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """It came."""
-        self._late.cancel()
+        """Stop the timeout."""
+        self._timer.cancel()
         super().on_message_complete()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Nothing comes any more."""
-        self._late.cancel()
+        """Stop the timeout."""
+        self._timer.cancel()
         super().connection_lost(error)
 
-    def _hurry(self) -> None:
-        self._late = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
 
     def _unsupported_upgrade_warning(self) -> None:
         self.logger.warning("Unsupported upgrade request.")  # without advice on what to install
 
 
-class HurriedLoop(uvloop.Loop):
-    """uvloop's, which by itself waits for a minute for the handshake of TLS."""
+class TimeoutLoop(uvloop.Loop):
+    """uvloop's event loop with a shorter timeout for handshakes of TLS, which by default is a minute."""
 
-    async def create_server(  # type: ignore[override]  # of all that it takes, only this is looked at
-        self, *args: Any, ssl: Any = None, **given: Any
+    async def create_server(  # type: ignore[override]  # of all arguments, only this one matters
+        self, *args: Any, ssl: Any = None, **others: Any
     ) -> asyncio.AbstractServer:
-        """The same, with a time for handshakes."""
+        """See `asyncio.loop.create_server`."""
         if ssl is not None:
-            given["ssl_handshake_timeout"] = REQUEST_SECONDS
-        return await super().create_server(*args, ssl=ssl, **given)
+            others["ssl_handshake_timeout"] = REQUEST_SECONDS
+        return await super().create_server(*args, ssl=ssl, **others)
 
 
-class Seldom(logging.Filter):
-    """Lets the 1st, 2nd, 4th, 8th … warning of a kind through, and says which it is; and all errors."""
+class WarningThinner(logging.Filter):
+    """Passes the 1st, 2nd, 4th, 8th … warning of a kind, with its number; and all errors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,11 +96,12 @@ class Seldom(logging.Filter):
         return count & (count - 1) == 0
 
 
-SELDOM = Seldom()
+WARNING_THINNER = WarningThinner()
 
 
 def allow_connections() -> None:
-    """As many as this process may have: two for each worker, and many systems begin with a thousand files."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # where "no limit" is more than the system has: then as many as there were
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Raise the number of open files to this process's limit: each worker has two connections, and the default is often
+    1024."""
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # "no limit" can be more than the system has: then the number stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))

@@ -1,4 +1,4 @@
-"""What workers are answered, as bytes: made once for all who are answered the same."""
+"""Responses to heartbeats as bytes, encoded once for all workers that receive the same."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-_WORTH_PACKING_BYTES = 4096
-_MOST_KEPT = 256
+_MIN_COMPRESSED_BYTES = 4096
+_MAX_CACHED = 256
 
 Header = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: HTTP's status, its headers, and its body as it travels."""
+    """A response: HTTP's status, its headers, and its body as it is sent."""
 
     status: int
     headers: tuple[Header, ...]
@@ -27,44 +27,48 @@ class Reply:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the body; taken once for all who are answered the same."""
+        """SHA-256 of the body."""
         return hashlib.sha256(self.body).hexdigest()
 
     def messages(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As ASGI has it."""
+        """The messages of ASGI."""
         start = {"type": "http.response.start", "status": self.status, "headers": list(self.headers)}
         return start, {"type": "http.response.body", "body": self.body}
 
-    def written(self, more: Sequence[Header] = ()) -> bytes:
-        """As HTTP/1.1 writes it, with `more` headers."""
+    def to_http(self, more: Sequence[Header] = ()) -> bytes:
+        """The bytes of HTTP/1.1, with `more` headers."""
         lines = [b"%b: %b\r\n" % header for header in (*self.headers, *more)]
         return b"".join([STATUS_LINE[self.status], *lines, b"\r\n", self.body])
 
 
 class ResponseCache:
-    """Those to the latest word; names of thousands of workers are packed to a tenth."""
+    """Responses with the latest update; compression reduces the names of thousands of workers to a tenth."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[object, ...], Reply] = {}
+        self._replies: dict[tuple[object, ...], Reply] = {}
 
-    def forget(self) -> None:
-        """There is a later word."""
-        self._made = {}
+    def clear(self) -> None:
+        """Drop all responses: there is a later update."""
+        self._replies = {}
 
-    def of(self, about: tuple[object, ...], packed: bool, make: Callable[[], bytes]) -> Reply:
-        """The answer about `about`, whose body `make` makes if there is none yet; `packed` for who can unpack it."""
-        found = self._made.get((about, packed))
-        if found is None:
-            if len(self._made) >= _MOST_KEPT:
-                self.forget()
-            found = self._made[about, packed] = answer(200, make(), packed)
-        return found
+    def get(self, key: tuple[object, ...], gzipped: bool, encode: Callable[[], bytes]) -> Reply:
+        """The response for `key`; `encode` returns its body if it is not cached.
+
+        Args:
+            gzipped: whether the client accepts gzip.
+        """
+        reply = self._replies.get((key, gzipped))
+        if reply is None:
+            if len(self._replies) >= _MAX_CACHED:
+                self.clear()
+            reply = self._replies[key, gzipped] = json_reply(200, encode(), gzipped)
+        return reply
 
 
-def answer(status: int, body: bytes, packed: bool = False) -> Reply:
-    """JSON with HTTP's `status`."""
+def json_reply(status: int, body: bytes, gzipped: bool = False) -> Reply:
+    """A response with a JSON body, compressed if `gzipped` and long."""
     headers = [(b"content-type", b"application/json")]
-    if packed and len(body) >= _WORTH_PACKING_BYTES:
+    if gzipped and len(body) >= _MIN_COMPRESSED_BYTES:
         body = gzip.compress(body, compresslevel=6, mtime=0)
         headers.append((b"content-encoding", b"gzip"))
     headers.append((b"content-length", b"%d" % len(body)))

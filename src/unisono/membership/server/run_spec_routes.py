@@ -1,38 +1,38 @@
-"""What the workers of a run are to do, kept at its coordinator for those who join later."""
+"""Routes for the run that a coordinator serves, which launchers on other hosts read when they join."""
 
 from __future__ import annotations
 
 from fastapi import FastAPI, Response
 
-from unisono.membership.messages import OrderMessage, TraitsMessage
+from unisono.membership.messages import RunSpecMessage, TraitsMessage
 from unisono.membership.server.store import Store
 
 
-def offer(app: FastAPI, store: Store) -> None:
-    """Have `app` take one order and one set of traits, and give them to whoever asks."""
+def add_run_spec_routes(app: FastAPI, store: Store) -> None:
+    """Add the routes; `store` takes one run and one set of traits."""
 
-    @app.get("/v1/order", responses={404: {"description": "there is none"}}, response_model=OrderMessage)
-    async def order() -> Response:
-        """What workers of this run are to do."""
-        told = store.order()
-        return Response(told, 200 if told else 404, media_type="application/json")
+    @app.get("/v1/order", responses={404: {"description": "there is none"}}, response_model=RunSpecMessage)
+    async def run_spec() -> Response:
+        """The run that this coordinator serves."""
+        text = store.run_spec()
+        return Response(text, 200 if text else 404, media_type="application/json")
 
     @app.put("/v1/order", status_code=204, responses={409: {"description": "there is another one"}})
-    async def give(message: OrderMessage) -> Response:
-        """What they are to do; said once, since a coordinator is one run's."""
+    async def put_run_spec(message: RunSpecMessage) -> Response:
+        """Set the run; once, since a coordinator serves one run."""
         try:
-            told = message.model_dump_json()
-        except ValueError:  # nested deeper than can be written
+            text = message.json_text()
+        except ValueError:  # nested deeper than can be encoded
             return Response(status_code=422)
-        return Response(status_code=204 if store.keep_order(told) else 409)
+        return Response(status_code=204 if store.put_run_spec(text) else 409)
 
     @app.get("/v1/traits", responses={404: {"description": "there are none"}}, response_model=TraitsMessage)
     async def traits() -> Response:
-        """What a worker must have in common with those of this run."""
-        told = store.traits()
-        return Response(told, 200 if told else 404, media_type="application/json")
+        """What must be equal on all workers of this run."""
+        text = store.traits()
+        return Response(text, 200 if text else 404, media_type="application/json")
 
     @app.put("/v1/traits", response_model=TraitsMessage)
-    async def keep(message: TraitsMessage) -> Response:
-        """The same, from a worker of the run's own launcher; answered with what the first of them told."""
-        return Response(store.keep_traits(message.model_dump_json()), media_type="application/json")
+    async def put_traits(message: TraitsMessage) -> Response:
+        """Offer traits, from a worker of the run's own launcher; the response has those of the first worker."""
+        return Response(store.put_traits(message.json_text()), media_type="application/json")
