@@ -229,7 +229,7 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
 
         contact, agent = CoordinatorAddress(served.url, TOKEN), Agent(worker, StateVersion())
         return CoordinatorClient(contact, agent, lambda view: None, activity=lambda: doings[worker],
-                          spent=lambda: {Phase.DATA: 2.5, Phase.COMPUTE: 0.0}, on_notice=tell)  # fmt: skip
+                          spent=lambda: {Phase.DATA: 2.5, Phase.COMPUTE: 0.0}, on_finding=tell)  # fmt: skip
 
     policy = Policy(expected_workers=2, max_workers=2, heartbeat_seconds=0.5)
     with serving(tmp_path / "state", policy=policy) as served, attend("a") as a, attend("b") as b:
@@ -246,7 +246,7 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
         line.close()
     assert answer is not None
     assert answer.body is not None
-    assert heard["a"][0] in answer.body.notices
+    assert heard["a"][0] in answer.body.findings
     assert answer.body.spent == {"a": {Phase.DATA: 2.5}, "b": {Phase.DATA: 2.5}}
     doings = {each.worker: each.activity.phase for each in answer.body.workers if each.activity}
     assert doings == {"a": Phase.COMMUNICATION, "b": Phase.DATA}
@@ -255,7 +255,7 @@ def test_every_worker_hears_it_and_whoever_asks_sees_where_the_time_went(tmp_pat
 @pytest.mark.parametrize("more", [
     {"activity": {"phase": "sleeping"}}, {"activity": {"phase": "data", "line": "x" * 301}}, {"spent": {"data": -1.0}},
     {"spent": {"elsewhere": 1.0}}, {"spent": {"data": 1e300}}, {"activity": {"phase": "data", "missing": [1] * 17}},
-    {"activity": {}}, {"last_notice": -1}, {"activity": {"phase": "data", "line": "\x1b]0;title\x07"}},
+    {"activity": {}}, {"last_finding": -1}, {"activity": {"phase": "data", "line": "\x1b]0;title\x07"}},
     {"activity": {"phase": "data", "waits_for": "two\nlines"}}, {"address": {"host": "a\u202eb"}},
     {"version": {"digest": "\x9b2J"}}, {"worker": "a\n"},
 ])  # fmt: skip

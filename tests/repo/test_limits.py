@@ -35,7 +35,6 @@ EXCEPTIONS = {
     "layout/pipeline/runtime.py Pipeline: lines of a class": NOT_SPLIT_YET,
     "membership/coordinator.py Coordinator: lines of a class": "one state machine",
     "membership/coordinator.py Coordinator: methods": "one state machine",
-    "membership/coordinator.py Coordinator: fields": "one state machine",
     "plan/layout_estimate.py _imagine: parameters": NOT_SPLIT_YET,
     "run/start.py start: lines of a function": NOT_SPLIT_YET,
     "run/worker.py WorkerRun: lines of a class": NOT_SPLIT_YET,

@@ -28,8 +28,6 @@ NOT_YET = (  # of folders and files: their words are not all standard yet
     "src/unisono/data",
     "src/unisono/elastic",
     "src/unisono/layout",
-    "src/unisono/membership",
-    "src/unisono/observe",
     "src/unisono/plan",
     "src/unisono/run",
     "src/unisono/sync",
@@ -75,6 +73,7 @@ LEGITIMATE = {  # uses that are what everybody calls it: a pattern of the text a
     r"\bascii_letters\b": "a constant of the standard library",
     r"\bletters( and|,| or)\b.*\bdigits\b|\bof letters\b": "of the alphabet",
     r"\bquick succession\b": "one soon after another",
+    r"\bTensor Board\b": "the name of a program",
 }
 _WORD = re.compile("|".join(f"(?P<w{n}>\\b(?:{word})\\b)" for n, word in enumerate(STANDARD_TERMS)), re.IGNORECASE)
 _ALLOWED = re.compile("|".join(f"(?:{pattern})" for pattern in LEGITIMATE))

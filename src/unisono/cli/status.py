@@ -91,7 +91,7 @@ def _print(told: StatusMessage) -> None:
         console.print(_table(told))
     spent = {worker: {phase.value: s for phase, s in seconds.items()} for worker, seconds in told.spent.items()}
     parts = {"seconds of each worker's life": time_report({worker: each for worker, each in spent.items() if each}),
-             "what held it up": told.notices[-_LATELY:], "lately": list(_lately(told))}  # fmt: skip
+             "what held it up": told.findings[-_LATELY:], "lately": list(_lately(told))}  # fmt: skip
     for title, lines in parts.items():
         if lines:
             console.print(f"\n{title}", style="bold")

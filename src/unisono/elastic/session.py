@@ -208,7 +208,7 @@ class ElasticSession:
             stopping=lambda: stop.requested,
             activity=watch.activity,
             spent=watch.ledger.seconds,
-            on_notice=self._report_finding,
+            on_finding=self._report_finding,
         )
 
     @property

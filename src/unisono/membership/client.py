@@ -37,7 +37,7 @@ class CoordinatorClient:
         stopping: whether the run was asked to stop, so that it waits for no further view.
         activity: what the worker does; called by the waiting thread.
         spent: seconds of the worker's time by phase.
-        on_notice: called with each notice of the coordinator, a sentence for people.
+        on_finding: called with each finding of the coordinator, a sentence for people.
 
     Raises:
         InvalidInput: the contact's URL is invalid, or its authority cannot be read.
@@ -53,20 +53,20 @@ class CoordinatorClient:
         stopping: Callable[[], bool] = lambda: False,
         activity: Callable[[], Activity] | None = None,
         spent: Callable[[], Mapping[Phase, float]] | None = None,
-        on_notice: Callable[[str], None] = LOG.warning,
+        on_finding: Callable[[str], None] = LOG.warning,
     ) -> None:
         self._waiting = HttpConnection(contact)
         self._reporting = self._waiting.sibling()
         self._url = contact.url
         self._refused_at: float | None = None  # since when connections are refused
         self._agent, self._abort, self._leaving, self._stopping = agent, abort, leaving, stopping
-        self._activity, self._spent, self._on_notice = activity, spent, on_notice
-        self._last_notice, self._spent_at = 0, float("-inf")
+        self._activity, self._spent, self._on_finding = activity, spent, on_finding
+        self._last_finding, self._spent_at = 0, float("-inf")
         self._known: ViewUpdate | None = None
         self._news = threading.Condition()  # guards the agent and the following fields
         self._view: View | None = None
         self._dismissed = self._closed = self._pausing = False
-        self._report_lock, self._notice_lock = threading.Lock(), threading.Lock()
+        self._report_lock, self._finding_lock = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._wait_for_news, name="unisono membership", daemon=True)
         self._thread.start()
 
@@ -190,7 +190,7 @@ class CoordinatorClient:
             known_view=known.view.number if known else 0,
             known_status=known.status.value if known else "",
             waits=waits,
-            last_notice=self._last_notice,
+            last_finding=self._last_finding,
             activity=self._activity() if self._activity else None,
             spent=self._spent_now(always=not waits),
         )
@@ -201,7 +201,7 @@ class CoordinatorClient:
             update = reply.update(known)
         except ValueError:  # the coordinator does not know what it sent before
             return False
-        self._pass_notices(reply)
+        self._pass_findings(reply)
         with self._news:
             self._known = update
             self._do(self._agent.receive(update))
@@ -214,12 +214,12 @@ class CoordinatorClient:
         self._spent_at = now
         return {phase: seconds for phase, seconds in self._spent().items() if seconds}
 
-    def _pass_notices(self, reply: HeartbeatReply) -> None:
-        with self._notice_lock:
-            new = reply.notices if reply.last_notice > self._last_notice else []
-            self._last_notice = max(self._last_notice, reply.last_notice)
+    def _pass_findings(self, reply: HeartbeatReply) -> None:
+        with self._finding_lock:
+            new = reply.findings if reply.last_finding > self._last_finding else []
+            self._last_finding = max(self._last_finding, reply.last_finding)
         for sentence in new:
-            self._on_notice(sentence)
+            self._on_finding(sentence)
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:

@@ -20,7 +20,7 @@ from unisono.system.bounds import PRINTABLE, Bounds, Count, Seconds
 _MAX_WORKERS = 4096  # that one message names
 Spent = Annotated[dict[Phase, Seconds], Field(max_length=len(Phase))]
 """Seconds by phase."""
-Notice = Annotated[str, Field(max_length=4096, pattern=PRINTABLE)]
+Sentence = Annotated[str, Field(max_length=4096, pattern=PRINTABLE)]
 """A sentence for people."""
 Text = Annotated[str, Field(max_length=4096)]
 
@@ -42,7 +42,7 @@ class HeartbeatRequest(Heartbeat):
     Args:
         known_view, known_status: the last update that the worker received; status empty: none.
         waits: the coordinator responds when there is news, or when the next heartbeat is due; otherwise at once.
-        last_notice: number of the last notice that the worker received.
+        last_finding: number of the last finding that the worker received.
         activity: what the worker is doing.
         spent: seconds of the worker's time by phase; sent now and then.
     """
@@ -50,7 +50,7 @@ class HeartbeatRequest(Heartbeat):
     known_view: Count = 0
     known_status: Annotated[str, Bounds(max_length=32)] = ""
     waits: bool = True
-    last_notice: Count = 0
+    last_finding: Count = 0
     activity: Activity | None = None
     spent: Spent | None = None
 
@@ -60,21 +60,21 @@ VIEW = TypeAdapter(View)
 
 
 class HeartbeatReply(WireModel):
-    """The response to a heartbeat: a `ViewUpdate`, and notices.
+    """The response to a heartbeat: a `ViewUpdate`, and findings.
 
     Args:
         view: the latest; None: the one that the worker knows, changed by `change` if that is given.
         heartbeat_seconds: when the next heartbeat is due.
-        last_notice: number of the latest notice.
-        notices: those that the worker has not received.
+        last_finding: number of the latest finding.
+        findings: those that the worker has not received.
     """
 
     view: View | None
     change: ViewDelta | None = None
     status: ViewStatus
     heartbeat_seconds: Seconds
-    last_notice: Count = 0
-    notices: list[Notice] = []
+    last_finding: Count = 0
+    findings: list[Sentence] = []
 
     def update(self, known: ViewUpdate | None) -> ViewUpdate:
         """The update, for a worker whose last one is `known`.
@@ -113,7 +113,7 @@ _STATUS_KEYS = {
     "activity": "doing",
     "age_seconds": "silent_seconds",
     "decisions": "happened",
-    "notices": "says",
+    "findings": "says",
     "status": "over",
     "text": "words",
 }
@@ -140,7 +140,7 @@ class DecisionMessage(_StatusModel):
     """A decision of the coordinator as text, and its time in seconds since the epoch."""
 
     at_seconds: Seconds
-    text: Notice
+    text: Sentence
 
 
 class StatusMessage(_StatusModel):
@@ -150,7 +150,7 @@ class StatusMessage(_StatusModel):
     status: ViewStatus
     workers: list[WorkerMessage]
     decisions: list[DecisionMessage]
-    notices: list[Notice]
+    findings: list[Sentence]
     spent: dict[Name, Spent]
 
 

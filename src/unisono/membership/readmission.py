@@ -14,8 +14,8 @@ class Readmission:
     """Quarantines of one worker after evictions.
 
     The first eviction has no quarantine; each further one in a row has a quarantine twice as long. An eviction costs
-    every member about a second. A worker that has trained for four seconds per member has made up for that, which ends
-    the row. For the same reason no quarantine is longer than this.
+    every member about a second. A worker that has trained for four seconds per member has compensated for that, which
+    ends the row. For the same reason no quarantine is longer than this.
 
     Args:
         joined_at: when the worker joined the view.

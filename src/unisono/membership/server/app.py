@@ -106,6 +106,6 @@ def _status(service: Service) -> StatusMessage:
         status=service.update.status,
         workers=workers,
         decisions=[DecisionMessage(at_seconds=at, text=text) for at, text in service.store.decisions()],
-        notices=reports.notices,
+        findings=reports.findings,
         spent=spent,
     )

@@ -110,10 +110,10 @@ class Service:
 
     def report_stalls(self) -> None:
         """Report what delays the current step, if anything does."""
-        notices = self.reports.check(self.coordinator, self.now())
-        for notice in notices:
-            self._log(notice)
-        if notices:
+        findings = self.reports.check(self.coordinator, self.now())
+        for finding in findings:
+            self._log(finding)
+        if findings:
             self._wake()
 
     def release_all(self) -> None:
@@ -148,9 +148,9 @@ class Service:
         spent = None if request.spent is None else {phase.value: time for phase, time in request.spent.items()}
         self.reports.receive(request.worker, request.activity, spent, self.now())
         self.decide(self.coordinator.receive(request, self.now()))
-        has_all_notices = not request.last_notice or request.last_notice >= self.reports.latest
+        has_all_findings = not request.last_finding or request.last_finding >= self.reports.latest
         known = request.known_view, request.known_status
-        return not has_all_notices or known != (self.update.view.number, self.update.status.value)
+        return not has_all_findings or known != (self.update.view.number, self.update.status.value)
 
     def add_pending(self, worker: str, send: Callable[[], None]) -> PendingReply:
         """Call `send` once there is news for `worker`, or its next heartbeat is due."""
@@ -208,7 +208,7 @@ class Service:
         """The response to a heartbeat: with the view only if the worker does not know it."""
         update, reports, seconds = self.update, self.reports, round(self.coordinator.heartbeat_seconds, 3)
         known_view = request.known_view if request.known_status else -1
-        last_notice = min(request.last_notice, reports.latest)
+        last_finding = min(request.last_finding, reports.latest)
 
         def encode() -> bytes:
             view = None if known_view == update.view.number else update.view
@@ -220,11 +220,11 @@ class Service:
                 change=delta,
                 status=update.status,
                 heartbeat_seconds=seconds,
-                last_notice=reports.latest,
-                notices=reports.after(last_notice),
+                last_finding=reports.latest,
+                findings=reports.after(last_finding),
             ).json_text().encode()  # fmt: skip
 
-        return self._replies.get((update.status, seconds, known_view, last_notice, reports.latest), gzipped, encode)
+        return self._replies.get((update.status, seconds, known_view, last_finding, reports.latest), gzipped, encode)
 
 
 class HeartbeatRoute:

@@ -1,4 +1,4 @@
-"""What workers report about their activity, and notices about a step that takes too long.
+"""What workers report about their activity, and findings about a step that takes too long.
 
 Nothing here decides anything, or survives the coordinator's process.
 """
@@ -13,18 +13,18 @@ from unisono.membership.protocol import View, ViewStatus
 from unisono.observe.activity import Activity, Phase
 from unisono.observe.stall_diagnosis import Liveness, MemberStatus, Stall, diagnose
 
-STALL_SECONDS = 1.0  # after a step's deadline, until a notice says that workers wait for others
+STALL_SECONDS = 1.0  # after a step's deadline, until a finding says that workers wait for others
 COMMON_STALL_SECONDS = 1.5  # the same, if all workers are late alike
 _USUAL_SECONDS = {Phase.START: 10.0, Phase.EVALUATION: 5.0, Phase.CHECKPOINT: 5.0, Phase.RECOVERY: 5.0}
 """How long a worker may spend in a phase that is no part of a step, before its usual time is known."""
-_REMEMBERED = 64  # notices
+_REMEMBERED = 64  # findings
 
 
 class StallReports:
-    """The latest reports of each worker, and the notices about stalls.
+    """The latest reports of each worker, and the findings about stalls.
 
     Args:
-        first_number: of the first notice; later processes of the coordinator start with higher ones.
+        first_number: of the first finding; later processes of the coordinator start with higher ones.
 
     Attributes:
         activities: by worker, with their times of arrival.
@@ -36,27 +36,27 @@ class StallReports:
         self.spent: dict[str, Mapping[str, float]] = {}
         self._longest: dict[Phase, float] = {}
         self._number = first_number
-        self._notices: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self._findings: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self._reported: set[tuple[int, str]] = set()  # (view, lost worker)
         self._frozen: set[str] = set()  # workers that were unresponsive in their current phase
         self._missing: dict[tuple[int, str], tuple[MemberStatus, float]] = {}  # from a later view, and since when
-        self._stalled_at = (0, 0)  # view and step of the last notice
+        self._stalled_at = (0, 0)  # view and step of the last finding
         self._again_at = 0.0
         self._resumed_at = float("-inf")  # when a worker last came back from a phase that is no part of a step
 
     @property
     def latest(self) -> int:
-        """The number of the latest notice."""
+        """The number of the latest finding."""
         return self._number
 
     @property
-    def notices(self) -> list[str]:
-        """The latest notices."""
-        return [text for _, text in self._notices]
+    def findings(self) -> list[str]:
+        """The latest findings."""
+        return [text for _, text in self._findings]
 
     def after(self, number: int) -> list[str]:
-        """Notices after the one of that `number`; none if it is 0, because the worker is new."""
-        return [text for each, text in self._notices if each > number] if number else []
+        """Findings after the one of that `number`; none if it is 0, because the worker is new."""
+        return [text for each, text in self._findings if each > number] if number else []
 
     def receive(self, worker: str, activity: Activity | None, spent: Mapping[str, float] | None, now: float) -> None:
         """A worker reports what it does, and where its time went."""
@@ -82,14 +82,14 @@ class StallReports:
                 self._missing[before.number, worker] = member, now
 
     def check(self, coordinator: Coordinator, now: float) -> list[str]:
-        """New notices. Linear in the number of workers, if there is a stall."""
-        notices = self._past_losses(coordinator, now) + self._losses(coordinator, now)
+        """New findings. Linear in the number of workers, if there is a stall."""
+        findings = self._past_losses(coordinator, now) + self._losses(coordinator, now)
         if coordinator.saved.status in (ViewStatus.ACTIVE, ViewStatus.ENDING_AT_BOUNDARY):
-            notices += self._delays(coordinator, now)
-        for text in notices:
+            findings += self._delays(coordinator, now)
+        for text in findings:
             self._number += 1
-            self._notices.append((self._number, text))
-        return notices
+            self._findings.append((self._number, text))
+        return findings
 
     def _past_losses(self, coordinator: Coordinator, now: float) -> list[str]:
         """Workers missing in a later view, once their launcher has reported their exit, or has not for a while."""
