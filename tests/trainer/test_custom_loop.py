@@ -158,7 +158,7 @@ def test_a_second_backward_that_nobody_announced_adds_up_or_is_refused_with_the_
 
     expected = gradient(*samples(0, 1)) + gradient(*samples(1, 1))
     torch.testing.assert_close(simulate(2, one_step, twice)[0], expected)
-    with pytest.raises(UnisonoError, match=r"backward ran again before the step .* how many backward passes"):
+    with pytest.raises(UnisonoError, match=r"backward ran again before the step .* number of backward passes"):
         simulate(2, lambda comm: one_step(comm, twice, sync=SMALL))
 
 
