@@ -247,7 +247,7 @@ def test_a_command_that_a_page_names_exists(page: Path) -> None:
             known += options_of("train", words[2]) if words[2:3] in (["digits"], ["text"]) else ""
             # Options with a dot are the task's own.
             given = re.findall(r"(?<=\s)--[a-z-]+(?=\s|$)", line.split(".py")[0])
-            unknown += [f"{line}: {option}" for option in given if not re.search(rf"{option}\b", known)]
+            unknown += [f"{line}: {option}" for option in given if not re.search(rf"{option}(?![\w-])", known)]
         unknown += [line for name in re.findall(r"-m benchmarks ([a-z]\w*)", line) if name not in benchmarks()]
         unknown += [line for module in re.findall(r"-m ((?:benchmarks|tests)[.]\S+)", line) if not runs(module)]
     assert unknown == []
