@@ -42,9 +42,9 @@ from unisono.sync import AllReduce, Synchronizer
 from unisono.tasks.checks import check_whole
 from unisono.tasks.task import build_dataset
 from unisono.tensors.batch import Batch, samples_in
+from unisono.trainer.compatibility import check_fit, check_trainable
 from unisono.trainer.custom_loop import CustomLoop
 from unisono.trainer.device import choose_device, fair_threads
-from unisono.trainer.replica import check_fit, check_trainable
 from unisono.trainer.traits import of_data, of_groups, of_model, of_script
 
 LOG = logging.getLogger("unisono")

@@ -21,7 +21,8 @@ from unisono.plan.layout_estimate import estimate_layout, traffic
 from unisono.run.resolve import settle
 from unisono.tasks.source import NamedTask
 from unisono.trainer.loop import Trainer
-from unisono.trainer.pipeline_loop import PipelinedTrainer
+from unisono.trainer.micro_batches import MicroBatchRunner
+from unisono.trainer.pipeline_runner import PipelineRunner
 
 TEXT = source("text", text=(__file__,), model={"layers": 3, "width": 32, "heads": 2, "context": 16, "dropout": 0.0})
 STILL = source("regression", optimizer="sgd", norm=False)
@@ -84,32 +85,32 @@ def seen(task: NamedTask, workers: int, layout: str, settings: Mapping[str, Any]
 def _watched(rank: int, size: int, *arguments: Any) -> dict[str, Any]:
     """A worker that looks at itself while it trains."""
     found: dict[str, Any] = {}
-    run, once = Trainer.run, {each: each.run_micro_batches for each in (Trainer, PipelinedTrainer)}
+    run, once = Trainer.run, {each: each.run for each in (MicroBatchRunner, PipelineRunner)}
 
-    def watch_run(self: Trainer, first_step: int) -> Any:
-        held, optimizer = self.replica.held, self.replica.optimizer
+    def watch_run(self: Trainer) -> Any:
+        held, optimizer = self.replica.local, self.replica.optimizer
 
         def note(held: LocalModel, step: Any, take: Any = LocalModel.step) -> Any:
             found["gradients"] = sum(p.grad.nbytes for p in held.local.parameters() if p.grad is not None)
             return take(held, step)
 
         LocalModel.step = note  # type: ignore[method-assign]
-        outcome = run(self, first_step)
+        outcome = run(self)
         found["parameters"] = sum(p.nbytes for p in held.local.parameters())
         found["buffers"] = sum(b.nbytes for b in held.local.buffers())
         found["optimizer"] = sum(t.nbytes for t in state_of(optimizer, held.local)[0].values())
         return outcome
 
-    def watch_step(self: Trainer, t: int, mine: range, batches: Any) -> None:
+    def watch_step(self: MicroBatchRunner, t: int, mine: range, *given: Any) -> None:
         kept, messages = SavedTensors(), CollectiveCounter()
         with messages, kept.counting(self.model):
-            once[type(self)](self, t, mine, batches)
+            once[type(self)](self, t, mine, *given)
         found["activations"] = kept.bytes / len(mine)
         found["messages"] = dict(messages.seen)
 
     Trainer.run = watch_run  # type: ignore[method-assign]
     for each in once:
-        each.run_micro_batches = watch_step  # type: ignore[method-assign]
+        each.run = watch_step  # type: ignore[method-assign]
     _worker(rank, size, *arguments)
     return found
 

@@ -21,8 +21,8 @@ import torch
 from tests.campaigns.layout_memory import foretold
 from tests.support import processes
 from tests.support.training_runs import _worker, source
-from unisono.trainer.loop import Trainer
-from unisono.trainer.pipeline_loop import PipelinedTrainer
+from unisono.trainer.micro_batches import MicroBatchRunner
+from unisono.trainer.pipeline_runner import PipelineRunner
 
 TASK = source("text", text=("README.md",), model={"layers": 2, "width": 256, "heads": 4, "context": 64})
 CASES: list[tuple[str, Mapping[str, Any]]] = [
@@ -52,14 +52,14 @@ def measured(layout: str, settings: Mapping[str, Any]) -> float:
 
 def _watched(rank: int, size: int, *arguments: Any) -> list[int]:
     seen: list[int] = []
-    for kind in (Trainer, PipelinedTrainer):
+    for kind in (MicroBatchRunner, PipelineRunner):
 
-        def watch(self: Trainer, *given: Any, compute: Any = kind.run_micro_batches) -> None:
-            self.comm.gather(torch.zeros(1)).wait()  # all are between the same two steps
+        def watch(self: MicroBatchRunner, *given: Any, compute: Any = kind.run) -> None:
+            self.replica._groups.world.gather(torch.zeros(1)).wait()  # all are between the same two steps
             seen.append(sent())
             compute(self, *given)
 
-        kind.run_micro_batches = watch  # type: ignore[method-assign]
+        kind.run = watch  # type: ignore[method-assign]
     _worker(rank, size, *arguments)
     return seen
 

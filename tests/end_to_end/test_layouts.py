@@ -249,7 +249,11 @@ def test_an_evaluation_between_steps_leaves_no_weights_behind(layout, tmp_path) 
         (2, {"compress": "Exact()"}, "gradients are summed as floats inside a replica"),
         (2, {"sync": "ParameterServer(staleness=2)"}, "hands micro-batches to workers one by one"),
         (2, {"sync": "Gossip(asynchronous=True)"}, "hands micro-batches to workers one by one"),
-        (4, {"sync_batchnorm": True, "micro_batch": 6, "sync": "LocalSGD(2)"}, "do not compute side by side"),
+        (
+            4,
+            {"sync_batchnorm": True, "micro_batch": 6, "sync": "LocalSGD(2)"},
+            "do not compute micro-batches in parallel",
+        ),
         (2, {"layout": "Layout(pipeline=2)", "micro_batch": 24}, "use 2 micro-batches per step"),
         (2, {"layout": "Layout(pipeline=2, cuts=('layers.9',))"}, "has no module of that name"),
         (2, {"layout": "Layout(context=2)"}, "on parts of a sequence"),

@@ -22,7 +22,7 @@ from unisono.errors import InvalidInput
 from unisono.plan import Cluster, Compute, Forecast, forecast
 from unisono.run.resolve import settle
 from unisono.tasks.source import NamedTask
-from unisono.trainer.load_balance import LoadBalancer, RebalanceMode
+from unisono.trainer.load_balance import LoadBalancer, RebalanceMode, WorkerClock
 
 MICRO_BATCHES = 12
 SETTINGS = {"micro_batch": 2, "global_batch": 2 * MICRO_BATCHES, "steps": 40}
@@ -54,9 +54,8 @@ class Record:
 def balance(workers: int, follow: RebalanceMode, rank: int = 0, **more: Any) -> tuple[LoadBalancer, Record]:
     record = Record()
     shares = MicroBatchAllocation(assign(MICRO_BATCHES, [1.0] * workers), rank, range(workers), 0)
-    return LoadBalancer(
-        shares, follow, rank, record, lambda: 0.0, lambda: 0.0, lambda: 0.0, lambda: None, **more
-    ), record
+    clock = more.pop("clock", WorkerClock(lambda: 0.0, waited=lambda: 0.0, fetching=lambda: 0.0))
+    return LoadBalancer(shares, follow, rank, record, clock, **more), record
 
 
 def hear(each: LoadBalancer, seconds: Sequence[float], stocks: int) -> None:
@@ -71,8 +70,9 @@ def hear(each: LoadBalancer, seconds: Sequence[float], stocks: int) -> None:
 @pytest.mark.parametrize(("fetching", "pace"), [(0.0, 1.0), (4.0, 1.0), (12.0, 3.0)])
 def test_a_pace_has_no_waiting_in_it_but_the_fetching_that_others_slowness_hides(fetching, pace) -> None:
     clock, waited, fetched = iter([10.0, 16.0]), iter([1.0, 3.0]), iter([5.0, 5.0 + fetching])
-    each, _ = balance(2, RebalanceMode.YES)
-    each.now, each.waited, each.fetching = clock.__next__, waited.__next__, fetched.__next__
+    each, _ = balance(
+        2, RebalanceMode.YES, clock=WorkerClock(clock.__next__, waited=waited.__next__, fetching=fetched.__next__)
+    )
     assert each.pace == 0
     with each.measured(4):
         pass
@@ -197,9 +197,9 @@ def test_four_workers_with_one_slow() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sync": "LocalSGD(2)"}, "each worker takes steps of its own"),
+        ({"sync": "LocalSGD(2)"}, "each worker takes local steps"),
         ({"sync": "AllReduce(reduce='adasum')"}, "count as one"),
-        ({"sync_batchnorm": True}, "as many micro-batches, side by side"),
+        ({"sync_batchnorm": True}, "equally many micro-batches in parallel"),
     ],
 )
 def test_where_shares_cannot_follow_asking_for_it_is_refused(settings, words) -> None:

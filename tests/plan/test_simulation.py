@@ -19,7 +19,7 @@ from unisono.comm.link_model import sum_seconds
 from unisono.errors import Diverged, InvalidInput, WorkerFailed
 from unisono.plan import Cluster, Compute, Forecast, forecast
 from unisono.plan.compute_benchmark import share_seconds
-from unisono.plan.paced_trainer import ClockPacer
+from unisono.plan.paced_runner import ClockPacer
 from unisono.run.resolve import settle
 
 FAST = Link(1e12, 0.0)

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from tests.support.replicas import replica_of
 from unisono.comm import Communicator
 from unisono.compress import Compressor
 from unisono.data import MicroBatchPlan, assign
 from unisono.sync import Synchronizer
 from unisono.tasks.builtin.digits import images
-from unisono.trainer.replica import Replica
 
 WORKERS, GLOBAL_BATCH, STEPS = 4, 64, 60
 COMPUTE_SECONDS = 0.01
@@ -42,10 +42,10 @@ def learn(comm: Communicator, sync: Synchronizer, compress: Compressor, steps: i
     """Train on `comm`; the loss at the end, over all training images, of what the replicas agree on."""
     model, (x, y) = network(), digits()
     plan = MicroBatchPlan(len(y), GLOBAL_BATCH, GLOBAL_BATCH // WORKERS, seed=0)
-    replica = Replica(model, torch.optim.Adam(model.parameters(), lr), comm, sync=sync, compress=compress,
-                      micro_batches=WORKERS, reference=float(GLOBAL_BATCH))  # fmt: skip
+    replica = replica_of(model, torch.optim.Adam(model.parameters(), lr), comm, sync=sync, compress=compress,
+                      micro_batches=WORKERS, reference_weight=float(GLOBAL_BATCH))  # fmt: skip
     mine = assign(WORKERS, [1.0] * comm.size)[comm.rank]
-    shares = replica.work_items(0, steps, lambda: False) or ((t, mine) for t in range(steps))
+    shares = replica.sync.work_items(0, steps, lambda: False) or ((t, mine) for t in range(steps))
     for t, micro_batches in shares:
         for m in micro_batches:
             rows = torch.from_numpy(plan.indices(t, m))

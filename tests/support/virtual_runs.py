@@ -22,8 +22,11 @@ from unisono.elastic.training_state import TrainingState
 from unisono.observe import NullRecorder
 from unisono.run.resolve import settle
 from unisono.tasks.task import Task
-from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.build import build_trainer
+from unisono.trainer.build_model import build_model
 from unisono.trainer.checkpointing import Checkpointer
+from unisono.trainer.context import RunContext
+from unisono.trainer.data_feed import DataFeed
 from unisono.trainer.loop import Trainer
 
 Tamper = Callable[[int, int, Trainer], None]  # given the rank, the steps done and the trainer, between two steps
@@ -74,7 +77,7 @@ def lived(workers: int, task: Task, path: Path, tamper: Tamper | None = None, **
 def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tamper | None, resume: bool) -> Life:
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, comm.rank, comm.size, stack)
-        held, optimizer = build(task, config, torch.device("cpu"), comm)
+        held, optimizer = build_model(task, config, torch.device("cpu"), comm)
         writer = Writer(
             path / "checkpoints", comm.rank, comm.size, config.keep_checkpoints, lambda event: None, attempt="1"
         )
@@ -89,9 +92,10 @@ def _life(comm: Simulated, task: Task, config: Config, path: Path, tamper: Tampe
         record = Remembering()
         state = TrainingState(held, optimizer)
         state.set_steps(first)
-        trainer = bind(
-            task, config, feed, state, ProcessGroups.replicated(comm), persistence=persistence, record=record,
-            device=torch.device("cpu"))  # fmt: skip
+        context = RunContext(
+            task, config, feed, state, ProcessGroups.replicated(comm), persistence, record, torch.device("cpu")
+        )
+        trainer = build_trainer(context)
         if tamper:
             record.step = lambda done, steps, fields: tamper(comm.rank, done, trainer)  # type: ignore[method-assign]
         outcome = trainer.run()

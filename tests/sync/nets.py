@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from tests.support.replicas import replica_of
 from unisono.checkpoint import fingerprint
 from unisono.comm import Communicator
 from unisono.compress import Compressor
@@ -96,8 +97,8 @@ def bound(
     torch.manual_seed(0)
     model = Net(sparse)
     optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
-    return Replica(model, optimizer, comm, sync=sync, compress=compress, micro_batches=MICRO_BATCHES,
-                   reference=MICRO_BATCHES * SAMPLES, **options)  # fmt: skip
+    return replica_of(model, optimizer, comm, sync=sync, compress=compress, micro_batches=MICRO_BATCHES,
+                   reference_weight=MICRO_BATCHES * SAMPLES, **options)  # fmt: skip
 
 
 def advance(
@@ -108,6 +109,7 @@ def advance(
     *,
     shares: Sequence[float] | None = None,
     on_step: Callable[[nn.Module, Step], None] = lambda model, step: None,
+    wait: bool = True,
 ) -> list[float]:
     """Take steps ``first .. until - 1``; their losses."""
     mine = assign(MICRO_BATCHES, shares or [1.0] * comm.size)[comm.rank]
@@ -122,5 +124,6 @@ def advance(
         on_step(replica.model, step)
         losses.append(step.loss)
         step.apply()
-    replica.wait_parameters()
+    if wait:
+        replica.sync.wait_parameters()
     return losses

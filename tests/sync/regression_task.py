@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from tests.support.replicas import replica_of
 from unisono.comm import Communicator, connect
 from unisono.compress import Compressor
 from unisono.sync import Synchronizer
-from unisono.trainer.replica import Replica
 
 
 class Lesson:
@@ -41,10 +41,10 @@ class Lesson:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 2))
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-        replica = Replica(model, optimizer, comm, sync=sync, compress=compress, micro_batches=self.COUNT,
-                          reference=self.COUNT * self.SAMPLES)  # fmt: skip
+        replica = replica_of(model, optimizer, comm, sync=sync, compress=compress, micro_batches=self.COUNT,
+                          reference_weight=self.COUNT * self.SAMPLES)  # fmt: skip
         each = range(comm.rank * self.COUNT // comm.size, (comm.rank + 1) * self.COUNT // comm.size)
-        shares = replica.work_items(0, self.steps, lambda: False) or ((t, each) for t in range(self.steps))
+        shares = replica.sync.work_items(0, self.steps, lambda: False) or ((t, each) for t in range(self.steps))
         computed, began = [], comm.now()
         for t, mine in shares:
             for m in mine:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.replicas import replica_of
 from tests.sync.nets import plain, sgd, train
 from unisono.bad_steps import NOT_REPRESENTABLE
 from unisono.comm import simulate
@@ -13,7 +14,6 @@ from unisono.compress import Cast, Exact
 from unisono.errors import UnisonoError
 from unisono.sync import AllReduce, Loop
 from unisono.sync.buckets import gaps, pack, plan_buckets, unpack
-from unisono.trainer.replica import Replica
 
 SMALL = AllReduce(bucket_bytes=600, first_bytes=100)
 
@@ -108,8 +108,8 @@ def test_a_gradient_that_is_refused_is_named_with_its_micro_batch(bad, reference
     def run(comm):
         torch.manual_seed(0)
         model = Branches()
-        replica = Replica(model, sgd(model.parameters()), comm, sync=AllReduce(), compress=Exact(),
-                          micro_batches=4, reference=reference, drops=True)  # fmt: skip
+        replica = replica_of(model, sgd(model.parameters()), comm, sync=AllReduce(), compress=Exact(),
+                          micro_batches=4, reference_weight=reference, may_drop=True)  # fmt: skip
         for m in range(4):
             replica.begin_micro_batch(m, 1.0)
             out = model(torch.full((1, 3), 1e9 if m == bad else 1.0) * (-1) ** m)
@@ -176,8 +176,8 @@ def test_weights_of_micro_batches_give_the_exact_mean_over_tokens() -> None:
     def run(comm, clip):
         model = nn.Linear(5, 1, bias=False)
         nn.init.zeros_(model.weight)
-        replica = Replica(model, torch.optim.SGD(model.parameters(), 1.0), comm, sync=AllReduce(), compress=Exact(),
-                          micro_batches=4, reference=7.0, clip=clip)  # fmt: skip
+        replica = replica_of(model, torch.optim.SGD(model.parameters(), 1.0), comm, sync=AllReduce(), compress=Exact(),
+                          micro_batches=4, reference_weight=7.0, clip=clip)  # fmt: skip
         mine = range(comm.rank, 4, comm.size)
         for m in mine:
             replica.begin_micro_batch(m, weights[m])

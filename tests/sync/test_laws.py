@@ -158,7 +158,7 @@ def test_a_crash_at_any_verb_leaves_the_survivors_equal(sync, count) -> None:
 def test_state_comes_back(sync) -> None:
     def run(comm):
         replica = bound(comm, sync, Cast())
-        replica.load_state_dict(replica.state_dict())
+        replica.sync.load_state_dict(replica.sync.state_dict())
         return True
 
     assert simulate(2, run) == [True, True]
@@ -167,7 +167,7 @@ def test_state_comes_back(sync) -> None:
 def all_of(replica: Replica) -> dict[str, torch.Tensor]:
     """Weights, buffers, optimizer state and what the synchronizer shares."""
     state, _ = state_of(replica.optimizer, replica.model)
-    return {**weights_of(replica.model), **state, **replica.state_dict()}
+    return {**weights_of(replica.model), **state, **replica.sync.state_dict()}
 
 
 @walking
@@ -190,7 +190,7 @@ def test_what_is_shared_is_the_same_on_all_and_leaves_the_parameters_as_they_wer
         parameters = dict(replica.model.named_parameters())
         advance(replica, comm, 0, steps)
         before = fingerprint(parameters)
-        with replica.averaged_weights():
+        with replica.sync.averaged_weights():
             inside = fingerprint(parameters)
         assert fingerprint(parameters) == before
         return inside
@@ -213,7 +213,7 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(sync, optimizer) -> None:
         with torch.no_grad():
             for name, tensor in weights_of(two.model).items():
                 tensor.copy_(weights_of(one.model)[name])
-        two.load_state_dict({name: x.clone() for name, x in one.state_dict().items()})
+        two.sync.load_state_dict({name: x.clone() for name, x in one.sync.state_dict().items()})
         two.begin()
         advance(one, comm, 5, 12)
         advance(two, another, 5, 12)

@@ -19,6 +19,7 @@ from tests.comm.test_laws import connected
 from tests.compress.laws import TABLE
 from tests.support.pair_task import learn, loss_of, network
 from tests.support.processes import run
+from tests.support.replicas import replica_of
 from tests.sync.nets import adamw, advance, bound, plain, sgd, train
 from unisono import notation
 from unisono.checkpoint import fingerprint
@@ -31,7 +32,6 @@ from unisono.sync.server.actor import MOVED, ParameterServerActor
 from unisono.sync.server.slice_optimizer import ELEMENTWISE, SliceOptimizer, numbers_of
 from unisono.sync.server.slice_state import Push, ServerSlice, ServerTerms, SliceSpec
 from unisono.sync.server.slices import plan_slices
-from unisono.trainer.replica import Replica
 
 INF = math.inf
 
@@ -228,7 +228,7 @@ def test_groups_schedules_frozen_groups_and_several_dtypes() -> None:
         model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4).double(), "c": nn.Linear(4, 4)})
         groups = [{"params": model["a"].parameters(), "lr": 0.5, "momentum": 0.9}, {"params": model["b"].parameters()}]
         optimizer = torch.optim.SGD(groups, 0.1)
-        replica = Replica(model, optimizer, comm, sync=sync, compress=Cast(), micro_batches=2, reference=2.0)
+        replica = replica_of(model, optimizer, comm, sync=sync, compress=Cast(), micro_batches=2, reference_weight=2.0)
         x = torch.randn(2, 4)
         for t in range(3):
             optimizer.param_groups[0]["lr"] = 0.5 / (t + 1)
@@ -237,7 +237,7 @@ def test_groups_schedules_frozen_groups_and_several_dtypes() -> None:
                 replica.end_forward(0.0, last=m == 1 or comm.size == 2)
                 replica.backward(model["b"](model["c"](model["a"](x[m])).double()).square().sum())
             replica.settle().apply()
-        replica.wait_parameters()
+        replica.sync.wait_parameters()
         return weights_of(model)
 
     (expected,), got = simulate(1, step, AllReduce()), simulate(2, step, ParameterServer(servers=2, slice_bytes=64))
@@ -274,7 +274,7 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(compress) -> None:
         state, numbers = state_of(one.optimizer, one.model)
         load_state(two.optimizer, two.model, {name: x.clone() for name, x in state.items()}, numbers)
         two.model.load_state_dict(one.model.state_dict())
-        two.load_state_dict(one.state_dict())
+        two.sync.load_state_dict(one.sync.state_dict())
         two.begin()
         for each in (one, two):
             advance(each, comm, 4, 8)
@@ -330,8 +330,8 @@ class Counter(nn.Module):
 
 def counting(comm, sync, *, micro_batches=4, optimizer=lambda p: torch.optim.SGD(p, 1.0), compress=Cast(), numel=5):
     model = Counter(numel)
-    return Replica(model, optimizer(model.parameters()), comm, sync=sync, compress=compress,
-                   micro_batches=micro_batches, reference=float(micro_batches))  # fmt: skip
+    return replica_of(model, optimizer(model.parameters()), comm, sync=sync, compress=compress,
+                   micro_batches=micro_batches, reference_weight=float(micro_batches))  # fmt: skip
 
 
 def counted(replica) -> float:
@@ -351,8 +351,8 @@ def one_step(replica, micro_batches, before=lambda: None) -> None:
 def walk(comm, sync, steps, seconds, micro_batches=4):
     """Count through `steps` steps; every share, and when it was begun and computed."""
     replica, trace = counting(comm, sync, micro_batches=micro_batches), []
-    for t, mine in replica.work_items(0, steps, lambda: False):
-        replica.wait_parameters()  # what takes time here is computing with the weights
+    for t, mine in replica.sync.work_items(0, steps, lambda: False):
+        replica.sync.wait_parameters()  # what takes time here is computing with the weights
         began, ended = comm.now(), []
 
         def compute(ended=ended) -> None:
@@ -363,7 +363,7 @@ def walk(comm, sync, steps, seconds, micro_batches=4):
         trace.append((t, mine, began, ended[-1]))
     end = comm.now()
     replica.synchronize()
-    assert replica.leased_until == steps
+    assert replica.sync.leased_until == steps
     return trace, counted(replica), end
 
 
@@ -433,8 +433,8 @@ def test_who_pushes_a_small_part_of_an_update_does_not_wait_until_it_is_added(le
         replica = counting(comm, ParameterServer(staleness=INF, lease=lease, compensate=compensate),
                            micro_batches=32, numel=250)  # fmt: skip
         begun = []
-        for _, mine in replica.work_items(0, 1, lambda: False):
-            replica.wait_parameters()
+        for _, mine in replica.sync.work_items(0, 1, lambda: False):
+            replica.sync.wait_parameters()
             begun.append(comm.now())
             one_step(replica, mine, before=lambda: comm.compute(compute_seconds))
         replica.synchronize()
@@ -468,15 +468,15 @@ def test_a_stretch_ends_for_all_after_the_step_that_was_begun() -> None:
         def stop() -> bool:
             return comm.rank == 1 and len(done) >= 5
 
-        for t, mine in replica.work_items(0, 100, stop):
+        for t, mine in replica.sync.work_items(0, 100, stop):
             one_step(replica, mine, before=lambda: comm.compute(0.1 + comm.rank))
             done += [(t, m) for m in mine]
-        first = replica.leased_until
-        for t, mine in replica.work_items(first, first + 3, lambda: False):
+        first = replica.sync.leased_until
+        for t, mine in replica.sync.work_items(first, first + 3, lambda: False):
             one_step(replica, mine)
             done += [(t, m) for m in mine]
         replica.synchronize()
-        return first, replica.leased_until, done, counted(replica)
+        return first, replica.sync.leased_until, done, counted(replica)
 
     outcome = simulate(3, run)
     ((first, last, *_),) = {each[:2] for each in outcome}
@@ -496,12 +496,12 @@ def test_backup_workers_are_dropped_and_counted_and_go_on_with_the_others() -> N
     def run(comm):
         replica = counting(comm, ParameterServer(backup_workers=1), micro_batches=3)
         taken = []
-        for t, mine in replica.work_items(0, 20, lambda: False):
+        for t, mine in replica.sync.work_items(0, 20, lambda: False):
             seconds = 10.0 if comm.rank == 2 and t == 3 else 1.0
             one_step(replica, mine, before=partial(comm.compute, seconds))
             taken.append(t)
         replica.synchronize()
-        return taken, counted(replica), replica._sync.dropped, replica.leased_until, comm.now()
+        return taken, counted(replica), replica.sync.dropped, replica.sync.leased_until, comm.now()
 
     outcome = simulate(3, run)
     assert [taken for taken, *_ in outcome[:2]] == [list(range(20))] * 2
@@ -731,7 +731,7 @@ def on_processes(size, directory, law, *args):
 def in_lockstep_and_not(comm: Communicator) -> tuple[str, float]:
     digest = train(comm.channel("one"), ParameterServer(servers=2, slice_bytes=300), Exact(), steps=3)[1]
     replica = counting(comm.channel("other"), ParameterServer(staleness=1))
-    for _, mine in replica.work_items(0, 5, lambda: False):
+    for _, mine in replica.sync.work_items(0, 5, lambda: False):
         one_step(replica, mine)
     replica.synchronize()
     return digest, counted(replica)
@@ -746,7 +746,7 @@ def count_while_a_server_is_killed(comm: Communicator, staleness: float) -> tupl
     times = []
     for t in range(40):
         if t == 20 and comm.rank == 0:  # the other one is somewhere in the midst of a step
-            os.kill(replica._sync.shard_clients[0].connection.pid, signal.SIGKILL)
+            os.kill(replica.sync.shard_clients[0].connection.pid, signal.SIGKILL)
         one_step(replica, [comm.rank])
         times.append(time.monotonic())
     replica.synchronize()

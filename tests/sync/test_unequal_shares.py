@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from tests.support.replicas import replica_of
 from unisono import notation
 from unisono.comm import Communicator, simulate
 from unisono.compress import Cast, Compressor, Exact, Quantize, TopK
 from unisono.data import assign
 from unisono.sync import AllReduce, Average, BlockMomentum, DiLoCo, LocalSGD, Synchronizer
-from unisono.trainer.replica import Replica
 
 STEPS, LR = 6, 0.3
 EACH_STEP: list[Synchronizer] = [LocalSGD(1), BlockMomentum(1, momentum=0.0), DiLoCo(1, outer=Average())]
@@ -57,8 +57,8 @@ class Run:
         self.model = net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), LR, momentum=momentum)
         self.reference = float(sum(map(samples_of, range(count))))
-        self.replica = Replica(self.model, self.optimizer, comm, sync=sync, compress=compress, micro_batches=count,
-                               reference=self.reference)  # fmt: skip
+        self.replica = replica_of(self.model, self.optimizer, comm, sync=sync, compress=compress, micro_batches=count,
+                               reference_weight=self.reference)  # fmt: skip
 
     def step(self, t: int) -> Tensor:
         for m in self.mine:

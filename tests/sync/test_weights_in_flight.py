@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, embedding
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.replicas import replica_of
 from tests.sync.nets import MICRO_BATCHES, SAMPLES, adamw, advance, bound, sgd, train
 from unisono import notation
 from unisono.checkpoint import fingerprint
@@ -23,7 +24,6 @@ from unisono.elastic.model_state import weights_of
 from unisono.errors import PeerLost, UnisonoError
 from unisono.sync import AllReduce, LocalSGD, ParameterServer, Synchronizer
 from unisono.sync.server.shard_client import ShardClient
-from unisono.trainer.replica import Replica
 
 SLOW = Link(bytes_per_second=2e4, latency_seconds=1e-3)
 SMALL = ParameterServer(servers=2, slice_bytes=64)
@@ -63,8 +63,8 @@ class Trainee:
     def __init__(self, comm: Simulated, model: nn.Module, sync: Synchronizer, compress: Compressor = Exact(),
                  optimizer: Callable[..., torch.optim.Optimizer] = adamw, **options: Any) -> None:  # fmt: skip
         self.comm, self.model = comm, model
-        self.replica = Replica(model, optimizer(model.parameters()), comm, sync=sync, compress=compress,
-                               micro_batches=comm.size, reference=float(comm.size), **options)  # fmt: skip
+        self.replica = replica_of(model, optimizer(model.parameters()), comm, sync=sync, compress=compress,
+                               micro_batches=comm.size, reference_weight=float(comm.size), **options)  # fmt: skip
 
     def step(self, loss: Callable[[], torch.Tensor]) -> None:
         self.replica.begin_micro_batch(self.comm.rank, 1.0)
@@ -86,7 +86,7 @@ def learn_crooked(comm: Simulated, sync: Synchronizer, steps: int = 6, **options
             return cross_entropy(out + model.hidden @ model.in_loss.weight.T, y[:, 0])
 
         trainee.step(loss)
-    trainee.replica.wait_parameters()
+    trainee.replica.sync.wait_parameters()
     return fingerprint(weights_of(trainee.model))
 
 
@@ -121,11 +121,9 @@ def layers(
     model = nn.Sequential(*[Layer(trace, comm) for _ in range(4)])
     trainee = Trainee(comm, model, sync, Cast("bf16"), sgd, **options)
     for layer in model:
-        layer.pull_in_flight = lambda: sum(
-            out.pull_in_flight is not None for out in trainee.replica._sync.client_slices
-        )
+        layer.pull_in_flight = lambda: sum(out.pull_in_flight is not None for out in trainee.replica.sync.client_slices)
     applied = 0.0
-    shares: Iterator[Any] = iter(trainee.replica.work_items(0, steps, lambda: False) or range(steps))
+    shares: Iterator[Any] = iter(trainee.replica.sync.work_items(0, steps, lambda: False) or range(steps))
     for _ in shares:
         trace.clear()
         trainee.step(lambda: model(torch.ones(10_000)).mean())
@@ -169,11 +167,11 @@ def test_pushes_too_are_on_their_way_while_the_next_share_is_begun() -> None:
         sync = ParameterServer(slice_bytes=40_000, staleness=inf)
         trainee = Trainee(comm, model, sync, Cast("bf16"), sgd)
         push_in_flight = []
-        for _ in trainee.replica.work_items(0, 3, lambda: False):
+        for _ in trainee.replica.sync.work_items(0, 3, lambda: False):
             trainee.step(lambda: model(torch.ones(10_000)).mean())
-            push_in_flight.append(sum(out.push_in_flight is not None for out in trainee.replica._sync.client_slices))
+            push_in_flight.append(sum(out.push_in_flight is not None for out in trainee.replica.sync.client_slices))
         trainee.replica.synchronize()
-        return [*push_in_flight, sum(out.push_in_flight is not None for out in trainee.replica._sync.client_slices)]
+        return [*push_in_flight, sum(out.push_in_flight is not None for out in trainee.replica.sync.client_slices)]
 
     assert simulate(1, run, link=SLOW) == [[2, 2, 2, 0]]
 
@@ -217,7 +215,7 @@ def test_there_are_no_hooks_where_nothing_is_ever_on_its_way() -> None:
         assert simulate(2, hooks, sync) == [0, 0]
     for options in ({"overlap": False}, {"lazy": False}):
         assert simulate(2, partial(hooks, **options), SMALL) == [0, 0]
-    loop = partial(hooks, listener=print)  # a user's own, where changes of buffers are followed
+    loop = partial(hooks, on_gradient=print)  # a user's own, where changes of buffers are followed
     assert simulate(2, loop, SMALL) == simulate(2, loop, AllReduce())
     assert simulate(1, hooks, SMALL) == [0]  # with nobody to agree with there is no server
 
@@ -246,7 +244,7 @@ def test_a_users_own_loop_finds_the_weights_right_after_the_step() -> None:
         return seen
 
     expected = simulate(2, run, AllReduce())
-    assert simulate(2, partial(run, listener=lambda name: None), SMALL, link=SLOW) == expected
+    assert simulate(2, partial(run, on_gradient=lambda name: None), SMALL, link=SLOW) == expected
     assert simulate(2, partial(run, lazy=False), SMALL, link=SLOW) == expected
     assert simulate(2, run, SMALL, link=SLOW) != expected  # else this would show nothing
 
@@ -260,9 +258,10 @@ def test_who_reads_weights_between_steps_finds_the_new_ones(between: str) -> Non
         for _ in range(3):
             trainee.step(lambda: model(torch.ones(2, 6)).sum())
         if between == "averaged_weights":
-            with trainee.replica.averaged_weights():
+            with trainee.replica.sync.averaged_weights():
                 return fingerprint(weights_of(model))
-        getattr(trainee.replica, between)()
+        owner = trainee.replica if between in ("synchronize", "unbind") else trainee.replica.sync
+        getattr(owner, between)()
         return fingerprint(weights_of(model))
 
     expected = simulate(2, run, AllReduce())
@@ -288,10 +287,10 @@ def test_a_step_counts_as_taken_when_its_weights_are_here_and_all_answers_may_co
 
     def run(comm: Simulated) -> tuple[set[bool], ...]:
         replica = bound(comm, SMALL, Quantize(4))
-        advance_without_need(replica, comm, 0, 3)
-        server: Any = replica._sync
+        advance(replica, comm, 0, 3, wait=False)
+        server: Any = replica.sync
         before, taking = {out.applied for out in server.client_slices}, len(server._taking)
-        replica.wait_parameters()
+        replica.sync.wait_parameters()
         after, left = {out.applied for out in server.client_slices}, len(server._taking)
         assert (taking, left) == (2, 0)
         assert all(not each._open for each in server.shard_clients)
@@ -317,19 +316,13 @@ def learn_with_a_loss(comm: Simulated, sync: Synchronizer, lost: int | None, whe
 
     if where:
         replica.model.get_submodule(where).register_forward_hook(lose)
-    advance_without_need(replica, comm, 0, 3)
+    advance(replica, comm, 0, 3, wait=False)
     armed = True
     if not where:
         lose()
     advance(replica, comm, 3, 6)
     comm.channel("end").gather(torch.zeros(1)).wait()  # who leaves takes its server along
     return fingerprint(weights_of(replica.model))
-
-
-def advance_without_need(replica: Replica, comm: Simulated, first: int, until: int) -> None:
-    need, replica.wait_parameters = replica.wait_parameters, lambda: None  # type: ignore[method-assign]
-    advance(replica, comm, first, until)
-    replica.wait_parameters = need  # type: ignore[method-assign]
 
 
 @pytest.mark.short(3)
@@ -356,9 +349,9 @@ def test_micro_batches_after_the_first_wait_for_nothing() -> None:
     def run(comm: Simulated) -> list[int]:
         replica = bound(comm, SMALL, Cast())
         waits: list[int] = []
-        need = replica._sync.wait_parameters
-        assert replica._asking is not None
-        replica._asking._need = lambda names: (waits.append(len(replica._sync._pending)), need(names))
+        need = replica.sync.wait_parameters
+        assert replica._lazy is not None
+        replica._lazy._need = lambda names: (waits.append(len(replica.sync._pending)), need(names))
         advance(replica, comm, 0, 3)
         return waits
 

@@ -21,8 +21,11 @@ from unisono.layout import WholeTensors
 from unisono.observe import NullRecorder
 from unisono.run.resolve import settle
 from unisono.sync import Synchronizer
-from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.build import build_trainer
+from unisono.trainer.build_model import build_model
 from unisono.trainer.checkpointing import Checkpointer
+from unisono.trainer.context import RunContext
+from unisono.trainer.data_feed import DataFeed
 
 MICRO_BATCHES = 4
 
@@ -54,20 +57,22 @@ def test_a_worker_that_is_left_behind_computes_no_more_and_takes_no_step(call: i
     here, comm = torch.device("cpu"), SingleWorker(torch.device("cpu"))
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, 0, 1, stack)
-        held, optimizer = build(task, config, here, comm)
+        held, optimizer = build_model(task, config, here, comm)
         persistence = Checkpointer(
             None, held.local, optimizer, comm.channel("checkpoint"), 0, {}, judge=AnomalyDetector(config.bad_step)
         )
-        trainer = bind(
-            task,
-            config,
-            feed,
-            TrainingState(held, optimizer),
-            ProcessGroups.replicated(comm),
-            persistence=persistence,
-            record=NullRecorder(),
-            device=here,
-            session=LostAt(call),
+        trainer = build_trainer(
+            RunContext(
+                task,
+                config,
+                feed,
+                TrainingState(held, optimizer),
+                ProcessGroups.replicated(comm),
+                persistence,
+                NullRecorder(),
+                here,
+                LostAt(call),
+            )
         )
         before = fingerprint(WholeTensors(held.model))
         with pytest.raises(PeerLost):
@@ -111,7 +116,7 @@ def test_a_worker_that_is_lost_while_the_model_is_bound_leaves_no_hooks_on_it(sy
     here, lost = torch.device("cpu"), 0
     with contextlib.ExitStack() as stack:
         feed = DataFeed(task, config, 0, 1, stack)
-        held, optimizer = build(task, config, here, SingleWorker(here))
+        held, optimizer = build_model(task, config, here, SingleWorker(here))
         before, state = hooks(held.model), TrainingState(held, optimizer, local_steps=True)
         state.allow_roll_back()
         while True:
@@ -120,15 +125,10 @@ def test_a_worker_that_is_lost_while_the_model_is_bound_leaves_no_hooks_on_it(sy
                 None, held.local, optimizer, SingleWorker(here), 0, {}, judge=AnomalyDetector(config.bad_step)
             )
             try:
-                trainer = bind(
-                    task,
-                    config,
-                    feed,
-                    state,
-                    ProcessGroups.replicated(comm),
-                    persistence=persistence,
-                    record=NullRecorder(),
-                    device=here,
+                trainer = build_trainer(
+                    RunContext(
+                        task, config, feed, state, ProcessGroups.replicated(comm), persistence, NullRecorder(), here
+                    )
                 )
             except PeerLost:
                 lost += 1

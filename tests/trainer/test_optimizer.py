@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from unisono.elastic.model_state import load_state, state_of
-from unisono.trainer.optimizer import LearningRate, optimizer_of, prefer_fused
+from unisono.trainer.optimizer import LearningRate, build_optimizer, prefer_fused
 
 
 def net() -> nn.Sequential:
@@ -128,7 +128,7 @@ def test_the_learning_rate_is_scheduled_group_by_group(lr, rates) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_worker_may_have_nothing_to_train(name) -> None:
-    optimizer = optimizer_of(MAKERS[name], [])
+    optimizer = build_optimizer(MAKERS[name], [])
     prefer_fused(optimizer, sparse=False)
     LearningRate(optimizer, 0.3).set(0.5)
     optimizer.step()

@@ -64,7 +64,7 @@ def test_nothing_of_a_dropped_step_is_left_under_any_synchronizer_and_compressor
     bad, seen = places(11)[0][0], {}
 
     def look(rank: int, done: int, trainer: Trainer) -> None:
-        trainer.replica.wait_parameters()
+        trainer.replica.sync.wait_parameters()
         seen[rank, done] = {name: tensor.clone() for name, tensor in trainer.replica.state.items()}
 
     task = regression(hidden_nan_at=11)
@@ -293,16 +293,16 @@ def test_walks_whose_gradient_is_not_finite_end_by_themselves(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sync": "LocalSGD(2)", "bad_step": "Skip()"}, r"bad_step = Skip\(\): with LocalSGD.* walk by themselves"),
+        ({"sync": "LocalSGD(2)", "bad_step": "Skip()"}, r"bad_step = Skip\(\): with LocalSGD.* take local steps"),
         (
             {"sync": "Gossip()", "compare_replicas_every": 2},
-            r"compare_replicas_every = 2: with Gossip.* walk by themselves",
+            r"compare_replicas_every = 2: with Gossip.* take local steps",
         ),
         (
             {"sync": "ParameterServer()", "compare_replicas_every": 2},
             r"compare_replicas_every = 2: .* do not keep the state",
         ),
-        ({"sync": "ParameterServer()", "bad_step": "RollBack()"}, r"bad_step = RollBack\(\): only whole replicas"),
+        ({"sync": "ParameterServer()", "bad_step": "RollBack()"}, r"bad_step = RollBack\(\): only unsharded replicas"),
     ],
 )
 def test_what_cannot_be_is_refused(settings, message, tmp_path) -> None:

@@ -18,8 +18,11 @@ from unisono.elastic.session import StaticSession
 from unisono.elastic.training_state import TrainingState
 from unisono.observe import NullRecorder
 from unisono.tasks.task import Task, with_data
-from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.build import build_trainer
+from unisono.trainer.build_model import build_model
 from unisono.trainer.checkpointing import Checkpointer
+from unisono.trainer.context import RunContext
+from unisono.trainer.data_feed import DataFeed
 
 _STEPS = 6  # of which the first, which also pays for what is made once, does not count
 _ENOUGH_SECONDS = 10.0
@@ -38,13 +41,14 @@ def share_seconds(task: Task, config: Config) -> float:
         config = replace(config, steps=_STEPS, epochs=None, load=Inline(), checkpoint_every=0, evaluate_every=0,
                          global_batch=mine * whole.plan.micro_batch, micro_batch=whole.plan.micro_batch)  # fmt: skip
         feed = DataFeed(task, config, 0, 1, stack)
-        held, optimizer = build(task, config, device, comm)
+        held, optimizer = build_model(task, config, device, comm)
         persistence = Checkpointer(None, held.local, optimizer, comm, 0, {})
         began = time.monotonic()
-        trainer = bind(
-            task, config, feed, TrainingState(held, optimizer), ProcessGroups.replicated(comm), persistence=persistence,
-            record=NullRecorder(), device=device,
-            session=StaticSession(stop_requested=lambda: time.monotonic() - began > _ENOUGH_SECONDS))  # fmt: skip
+        session = StaticSession(stop_requested=lambda: time.monotonic() - began > _ENOUGH_SECONDS)
+        trainer = build_trainer(
+            RunContext(
+                task, config, feed, TrainingState(held, optimizer), ProcessGroups.replicated(comm), persistence,
+                NullRecorder(), device, session))  # fmt: skip
         trainer.run()
     counted = trainer.step_seconds[1:] or trainer.step_seconds
     return statistics.median(counted) * whole.plan.micro_batches / config.workers / mine

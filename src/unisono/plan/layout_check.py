@@ -14,7 +14,8 @@ from unisono.layout.feasibility import check as check_model
 from unisono.run.resolve import settle
 from unisono.run.spec import TaskSource
 from unisono.tasks.task import Task
-from unisono.trainer.build import DataFeed, model_of
+from unisono.trainer.build_model import create_model
+from unisono.trainer.data_feed import DataFeed
 from unisono.trainer.device import choose_device
 from unisono.trainer.optimizer_coupling import needs_wholes
 
@@ -33,6 +34,6 @@ def check_task(task: Task, config: Config, places: RankMesh, sample: Sample) -> 
     """Raise `InvalidInput` where the model or the optimizer of `task` does not allow the layout of `config`. Returns
     `needs_wholes`."""
     compute = BlockOptions(config.precision, config.activation_checkpointing, config.compile)
-    model = check_model(partial(model_of, task), places, sample, compute)
+    model = check_model(partial(create_model, task), places, sample, compute)
     dims = {p.dim() for p in model.parameters() if p.requires_grad}
     return needs_wholes(task.optimizer, dims, config.layout, choose_device(config.device, 0))

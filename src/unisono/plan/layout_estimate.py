@@ -38,7 +38,9 @@ from unisono.run.resolve import settle
 from unisono.run.spec import TaskSource
 from unisono.sync import AllReduce
 from unisono.tasks.task import Task
-from unisono.trainer.build import DataFeed, autocast_of, model_of
+from unisono.trainer.build import autocast_of
+from unisono.trainer.build_model import create_model
+from unisono.trainer.data_feed import DataFeed
 from unisono.trainer.device import choose_device
 from unisono.trainer.evaluation import within
 
@@ -155,7 +157,7 @@ def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
         rank = next(r for r in range(places.workers) if places.of(r).pipeline == at)
         with _captured_log(notes if rank == 0 else []):
             holdings += _fake_holdings(task, config, places, rank, sample, device, work, notes, whole)
-    model = record(partial(model_of, task)).model
+    model = record(partial(create_model, task)).model
     notes += _between_replicas(config, places)
     notes += _uncounted(config)
     return LayoutEstimate(
@@ -173,7 +175,7 @@ def _fake_holdings(
     Args:
         whole: whether the optimizer steps tensors whole that are cut.
     """
-    build, compute = partial(model_of, task), BlockOptions(config.precision, config.activation_checkpointing)
+    build, compute = partial(create_model, task), BlockOptions(config.precision, config.activation_checkpointing)
     try:
         with fake_worker(build, places, rank, sample, device, compute, memory=False) as worker:
             return _holdings(task, config, places, rank, worker, work, whole)
@@ -241,7 +243,7 @@ def _arrivals(
     """Where stages begin, and what each gets for a micro-batch, from the whole model: by bytes, for there is nothing to
     measure."""
     layout = places.layout
-    model = record(partial(model_of, task)).model
+    model = record(partial(create_model, task)).model
     holders = [worker_of(layout.schedule, layout.pipeline, layout.stages, stage) for stage in range(layout.stages)]
     with stub_mixtures(model):
         given = inputs_on(model, sample.arguments)

@@ -28,10 +28,13 @@ from unisono.elastic.training_state import TrainingState
 from unisono.errors import UnisonoError, WorkerFailed
 from unisono.observe.recorder import Fields
 from unisono.plan.compute_time import Compute, quantiles
-from unisono.plan.paced_trainer import ClockPacer, PacedTrainer
+from unisono.plan.paced_runner import ClockPacer, PacedRunner
 from unisono.tasks.task import Task, with_data
-from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.build import build_trainer
+from unisono.trainer.build_model import build_model
 from unisono.trainer.checkpointing import Checkpointer
+from unisono.trainer.context import RunContext
+from unisono.trainer.data_feed import DataFeed
 
 _PATIENCE_SECONDS = 1e9  # of virtual time: nobody is taken for lost because a link is slow
 OnProgress = Callable[[Mapping[str, Any]], None]
@@ -217,24 +220,17 @@ def _train(
 ) -> WorkerTrace:
     device = torch.device("cpu")
     feed = DataFeed(task, config, comm.rank, comm.size, stack)
-    held, optimizer = build(task, config, device, comm)
+    held, optimizer = build_model(task, config, device, comm)
     persistence = Checkpointer(None, held.local, optimizer, comm.channel("checkpoint"), 0, {})
     persistence.broadcast_initial_weights()
     share = feed.plan.micro_batch / (cluster.share_samples or feed.plan.global_batch / comm.size)
     pace = ClockPacer(comm, held.model, lambda step: share * cluster.compute.seconds(config.seed, comm.rank, step),
                 by_module=not config.compile)  # fmt: skip
     record = _TraceRecorder(comm, feed.plan.global_batch, tell if comm.rank == 0 else lambda message: None)
-    trainer = bind(
-        task,
-        config,
-        feed,
-        TrainingState(held, optimizer),
-        ProcessGroups.replicated(comm),
-        persistence=persistence,
-        record=record,
-        device=device,
-        trainer=partial(PacedTrainer, pace=pace),
+    context = RunContext(
+        task, config, feed, TrainingState(held, optimizer), ProcessGroups.replicated(comm), persistence, record, device
     )
+    trainer = build_trainer(context, partial(PacedRunner, pace=pace))
     outcome = trainer.run()
     weights = fingerprint(weights_of(held.local)) if comm.rank == 0 else ""
     return WorkerTrace(record.points, trainer.seconds, pace.busy_seconds, record.bytes, outcome.metrics, weights)

@@ -15,7 +15,7 @@ from unisono.layout.accounting import CollectiveCall
 from unisono.layout.fake_worker import FakeWorker
 from unisono.layout.shard_sizes import local_shape
 from unisono.tasks.task import Task
-from unisono.trainer.optimizer import optimizer_of, prefer_fused
+from unisono.trainer.optimizer import build_optimizer, prefer_fused
 from unisono.trainer.whole_tensor_optimizers import owners
 
 Shape = tuple[int, ...]
@@ -81,7 +81,7 @@ def _state_bytes(task: Task, tensors: Iterable[tuple[Tensor, Shape, bool]]) -> i
         parameter = nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
         parameter.grad = torch.zeros_like(parameter) if used else None
         model.append(parameter)
-    optimizer = optimizer_of(task.optimizer, list(model))
+    optimizer = build_optimizer(task.optimizer, list(model))
     prefer_fused(optimizer, sparse=False)
     optimizer.step()
     state, _ = state_of(optimizer, model)

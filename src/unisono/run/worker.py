@@ -55,8 +55,11 @@ from unisono.run.resume import load_checkpoint, newest_sound, resumable_checkpoi
 from unisono.run.spec import Result, RunSpec
 from unisono.system.process import age_seconds
 from unisono.tasks.task import Task, with_data
-from unisono.trainer.build import DataFeed, bind, build
+from unisono.trainer.build import build_trainer
+from unisono.trainer.build_model import build_model
 from unisono.trainer.checkpointing import Checkpointer
+from unisono.trainer.context import RunContext
+from unisono.trainer.data_feed import DataFeed
 from unisono.trainer.device import choose_device, fair_threads
 from unisono.trainer.loop import Outcome, Trainer
 from unisono.trainer.traits import of_config, of_data, of_model, of_optimizer, of_task
@@ -145,7 +148,7 @@ class WorkerRun:
     def build(self) -> None:
         """Build model and optimizer before the first view of an elastic run, so that its members do not wait for it."""
         torch.set_num_threads(self.config.threads or fair_threads(self.worker.identity.local_size))
-        self.state.build(*build(self.task, self.config, self.device, SingleWorker(self.device)))
+        self.state.build(*build_model(self.task, self.config, self.device, SingleWorker(self.device)))
 
     def run(self, session: Session) -> Result | None:
         """The main loop: train in one view after the other. None if the others continue without this worker."""
@@ -224,13 +227,14 @@ class WorkerRun:
         _record_start(self.spec, config, comm, location.path, record, state.progress, view)
         if feed.left_out and not view.start.view:
             record.event("samples left out", words=feed.left_out)
-        return bind(
-            self.task, config, feed, state, groups, persistence=checkpointer, record=record, device=self.device,
-            session=session, recovery=recovery, watch=self.tracker)  # fmt: skip
+        return build_trainer(
+            RunContext(
+                self.task, config, feed, state, groups, checkpointer, record, self.device, session, recovery,
+                self.tracker))  # fmt: skip
 
     def _build_model(self, feed: DataFeed, groups: ProcessGroups) -> tuple[LocalModel, Optimizer]:
         mesh, sample = (_mesh(feed.places, self.device), feed.sample()) if groups.is_sharded else (None, None)
-        return build(self.task, self.config, self.device, groups.batch, mesh, sample, groups.model)
+        return build_model(self.task, self.config, self.device, groups.batch, mesh, sample, groups.model)
 
     def _checkpointer(
         self, feed: DataFeed, groups: ProcessGroups, location: RunLocation, record: Recorder,
@@ -349,7 +353,7 @@ def _mesh(places: RankMesh, device: torch.device) -> Any:
 
 def _weights_digest(trainer: Trainer, path: Path, steps: int) -> str:
     """Digest of the weights; of sharded replicas, of those in the last checkpoint, on worker 0."""
-    if trainer.replica.held.pipeline is None:
+    if trainer.replica.local.pipeline is None:
         return fingerprint(WholeTensors(trainer.model))
     if trainer.comm.rank == 0:
         with contextlib.suppress(CheckpointDamaged):

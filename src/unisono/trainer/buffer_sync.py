@@ -26,9 +26,74 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from unisono.comm import Communicator, Work
+from unisono.comm.process_groups import ProcessGroups
 from unisono.comm.single import Finished
 from unisono.errors import UnisonoError
+from unisono.layout import LocalModel
 from unisono.trainer.model_hooks import before_forward
+
+
+class StageBuffers:
+    """The buffers of one worker's part of the model: of each pipeline stage, or of the only one.
+
+    Args:
+        synchronous: replicas are equal after every step: then all of them fold the same rows.
+        may_undo: a step may be dropped or repeated.
+        adopts: see `BufferSync`.
+    """
+
+    def __init__(
+        self, local: LocalModel, micro_batches: int, groups: ProcessGroups, synchronous: bool, *, may_undo: bool,
+        adopts: bool,
+    ) -> None:  # fmt: skip
+        comm = groups.batch if synchronous else groups.dp_shard
+        channel = comm.channel("statistics") if synchronous or groups.is_sharded else None
+        stages = {0: local.model} if local.pipeline is None else local.pipeline.stages
+        found = {
+            stage: BufferSync(module, micro_batches, channel, drops=may_undo, adopts=adopts)
+            for stage, module in sorted(stages.items())
+        }
+        self._stages = {stage: buffers for stage, buffers in found.items() if buffers.active}
+
+    def before(self, stage: int) -> None:
+        """See `BufferSync.before`."""
+        if stage in self._stages:
+            self._stages[stage].before()
+
+    def after(self, micro_batch: int, stage: int) -> None:
+        """See `BufferSync.after`."""
+        if stage in self._stages:
+            self._stages[stage].after(micro_batch)
+
+    def begin(self) -> None:
+        """See `BufferSync.begin`."""
+        for buffers in self._stages.values():
+            buffers.begin()
+
+    def send(self) -> None:
+        """See `BufferSync.send`."""
+        for buffers in self._stages.values():
+            buffers.send()
+
+    def fold(self) -> None:
+        """See `BufferSync.fold`."""
+        for buffers in self._stages.values():
+            buffers.fold()
+
+    def drop(self) -> None:
+        """See `BufferSync.drop`."""
+        for buffers in self._stages.values():
+            buffers.drop()
+
+    def undo(self) -> None:
+        """See `BufferSync.undo`."""
+        for buffers in self._stages.values():
+            buffers.undo()
+
+    def close(self) -> None:
+        """See `BufferSync.close`."""
+        for buffers in self._stages.values():
+            buffers.close()
 
 
 class BufferSync:

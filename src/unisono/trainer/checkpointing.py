@@ -128,9 +128,9 @@ class Checkpointer:
         by `resume`."""
         self._replica = replica
         if self._shared:
-            replica.load_state_dict(self._shared)
+            replica.sync.load_state_dict(self._shared)
         if self._owed:
-            replica.load_residuals(self._owed)
+            replica.sync.load_residuals(self._owed)
         if replica.has_residuals:  # each worker writes its own
             self._keeps_debts = bool(self._comm.gather(torch.tensor([self._writer is not None])).wait().all())
 
@@ -188,7 +188,7 @@ class Checkpointer:
             self._writer.finish()  # what has been committed is there
         done = self._restore(self._newest() if self._comm.rank == 0 else None)
         if done is not None:
-            self._replica.load_residuals(self._owed)
+            self._replica.sync.load_residuals(self._owed)
             self._replica.begin()
         return done
 
@@ -356,8 +356,8 @@ class Checkpointer:
         # The next forward pass writes into buffers before weights change, while the copy may still be under way.
         tensors |= {f"model/{name}": t.clone() for name, t in self._model.named_buffers()}
         tensors |= {f"optimizer/{name}": t for name, t in state.items()}
-        shared = self._replica.state_dict() if self._replica else {}
-        owed = self._replica.residual_state() if self._replica and self._keeps_debts else {}
+        shared = self._replica.sync.state_dict() if self._replica else {}
+        owed = self._replica.sync.residual_state() if self._replica and self._keeps_debts else {}
         tensors |= {f"owed/{self._comm.rank}/{name}": t for name, t in owed.items()}
         tensors |= {f"{KEPT}{name}": t for name, t in self._beside.items()}
         return tensors | {f"sync/{name}": t for name, t in shared.items()}

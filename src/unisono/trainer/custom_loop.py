@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.comm.process_groups import ProcessGroups
 from unisono.config import Config
 from unisono.data import Loader, MicroBatchPlan, WorkItem
 from unisono.elastic.control_word import NUMBERS, ControlWord, decode, encode
@@ -31,7 +32,7 @@ from unisono.sync import AllReduce
 from unisono.trainer.duplicate_inputs import SameInputs
 from unisono.trainer.loop_checkpoint import Plan, Recalled, load, save
 from unisono.trainer.model_hooks import before_forward
-from unisono.trainer.replica import Replica, Step
+from unisono.trainer.replica import Replica, ReplicaOptions, Step
 
 T = TypeVar("T")
 
@@ -175,7 +176,7 @@ class CustomLoop:
     def release_view(self) -> None:
         """Detach model and optimizer, in the state after the last step that was taken."""
         if self._replica is not None:
-            self.state.progress = replace(self.state.progress, shared=self._replica.state_dict())
+            self.state.progress = replace(self.state.progress, shared=self._replica.sync.state_dict())
             self._replica.discard_step()
             self._replica.unbind()
             self._replica = None
@@ -206,13 +207,13 @@ class CustomLoop:
         replica = self._replica
         assert replica is not None
         while first < count and not self.view_ended:
-            leased = replica.work_items(first, count, lambda: False)
+            leased = replica.sync.work_items(first, count, lambda: False)
             if leased is None:
                 yield from ((t, mine, loader.batches(t)) for t in range(first, count))
                 return
             self._leasing = True
             yield from loader.work_items(leased)
-            self._leasing, first = False, replica.leased_until
+            self._leasing, first = False, replica.sync.leased_until
             self.state.set_steps(first)
             if self._group.recovers and not self.lost:
                 self._gather_control()
@@ -237,8 +238,8 @@ class CustomLoop:
         session = self._group.session
         assert self._replica is not None
         assert session is not None
-        self._replica.quiesce()
-        self.state.commit(self._replica.state_dict() if self.state.local_steps else None)
+        self._replica.sync.quiesce()
+        self.state.commit(self._replica.sync.state_dict() if self.state.local_steps else None)
         if new := self.state.progress.steps - self._committed:
             self._committed += new
             session.committed(new)
@@ -395,22 +396,23 @@ class CustomLoop:
     def _start(self, micro_batches: int, reference_weight: float) -> None:
         """Collective: bind a replica, which continues with what an earlier one shared, and with its residuals."""
         control = NUMBERS * self._group.size if self._group.recovers else 0
-        self._replica = Replica(
-            self._model,
-            self._optimizer,
-            self._group.comm,
-            micro_batches=micro_batches,
-            reference=reference_weight,
-            listener=self._gradient,
-            extra=control + (self._inputs.words if self._inputs else 0),
-            repeats=self.planned,  # a worker may be lost, or the step skipped
-            awaits=self._group.recovers and self.state.local_steps,
-            **self._options,
+        options = ReplicaOptions(
+            micro_batches,
+            reference_weight,
+            self._options["clip"],
+            self._options["overlap"],
+            control_width=control + (self._inputs.words if self._inputs else 0),
+            may_repeat=self.planned,  # a worker may be lost, or the step skipped
+            group_may_grow=self._group.recovers and self.state.local_steps,
         )
+        groups = ProcessGroups.replicated(self._group.comm)
+        self._replica = Replica(
+            self.state.local, self._optimizer, groups, self._options["sync"], self._options["compress"], options,
+            self._gradient)  # fmt: skip
         if self.state.progress.shared:
-            self._replica.load_state_dict(self.state.progress.shared)
+            self._replica.sync.load_state_dict(self.state.progress.shared)
         if self._recalled.owed and self._recalled.meta["config"]["workers"] == self._group.size:
-            self._replica.load_residuals(self._recalled.owed)
+            self._replica.sync.load_residuals(self._recalled.owed)
         self._recalled = Recalled()
 
     def _next_step(self) -> None:
@@ -442,8 +444,5 @@ class CustomLoop:
 
     def _end_forward(self, last: bool) -> None:
         assert self._replica is not None
-        try:
-            self._replica.end_forward(last=last, extra=self._control_word() if last else None)
-        except PeerLost as error:  # perhaps inside of the user's backward pass
-            self._replica.fail(error)
+        self._replica.end_forward(last=last, extra=self._control_word() if last else None)
         self._forward_ended, self._last = True, last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from torch.utils.data import default_collate
 
 from unisono.comm import Communicator
 from unisono.errors import InvalidInput
+from unisono.observe.activity import Phase
 from unisono.tasks.task import Evaluation, Task, build_dataset, call_model
 from unisono.tensors.batch import Batch, samples_in
+from unisono.trainer.context import RunContext
+from unisono.trainer.replica import Replica
 
 
 class Evaluator:
@@ -78,6 +81,49 @@ class Evaluator:
         weight = self._task.weight(batch) if self._task.weight else samples_in(batch)
         means = [float(torch.as_tensor(m(output, batch), dtype=torch.float64).mean()) for m in self._metrics.values()]
         return torch.tensor([*(mean * float(weight) for mean in means), float(weight)], dtype=torch.float64)
+
+
+class EvaluationSchedule:
+    """When the averaged weights are evaluated, and what came out.
+
+    Args:
+        evaluator: None evaluates nothing.
+        every: steps between two evaluations; 0 evaluates after the last step only.
+        steps: of the run.
+
+    Attributes:
+        metrics: of the last evaluation.
+        seconds: spent on evaluations so far.
+    """
+
+    def __init__(self, evaluator: Evaluator | None, replica: Replica, context: RunContext) -> None:
+        self._evaluator, self._replica, self._record = evaluator, replica, context.record
+        self.every, self._steps = context.config.evaluate_every, context.feed.steps
+        self._tracker, self._now = context.tracker, context.groups.world.now
+        self.metrics: Mapping[str, float] = {}
+        self.seconds = 0.0
+        self._evaluated = 0
+
+    def begin(self, done: int) -> None:
+        """Training begins with `done` steps: what was due before is not made up for."""
+        self._evaluated = done
+
+    def run_if_due(self, done: int) -> None:
+        """Collective: evaluate if it became due since the last evaluation. After the last step, `run` is called."""
+        if self.every and done < self._steps and done // self.every > self._evaluated // self.every:
+            self.run(done)
+
+    def run(self, done: int) -> None:
+        """Collective: measure the metrics of the averaged weights after `done` steps on held-out data."""
+        if self._evaluator is None:
+            return
+        began = self._now()
+        with self._tracker(Phase.EVALUATION), self._replica.sync.averaged_weights():
+            self.metrics = self._evaluator(self._replica.local.model)
+            self._replica.local.unsharding.reshard()
+        self.seconds += self._now() - began
+        self._evaluated = done
+        self._record.metrics(done, self.metrics)
 
 
 def forward(task: Task, autocast: Callable[[], Any]) -> Callable[[Any, Batch], Any]:

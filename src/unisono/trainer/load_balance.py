@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from unisono.data import MicroBatchAllocation, PaceHistory, slowness
@@ -26,41 +26,50 @@ class RebalanceMode(Enum):
     NO = "no"
 
 
-@dataclass
-class LoadBalancer:
-    """One worker's end.
+@dataclass(frozen=True)
+class WorkerClock:
+    """Measures one worker's own time.
 
     Args:
-        shares: of all workers.
-        now: the clock.
+        now: seconds.
         waited: seconds that this worker has waited for others while it computed, in all.
-        fetching: seconds that fetching its batches ahead has taken, in all. That is hidden while others are slower, and
-            would not be if it had more of them.
-        finish: returns when what was computed so far is computed, on a device with a queue.
-        name_of: what the worker of a rank is called.
-        remove_slower_than: times as long as the others, from which on a worker is asked to leave.
-
-    Attributes:
-        pace: seconds that a micro-batch took this worker in its last step; 0: not known yet.
-        asked_to_leave: workers that are too slow for the user, the same on all of them.
+        fetching: seconds that fetching its batches ahead has taken, in all. They are hidden while other workers are
+            slower, and would not be if this one had more batches.
+        synchronize: returns when what was queued on the device is computed.
     """
 
-    shares: MicroBatchAllocation
-    follow: RebalanceMode
-    rank: int
-    record: Recorder
     now: Callable[[], float]
     waited: Callable[[], float]
     fetching: Callable[[], float]
-    finish: Callable[[], None]
-    name_of: Callable[[int], str] = str
-    remove_slower_than: float | None = None
-    pace: float = 0.0
-    asked_to_leave: frozenset[int] = frozenset()
-    _stock: PaceHistory = field(default_factory=PaceHistory)
-    _lagged: list[float] = field(default_factory=list)
-    _named: set[int] = field(default_factory=set)
-    _hinted: bool = False
+    synchronize: Callable[[], None] = lambda: None
+
+
+class LoadBalancer:
+    """One worker's part in balancing the load.
+
+    Args:
+        shares: the allocation of micro-batches to all workers.
+        mode: whether it follows speeds.
+        worker_name: name of the worker with a rank.
+        remove_slower_than: a worker that takes so many times as long as the others is asked to leave.
+
+    Attributes:
+        pace: seconds per micro-batch of this worker in its last step; 0: not known yet.
+        asked_to_leave: ranks of workers that are too slow for the user, the same on all workers.
+    """
+
+    def __init__(
+        self, shares: MicroBatchAllocation, mode: RebalanceMode, rank: int, record: Recorder, clock: WorkerClock,
+        worker_name: Callable[[int], str] = str, remove_slower_than: float | None = None,
+    ) -> None:  # fmt: skip
+        self.shares, self.mode, self.rank, self.record = shares, mode, rank, record
+        self._clock, self._worker_name, self.remove_slower_than = clock, worker_name, remove_slower_than
+        self.pace = 0.0
+        self.asked_to_leave: frozenset[int] = frozenset()
+        self._stock = PaceHistory()
+        self._lagged: list[float] = []
+        self._named: set[int] = set()
+        self._hinted = False
 
     @property
     def leave_asked(self) -> bool:
@@ -70,10 +79,12 @@ class LoadBalancer:
     @contextmanager
     def measured(self, micro_batches: int) -> Iterator[None]:
         """Inside, so many micro-batches are computed."""
-        began, fetched = self.now() - self.waited(), self.fetching()
+        began, fetched = self._clock.now() - self._clock.waited(), self._clock.fetching()
         yield
-        self.finish()
-        self.pace = max(self.now() - self.waited() - began, self.fetching() - fetched) / micro_batches
+        self._clock.synchronize()
+        self.pace = (
+            max(self._clock.now() - self._clock.waited() - began, self._clock.fetching() - fetched) / micro_batches
+        )
 
     def hear(self, done: int, paces: Sequence[float]) -> None:
         """After `done` steps, what all workers said. They said it during the last of these, of the one before."""
@@ -84,11 +95,11 @@ class LoadBalancer:
             self._take_stock(done, seconds)
 
     def _take_stock(self, done: int, seconds: Sequence[float]) -> None:
-        if self.follow is RebalanceMode.YES and self.shares.rebalance(done, seconds):
+        if self.mode is RebalanceMode.YES and self.shares.rebalance(done, seconds):
             self.record.event("shares", step=done, micro_batches=self.shares.counts, seconds=list(seconds))
         now = slowness(seconds)
         lasting = [min(before, after) for before, after in zip(self._lagged or [1.0] * len(now), now)]
-        if self.follow is RebalanceMode.IF_ASKED and self._lagged and not self._hinted:
+        if self.mode is RebalanceMode.IF_ASKED and self._lagged and not self._hinted:
             self._hint(done, seconds)
         self._lagged = now
         for worker, times in enumerate(lasting):
@@ -100,8 +111,10 @@ class LoadBalancer:
         leaves = limit is not None and times > limit and worker not in self.asked_to_leave
         if leaves or (times > SLOW and worker not in self._named):
             self._named.add(worker)
-            words = f"worker {self.name_of(worker)} takes {times:.1f} times as long for a micro-batch as the others"
-            self.record.event("slow worker", step=done, worker=self.name_of(worker), times=times, removed=leaves,
+            words = (
+                f"worker {self._worker_name(worker)} takes {times:.1f} times as long for a micro-batch as the others"
+            )
+            self.record.event("slow worker", step=done, worker=self._worker_name(worker), times=times, removed=leaves,
                               words=f"{words}; {self._done_about(worker, leaves)}")  # fmt: skip
         if leaves:
             self.asked_to_leave |= {worker}
@@ -110,7 +123,7 @@ class LoadBalancer:
         if leaves:
             return f"it is asked to leave, by remove_slower_than = {self.remove_slower_than:g}"
         cure = "look at what else runs on its machine, and at its disk; with remove_slower_than it would leave"
-        if self.follow is not RebalanceMode.YES:
+        if self.mode is not RebalanceMode.YES:
             return cure
         return f"it gets {self.shares.counts[worker]} of {self.shares.micro_batches} micro-batches; {cure}"
 

@@ -11,87 +11,60 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from unisono.comm import Communicator
-from unisono.data import Loader, WorkItem, seed_compute, stream
+from unisono.data import Loader, WorkItem
 from unisono.elastic.control_word import ControlWord, decode, encode
-from unisono.elastic.recovery import Recovery
-from unisono.elastic.session import Session
 from unisono.elastic.state_transfer import Progress
-from unisono.elastic.training_state import TrainingState
-from unisono.errors import InvalidInput
-from unisono.layout import MicroBatchContext
-from unisono.observe import ActivityTracker, NullTracker, Recorder
 from unisono.observe.activity import Phase
-from unisono.tensors.batch import Batch
-from unisono.trainer.checkpointing import Checkpointer
-from unisono.trainer.evaluation import Evaluator
+from unisono.tasks.lr_schedules import Constant, factor_of
+from unisono.trainer.context import RunContext
+from unisono.trainer.evaluation import EvaluationSchedule
 from unisono.trainer.load_balance import LoadBalancer
+from unisono.trainer.micro_batches import MicroBatchRunner
 from unisono.trainer.optimizer import LearningRate
 from unisono.trainer.replica import Replica
 from unisono.trainer.step_validation import StepValidator
 
 
-@dataclass
 class Trainer:
     """What one worker trains with, bound to its view; `run` is the loop.
 
-    Args:
-        forward: ``forward(model, batch) -> output``.
-        loss: ``loss(output, batch)``, a scalar.
-        micro_batch_part: the context in which a micro-batch is computed; it yields the part that this worker computes.
-        weight: the weight of a batch in the mean over the global batch.
-        to_device: copies a batch to the model's device.
-        validator: decides whether a step counts.
-        load_balancer: the micro-batches of a step that this worker computes, from the measured speed of all workers.
-        lr_factor: the learning rate's factor at a step.
-        session: the membership of this worker. All workers stop, or leave the view, after the same step.
-        tracker: records what this worker does.
-        state: model, optimizer and progress. Where it keeps a snapshot, steps are committed when replicas synchronize.
-        recovery: keeps what other workers need after a loss.
+    Attributes:
+        step_seconds: of each step that was taken.
+        done: steps that are in the model.
+        committed: steps that no loss of a worker can undo.
+        stopping: all workers know that one was asked to stop.
+        view_ending: all workers know that the view ends.
     """
 
-    model: nn.Module
-    replica: Replica
-    loader: Loader
-    comm: Communicator
-    record: Recorder
-    checkpointer: Checkpointer
-    learning_rate: LearningRate
-    evaluator: Evaluator | None
-    forward: Callable[[nn.Module, Batch], Any]
-    loss: Callable[[Any, Batch], torch.Tensor]
-    micro_batch_part: MicroBatchContext
-    weight: Callable[[Batch], float]
-    to_device: Callable[[Batch], Batch]
-    seed: int
-    validator: StepValidator
-    load_balancer: LoadBalancer
-    lr_factor: Callable[[int], float]
-    steps: int
-    global_batch: int
-    evaluate_every: int
-    session: Session
-    state: TrainingState
-    recovery: Recovery
-    tracker: ActivityTracker = field(default_factory=NullTracker)
-    step_seconds: list[float] = field(default_factory=list)
-    last_loss: float = math.nan
-    last_metrics: Mapping[str, float] = field(default_factory=dict)
-    done: int = 0
-    committed: int = 0
-    evaluated: int = 0
-    seconds: float = 0.0
-    evaluating_seconds: float = 0.0
-    stopping: bool = False
-    view_ending: bool = False
+    def __init__(
+        self,
+        context: RunContext,
+        replica: Replica,
+        loader: Loader,
+        runner: MicroBatchRunner,
+        validator: StepValidator,
+        load_balancer: LoadBalancer,
+        evaluation: EvaluationSchedule,
+    ) -> None:
+        self.replica, self.loader, self.runner, self.validator = replica, loader, runner, validator
+        self.load_balancer, self.evaluation = load_balancer, evaluation
+        self.session, self.state, self.recovery = context.session, context.state, context.recovery
+        self.checkpointer, self.record, self.tracker = context.checkpointer, context.record, context.tracker
+        self.comm, self.model = context.groups.world, replica.local.model
+        self.steps, self.global_batch = context.feed.steps, context.feed.plan.global_batch
+        self._schedule = context.config.schedule or context.task.schedule or Constant()
+        self.learning_rate = LearningRate(replica.optimizer, context.config.lr)
+        self.step_seconds = list[float]()
+        self.done = self.committed = self.state.progress.steps
+        self.last_loss, self.seconds = self.state.progress.loss, 0.0
+        self.stopping = self.view_ending = False
 
     def run(self) -> Outcome:
         """Train from the progress of `state` to step ``steps - 1``, or until the view ends (`view_ending`).
@@ -102,17 +75,16 @@ class Trainer:
         """
         self.model.train()
         self.tracker.set_phase(Phase.COMPUTE, self.comm, self.loader)
-        self.done = self.committed = self.evaluated = self.state.progress.steps
-        self.last_loss = self.state.progress.loss
+        self.evaluation.begin(self.done)
         began = self.comm.now()
         while not self.finished():
             dealt, turns = self.work_items()
             for t, mine, batches in turns:
                 started = self.comm.now()
 
-                self.learning_rate.set(self.lr_factor(t))
+                self.learning_rate.set(factor_of(self._schedule, t, self.steps))
                 with self.load_balancer.measured(len(mine)):
-                    self.run_micro_batches(t, mine, batches)
+                    self.runner.run(t, mine, batches, self.control_word)
                 with self.tracker(Phase.COMMUNICATION):
                     step = self.replica.settle()
                 sound, done = self.validator(t, step, self.find_nonfinite)
@@ -133,22 +105,24 @@ class Trainer:
                 if not self.commits_late:
                     self.tracker.commit(self.done)
                 self.session.stepped()
-                self.record.step(self.done, self.steps, partial(self._told, step.loss, self.comm.now() - started))
+                self.record.step(self.done, self.steps, partial(self._figures, step.loss, self.comm.now() - started))
                 words = step.extra
                 if words is not None:
                     self.act_on_control(words)
                     self.commit_synchronized()
                 self.step_seconds.append(self.comm.now() - started)
                 if words is not None:
-                    self.evaluate_if_due()
+                    self.evaluation.run_if_due(self.done)
                 if self.stopping or self.view_ending:
                     break
             if dealt:
-                self.gather_control(self.replica.leased_until)
-        self.seconds = self.comm.now() - began - self.evaluating_seconds
+                self.gather_control(self.replica.sync.leased_until)
+        self.seconds = self.comm.now() - began - self.evaluation.seconds
         if not self.view_ending:
             self.finish()
-        return Outcome(self.done, self.last_loss, self.last_metrics, statistics.median(self.step_seconds or [0.0]))
+        return Outcome(
+            self.done, self.last_loss, self.evaluation.metrics, statistics.median(self.step_seconds or [0.0])
+        )
 
     def finish(self) -> None:
         """Write the last checkpoint and evaluate, after the last step."""
@@ -157,8 +131,8 @@ class Trainer:
         self.commit_synchronized()
         self.validator.finish(self.done)
         self.checkpointer.finish(self.done)
-        if self.evaluator and self.done == self.steps:
-            self.evaluate()
+        if self.done == self.steps:
+            self.evaluation.run(self.done)
 
     @property
     def commits_late(self) -> bool:
@@ -170,7 +144,7 @@ class Trainer:
         return self.state.progress if self.commits_late else self._progress(self.replica.synchronous)
 
     def _progress(self, with_shared: bool = True) -> Progress:
-        shared = self.replica.state_dict() if with_shared else {}
+        shared = self.replica.sync.state_dict() if with_shared else {}
         return Progress(self.done, self.checkpointer.committed, shared, self.last_loss)
 
     def unbind(self) -> None:
@@ -189,8 +163,8 @@ class Trainer:
 
         Leased items end with the step before the next synchronization of all workers; else all steps are left.
         """
-        due = [n * (self.done // n + 1) for n in (self.checkpointer.every, self.evaluate_every) if n]
-        shares = self.replica.work_items(self.done, min([self.steps, *due]), lambda: self.session.stop_requested)
+        due = [n * (self.done // n + 1) for n in (self.checkpointer.every, self.evaluation.every) if n]
+        shares = self.replica.sync.work_items(self.done, min([self.steps, *due]), lambda: self.session.stop_requested)
         if shares is None:
             mine = self.load_balancer.shares.mine
             return False, ((t, mine(t), self.loader.batches(t)) for t in range(self.done, self.steps))
@@ -205,7 +179,7 @@ class Trainer:
             words = self.comm.gather(mine).wait().sum(0).tolist()
         self.act_on_control(words)
         self.commit_synchronized()
-        self.evaluate_if_due()
+        self.evaluation.run_if_due(self.done)
 
     def control_word(self) -> list[float]:
         """This worker's part of the control word."""
@@ -236,7 +210,7 @@ class Trainer:
     def commit_synchronized(self) -> None:
         """Commit the steps since the last synchronization, where replicas have just synchronized."""
         if self.commits_late:
-            self.replica.quiesce()
+            self.replica.sync.quiesce()
             self.state.commit(progress=self._progress())
             self.session.committed(self.done - self.committed)
             self.tracker.commit(self.done)
@@ -244,83 +218,19 @@ class Trainer:
         with self.tracker(Phase.CHECKPOINT):
             self.recovery.committed(self.committed_progress, view_ending=self.view_ending)
 
-    def evaluate_if_due(self) -> None:
-        """Evaluate if it became due since the last evaluation. After the last step, `finish` evaluates."""
-        every = self.evaluate_every
-        if self.evaluator and every and self.done < self.steps and self.done // every > self.evaluated // every:
-            self.evaluate()
-
-    def run_micro_batches(self, t: int, mine: range, batches: Iterable[tuple[int, Batch]]) -> None:
-        """Forward and backward of this worker's micro-batches of step `t`."""
-        for m, batch in self.tracker.each(Phase.DATA, batches):
-            self.session.check()  # no worker waits for this micro-batch after the view has ended
-            self.tracker.set_position(t, m)
-            self.run_micro_batch(t, m, self.to_device(batch), last=m == mine[-1])
-
-    def run_micro_batch(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
-        """Forward and backward of micro-batch `m` of step `t`; gradients go to the synchronizer during backward.
-        `last`: of this worker in this step."""
-        seed_compute(stream(self.seed, t, m, "compute"))
-        self.replica.begin_micro_batch(m, checked_weight(self.weight(batch)))
-        with self.micro_batch_part(batch, self.loss) as (mine, loss_of):
-            loss = loss_of(self.forward(self.model, mine), mine)
-            check_loss(loss)
-            self.replica.end_forward(float(loss.detach()), last=last, extra=self.control_word() if last else [])
-            self.replica.backward(loss)
-
     def find_nonfinite(self, t: int) -> list[int]:
         """Collective, before step `t` is dropped: the micro-batches whose gradient is not finite.
 
         Each is computed once more. Empty with sharded replicas and with local steps, where it is not known.
         """
-        if self.replica.spread or not self.replica.synchronous:
+        if self.replica.is_sharded or not self.replica.synchronous:
             return []
-        nonfinite = torch.zeros(self.replica.micro_batches)
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        for m, batch in self.loader.batches(t):
-            seed_compute(stream(self.seed, t, m, "compute"))
-            self.replica.before()
-            given = self.to_device(batch)
-            loss = self.loss(self.forward(self.model, given), given)
-            found = [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
-            nonfinite[m] = not all(
-                bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in found
-            )
-        return self.comm.gather(nonfinite).wait().sum(0).nonzero().view(-1).tolist()
+        mine = self.runner.nonfinite(t, self.loader.batches(t))
+        return self.comm.gather(mine).wait().sum(0).nonzero().view(-1).tolist()
 
-    def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
-        return {"loss": loss, "step_seconds": seconds, "samples_per_second": self.global_batch / seconds}
-
-    def evaluate(self) -> None:
-        """Measure the metrics of the averaged weights on held-out data."""
-        assert self.evaluator is not None
-        began = self.comm.now()
-        with self.tracker(Phase.EVALUATION), self.replica.averaged_weights():
-            self.last_metrics = self.evaluator(self.model)
-            self.replica.held.unsharding.reshard()
-        self.evaluating_seconds += self.comm.now() - began
-        self.evaluated = self.done
-        self.record.metrics(self.done, self.last_metrics)
-
-
-def checked_weight(weight: Any) -> float:
-    """`weight` as a number. Raises `InvalidInput` if no mean can be taken with it."""
-    number = float(weight)
-    if not 0 <= number < math.inf:
-        raise InvalidInput("weight", number, "a batch cannot count that much", "return a finite number from 0")
-    return number
-
-
-def check_loss(loss: Any) -> None:
-    """Raise `InvalidInput` if `loss` is no scalar with a gradient."""
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = f"{type(loss).__name__}{list(loss.shape) if isinstance(loss, torch.Tensor) else ''}"
-        raise InvalidInput(
-            "loss", shape, "not a single number", "return the mean over the batch, a tensor of one element"
-        )
-    if not loss.requires_grad:
-        raise InvalidInput("loss", "a tensor without a gradient", "it does not depend on the model's parameters",
-                           "compute it from the output, without detach() or no_grad()")  # fmt: skip
+    def _figures(self, loss: float, seconds: float) -> Mapping[str, Any]:
+        rate = self.global_batch / seconds if seconds else math.inf  # virtual time may stand still
+        return {"loss": loss, "step_seconds": seconds, "samples_per_second": rate}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 _FUSED_ON_CPU = (torch.float32, torch.float64)
 
 
-def optimizer_of(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: Sequence[nn.Parameter]) -> Optimizer:
+def build_optimizer(
+    make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: Sequence[nn.Parameter]
+) -> Optimizer:
     """What `make` makes of `parameters`, of which a worker may have none: all that it holds of a model is frozen."""
     if parameters:
         return make(parameters)

@@ -21,7 +21,7 @@ from unisono.comm.text import gather_text
 from unisono.elastic.transfer import Route
 from unisono.errors import CommunicationError
 from unisono.tensors.box import Box
-from unisono.trainer.optimizer import optimizer_of
+from unisono.trainer.optimizer import build_optimizer
 
 
 class Wholes:
@@ -60,7 +60,7 @@ class Wholes:
         stepped = [name for name in self._parameters if name in self._uncut or name in owns[comm.rank]]
         self._parts = {name: Box.whole(parts[name].shape) for name in stepped}
         with self._whole(self._in(self._weights)):
-            self.optimizer = optimizer_of(make, [self._parameters[name] for name in stepped])
+            self.optimizer = build_optimizer(make, [self._parameters[name] for name in stepped])
 
     @property
     def parts(self) -> Mapping[str, Box]:

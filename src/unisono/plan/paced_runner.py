@@ -9,8 +9,7 @@ still to be computed, as it is in reality.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Simulated
 from unisono.tensors.batch import Batch
-from unisono.trainer.loop import Trainer
+from unisono.trainer.micro_batches import MicroBatchRunner
 
 FORWARD = 1 / 3  # backward computes two products where forward computes one
 _GRAIN = 1 / 32  # of backward: smaller parameters move the clock together with the next, as every move costs a switch
@@ -91,17 +90,15 @@ class ClockPacer:
         self._comm.compute(seconds)
 
 
-@dataclass
-class PacedTrainer(Trainer):
-    """A `Trainer` that takes as long as `pace` says."""
+class PacedRunner(MicroBatchRunner):
+    """A `MicroBatchRunner` that takes as long as `pace` says, in virtual time."""
 
-    pace: ClockPacer = field(kw_only=True)
+    def __init__(self, *arguments: Any, pace: ClockPacer) -> None:
+        super().__init__(*arguments)
+        self._pace = pace
 
-    def run_micro_batch(self, t: int, m: int, batch: Batch, *, last: bool) -> None:
-        """See `Trainer.run_micro_batch`."""
-        self.pace.begin(t)
-        super().run_micro_batch(t, m, batch, last=last)
-        self.pace.end()
-
-    def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
-        return {"loss": loss}  # rates are for whoever has seen all of it, and a made-up step may take no time
+    def run_one(self, t: int, m: int, batch: Batch, control_word: Callable[[], list[float]] | None) -> None:
+        """See `MicroBatchRunner.run_one`."""
+        self._pace.begin(t)
+        super().run_one(t, m, batch, control_word)
+        self._pace.end()
