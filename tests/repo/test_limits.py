@@ -40,7 +40,6 @@ EXCEPTIONS = {
     "run/worker.py WorkerRun: lines of a class": NOT_SPLIT_YET,
     "run/worker.py WorkerRun: fields": NOT_SPLIT_YET,
     "run/worker.py WorkerRun._set_up: lines of a function": NOT_SPLIT_YET,
-    "sync/server/asynchronous.py AsynchronousClient.__init__: parameters": NOT_SPLIT_YET,
     "trainer/build.py bind: lines of a function": NOT_SPLIT_YET,
     "trainer/build.py bind: parameters": NOT_SPLIT_YET,
     "trainer/checkpointing.py Checkpointer: lines of a class": NOT_SPLIT_YET,

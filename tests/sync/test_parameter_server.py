@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
 import signal
 import statistics
 import time
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -23,11 +25,11 @@ from tests.sync.nets import adamw, advance, bound, plain, sgd, train
 from unisono import notation
 from unisono.checkpoint import fingerprint
 from unisono.comm import ActorMessage, Communicator, Link, simulate
-from unisono.compress import Cast, Exact, Quantize, Span, TwoBit
+from unisono.compress import COMPRESSORS, Cast, Exact, Quantize, Span, TwoBit
 from unisono.elastic.model_state import load_state, state_of, weights_of
 from unisono.errors import InvalidInput, PeerLost
 from unisono.sync import AllReduce, DelayCompensation, Loop, ParameterServer, ScaledByStaleness
-from unisono.sync.server.actor import MOVED, ParameterServerActor
+from unisono.sync.server.actor import MOVED, ParameterServerActor, slice_specs
 from unisono.sync.server.slice_optimizer import ELEMENTWISE, SliceOptimizer, numbers_of
 from unisono.sync.server.slice_state import Push, ServerSlice, ServerTerms, SliceSpec
 from unisono.sync.server.slices import plan_slices
@@ -90,6 +92,48 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_with_the_cure() -> 
         bound_alone(ParameterServer(staleness=1, per_update=4), sgd([w]), {"w": w}, micro_batches=6)
     with pytest.raises(InvalidInput, match="lease = 4"):
         bound_alone(ParameterServer(staleness=1, lease=4), sgd([w]), {"w": w}, micro_batches=6)
+
+
+@dataclass(frozen=True)
+class OwnCompressor(Cast):
+    """Does not come with the library."""
+
+
+@dataclass(frozen=True)
+class OwnCompensation(ScaledByStaleness):
+    """Does not come with the library."""
+
+
+def test_a_value_that_a_server_process_cannot_make_is_refused_with_the_cure() -> None:
+    def bind(comm, sync, compress):
+        w = nn.Parameter(torch.zeros(3))
+        return sync.bind({"w": w}, comm, compress, Loop(sgd([w])))
+
+    with pytest.raises(InvalidInput, match=r"compress = OwnCompressor.*use Cast, Exact"):
+        simulate(1, bind, ParameterServer(), OwnCompressor())
+    with pytest.raises(InvalidInput, match=r"compensate = OwnCompensation.*use DelayCompensation, ScaledByStaleness"):
+        simulate(1, bind, ParameterServer(staleness=1, compensate=OwnCompensation()), Cast())
+
+
+@pytest.mark.parametrize("compress", [*COMPRESSORS.values()], ids=lambda kind: kind.__name__)
+def test_a_server_process_makes_every_compressor(compress) -> None:
+    w = {"w": nn.Parameter(torch.zeros(40, 40))}
+    value = (TwoBit(0.1) if compress is TwoBit else compress()).for_sums_of(4)
+    slices = plan_slices(w, value, 1 << 20, 1)
+    config = ParameterServer()._config(slices, sgd(w.values()), {"w": 0}, {"workers": 1, "control": 0, "needed": 1})
+    ((_, spec),) = slice_specs(json.loads(json.dumps(config))).values()
+    assert spec.compress == slices[0].compress
+
+
+def test_the_config_of_a_server_cannot_name_an_import() -> None:
+    w = {"w": nn.Parameter(torch.zeros(4))}
+    slices = plan_slices(w, Cast(), 1 << 20, 1)
+    config = ParameterServer()._config(slices, sgd(w.values()), {"w": 0}, {"workers": 1, "control": 0, "needed": 1})
+    for text in ("os.system('true')", "__import__('os')", "subprocess:Popen", "Path()"):
+        with pytest.raises(InvalidInput, match="compress = "):
+            ParameterServerActor(0, {**config, "compressors": [text]})
+        with pytest.raises(InvalidInput, match="compensate = "):
+            ParameterServerActor(0, {**config, "terms": {**config["terms"], "compensate": text}})
 
 
 # --- slices

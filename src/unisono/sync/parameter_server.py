@@ -28,17 +28,17 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono import notation
 from unisono.comm import Communicator
-from unisono.compress import Compressor
+from unisono.compress import BOUND_COMPRESSORS, Compressor
 from unisono.errors import InvalidInput
 from unisono.sync.server.asynchronous import AsynchronousClient, StalenessBound
-from unisono.sync.server.client import ServerClient
-from unisono.sync.server.delay_compensation import Compensation
+from unisono.sync.server.client import ServerClient, Servers
+from unisono.sync.server.delay_compensation import COMPENSATIONS, Compensation
 from unisono.sync.server.shard_client import ShardClient
 from unisono.sync.server.slice_optimizer import kind_of, numbers_of
 from unisono.sync.server.slices import Slice, plan_slices
 from unisono.sync.server.synchronous import SynchronousClient
-from unisono.sync.server.value_codec import write
 from unisono.sync.synchronizer import Loop
 from unisono.sync.work_leasing import LeaseClient, lease
 
@@ -120,7 +120,8 @@ class ParameterServer:
         """See `Synchronizer.bind`.
 
         Raises:
-            InvalidInput: an optimizer that cannot step slices; numbers that do not fit the workers or micro-batches.
+            InvalidInput: an optimizer that cannot step slices; numbers that do not fit the workers or micro-batches; a
+                compressor or compensation that does not come with Unisono, which a server process cannot make.
         """
         optimizer, micro_batches = loop.optimizer, loop.micro_batches
         self._check(comm.size, micro_batches)
@@ -135,9 +136,9 @@ class ParameterServer:
             ShardClient(s, [connections[(s + i) % self.servers] for i in range(self.shard_copies)])
             for s in range(self.servers)
         ]
-        world = trained, comm.channel("workers"), slices, shard_clients, optimizer, loop.overlap
+        servers = Servers(trained, comm.channel("workers"), slices, shard_clients, optimizer, loop.overlap)
         if self.synchronous:
-            return SynchronousClient(*world)
+            return SynchronousClient(servers)
         own = range(micro_batches * comm.rank // comm.size, micro_batches * (comm.rank + 1) // comm.size)
         bound = StalenessBound(micro_batches, needed, self.staleness, self.start)
         size = self.lease or lease(needed, comm.size)
@@ -145,7 +146,7 @@ class ParameterServer:
         # A correction compares with the weights that a worker received last, on which its push was computed.
         needs_old_weights = self.compensate is not None and self.compensate.needs_old_weights
         pulls_first = size <= _SMALL_PART * needed and not needs_old_weights
-        return AsynchronousClient(*world, bound=bound, leases=leases, own=own, pulls_first=pulls_first)
+        return AsynchronousClient(servers, bound=bound, leases=leases, own=own, pulls_first=pulls_first)
 
     def _check(self, workers: int, micro_batches: int) -> None:
         if self.backup_workers >= workers:
@@ -174,12 +175,12 @@ class ParameterServer:
             "terms": {
                 "synchronous": self.synchronous,
                 "drops_late": self.backup_workers > 0,
-                "compensate": write("compensate", self.compensate),
+                "compensate": self.compensate and notation.write("compensate", self.compensate, COMPENSATIONS),
                 "optimizer": kind_of(optimizer),
                 "groups": numbers_of(optimizer),
                 **terms,
             },
-            "compressors": [write("compress", compressor) for compressor in compressors],
+            "compressors": [notation.write("compress", each, BOUND_COMPRESSORS) for each in compressors],
             "slices": [
                 {
                     "shard": s.shard,

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from unisono import notation
 from unisono.comm.actor import ActorConnection, ActorMessage, Answer
-from unisono.compress import Span
+from unisono.compress import BOUND_COMPRESSORS, Span
+from unisono.sync.server.delay_compensation import COMPENSATIONS
 from unisono.sync.server.shard import Shard, whole
 from unisono.sync.server.slice_state import MessageRefused, ServerSlice, ServerTerms, SliceSpec
-from unisono.sync.server.value_codec import read
 
 MOVED = ActorMessage("moved")
 """The answer of a server whose shard is now served by the copy."""
@@ -191,12 +192,13 @@ def serve(number: int, config: Mapping[str, Any]) -> ParameterServerActor:
 
 def server_terms(written: Mapping[str, Any]) -> ServerTerms:
     """The terms of a config."""
-    return ServerTerms(**{**written, "compensate": read(written["compensate"])})
+    text = written["compensate"]
+    return ServerTerms(**{**written, "compensate": text and notation.parse("compensate", text, COMPENSATIONS)})
 
 
 def slice_specs(config: Mapping[str, Any]) -> dict[int, tuple[int, SliceSpec]]:
     """The shard and spec of every slice of a config, by the slice's number."""
-    compressors = [read(each) for each in config["compressors"]]
+    compressors = [notation.parse("compress", text, BOUND_COMPRESSORS) for text in config["compressors"]]
     specs = {}
     for number, each in enumerate(config["slices"]):
         spans = tuple(Span(name, torch.Size(shape), tuple(stride), start, stop)

@@ -9,19 +9,15 @@ slice's gradient is used again only after its push is answered.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from unisono.comm import Communicator
-from unisono.sync.server.client import ServerClient
+from unisono.sync.server.client import ServerClient, Servers
 from unisono.sync.server.client_slice import ClientSlice
-from unisono.sync.server.shard_client import ShardClient
 from unisono.sync.server.slice_optimizer import numbers_of
-from unisono.sync.server.slices import Slice
 from unisono.sync.synchronizer import WorkItem
 from unisono.sync.work_leasing import LeaseClient, StepGateClient
 
@@ -74,26 +70,15 @@ class AsynchronousClient(ServerClient):
     synchronous = False
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Communicator,
-        slices: Sequence[Slice],
-        shard_clients: Sequence[ShardClient],
-        optimizer: Optimizer,
-        overlap: bool,
-        *,
-        bound: StalenessBound,
-        leases: LeaseClient | None,
-        own: range,
-        pulls_first: bool,
+        self, servers: Servers, *, bound: StalenessBound, leases: LeaseClient | None, own: range, pulls_first: bool
     ) -> None:
-        super().__init__(parameters, comm, slices, shard_clients, optimizer, overlap)
+        super().__init__(servers)
         self._bound, self._own, self._fixed_items = bound, own, leases is None
         self._leases = leases or StepGateClient(self.comm, own, self._earliest)
         # With a fixed part, the next step is known only when the weights for it have arrived.
-        self.lazy_parameters = overlap and not self._fixed_items
+        self.lazy_parameters = servers.overlap and not self._fixed_items
         self._pulls_first = pulls_first and self.lazy_parameters
-        self._pushes = self._stretches = 0
+        self._pushes = self._ranges = 0
         self.dropped = 0
 
     def _earliest(self) -> int:
@@ -104,9 +89,9 @@ class AsynchronousClient(ServerClient):
         return self._leases.leased_until
 
     def work_items(self, first: int, until: int, stop: Callable[[], bool]) -> Iterator[WorkItem]:
-        if not self._stretches:
+        if not self._ranges:
             self._bound.first = first
-        self._stretches += 1
+        self._ranges += 1
         # All items that were leased before are pushed, so this wait cannot be part of a deadlock.
         self.request_weights(self._bound.need((first, range(1))))
         self.wait_parameters()
@@ -146,7 +131,7 @@ class AsynchronousClient(ServerClient):
 
     def exchange(self, scale: float) -> None:
         """Push the gradients of the current work item, and request weights for the next one."""
-        item = self._leases.finished() if self._stretches else (self._pushes, self._own)
+        item = self._leases.finished() if self._ranges else (self._pushes, self._own)
         self._pushes += 1
         groups, tick = numbers_of(self.optimizer), self._bound.tick(item)
         version = self._needed_after(tick)
@@ -164,7 +149,7 @@ class AsynchronousClient(ServerClient):
         """The version for the next work item, after that of server step `tick`; None: there is no next item."""
         if self._fixed_items:
             return tick + 1
-        upcoming = self._leases.upcoming() if self._stretches else (self._pushes, self._own)
+        upcoming = self._leases.upcoming() if self._ranges else (self._pushes, self._own)
         return None if upcoming is None else self._bound.need(upcoming)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,34 +21,45 @@ from unisono.sync.server.slices import Slice
 from unisono.sync.synchronizer import BoundSynchronizer
 
 
+@dataclass(frozen=True)
+class Servers:
+    """The connected servers of a replica, and what they train.
+
+    Args:
+        parameters: name to parameter, of those that `optimizer` trains.
+        comm: a channel of all workers.
+        slices: the plan of all slices.
+        shard_clients: one for each shard.
+        overlap: whether gradients and weights are in flight while backward and forward run.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    comm: Communicator
+    slices: Sequence[Slice]
+    shard_clients: Sequence[ShardClient]
+    optimizer: Optimizer
+    overlap: bool
+
+
 class ServerClient(BoundSynchronizer):
     """Base of bound parameter servers. Weights and optimizer state are on the servers; `synchronize` fetches them.
 
     A step ends with a request for the new weights. `wait_parameters` copies them into the parameters as the next
     forward pass reaches these, so the last ones arrive while it computes with the first.
-
-    Args:
-        shard_clients: one for each shard.
     """
 
     optimizer_on_server = True
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Communicator,
-        slices: Sequence[Slice],
-        shard_clients: Sequence[ShardClient],
-        optimizer: Optimizer,
-        overlap: bool,
-    ) -> None:
-        self.parameters, self.comm, self.optimizer = parameters, comm, optimizer
-        self.shard_clients = shard_clients
-        self.client_slices = [ClientSlice(i, s, parameters, shard_clients[s.shard]) for i, s in enumerate(slices)]
-        self._overlap = self.lazy_parameters = overlap
+    def __init__(self, servers: Servers) -> None:
+        self.parameters, self.comm, self.optimizer = servers.parameters, servers.comm, servers.optimizer
+        self.shard_clients = servers.shard_clients
+        self.client_slices = [
+            ClientSlice(i, s, servers.parameters, servers.shard_clients[s.shard]) for i, s in enumerate(servers.slices)
+        ]
+        self._overlap = self.lazy_parameters = servers.overlap
         self._pending: list[ClientSlice] = []
         self._listening = False
-        self._places: dict[str, list[tuple[ClientSlice, int]]] = {name: [] for name in parameters}
+        self._places: dict[str, list[tuple[ClientSlice, int]]] = {name: [] for name in servers.parameters}
         for slice_ in self.client_slices:
             for i, piece in enumerate(slice_.plan.pieces):
                 self._places[piece.span.name].append((slice_, i))
