@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 
-from tests.membership.test_protocol import FAULTS, befall, settled
+from tests.membership.cluster_faults import FAULTS, befall, settled
 from tests.membership.virtual_cluster import Network, World
 from unisono.membership import Policy
 

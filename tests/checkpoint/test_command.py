@@ -14,8 +14,7 @@ import safetensors.torch
 import torch
 
 from tests.checkpoint.sharded_states import LAYOUTS, save_parts, tensors
-from tests.checkpoint.test_damage import flip
-from tests.support.checkpoints import load
+from tests.support.checkpoints import flip, load
 from tests.support.fake_run import Said
 from unisono.checkpoint import fingerprint, open_checkpoint
 from unisono.cli import main

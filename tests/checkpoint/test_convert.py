@@ -17,8 +17,7 @@ from safetensors import safe_open
 
 from tests.checkpoint.sharded_states import LAYOUTS, save_parts, tensors
 from tests.checkpoint.states import every_kind, save
-from tests.checkpoint.test_damage import flip
-from tests.support.checkpoints import load
+from tests.support.checkpoints import flip, load
 from tests.support.processes import run
 from unisono.checkpoint import fingerprint, open_checkpoint, open_plain, save_plain, store
 from unisono.errors import CheckpointDamaged, CheckpointError

@@ -12,8 +12,7 @@ import torch
 
 from tests.checkpoint.sharded_states import LAYOUTS, save_parts, tensors, wrong
 from tests.checkpoint.states import unexpected
-from tests.checkpoint.test_damage import flip
-from tests.support.checkpoints import load
+from tests.support.checkpoints import flip, load
 from unisono.checkpoint import (
     Box,
     OpenedCheckpoint,

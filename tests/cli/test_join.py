@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.membership.test_client import TOKEN as THEIRS
-from tests.membership.test_client import serving
+from tests.support.coordinator import TOKEN as THEIRS
+from tests.support.coordinator import serving
 from unisono.cli.status import heading
 from unisono.membership import CoordinatorAddress, StateVersion, View, ViewStatus
 from unisono.membership import contact_file as card

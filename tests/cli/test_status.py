@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.membership.test_client import TOKEN, serving
+from tests.support.coordinator import TOKEN, serving
 from unisono.cli import main
 from unisono.membership import Agent, CoordinatorAddress, Policy, StateVersion
 from unisono.membership.client import CoordinatorClient

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.comm.laws import same, sample
-from tests.comm.test_laws import connected
 from tests.support.actors import Echo
+from tests.support.communicators import connected
 from tests.support.leftovers import within
 from tests.support.processes import run, start
 from unisono.comm import ActorConnection, ActorMessage, Communicator, Link, Simulated, SingleWorker, outcomes, simulate

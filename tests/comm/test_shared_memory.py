@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.comm.laws import STARTS, start_sum
-from tests.support.leftovers import within
+from tests.support.leftovers import mappings, open_files, within
 from tests.support.processes import run, start
 from unisono.comm import SharedMemory, TorchGroup, connect
 from unisono.comm.abort import Abort
@@ -32,13 +32,6 @@ from unisono.errors import PeerLost
 
 def joined(rank: int, size: int, directory: str, timeout_seconds: float = 20.0) -> Any:
     return connect(rank, size, rendezvous=f"file://{directory}", local_size=size, timeout_seconds=timeout_seconds)
-
-
-def mappings() -> list[tuple[int, int]]:
-    """Where memory files are mapped in this process."""
-    with open("/proc/self/maps") as maps:
-        spans = [line.split()[0].split("-") for line in maps if "memfd:unisono" in line]
-    return [(int(low, 16), int(high, 16)) for low, high in spans]
 
 
 def no_copies(rank: int, size: int, directory: str) -> None:
@@ -58,16 +51,6 @@ def no_copies(rank: int, size: int, directory: str) -> None:
 
 def test_an_allocated_sum_is_read_and_written_in_shared_memory(tmp_path: Path) -> None:
     run(3, no_copies, str(tmp_path))
-
-
-def open_files() -> dict[str, str]:
-    found = {}
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found[number] = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:
-            continue
-    return found
 
 
 def leave_nothing(rank: int, size: int, directory: str) -> None:

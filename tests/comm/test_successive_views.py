@@ -19,8 +19,7 @@ import torch
 
 from tests.comm.laws import start_sum
 from tests.comm.test_abort import DEADLINE_SECONDS, PROMPT_SECONDS, WHY
-from tests.comm.test_shared_memory import mappings, open_files
-from tests.support.leftovers import within
+from tests.support.leftovers import mappings, open_files, within
 from tests.support.processes import run, start
 from unisono.comm import (
     Abort,

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from tests.comm.laws import start_sum
-from tests.comm.test_shared_memory import open_files
-from tests.support.leftovers import within
+from tests.support.leftovers import open_files, within
 from tests.support.processes import run
 from unisono.comm import Abort, connect
 from unisono.comm.process_sockets import listening

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.membership.test_client import TOKEN, serving
+from tests.support.coordinator import TOKEN, serving
 from tests.support.leftovers import within
 from tests.support.processes import run
 from unisono.elastic.session import ElasticSession

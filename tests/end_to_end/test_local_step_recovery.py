@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.end_to_end.test_exit_paths import TASK, events, last_step, said, under_way
+from tests.support.command_runs import TASK, events, last_step, said, under_way
 from tests.support.leftovers import session, within
 from unisono.chaos.virtual_cluster import VirtualNetwork, VirtualRun
 from unisono.checkpoint import checkpoints

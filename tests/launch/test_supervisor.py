@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.test_launcher_exit import await_running, code, toy
+from tests.support.launchers import await_running, code, toy
 from tests.support.leftovers import processes, within
 from unisono.errors import UnisonoError, WorkerFailed
 from unisono.launch import CoordinatorProcess, ElasticOptions, Interrupted, LaunchOptions, launch, supervisor

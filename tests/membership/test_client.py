@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
+from tests.support.coordinator import POLICY, TOKEN, serving
 from unisono.errors import InvalidInput
-from unisono.membership import Agent, CoordinatorAddress, Policy, StateVersion
+from unisono.membership import Agent, CoordinatorAddress, StateVersion
 from unisono.membership import client as attendance
 from unisono.membership.client import CoordinatorClient
 from unisono.membership.server.http_server import CoordinatorServer, Endpoint
-
-TOKEN = "a token"
-POLICY = Policy(min_workers=1, expected_workers=2, max_workers=3, heartbeat_seconds=2.0)  # the machine may be busy
-
-
-@contextmanager
-def serving(state: Path, port: int = 0, policy: Policy = POLICY) -> Iterator[CoordinatorServer]:
-    served = CoordinatorServer(Endpoint(port=port), policy, state, TOKEN)
-    thread = threading.Thread(target=served.run)
-    thread.start()
-    try:
-        yield served
-    finally:
-        served.stop()
-        thread.join()
 
 
 def attend(url: str, worker: str) -> tuple[CoordinatorClient, list[int]]:

@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from tests.campaigns.membership_fuzz import BEARER, PATIENT, POLICY, TOKEN, exchange, play, serving
+from tests.support.coordinator import is_closed
 from unisono.membership.endpoint import Endpoint
 from unisono.membership.proof import RequestSigner
 from unisono.membership.server import request_timeout as hurry
@@ -26,14 +27,6 @@ def test_nonsense_is_refused_and_changes_nothing(tmp_path) -> None:
     answered = play(4.5, 0, tmp_path)
     for what in ("without it: 401", "with the token: 204", "with the token: 422", "raw: 400"):
         assert answered[what], answered
-
-
-def is_closed(wire: socket.socket) -> bool:
-    """Waits for it."""
-    try:
-        return wire.recv(1 << 12) == b""
-    except ConnectionResetError:
-        return True
 
 
 @pytest.mark.parametrize("begun", [

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.campaigns.membership_fuzz import PATIENT, TOKEN, serving
-from tests.membership.test_fuzz import is_closed
+from tests.support.coordinator import is_closed
 from unisono.membership.server.service import HeartbeatRoute
 
 LATER = {"worker": "a", "count": 2, "known_view": 0, "known_status": "now"}  # knows all there is to know, and waits

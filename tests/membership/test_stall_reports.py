@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.membership.test_client import TOKEN, serving
+from tests.support.coordinator import TOKEN, serving
 from unisono.membership import Agent, Coordinator, CoordinatorAddress, Heartbeat, Policy, StateVersion, ViewStatus
 from unisono.membership.client import CoordinatorClient
 from unisono.membership.http_client import HttpConnection

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.comm.test_laws import connected
 from tests.compress.laws import TABLE
+from tests.support.communicators import connected
 from tests.support.pair_task import learn, loss_of, network
 from tests.support.processes import run
 from tests.sync.nets import adamw, advance, bound, plain, sgd, train

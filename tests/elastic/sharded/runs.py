@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.membership.test_client import TOKEN, serving
 from tests.support import processes
+from tests.support.coordinator import TOKEN, serving
 from tests.support.layout_runs import ROOT
 from unisono.launch import StopRequest, WorkerContext, WorkerIdentity
 from unisono.membership import CoordinatorAddress
