@@ -74,7 +74,7 @@ def came(run: Path) -> tuple[int, bool, str]:
 
 def goes_on(run: Path) -> str:
     """The last line of a command whose run can be resumed."""
-    return f"the run lies in {run}; go on with  unisono train --run-dir {run} --resume\n"
+    return f"the run directory is {run}; resume with  unisono train --run-dir {run} --resume\n"
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
@@ -101,7 +101,7 @@ def test_a_host_that_is_asked_to_end_has_its_workers_leave_and_the_others_go_on(
             assert within(60, lambda: members() == 4)
             host.terminate()
             out, _ = host.communicate(timeout=30)
-        assert (host.returncode, out) == (0, "all workers of this host have left; the run may go on without them\n")
+        assert (host.returncode, out) == (0, "all workers of this host have left; the run may continue without them\n")
         assert within(30, lambda: members() == 2)
         done = last_step(run)
         assert within(30, lambda: last_step(run) >= done + 10)
@@ -171,9 +171,9 @@ def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_and_says_how_to_go_on
     ((step, _),) = checkpoints(run / "checkpoints")
     assert step == last_step(run) < 600
     ending = f"stopped on request after {step} of 600 steps"
-    assert f"interrupted by {number.name}: {ending}\nthe run lies in {run}; go on with  unisono train" in words
+    assert f"interrupted by {number.name}: {ending}\nthe run directory is {run}; resume with  unisono train" in words
     assert came(run) == (step, False, ending)
-    again = re.findall(r"go on with  unisono (.*)\n", words)
+    again = re.findall(r"resume with  unisono (.*)\n", words)
     done = unisono(home, *shlex.split(again[0]))
     assert done.returncode == 0, done.stderr
     assert f"going on from the checkpoint of step {step}" in done.stderr
