@@ -1,8 +1,8 @@
-"""What all benchmarks share: interleaved repeats, paired ratios, verdicts, the table and the record.
+"""Common parts of all benchmarks: interleaved repeats, paired ratios, verdicts, the table and the record.
 
-A benchmark compares ways of doing the same thing. Every repeat runs all ways, one after the other, in an
-order that turns round from repeat to repeat, so that a drifting machine favours nobody. A claim is judged by
-the median of the ratios within the repeats, never by figures from different times.
+A benchmark compares ways of doing the same thing. Every repeat runs all ways one after another, in an order that
+alternates between repeats, so that drift of the machine favors none of them. A claim is judged by the median of the
+ratios within the repeats, never by figures from different times.
 """
 
 from __future__ import annotations

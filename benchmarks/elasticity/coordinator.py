@@ -1,9 +1,9 @@
-"""A coordinator and thousands of workers that beat at it: what an answer takes, a change of view, and its memory.
+"""One coordinator with thousands of workers: response time of heartbeats, time of a view change, memory.
 
-The coordinator is a process of its own, the workers' halves of the protocol are another; both are on this machine, and
-what the second one costs is in the record (`generator_cpu`, where 1 is a core that it has for itself; what it is late
-counts against the coordinator). A worker is killed, and its launcher says so: until the last of the others has met the
-new view. The peer is the target itself: run this where nothing else runs.
+The coordinator is one process; the workers' half of the protocol is another on the same machine. The CPU share of the
+latter is recorded as `generator_cpu`, where 1 is a whole core; its delays count against the coordinator. A worker is
+killed and its launcher reports that. Measured is the time until the last of the other workers has joined the new view.
+The peer is the target itself: run this on an idle machine.
 """
 
 from __future__ import annotations

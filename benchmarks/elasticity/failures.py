@@ -1,12 +1,12 @@
-"""A worker dies every ten seconds: the steps that are taken all the same.
+"""Useful steps per second while a worker is killed every ten seconds.
 
-Three workers train for `--seconds`, and every `--every` seconds one of them, chosen by chance, is killed by SIGKILL.
-What counts is how far the weights have come meanwhile. It is compared with what the workers present would have done:
-steps per second of three, and of two while one is missing (from its death until a process is there in its place), as
-runs without any failure show them in the same repeat. And with torchrun under the same schedule: restarts, a checkpoint
-each 20 steps, DDP on gloo (`scripts/torchrun_torchft.py`).
+Three workers train for `--seconds`. Every `--every` seconds one of them, chosen at random, is killed by SIGKILL.
+Measured is how many steps are in the weights at the end. The reference is what the workers present would have done:
+steps per second of three workers, and of two while one is missing (from its death until its replacement has started),
+as runs without failures show them in the same repeat. The peer is torchrun under the same schedule: restarts, a
+checkpoint every 20 steps, DDP on gloo (`scripts/torchrun_torchft.py`).
 
-At the end, the weights themselves tell which samples are missing in them, or in them too often.
+At the end, the weights themselves show which samples are missing or were used more than once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""One of three workers freezes ten times: how soon the others go on each time, and how many steps they take.
+"""One of three workers freezes ten times: how soon the others continue, and how many steps they take.
 
-The worker, chosen by chance, is stopped by SIGSTOP for `--away` seconds, and again `--every` seconds after the last
-time, or later: once it has taken part in twenty further steps. So every freeze hits a member of the view. For each
-freeze, the longest time is measured that the others were without a new step while the worker was stopped. How far the
-weights have come in all is compared with what the workers present would have done: steps per second of three, and of
-two while one is stopped, as runs without any freeze show them in the same repeat. A worker that runs, but may not join
-again yet, counts as present.
+The worker, chosen at random, is stopped by SIGSTOP for `--away` seconds. That is repeated at least `--every` seconds
+later, once the worker has taken part in twenty further steps, so that every freeze hits a member of the view. For each
+freeze, the longest time without a new step of the others is measured. The number of steps in the weights is compared
+with what the workers present would have done: steps per second of three workers, and of two while one is stopped, as
+runs without freezes show them in the same repeat. A worker that runs, but may not join again yet, counts as present.
 
-At the end, the weights themselves tell which samples are missing in them, or in them too often.
+At the end, the weights themselves show which samples are missing or were used more than once.
 """
 
 from __future__ import annotations

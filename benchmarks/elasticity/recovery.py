@@ -1,14 +1,14 @@
-"""Seconds from the death of one of three workers to the survivors' next step; what is lost; when another is back.
+"""Seconds from the death of one of three workers to the survivors' next step; repeated work; time to a replacement.
 
-One of three workers is killed by SIGKILL, chosen by chance, between step 20 and 40 of its training. From then on is
-counted: the seconds until a further step is in the weights, in which the dead had no part; steps that were in the
-weights and had to be taken once more; the seconds until a process is there in its place, and from its start until that
-has its first step in the weights. At the end, the weights themselves tell which samples are missing in them, or in them
-too often (`scripts/sample_counting_model.py`).
+One of three workers, chosen at random, is killed by SIGKILL between step 20 and 40 of its training. Measured are: the
+seconds until a further step is in the weights that the killed worker had no part in; steps that were in the weights and
+had to be repeated; the seconds until its replacement has started, and from then until its first step is in the weights.
+At the end, the weights themselves show which samples are missing or were used more than once
+(`scripts/sample_counting_model.py`).
 
-Peers in the same repeats: torchrun with restarts and a checkpoint each 20 steps, DDP on gloo; torchft, by hand.
+Peers in the same repeats: torchrun with restarts and a checkpoint every 20 steps, DDP on gloo; torchft.
 
-In a run of its own, a worker of ours is frozen (SIGSTOP): the seconds until another says that it has noticed.
+In a separate run, a worker of ours is frozen by SIGSTOP: the seconds until another worker reports it.
 """
 
 from __future__ import annotations

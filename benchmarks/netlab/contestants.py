@@ -1,4 +1,4 @@
-"""Ways of training the task ``text`` on several hosts: ours by the words after ``unisono train``, peers by theirs."""
+"""Ways of training the task ``text`` on several hosts: ours by options of ``unisono train``, peers by their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong with hosts that are played."""
+"""Errors of simulated hosts."""
 
 
 class Unavailable(Exception):

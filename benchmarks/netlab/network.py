@@ -1,15 +1,15 @@
-"""Hosts that are network namespaces, each with one cable to a bridge in a namespace of its own.
+"""Hosts that are network namespaces, each connected to a bridge in another namespace.
 
     host 0: eth0 ══ cable0 ┐                      ══  a pair of veth; each end sends through a token bucket (tbf),
     host 1: eth0 ══ cable1 ┼ bridge                   so that a link has its rate in both directions
     host 2: eth0 ══ cable2 ┘
 
-With a delay or a loss, the frames between ``cableN`` and the bridge are passed on by `relay.py`. Nothing of it can be
-reached from outside, nor reaches out. Processes, namespaces and control groups are gone after the block of `netlab`,
-also after an exception or SIGTERM; what a killed one left is removed by the next.
+With a delay or a loss, `frame_relay.py` forwards the frames between ``cableN`` and the bridge. The network is isolated
+in both directions. Processes, namespaces and control groups are removed at the end of the block of `netlab`, also after
+an exception or SIGTERM; what a killed block left is removed by the next one.
 
-The hosts share this machine's cores, its clock, its process numbers and its disk, but each has a working directory
-that the others see empty.
+The hosts share this machine's cores, clock, process numbers and disk, but each has a working directory that the others
+see empty.
 """
 
 from __future__ import annotations

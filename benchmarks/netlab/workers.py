@@ -1,4 +1,4 @@
-"""One worker per host, told who it is as torchrun tells it."""
+"""Starts one worker per host, with the environment variables of torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two workers and one server on this machine: what a round trip takes, and how much goes through.
+"""Two workers and one server on this machine: round-trip time and throughput.
 
 Run by `benchmarks.communication.actor_round_trip`; writes a JSON object to ``--report``.
 """

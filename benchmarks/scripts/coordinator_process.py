@@ -1,4 +1,4 @@
-"""A coordinator by itself, as a launcher starts it, for `workers` workers; says where it is, and ends with its input.
+"""A coordinator for `workers` workers, as a launcher starts it. Prints its address; ends when its input is closed.
 
 Run by `benchmarks.elasticity.coordinator`.
 """

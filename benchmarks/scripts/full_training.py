@@ -1,7 +1,7 @@
-"""The whole of training: ``unisono.train``, on one worker or several, and a plain loop over a `DataLoader`.
+"""``unisono.train`` on one worker or several, and a plain loop over a `DataLoader`.
 
-The same task for both: model, loss, fused optimizer and dataset. What `unisono.train` does besides in a step
-(records, checks, the display's figures) is part of what is measured.
+Both have the same task: model, loss, fused optimizer and dataset. What `unisono.train` does besides in a step
+(records, checks, figures of the display) is measured too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What each worker of a layout holds, and the most that it ever took: one run of `unisono.train`, seen from inside.
+"""What each worker of a layout holds, and its peak memory, measured inside one run of `unisono.train`.
 
-Every worker enters a control group of its own before its model is built, if it is told where to make one, and so may
-be held to a limit. Every worker writes what it holds at its last optimizer step; rank 0 reports.
+With ``--groups``, every worker enters a control group of its own before its model is built, which may limit its memory.
+Every worker writes what it holds at its last optimizer step; rank 0 reports.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A small GPT whose weights also count the samples that were used: what is lost or repeated can be read off them.
+"""A small GPT whose weights also count how often each sample was used.
 
-One parameter, `tally`, has a number for each sample of the dataset. The loss is as steep in it as the sample counts in
-the mean, and its learning rate is the global batch: a step adds 1 to the numbers of its samples. It is averaged,
-checkpointed and handed over like all other weights, whatever trains them.
+One parameter, `tally`, has an element for each sample of the dataset. Its gradient is the weight of the sample in the
+mean, and its learning rate is the global batch, so that a step adds 1 to the elements of its samples. It is averaged,
+checkpointed and transferred like all other weights, by any framework. Lost or repeated samples show in the result.
 
-Each process writes a line of JSON to a file of its own for every step that its optimizer has taken.
+Each process writes a line of JSON to its own file for every step of its optimizer.
 """
 
 from __future__ import annotations

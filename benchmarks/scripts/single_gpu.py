@@ -1,7 +1,7 @@
-"""A GPT on one device: by `unisono.train`, by a plain loop, by a transformers `Trainer`.
+"""A GPT on one device, trained by `unisono.train`, by a plain loop, or by a transformers `Trainer`.
 
-The same shape, random text, bf16 autocast, ``torch.compile`` and fused AdamW for all. Writes a report; ``tiny`` on a
-CPU is for trying the script itself.
+All have the same shape, random text, bf16 autocast, ``torch.compile`` and fused AdamW. Writes a report. The model
+``tiny`` on a CPU is for trying the script itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The task ``text`` trained by what others offer: DDP with hooks, torch's post-local SGD, torchft.
+"""The task ``text`` trained by peers: DDP with hooks, torch's post-local SGD, torchft.
 
-Model, initial weights, order of samples, optimizer, schedule, clipping and evaluation are those of ``unisono train
-text`` with the same seed: they are imported from it. Started once per worker with torchrun's variables; stops at the
-target or after the last step. Rank 0 writes what `benchmarks.netlab.run_trace` reads. The clock stands still during
+Model, initial weights, order of samples, optimizer, schedule, clipping and evaluation are imported from Unisono: they
+are those of ``unisono train text`` with the same seed. Started once per worker with torchrun's variables; stops at the
+target or after the last step. Rank 0 writes what `benchmarks.netlab.run_trace` reads. The clock stops during
 evaluations.
 """
 

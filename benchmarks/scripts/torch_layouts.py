@@ -1,4 +1,4 @@
-"""Torch's own sharding, tensor parallelism and pipelining in plain loops, as one writes them for a model one knows."""
+"""Torch's own sharding, tensor parallelism and pipelining in plain loops, written by hand for one model."""
 
 from __future__ import annotations
 

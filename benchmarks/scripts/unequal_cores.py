@@ -1,7 +1,7 @@
-"""A small GPT trained by workers that may use unequal parts of a core: alone, by DDP, or by `unisono.train`.
+"""A small GPT trained by workers with unequal shares of a core: alone, by DDP, or by `unisono.train`.
 
-Every worker enters a control group of its own before its model is built: whoever is first, the first. All ways have the
-same model, optimizer, windows in memory and micro-batches. Marks are taken as the optimizer steps.
+Every worker enters a control group before its model is built, in order of arrival. All ways have the same model,
+optimizer, windows in memory and micro-batches. The clock is read at each optimizer step.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""What a worker of a layout holds, and a model three times larger than a worker may be.
+"""Memory of a worker under a layout, and training of a model three times larger than a worker's limit.
 
-First, without limits: bytes of parameters, gradients and optimizer state that a worker holds, and the most memory that
-one ever took (peak resident set, start-up, activations and the last checkpoint included) above what the same layout
-takes for a model of almost nothing. Both are compared with the parameters, gradients and optimizer state of one worker.
+First, without limits: bytes of parameters, gradients and optimizer state that a worker holds; and its peak resident set
+(with start-up, activations and the last checkpoint) above that of the same layout with a tiny model. Both are compared
+with the parameters, gradients and optimizer state of one worker.
 
-Then in control groups (Linux, version 1, controller ``memory``; root): every worker may take no more than a third of
-what one worker needs for parameters, gradients and optimizer state, and the fixed cost of its layout. Under ``shard=4``
-and ``pipeline=4`` the model trains to the loss that it reaches without limits; one worker under that limit is killed.
+Then in control groups (Linux, version 1, controller ``memory``; root): every worker is limited to a third of what one
+worker needs for parameters, gradients and optimizer state, plus the fixed cost of its layout. Under ``shard=4`` and
+``pipeline=4`` the model reaches the loss that it reaches without limits; one worker under that limit is killed.
 
-glibc keeps what it was given back, in pieces, where small tensors live between large ones; gathered blocks come and go,
-so these runs have ``MALLOC_MMAP_THRESHOLD_`` set, by which large tensors go back to the system. ``--as-is``
-leaves it out.
+glibc does not return freed blocks to the system that lie between small tensors, as unsharded blocks do. These runs
+therefore set ``MALLOC_MMAP_THRESHOLD_``, so that large tensors are returned. ``--as-is`` leaves it out.
 """
 
 from __future__ import annotations

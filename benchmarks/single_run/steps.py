@@ -1,8 +1,8 @@
 """Steps per second of a custom loop: ours against DDP on gloo, and against the plain loop.
 
-The same model, fused optimizer, batches in memory and loop for all (`scripts/ddp_loop.py`); fp32, one compute
-thread per worker. Every figure is one run of the whole group: warm-up steps, then timed ones, of which rank 0
-takes the median.
+All have the same model, fused optimizer, batches in memory and loop (`scripts/ddp_loop.py`); fp32, one compute thread
+per worker. Every figure is one run of the whole group: warm-up steps, then timed ones, of which rank 0 reports the
+median.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Steps per second of the whole of ``unisono.train`` on one worker, against a plain loop over a `DataLoader`.
+"""Steps per second of ``unisono.train`` on one worker, against a plain loop over a `DataLoader`.
 
-The same task for both (`scripts/full_training.py`); fp32, one compute thread. Fetching, records and checks count.
+Both have the same task (`scripts/full_training.py`); fp32, one compute thread. Fetching, records and checks count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether ``Auto()`` chooses well: seconds per step with it against every fixed compressor, at every rate of the links.
+"""Quality of the choice of ``Auto()``: seconds per step against every fixed compressor, at every link rate.
 
-Four hosts (`benchmarks.netlab`) train the task ``text`` by all-reduce; all compressors run in turn within every repeat.
-The first steps, in which ``Auto()`` measures, are left out. The fixed ones are its candidates; compressors that send
-less may need more steps than they save, which is for `benchmarks.slow_networks.time_to_loss` to say.
+Four hosts (`benchmarks.netlab`) train the task ``text`` by all-reduce; all compressors alternate within every repeat.
+The first steps, in which ``Auto()`` measures, are left out. The fixed compressors are its candidates. Compressors that
+send less may need more steps than they save, which `benchmarks.slow_networks.time_to_loss` measures.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""One of four workers slowed to 30 % of the others' CPU: how much of the workers' own speeds each way keeps.
+"""One of four workers slowed to 30 % of the others' CPU: the share of the workers' own speeds that each way reaches.
 
-Each worker is a host (`benchmarks.netlab`) whose processes together may use a share of one core, by a control group:
-three have 50 %, the slow one 15 %, together 165 % of the two cores, so that none takes from another. In every
-repeat each kind of worker is also measured alone, with the same quota and a quarter of the global batch; their sum is
-what could be reached.
-The links have no limit. The final loss is that on held-out text after the same number of samples; that of all-reduce
-does not depend on anybody's speed and is found without quotas.
+Each worker is a host (`benchmarks.netlab`) whose CPU time is limited by a control group: three to 50 % of a core, the
+slow one to 15 %. The sum of 165 % of two cores leaves slack, so that no worker slows another. In every repeat each kind
+of worker is also measured alone, with the same quota and a quarter of the global batch; their sum is the upper bound.
+Links are not limited. The final loss is that on held-out text after the same number of samples; that of all-reduce does
+not depend on the speed of workers and is measured without quotas.
 
-Samples per second are the global batch over the mean seconds of a step, the first ones left out; ways that wait for
-the slow worker, whose steps are all alike, take a few steps only.
+Samples per second are the global batch over the mean step time, without the first steps. Ways that wait for the slow
+worker have uniform steps and run few of them.
 """
 
 from __future__ import annotations

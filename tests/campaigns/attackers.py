@@ -1,8 +1,7 @@
-"""What processes without the token do to a run: started by `tests.campaigns.security` in a network namespace of their
-own, or as another user of a host.
+"""Attacks on a run by processes without its token, started by `tests.campaigns.security`.
 
-Writes what it has found to ``--report`` as JSON when it is asked to end (SIGTERM). ``broken`` holds what should not
-have been possible, in words.
+They run in their own network namespace, or as another user of a host. On SIGTERM they write their findings to
+``--report`` as JSON; ``broken`` lists, as text, what should not have been possible.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a server has to bear: strangers, floods, noise and broken messages.
+"""Attacks on servers: connections without the token, floods, random bytes and malformed messages.
 
-python -m tests.campaigns.hostile_peers --seconds 60      the long form of what the tests do
+python -m tests.campaigns.hostile_peers --seconds 60      # the long form of the tests
 """
 
 from __future__ import annotations

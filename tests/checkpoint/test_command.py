@@ -1,4 +1,4 @@
-"""``unisono checkpoint``: what it shows, what it finds, what it converts, and how it refuses."""
+"""``unisono checkpoint``: what it shows, verifies and converts, and its refusals."""
 
 from __future__ import annotations
 

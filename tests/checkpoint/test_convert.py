@@ -1,4 +1,4 @@
-"""To plain safetensors and back; the safetensors library judges what is written."""
+"""Conversion to plain safetensors and back; the safetensors library checks the files."""
 
 from __future__ import annotations
 

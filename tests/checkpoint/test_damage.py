@@ -1,4 +1,4 @@
-"""Whatever is not what was written is named, and never used."""
+"""Damaged checkpoints are reported by name and never used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that fill up: training goes on and is told, and earlier checkpoints stay."""
+"""Full disks: training continues with a warning, and earlier checkpoints stay intact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Written by any layout, read by any other: the same bits, each stored once."""
+"""A checkpoint written under one layout is read under another, bit for bit, each element stored once."""
 
 from __future__ import annotations
 

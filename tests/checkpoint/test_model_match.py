@@ -1,4 +1,4 @@
-"""What a checkpoint claims is compared with the model before memory is taken for it."""
+"""The shapes in a checkpoint are compared with the model before memory is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint read piece by piece: only what is needed, never what was not verified, and what is wrong by name."""
+"""Partial reads of a checkpoint: only what is needed, only what is verified, errors that name the tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unisono chaos``: what is asked for, what is said, and the exit code that goes with it."""
+"""``unisono chaos``: its options, output and exit codes."""
 
 from __future__ import annotations
 

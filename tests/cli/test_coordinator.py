@@ -1,4 +1,4 @@
-"""``unisono coordinator``: a service of its own, what it prints, whom it answers, how it ends."""
+"""``unisono coordinator``: its output, the requests that it answers, and how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unisono join`` and ``unisono status``, and how ``unisono train`` is told where the coordinator is."""
+"""``unisono join`` and ``unisono status``, and the coordinator options of ``unisono train``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unisono launch``: its own options, and a script that runs as Python would run it."""
+"""``unisono launch``: its options, and scripts that run as under plain Python."""
 
 from __future__ import annotations
 

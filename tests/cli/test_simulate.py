@@ -1,4 +1,4 @@
-"""``unisono simulate``: the same numbers every time, a table and curves, and one sentence for what cannot work."""
+"""``unisono simulate``: reproducible figures, a table, curves, and messages for invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unisono status`` of a run: what each worker does, on which line, and where the time went."""
+"""``unisono status``: what each worker does, on which line, and where the time went."""
 
 from __future__ import annotations
 

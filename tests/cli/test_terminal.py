@@ -1,4 +1,4 @@
-"""What signals do to a command before there are workers, and what a command does without a terminal."""
+"""Signals before workers exist, and commands without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unisono train``: what reaches the run, what is printed, and one sentence for whatever cannot work."""
+"""``unisono train``: what reaches the run, what is printed, and messages for invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every communicator, as functions of one: each is run by all workers, and asserts."""
+"""Laws of every communicator, as functions of one. All ranks run them, and they assert."""
 
 from __future__ import annotations
 

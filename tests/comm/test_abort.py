@@ -1,4 +1,4 @@
-"""What waits for peers can be broken off from another thread, however it waits; and nothing of it stays."""
+"""Operations that wait for peers can be aborted from another thread, and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who comes to an actor, and goes."""
+"""Clients that connect to an actor server, and leave it."""
 
 from __future__ import annotations
 

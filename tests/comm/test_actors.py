@@ -1,4 +1,4 @@
-"""The laws of actors, over every communicator, hosted by workers and served by processes of their own."""
+"""Laws of actors over every communicator, hosted by workers and by server processes."""
 
 from __future__ import annotations
 

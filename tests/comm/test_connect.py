@@ -1,4 +1,4 @@
-"""From a rank and a URL to a communicator; what cannot work is said in words."""
+"""From rank and URL to a communicator, and messages for what cannot work."""
 
 from __future__ import annotations
 

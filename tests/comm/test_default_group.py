@@ -1,5 +1,4 @@
-"""torch's groups lie on the network that the workers met on, what they send is counted, and whoever waits in them for
-a lost worker hears of it."""
+"""torch's default group: its network, its byte counts, and errors when a peer is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures by appointment."""
+"""Injected communication failures."""
 
 from __future__ import annotations
 

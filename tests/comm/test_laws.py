@@ -1,4 +1,4 @@
-"""The laws of the wire, over everything that is one."""
+"""The laws of communicators, over all of them."""
 
 from __future__ import annotations
 

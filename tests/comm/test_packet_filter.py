@@ -1,4 +1,4 @@
-"""Which packets a listening socket takes."""
+"""Which packets a listening socket accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between an actor and its callers arrives as it was sent, or the connection is lost."""
+"""Messages between an actor and its clients arrive unchanged, or the connection is lost."""
 
 from __future__ import annotations
 

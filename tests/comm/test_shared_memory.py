@@ -1,4 +1,4 @@
-"""What only shared memory promises: no copies, no leaks, and a way out where memory cannot be shared."""
+"""Shared memory: no copies, no leaks, and a fallback where memory cannot be shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated communicator: results, clock, determinism, losses, and that a run never hangs."""
+"""The simulated communicator: results, clock, determinism, lost peers, and no deadlock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process in many views, one after the other: it meets others at one place, leaves, and keeps nothing."""
+"""One process in many views, one after another: it connects, leaves, and leaks nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rendezvous that strangers reach, and that only who knows the run's token can use."""
+"""A rendezvous store on a public address, which only holders of the run's token can use."""
 
 from __future__ import annotations
 

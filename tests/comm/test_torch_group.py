@@ -1,4 +1,4 @@
-"""What only torch's process groups promise."""
+"""What is particular to torch's process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Auto` picks what makes a step shortest, all workers alike, and says why."""
+"""`Auto` chooses the compressor with the shortest step, the same on all ranks, and logs why."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Laws that every compressor keeps."""
+"""Laws of every compressor."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""PowerSGD: matrices travel as their factors."""
+"""PowerSGD: matrices are sent as low-rank factors."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the block-wise compressors promise beyond the laws."""
+"""Block-wise compressors, beyond the laws."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Compressors made of compressors."""
+"""Compressors that are composed of others."""
 
 import pytest
 import torch

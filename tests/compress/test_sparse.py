@@ -1,4 +1,4 @@
-"""Top-k, random-k and the indices that they send."""
+"""Top-k, random-k and their index coding."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Loading: the same batches however they are fetched, only one's own samples, and nothing left behind."""
+"""Loaders: equal batches in every mode, only this worker's samples, no leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading processes die, and are replaced; what is raised in one is raised again in the training."""
+"""Loader processes that exit are replaced, and their exceptions are raised in the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares by speed: the best there are, held on to unless others are clearly better, and everything computed once."""
+"""Allocations by speed: optimal, stable unless others are clearly better, and complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that would train something else is found out before it takes part."""
+"""A worker that would train something else is refused before it takes part."""
 
 from __future__ import annotations
 

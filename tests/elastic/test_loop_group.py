@@ -1,4 +1,4 @@
-"""A loop of one's own goes on when a worker of it is killed, freezes, comes or leaves."""
+"""A custom loop continues when a worker is killed, freezes, joins or leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker says of a view that broke: who only left it is not out of reach."""
+"""What a worker reports of a failed view: a peer that left regularly is not unreachable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of the command: however they end, in one clear way, and what can be gone on with is."""
+"""Runs of the command end in one clear way, and can be resumed where that is possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unisono train` and a custom loop under the launchers of others, for real: the same weights as under our own."""
+"""`unisono train` and a custom loop under torchrun, mpirun and Slurm: the same weights as under our launcher."""
 
 from __future__ import annotations
 

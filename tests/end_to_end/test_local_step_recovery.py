@@ -1,5 +1,4 @@
-"""Replicas that walk by themselves: workers are killed, leave and come, and each sample is learned from as often as if
-nothing had happened."""
+"""With local steps, workers are killed, leave and join, and each sample still counts as often as without faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that a worker starts are not workers, though they inherit its environment."""
+"""Processes that a worker starts are not workers, although they inherit its environment."""
 
 from __future__ import annotations
 

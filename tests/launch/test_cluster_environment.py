@@ -1,4 +1,4 @@
-"""Who a worker is, by tables: environments in, identities or sentences out."""
+"""The identity of a worker, by tables: environment variables in, identities or messages out."""
 
 from __future__ import annotations
 

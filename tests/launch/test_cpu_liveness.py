@@ -1,4 +1,4 @@
-"""Which processes are seen to want a processor, and which not."""
+"""Which processes count as runnable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launchers of others, for real: what they put into the environment is what `identify` reads."""
+"""Other launchers, for real: `identify` reads the environment variables that they set."""
 
 from __future__ import annotations
 

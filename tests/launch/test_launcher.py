@@ -1,4 +1,4 @@
-"""The local launcher with real workers: results, failures, names, logs."""
+"""The launcher with real workers: results, failures, names, logs."""
 
 from __future__ import annotations
 

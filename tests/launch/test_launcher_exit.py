@@ -1,4 +1,4 @@
-"""However the launcher ends, nothing of its run stays: no process, no temporary file."""
+"""However the launcher ends, it leaves no process and no temporary file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One command at a time has a run's directory: it, and the workers that write there for it."""
+"""One command at a time may write to a run directory, with the workers that it started."""
 
 from __future__ import annotations
 

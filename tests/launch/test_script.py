@@ -1,4 +1,4 @@
-"""A user's script under the launcher does what it does under plain Python, in every worker."""
+"""A user's script runs under the launcher as under plain Python, in every worker."""
 
 from __future__ import annotations
 

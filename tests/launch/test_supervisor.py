@@ -1,4 +1,4 @@
-"""Workers are killed, leave, fail and hang, and so do the coordinator and the launcher: what becomes of the others."""
+"""Workers, coordinator or launcher are killed, leave, fail or hang: what happens to the other workers."""
 
 from __future__ import annotations
 

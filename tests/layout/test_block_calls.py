@@ -1,4 +1,4 @@
-"""Models whose workers do not all compute the same blocks: what is gathered, in which order, and what becomes of it."""
+"""Models whose ranks do not call the same blocks: what is unsharded, in which order, with which result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model cut into stages trains as the whole model does."""
+"""A model split into stages trains as the unsplit model does."""
 
 from __future__ import annotations
 

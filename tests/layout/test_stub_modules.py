@@ -1,4 +1,4 @@
-"""What stands in place of a unit that another stage computes."""
+"""Stub modules in place of units that another stage computes."""
 
 from __future__ import annotations
 

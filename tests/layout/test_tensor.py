@@ -1,4 +1,4 @@
-"""A model split over its matrices computes what the whole model computes, and says what it did not split."""
+"""A tensor-parallel model computes what the unsplit model computes, and logs what it did not split."""
 
 from __future__ import annotations
 

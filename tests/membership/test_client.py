@@ -1,4 +1,4 @@
-"""Workers at a coordinator that is a real server: views come, end and are left; and it may die in between."""
+"""Clients at a real coordinator server: views begin, end and are left, also when the server restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beats that are heard past ASGI: what is answered is the same, and connections end as they should."""
+"""Heartbeats that bypass ASGI: answers are the same, and connections end as they should."""
 
 from __future__ import annotations
 

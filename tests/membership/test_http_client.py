@@ -1,4 +1,4 @@
-"""A client's connection: what it says, what it reads, and what it takes for no answer."""
+"""A client's connection: its requests, the answers that it reads, and those that it rejects."""
 
 from __future__ import annotations
 

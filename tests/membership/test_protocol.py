@@ -1,5 +1,7 @@
-"""The protocol under everything that can happen to it: one view of each number, nothing committed lost, no step done
-twice or left out, and training goes on."""
+"""The membership protocol under all faults.
+
+There is one view of each number, no committed step is lost, none is done twice or left out, and training continues.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an evicted worker pauses before it may join again."""
+"""How long an evicted worker waits before it may join again."""
 
 from unisono.membership.readmission import Readmission
 

@@ -1,4 +1,4 @@
-"""Who may be in the next view: arithmetic."""
+"""Which workers may be in the next view: arithmetic."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The coordinator over HTTP: what it answers, when, to whom; and that it goes on where it was."""
+"""The coordinator over HTTP: its answers, when and to whom, and its state after a restart."""
 
 from __future__ import annotations
 

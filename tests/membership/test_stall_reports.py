@@ -1,4 +1,4 @@
-"""What the coordinator says of a step that takes too long: when, how often, of whom; and that all workers hear it."""
+"""Stall reports of the coordinator: when, how often, about which worker; all workers receive them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Workers, a coordinator and a network between them, all made up: what can happen to the protocol, from a seed.
+"""Virtual workers, a coordinator and a network: everything that can happen to the protocol, from a seed.
 
-Workers train: a step is done when all members of a view have arrived at it, and each hears of that at a moment of its
-own. The state is the list of steps that made it, and holds in which view each was done, so that two groups that do the
-same step make different states. Each step has its micro-batches, which the members share out; who arrives has counted
-its own.
+A step is done when all members of a view have reached it; each member learns of that at a moment of its own. The state
+is the list of steps, each with the view in which it was done, so that two groups that do the same step have different
+states. The members of a view share out the micro-batches of each step; a member that reaches the step has counted its
+own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is learned from the gaps between events, and what is not."""
+"""What the adaptive timeout learns from the gaps between events, and what it ignores."""
 
 import pytest
 

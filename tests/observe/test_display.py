@@ -1,4 +1,4 @@
-"""What a user sees: one live line on a terminal, plain lines off it, and a summary of both kinds."""
+"""The display: one live line on a terminal, plain lines elsewhere, and a summary of both kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ledgers of a run say: rules, case by case."""
+"""Goodput from the time ledgers of a run, case by case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events, scalars and the files of a run: what is written, how often, at what cost, and on a full disk."""
+"""Events, scalars and files of a run: what is written, how often, at what cost, and on a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds a step up: the sentence for each case names the worker, what it does, the line, and what to do."""
+"""Stall diagnosis: for each case, the message names the worker, its activity, the line, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger's law: whatever happens, every moment is in exactly one phase."""
+"""The law of the time ledger: at every moment, exactly one phase."""
 
 from __future__ import annotations
 

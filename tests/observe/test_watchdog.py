@@ -1,4 +1,4 @@
-"""A worker that looks after itself: what its log says, when, and how often."""
+"""The watchdog of a worker: what its log says, when, and how often."""
 
 from __future__ import annotations
 

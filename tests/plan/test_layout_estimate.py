@@ -1,4 +1,4 @@
-"""What a layout would mean is foretold as it is: bytes to the byte, messages one by one."""
+"""Estimates of a layout are exact: bytes to the byte, messages one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables, curves and pictures: whatever the numbers are, they can be looked at in 80 columns."""
+"""Tables, curves and pictures: they fit into 80 columns whatever the figures are."""
 
 from __future__ import annotations
 

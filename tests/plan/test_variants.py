@@ -1,4 +1,4 @@
-"""The notation of ways to compare."""
+"""The notation of variants to compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks; never their times."""
+"""The arithmetic and the tree of the benchmarks; never their times."""
 
 from __future__ import annotations
 

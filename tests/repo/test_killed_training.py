@@ -1,4 +1,4 @@
-"""What is concluded from what the processes of a disturbed training wrote; never their times."""
+"""Conclusions from what the processes of a benchmark with faults wrote; never their times."""
 
 from __future__ import annotations
 

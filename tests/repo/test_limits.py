@@ -1,4 +1,4 @@
-"""Classes and functions stay small; each exception has a reason, and goes when it is no longer needed."""
+"""Limits on the size of classes and functions; each exception has a reason, and fails when it is not needed."""
 
 from __future__ import annotations
 

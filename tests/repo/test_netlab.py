@@ -1,4 +1,4 @@
-"""The hosts that benchmarks play: rates, cuts, delays, quotas, and that nothing of them is left."""
+"""The simulated hosts of the benchmarks: rates, cuts, delays, CPU quotas, and that nothing of them is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint read as a whole, as a run that resumes reads it: verified first, then tensor by tensor."""
+"""Loads a whole checkpoint as a resumed run does: verified first, then tensor by tensor."""
 
 from __future__ import annotations
 

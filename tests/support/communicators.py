@@ -1,4 +1,4 @@
-"""Connects a test process to the others of its group."""
+"""Connects a test process to the other ranks of its group."""
 
 from __future__ import annotations
 

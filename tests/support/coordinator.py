@@ -1,4 +1,4 @@
-"""A real coordinator in a thread of the test."""
+"""A real coordinator server in a thread of the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts toy launchers, and checks that nothing of them is left."""
+"""Starts toy launchers, and checks that they leave nothing behind."""
 
 from __future__ import annotations
 

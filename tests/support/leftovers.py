@@ -1,4 +1,4 @@
-"""What a run leaves behind: processes, shared memory, temporary directories."""
+"""What a run may leave behind: processes, shared memory, open files, temporary directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small task that any synchronizer can be taught: regression on a teacher's answers."""
+"""A small regression task that any synchronizer can learn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels in one round."""
+"""What is sent in one round."""
 
 import torch
 from torch import nn

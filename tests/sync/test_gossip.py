@@ -1,4 +1,4 @@
-"""What is particular to gossip: its papers' equations, what stays as it is, how fast workers agree, who waits."""
+"""What is particular to gossip: equations of its papers, invariants, rate of consensus, waiting."""
 
 from __future__ import annotations
 

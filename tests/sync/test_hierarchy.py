@@ -1,4 +1,4 @@
-"""Two hosts of two workers: memory is shared inside a host, and the network is crossed once per host."""
+"""Two hosts of two workers: shared memory inside a host, one message per host on the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws that every synchronizer keeps, on the simulated communicator. Whoever adds one adds a row."""
+"""Laws of every synchronizer, on the simulated communicator. A new synchronizer needs a row."""
 
 from functools import partial
 from math import inf

@@ -1,4 +1,4 @@
-"""Parameter servers: synchronous, bounded and asynchronous; what is late, what is lost, what is refused."""
+"""Parameter servers, synchronous, bounded and asynchronous: staleness, lost workers, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local SGD, block momentum and DiLoCo against their papers, written down once more by hand, for four workers."""
+"""Local SGD, block momentum and DiLoCo against their papers' equations, for four workers."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Laws of every topology: nothing is lost, everybody is reached, and the mixing contracts."""
+"""Laws of every topology: weights are conserved, all ranks are reached, and mixing contracts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Replicas with unequal shares of a step: what a sample counts for does not depend on who computes it."""
+"""Replicas with unequal work: the weight of a sample does not depend on the rank that computes it."""
 
 from __future__ import annotations
 

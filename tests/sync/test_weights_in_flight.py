@@ -1,4 +1,4 @@
-"""Weights that arrive while the forward pass is under way: never used before they are here, lost with nobody."""
+"""Weights that arrive during the forward pass: never used before they have arrived, never lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file is there whole or not at all, and an error that passes is not the end."""
+"""Files are complete or absent, and transient errors are retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a task comes from, its arguments by annotation, and one sentence for each thing that cannot work."""
+"""Where a task comes from, its arguments by annotation, and messages for what cannot work."""
 
 from __future__ import annotations
 

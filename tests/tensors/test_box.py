@@ -1,4 +1,4 @@
-"""Boxes of tensors: they divide, meet and miss as sets of elements do."""
+"""Boxes of tensors behave as sets of elements: division, intersection, disjointness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop of one's own on many workers takes the steps that plain PyTorch takes on all their samples together."""
+"""A custom loop on many workers takes the steps that plain PyTorch takes on all their samples."""
 
 from __future__ import annotations
 

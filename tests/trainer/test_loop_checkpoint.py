@@ -1,4 +1,4 @@
-"""A loop of one's own that was saved goes on as if it had never ended."""
+"""A custom loop that is resumed from a checkpoint continues as if it had not been interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps count, as arithmetic: laws of the judge and of comparing replicas."""
+"""Which steps count, as arithmetic: laws of the anomaly detector and of comparing replicas."""
 
 from __future__ import annotations
 

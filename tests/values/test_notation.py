@@ -1,4 +1,4 @@
-"""Values are written and read in one notation, and nothing that is read is ever run."""
+"""Values are written and read in one notation, and nothing that is read is executed."""
 
 import contextlib
 from dataclasses import dataclass

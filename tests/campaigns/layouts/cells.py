@@ -1,4 +1,4 @@
-"""Which model trains under which layout, and how: the table of the campaign, and one cell of it tried out."""
+"""The table of the campaign: which model runs under which layout; and the check of one cell."""
 
 from __future__ import annotations
 

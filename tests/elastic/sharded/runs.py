@@ -1,4 +1,4 @@
-"""Runs of real processes at a real coordinator, whose replicas lie on several workers, of which some are killed."""
+"""Runs of real processes at a real coordinator, with sharded replicas, of which workers are killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever is lost, and whenever: those who are left have all states of one step."""
+"""After the loss of any worker at any time, the survivors hold all shards of one step."""
 
 from __future__ import annotations
 

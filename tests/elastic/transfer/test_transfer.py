@@ -1,4 +1,4 @@
-"""State goes from those who have it to those who lack it: whole replicas, parts of them, and other layouts."""
+"""State transfer to workers that lack it: whole replicas, shards, and other layouts."""
 
 from __future__ import annotations
 

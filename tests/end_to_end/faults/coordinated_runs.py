@@ -1,4 +1,4 @@
-"""Runs of real processes at a real coordinator, in which one worker gets stuck, and what is said of that meanwhile."""
+"""Runs of real processes at a real coordinator, in which one worker gets stuck, and what is reported of it."""
 
 from __future__ import annotations
 
