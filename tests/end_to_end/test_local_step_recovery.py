@@ -22,7 +22,7 @@ from unisono.checkpoint import checkpoints
 from unisono.comm import Link, Lost, outcomes
 from unisono.elastic.snapshot import Snapshot
 from unisono.elastic.state_transfer import Progress, named_state
-from unisono.elastic.transfer import LocalTensors, differing, digest, mean_of
+from unisono.elastic.transfer import LocalTensors, differing, mean_of, state_digest
 from unisono.launch import WorkerContext, WorkerIdentity
 from unisono.membership import Policy, View
 from unisono.observe import ThreadTracker
@@ -262,7 +262,7 @@ def test_a_milestone_gives_everything_back_and_takes_no_more_memory_the_next_tim
         optimizer.zero_grad()
 
     def now() -> tuple[str, Progress | None]:
-        return digest(*named_state(model, optimizer, Progress())), milestone.progress
+        return state_digest(*named_state(model, optimizer, Progress())), milestone.progress
 
     milestone = Snapshot()
     assert milestone.restore(model, optimizer) is None
