@@ -191,7 +191,7 @@ def _index(**places: Any) -> str:
         ("[" * 100_000, "index.json: "),
         ("{}", "no weight_map"),
         (_index(x=3), "no weight_map"),
-        (_index(x="../a.safetensors"), "a file elsewhere"),
+        (_index(x="../a.safetensors"), "a file in another directory"),
         (_index(x="b.safetensors"), "b.safetensors: No such file"),
         (_index(y="a.safetensors"), "a.safetensors: it has no tensor 'y'"),
     ],

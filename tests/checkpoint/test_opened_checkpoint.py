@@ -172,7 +172,7 @@ def test_another_model_is_named_before_anything_is_read(directory: Path, counted
         opened.read("model/bias", Box.whole((8,)))
     expected = {name: (x.dtype, tuple(x.shape)) for name, x in tensors().items()}
     compare(expected, opened.specs)
-    with pytest.raises(CheckpointMismatch, match=r"'model/bias' \(float64 \[7\]\), which is not known here"):
+    with pytest.raises(CheckpointMismatch, match=r"'model/bias' \(float64 \[7\]\), which this model does not have"):
         compare({name: spec for name, spec in expected.items() if name != "model/bias"}, opened.specs)
     assert counted == []
 

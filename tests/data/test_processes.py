@@ -118,7 +118,7 @@ def test_a_process_that_dies_is_replaced_and_no_bit_changes(way, blow, tmp_path)
     assert same(batches, load(Augmented(), Inline(), []))
     (said,) = notices
     where = f"while fetching sample {FATAL} (step {STEP}, micro-batch {MICRO_BATCH})"
-    assert f"{BLOWS[blow]} {where}: another one takes its place" in said
+    assert f"{BLOWS[blow]} {where}: it is replaced" in said
 
 
 def load_with_a_death(rank: int, size: int, deaths: Path, temporary: Path) -> None:

@@ -445,7 +445,7 @@ def test_a_disk_too_small_for_a_checkpoint_does_not_end_the_run(
         assert done.returncode == 0, done.stderr
         told = [event["words"] for event in events(at / "run", "checkpoint failed")]
         assert all(done.stderr.count(f"note {words}\n") == 1 for words in told)
-        assert re.fullmatch(rf"checkpoint of step 20 was not written: {why}; training goes on", told[-1])
+        assert re.fullmatch(rf"checkpoint of step 20 was not written: {why}; training continues", told[-1])
         assert json.loads((at / "run" / "summary.json").read_text())["steps"] == 20
         assert not checkpoints(at / "run" / "checkpoints")
 
@@ -516,7 +516,7 @@ def test_a_place_that_cannot_be_written_is_named(home: Path, tmp_path: Path) -> 
 WRONG = {
     "digit": "task = digit: there is no such task; did you mean digits?",
     "own.py:tsk": "own.py has no function tsk; did you mean task?",
-    "own.py:nothing": "task = own.py:nothing: it gave an int, not a Task",
+    "own.py:nothing": "task = own.py:nothing: it returned an int, not a Task",
     "own.py:task --workers 7": "workers = 7: a step has only 6 micro-batches",
     "own.py:task --micro-batch 5": "micro_batch = 5: does not divide global_batch = 24; use micro_batch=4 or 6",
     "own.py:task --samples 20": "global_batch = 24: larger than the dataset, which has 20 samples",

@@ -1,4 +1,4 @@
-"""The durable format of a run's state, independent of the number of workers: safetensors and JSON, no pickles."""
+"""Checkpoints on disk, readable by any number of workers: safetensors and JSON, no pickles."""
 
 from unisono.checkpoint.async_writer import Event, WriteProgress, Writer, WriteStatus
 from unisono.checkpoint.convert import save_plain, store
