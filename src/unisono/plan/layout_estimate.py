@@ -56,7 +56,7 @@ class Traffic:
         bytes: that leave a worker with them.
     """
 
-    differing_axes: str
+    axes: str
     kind: str
     count: int
     bytes: int
