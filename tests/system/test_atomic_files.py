@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,6 @@ def test_what_is_appended_goes_to_a_file_of_its_own_and_nowhere_else(tmp_path: P
 def test_what_lies_under_the_temporary_name_is_not_written_into(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"mine")
-    os.link(other, tmp_path / f".file.{os.getpid()}.tmp")
+    os.link(other, tmp_path / f".file.{os.getpid()}.{threading.get_ident()}.tmp")
     atomic.write(tmp_path / "file", b"new")
     assert (other.read_bytes(), (tmp_path / "file").read_bytes()) == (b"mine", b"new")

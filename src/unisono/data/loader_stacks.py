@@ -7,7 +7,8 @@ import faulthandler
 import os
 import signal
 import time
-from pathlib import Path
+
+from unisono.system.process import parent_pid
 
 REQUEST = signal.SIGUSR2
 _PID_BYTES = 8  # at the beginning of each file
@@ -53,8 +54,7 @@ class LoaderStacks:
     def _request(file: int) -> bool:
         with contextlib.suppress(OSError, ValueError, IndexError):
             pid = int.from_bytes(os.pread(file, _PID_BYTES, 0), "little")
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if pid and parent == os.getpid():  # otherwise it has exited, and its PID may be reused
+            if pid and parent_pid(pid) == os.getpid():  # otherwise it has exited, and its PID may be reused
                 os.ftruncate(file, _PID_BYTES)
                 os.lseek(file, _PID_BYTES, os.SEEK_SET)  # the offset is shared with the forked process
                 os.kill(pid, REQUEST)

@@ -5,7 +5,6 @@ It ends with its standard input, and with the worker that started it, however th
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -22,14 +21,14 @@ from unisono.comm.actors.client import ActorAddress, connect_actor
 from unisono.comm.actors.listener import ActorListener
 from unisono.comm.actors.process import load
 from unisono.comm.actors.server import ActorServer
-
-_PR_SET_PDEATHSIG = 1
+from unisono.system.process import exit_with_parent
 
 
 def main(orders: IO[bytes]) -> None:
     """Build the actor, meet the others, and answer until `orders` end."""
     order = json.loads(orders.readline())
-    _follow(order["parent"])
+    if order["parent"]:
+        exit_with_parent(order["parent"])
     setproctitle(order["title"])
     logging.basicConfig(format=f"server {order['number']}: %(message)s")
     sys.path[:] = order["path"]
@@ -47,14 +46,6 @@ def main(orders: IO[bytes]) -> None:
     patience = order["timeout_seconds"]
     desk.connected([connect_actor(place, token, -1 - number, patience, run=desk.call_back) for place in places])
     watch.join()
-
-
-def _follow(parent: int) -> None:
-    """End with the worker, however it ends."""
-    if parent:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _end_with(orders: IO[bytes]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
 from pathlib import Path
 
 from torch._C import _distributed_c10d as c10d
@@ -12,6 +10,7 @@ from torch.distributed import DistStoreError
 
 from unisono.comm.abort import Abort
 from unisono.comm.rendezvous.store_exchange import await_keys
+from unisono.system import atomic_files
 
 
 class DirectoryStore(c10d.Store):
@@ -36,10 +35,8 @@ class DirectoryStore(c10d.Store):
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         """As torch's."""
         path = self._path(key)
-        new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            new.write_bytes(value)
-            new.replace(path)
+            atomic_files.write(path, value)
         except OSError as error:
             raise DistStoreError(f"{path}: {error.strerror}") from error
 

@@ -7,6 +7,8 @@ import select
 import threading
 from collections.abc import Mapping
 
+from unisono.system.process import has_exited
+
 
 class PeerProcesses:
     """Watches processes of this host by rank; a zombie counts as dead.
@@ -31,7 +33,7 @@ class PeerProcesses:
             for fd, _ in self._poll.poll(0) if self._ranks else ():
                 self._dead.add(self._ranks[fd])
                 self._poll.unregister(fd)
-            self._dead.update(rank for rank, pid in self._pids.items() if not _alive(pid))
+            self._dead.update(rank for rank, pid in self._pids.items() if has_exited(pid))
             return frozenset(self._dead)
 
     def close(self) -> None:
@@ -50,17 +52,3 @@ class PeerProcesses:
         else:
             self._ranks[fd] = rank
             self._poll.register(fd, select.POLLIN)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it is there, and another user's
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
-    except FileNotFoundError:
-        return not os.path.exists("/proc/self/stat")
