@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from unisono.comm.actors import handshake as trust
+from unisono.comm.actors import handshake
 from unisono.membership import CoordinatorAddress
 from unisono.membership.http_client import HttpConnection, NoBody
 
@@ -113,9 +113,9 @@ class Stranger:
         """Handshakes with actors: a token that is a guess, and what an earlier handshake has said."""
         kept = b""
         for port in self.ports:
-            with contextlib.suppress(OSError, trust.Untrusted), self._connected(port) as wire:
-                challenged = wire.recv(trust.CHALLENGE_BYTES)
-                said = kept or trust.claim(self.random.randbytes(32), challenged, 0, 0)
+            with contextlib.suppress(OSError, handshake.Untrusted), self._connected(port) as wire:
+                challenged = wire.recv(handshake.CHALLENGE_BYTES)
+                said = kept or handshake.claim(self.random.randbytes(32), challenged, 0, 0)
                 wire.sendall(said)
                 kept = said
                 self.done["claims made"] += 1

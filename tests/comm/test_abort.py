@@ -78,14 +78,14 @@ def meet(rank: int, size: int, kind: str, place: str, abort: Abort) -> Any:
     return Rendezvous(rank, hosts, f"file://{place}", way, device, DEADLINE_SECONDS, abort=abort).connect(range(size))
 
 
-def wait(comm: Any, lines: list[Any], verb: str) -> None:
+def wait(comm: Any, connections: list[Any], verb: str) -> None:
     """For the last worker, who is not there any more."""
     if verb == "lane":
         comm.channel("another")
     elif verb == "host":
         comm.host(Echo(comm.rank))
     elif verb == "call":
-        lines[-1].call(ActorMessage("echo")).wait()
+        connections[-1].call(ActorMessage("echo")).wait()
     elif verb == "within":
         comm.hierarchy("t").intra_node.sum(torch.zeros(3)).wait()
     else:
@@ -98,15 +98,15 @@ def wait_for_the_lost(rank: int, size: int, kind: str, place: str) -> dict[str, 
     to close, and what all verbs say then."""
     aborts = {verb: Abort() for verb in VERBS[kind]}
     comms = {verb: meet(rank, size, kind, f"{place}/{verb}", abort) for verb, abort in aborts.items()}
-    lines = comms["call"].host(Echo(rank)) if "call" in comms else []
+    connections = comms["call"].host(Echo(rank)) if "call" in comms else []
     for comm in comms.values():
         comm.gather(torch.zeros(1)).wait()
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return {verb: broken_off(comm, lines, verb, aborts[verb]) for verb, comm in comms.items()}
+    return {verb: broken_off(comm, connections, verb, aborts[verb]) for verb, comm in comms.items()}
 
 
-def broken_off(comm: Any, lines: list[Any], verb: str, abort: Abort) -> Any:
+def broken_off(comm: Any, connections: list[Any], verb: str, abort: Abort) -> Any:
     told = list[float]()
 
     def break_off() -> None:
@@ -116,7 +116,7 @@ def broken_off(comm: Any, lines: list[Any], verb: str, abort: Abort) -> Any:
     timer = threading.Timer(0.1, break_off)  # when this worker waits, as it does until then
     timer.start()
     with pytest.raises(PeerLost) as caught:
-        wait(comm, lines, verb)
+        wait(comm, connections, verb)
     ended = time.monotonic()
     timer.join()
     seconds = ended - told[0]  # below 0 where another, who was told before, has told this one

@@ -70,7 +70,7 @@ def test_one_worker_meets_nobody() -> None:
     ("arguments", "message"),
     [
         ({"kind": "pigeons"}, "kind = pigeons: is not a kind of communicator; write one of auto, "),
-        ({"kind": "nccl"}, "kind = nccl: carries nothing that lies on cpu; write auto or gloo"),
+        ({"kind": "nccl"}, "kind = nccl: cannot send tensors on cpu; write auto or gloo"),
         (
             {"kind": "shared_memory", "local_size": 1},
             "kind = shared_memory: only 1 of 2 workers run on this host; write auto or gloo",

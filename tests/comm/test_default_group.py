@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.leftovers import within
 from tests.support.processes import run, start
 from unisono.comm import Abort, Rendezvous, TorchWorld, for_attempt, in_blocks
-from unisono.comm.process_sockets import listening
+from unisono.comm.process_sockets import listening_ends
 from unisono.comm.rendezvous.store_exchange import StoreExchange
 from unisono.comm.torch_groups.default_group import STUCK
 from unisono.errors import PeerLost
@@ -160,7 +160,7 @@ def test_what_has_ended_does_not_listen() -> None:
             here.recv(1)
         with pytest.raises(OSError, match="not connected"):
             here.getpeername()
-        assert listening("127.0.0.1") & {here.getsockname(), door.getsockname()} == {door.getsockname()}
+        assert listening_ends("127.0.0.1") & {here.getsockname(), door.getsockname()} == {door.getsockname()}
 
 
 def sockets() -> int:

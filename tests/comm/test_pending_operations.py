@@ -18,7 +18,7 @@ from unisono.comm import Communicator, TorchGroup, connect
 from unisono.comm import operation_queue as conversation
 from unisono.comm.connect import share_memory
 from unisono.comm.operation_queue import Blocked
-from unisono.comm.shared_memory import communicator as shared_memory
+from unisono.comm.shared_memory import rounds as shared_memory
 from unisono.comm.torch_groups import process_group as torch_group
 from unisono.errors import PeerLost
 

@@ -194,10 +194,10 @@ def outlive_the_first(rank: int, size: int, directory: str) -> str:
     if rank == 0:
         comm.channel("next")  # it is waited for
         threading.Event().wait()
-    peers, opened = comm._host.peers, shared_memory.open_of
+    peers, opened = comm._resources.peers, shared_memory.open_of
 
     def too_late(pid: int, number: int, nbytes: int) -> torch.Tensor:
-        assert within(20.0, lambda: comm._words[comm._posted[0]] > comm._turn)
+        assert within(20.0, lambda: comm._words[comm._posted[0]] > comm._round)
         os.kill(pid, signal.SIGKILL)
         assert within(20.0, lambda: 0 in peers.lost())
         return opened(pid, number, nbytes)
@@ -330,7 +330,7 @@ def look_too_early(rank: int, size: int, directory: str) -> list[int]:
                 return looks[turn] > 2  # what the first two looks saw is what was there before
             return honest(places, turn)
 
-        first = comm._turn + 1
+        first = comm._round + 1
         comm._reached = early
     order = []
     finish = comm._finish

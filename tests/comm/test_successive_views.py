@@ -25,6 +25,7 @@ from unisono.comm import (
     Abort,
     Rendezvous,
     RendezvousStore,
+    Security,
     SharedMemory,
     TorchGroup,
     for_attempt,
@@ -33,6 +34,7 @@ from unisono.comm import (
 )
 from unisono.comm.rendezvous.address import parse_rendezvous
 from unisono.comm.rendezvous.store_exchange import StoreExchange
+from unisono.comm.torch_groups.backend_groups import BackendGroups
 from unisono.errors import InvalidInput, PeerLost
 
 CPU = torch.device("cpu")
@@ -40,7 +42,7 @@ TOKEN = "a token that the run's workers know"
 
 
 def meet(rank: int, hosts: Sequence[str], url: str, kind: str = "auto", abort: Abort | None = None) -> Any:
-    meeting = Rendezvous(rank, hosts, url, kind, CPU, DEADLINE_SECONDS, abort=abort, token=TOKEN)
+    meeting = Rendezvous(rank, hosts, url, kind, CPU, DEADLINE_SECONDS, abort=abort, security=Security(TOKEN))
     return meeting.connect(range(len(hosts)))
 
 
@@ -147,15 +149,15 @@ def stop_at(moment: str, blow: int) -> None:
 
     if moment == "never comes":
         fall()
-    said = StoreExchange.say
+    said = StoreExchange.publish
 
     def say_and_fall(self: StoreExchange, key: str, value: Any) -> None:
         said(self, key, value)
         fall()
 
     if moment == "says where it is":
-        StoreExchange.say = say_and_fall  # type: ignore[method-assign]
-    TorchGroup._connect = fall  # type: ignore[method-assign, assignment]
+        StoreExchange.publish = say_and_fall  # type: ignore[method-assign]
+    BackendGroups._connect = fall  # type: ignore[method-assign, assignment]
 
 
 def threads() -> int:

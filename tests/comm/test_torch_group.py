@@ -20,11 +20,12 @@ from tests.comm.laws import start_sum
 from tests.support.leftovers import open_files, within
 from tests.support.processes import run
 from unisono.comm import Abort, connect
-from unisono.comm.process_sockets import listening
+from unisono.comm.process_sockets import listening_ends
 from unisono.comm.rendezvous.directory_store import DirectoryStore
 from unisono.comm.rendezvous.prefix_store import PrefixedStore
 from unisono.comm.rendezvous.store_exchange import AbortableStore
-from unisono.comm.torch_groups.process_group import Device, TorchGroup, gloo
+from unisono.comm.torch_groups.gloo import GlooDevice, connect_gloo
+from unisono.comm.torch_groups.process_group import TorchGroup
 from unisono.errors import PeerLost
 
 
@@ -156,10 +157,10 @@ class Stuck:
 
 def not_woken(rank: int, size: int, directory: str) -> tuple[str, float]:
     comm = joined(rank, size, directory, timeout_seconds=8.0)
-    comm._wires = {0: "socket:[of a peer that is gone]"}
+    comm._groups.connections = {0: "socket:[of a peer that is gone]"}
     began = time.monotonic()
     try:
-        comm._enqueue("sum", comm._until("sum", comm._under_way(Stuck()), released=False)).wait()
+        comm._enqueue("sum", comm._until_complete("sum", comm._groups.track(Stuck()), released=False)).wait()
     except PeerLost as error:
         comm.close()
         return str(error), time.monotonic() - began
@@ -175,7 +176,7 @@ def test_a_backend_that_does_not_wake_its_operations_holds_nobody(tmp_path: Path
 
 def listens() -> set[tuple[str, int]]:
     """Where this process does."""
-    return set(listening("127.0.0.1"))
+    return set(listening_ends("127.0.0.1"))
 
 
 def met_by_strangers(rank: int, size: int, directory: str) -> int:
@@ -256,7 +257,7 @@ class Liar(c10d.Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        return b"another" if key == "word" else self._store.get(key)
+        return b"another" if key == "secret" else self._store.get(key)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         self._store.wait(keys)
@@ -267,7 +268,9 @@ def in_anothers_place(rank: int, size: int, directory: str) -> str:
     store = PrefixedStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
     waiting = AbortableStore(store, 10.0, Abort())
     try:
-        gloo(Liar(waiting) if rank == 1 else waiting, rank, size, Device.open("127.0.0.1", ["127.0.0.1"]), 10.0)
+        connect_gloo(
+            Liar(waiting) if rank == 1 else waiting, rank, size, GlooDevice.open("127.0.0.1", ["127.0.0.1"]), 10.0
+        )
     except PeerLost as error:
         return str(error)
     return "it was taken for a peer"
