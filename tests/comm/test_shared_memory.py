@@ -23,7 +23,7 @@ from tests.support.processes import run, start
 from unisono.comm import SharedMemory, TorchGroup, connect
 from unisono.comm.abort import Abort
 from unisono.comm.connect import Rendezvous
-from unisono.comm.shared_memory import communicator as shared_memory
+from unisono.comm.shared_memory import rounds as shared_memory
 from unisono.comm.shared_memory.memfd import open_of
 from unisono.comm.shared_memory.memory_map import BufferSlice, SharedMemoryMap
 from unisono.comm.shared_memory.peer_processes import PeerProcesses

@@ -17,12 +17,6 @@ LIMITS = {
 }
 NOT_SPLIT_YET = "not split yet"
 EXCEPTIONS = {
-    "comm/connect.py Rendezvous.__init__: parameters": NOT_SPLIT_YET,
-    "comm/shared_memory/communicator.py SharedMemory: lines of a class": "one protocol over one memory map",
-    "comm/shared_memory/communicator.py SharedMemory: methods": "one protocol over one memory map",
-    "comm/torch_groups/process_group.py TorchGroup: lines of a class": "one protocol over one process group",
-    "comm/torch_groups/process_group.py TorchGroup: methods": "one protocol over one process group",
-    "comm/torch_groups/process_group.py TorchGroup.__init__: parameters": NOT_SPLIT_YET,
     "data/loader.py Loader.__init__: parameters": NOT_SPLIT_YET,
     "launch/coordinator_process.py serve: parameters": NOT_SPLIT_YET,
     "layout/context/attention.py attend: parameters": "the signature of torch",

@@ -25,18 +25,18 @@ class RendezvousStore:
             self._server.close()
 
 
-def open_store(meets_at: str, towards: str, token: str) -> RendezvousStore:
-    """The store at the URL `meets_at`; if that is empty, a store that this worker serves.
+def open_store(url: str, towards: str, token: str) -> RendezvousStore:
+    """The store at the URL `url`; if that is empty, a store that this worker serves.
 
     It is served to processes that know `token`, on a free port of the address by which this host reaches the URL
     `towards`, and on no other address.
 
     Raises:
-        InvalidInput: `meets_at` is not the URL of a rendezvous, or `towards` has no host.
+        InvalidInput: `url` is not the URL of a rendezvous, or `towards` has no host.
     """
-    if meets_at:
-        parse_rendezvous(meets_at)
-        return RendezvousStore(meets_at)
+    if url:
+        parse_rendezvous(url)
+        return RendezvousStore(url)
     parts = urlsplit(towards)
     if not parts.hostname:
         raise InvalidInput("towards", towards, "has no host", "write http://host:port")

@@ -13,7 +13,6 @@ are done with the round that used it; so is a slot of the ring of headers, many 
 from __future__ import annotations
 
 import logging
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,10 +21,9 @@ from torch import Tensor
 
 from unisono.comm import header_record as record
 from unisono.comm.operation_queue import ChannelSet, Operation, Steps
-from unisono.comm.shared_memory.memfd import MemoryUnavailable, create, open_of, pages
+from unisono.comm.shared_memory.memfd import MemoryUnavailable, pages
 from unisono.comm.shared_memory.memory_map import HALF_BYTES, RING, BufferSlice
 from unisono.comm.shared_memory.rounds import HEADER, HostResources, RoundQueue
-from unisono.errors import PeerLost
 
 LOG = logging.getLogger("unisono")
 
@@ -94,7 +92,7 @@ class SharedMemory(RoundQueue):
     def channel(self, name: str) -> SharedMemory:
         """As the contract. Raises `MemoryUnavailable` on all workers if there is no memory for its mailboxes."""
         header = self._header("channel", offset=zlib.crc32(name.encode()))
-        memory, reason = self._enqueue("lane", self._map_memory("lane", header, self._memory_map.nbytes)).wait()
+        memory, reason = self._enqueue("channel", self._map_memory("channel", header, self._memory_map.nbytes)).wait()
         if memory is None:
             raise MemoryUnavailable(f"no shared memory for channel {name!r}: {reason}")
         channel = SharedMemory(self.rank, self.size, memory, self._resources, self._timeout_seconds, self._channels)
@@ -241,48 +239,6 @@ class SharedMemory(RoundQueue):
         if me in arrived:
             arrived[me].copy_(xs[me].detach())
         return arrived
-
-    def _map_memory(self, verb: str, header: bytes, nbytes: int) -> Steps[tuple[Tensor | None, str]]:
-        """Memory that all peers map, or None and the reason; in two rounds, so that all know whether all have it.
-
-        Raises:
-            PeerLost: worker 0 has exited, or has failed and closed the file: its number may be another file's by now.
-        """
-        number, memory, failure = 0, None, 0
-        if self.rank == 0:
-            try:
-                number = create(nbytes) + 1
-            except OSError as error:
-                failure = error.errno or -1
-        try:
-            first, second = self._round + 1, self._round + 2
-            yield from self._until(self._done, second - RING, released=False)
-            self._post(first, header, [number])
-            yield from self._until_posted(first, released=False)
-            self._check(first, header)
-            file_number = self._record(0, first)[record.AGREED]
-            if file_number:
-                self._check_first_open(verb)
-                try:
-                    memory = open_of(self._resources.first_pid, file_number - 1, nbytes)
-                except FileNotFoundError as error:  # worker 0 closes it when all are done, or by exiting
-                    self._check_first_open(verb)
-                    raise PeerLost([0], verb, "its process is gone") from error
-                except OSError as error:
-                    self._check_first_open(verb)
-                    failure = error.errno or -1
-            self._finish(first)
-            self._post(second, b"", [failure])
-            yield from self._until_posted(second, released=False)
-            failures = [self._record(rank, second)[record.AGREED] for rank in range(self.size)]
-            self._finish(second)
-        finally:
-            if number:
-                os.close(number - 1)
-        for rank, code in enumerate(failures):
-            if code:
-                return None, f"worker {rank}: {os.strerror(code) if code > 0 else 'cannot be opened'}"
-        return memory, ""
 
     # The memory of tensors.
 

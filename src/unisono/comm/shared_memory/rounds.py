@@ -22,7 +22,8 @@ from torch._C import _distributed_c10d as c10d
 
 from unisono.comm import header_record as record
 from unisono.comm.operation_queue import Blocked, ChannelSet, Operation, OperationQueue, Steps
-from unisono.comm.shared_memory.memory_map import SharedMemoryMap
+from unisono.comm.shared_memory.memfd import create, open_of
+from unisono.comm.shared_memory.memory_map import RING, SharedMemoryMap
 from unisono.comm.shared_memory.peer_processes import PeerProcesses
 from unisono.errors import CommunicationError, PeerLost
 from unisono.system.backoff import Backoff
@@ -140,6 +141,48 @@ class RoundQueue(OperationQueue):
     def _record(self, rank: int, number: int) -> list[int]:
         start = self._memory_map.slot(rank, number)
         return self._words[start : start + record.length(self.size)].tolist()
+
+    def _map_memory(self, verb: str, header: bytes, nbytes: int) -> Steps[tuple[Tensor | None, str]]:
+        """Memory that all peers map, or None and the reason; in two rounds, so that all know whether all have it.
+
+        Raises:
+            PeerLost: worker 0 has exited, or has failed and closed the file: its number may be another file's by now.
+        """
+        number, memory, failure = 0, None, 0
+        if self.rank == 0:
+            try:
+                number = create(nbytes) + 1
+            except OSError as error:
+                failure = error.errno or -1
+        try:
+            first, second = self._round + 1, self._round + 2
+            yield from self._until(self._done, second - RING, released=False)
+            self._post(first, header, [number])
+            yield from self._until_posted(first, released=False)
+            self._check(first, header)
+            file_number = self._record(0, first)[record.AGREED]
+            if file_number:
+                self._check_first_open(verb)
+                try:
+                    memory = open_of(self._resources.first_pid, file_number - 1, nbytes)
+                except FileNotFoundError as error:  # worker 0 closes it when all are done, or by exiting
+                    self._check_first_open(verb)
+                    raise PeerLost([0], verb, "its process is gone") from error
+                except OSError as error:
+                    self._check_first_open(verb)
+                    failure = error.errno or -1
+            self._finish(first)
+            self._post(second, b"", [failure])
+            yield from self._until_posted(second, released=False)
+            failures = [self._record(rank, second)[record.AGREED] for rank in range(self.size)]
+            self._finish(second)
+        finally:
+            if number:
+                os.close(number - 1)
+        for rank, code in enumerate(failures):
+            if code:
+                return None, f"worker {rank}: {os.strerror(code) if code > 0 else 'cannot be opened'}"
+        return memory, ""
 
     # Waiting and failures.
 

@@ -212,8 +212,8 @@ class SimulatedWorld:
 
     def _deliver(self, part: _PendingVerb[Any], message: _Collective) -> None:
         """Settle what had to wait for `part`: the whole collective, or the swaps of its neighbours."""
-        is_joint = part.header.verb != "swap"
-        for member in [part] if is_joint else [message[r] for r in part.peers if r in message]:
+        is_collective = part.header.verb != "swap"
+        for member in [part] if is_collective else [message[r] for r in part.peers if r in message]:
             if member.settled or len(message) < len(member.peers) or any(r not in message for r in member.peers):
                 continue
             peers = [message[r] for r in member.peers]
@@ -221,7 +221,7 @@ class SimulatedWorld:
             if wrong:
                 self._fail(peers, wrong)
                 continue
-            settled = peers if is_joint else [member]
+            settled = peers if is_collective else [member]
             for each in settled:
                 each.result = _RESULT[member.header.verb](each, peers)
             self._settle(settled, peers, self._seconds(member, peers))

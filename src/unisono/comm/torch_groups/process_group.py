@@ -148,16 +148,9 @@ class TorchGroup(OperationQueue):
     def channel(self, name: str) -> TorchGroup:
         if self._store is None:
             raise PeerLost([], "channel", "this end was closed")
-        channel = TorchGroup(
-            PrefixedStore(f"channel/{name}", self._store),
-            self.rank,
-            self.size,
-            self._channels,
-            backend=self._backend,
-            device=self._device,
-            address=self._address,
-            timeout_seconds=self._timeout_seconds,
-        )
+        store = PrefixedStore(f"channel/{name}", self._store)
+        channel = TorchGroup(store, self.rank, self.size, self._channels, backend=self._backend, device=self._device,
+                             address=self._address, timeout_seconds=self._timeout_seconds)  # fmt: skip
         channel.name = name
         return channel
 
@@ -173,16 +166,10 @@ class TorchGroup(OperationQueue):
             channel._release()
 
     def _start(
-        self,
-        payload: Callable[[], Steps[Any]],
-        verb: str,
-        numel: int = -1,
-        dtype: torch.dtype | None = None,
-        root: int = -1,
-        sends: Mapping[int, Tensor] | None = None,
-        expects: Mapping[int, Tensor] | None = None,
+        self, payload: Callable[[], Steps[Any]], verb: str, numel: int = -1, dtype: torch.dtype | None = None,
+        root: int = -1, sends: Mapping[int, Tensor] | None = None, expects: Mapping[int, Tensor] | None = None,
         to: torch.dtype | None = None,
-    ) -> Operation[Any]:
+    ) -> Operation[Any]:  # fmt: skip
         """Send the header at once, whatever else is in flight; the payload follows after earlier ones."""
         sequence, self._sequence = self._sequence, self._sequence + 1
         agreed = record.agreed_part(verb, sequence, numel, dtype, root, to=to)
