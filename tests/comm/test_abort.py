@@ -35,7 +35,7 @@ def test_the_first_reason_stays_and_everybody_is_woken_once() -> None:
     assert abort.reason == WHY
     with pytest.raises(PeerLost, match=f"a worker lost during sum: {WHY}"):
         abort.check("sum")
-    with pytest.raises(ValueError, match="say why"):
+    with pytest.raises(ValueError, match="give the reason"):
         Abort().set("")
 
 
