@@ -39,7 +39,7 @@ class Drill:
         self.notices: list[str] = []
         self.lock = threading.Lock()
         # Whoever is not heard of for long is noticed only after seconds: what is told of the dead comes first.
-        self.policy = Policy(**{"expected": 3, "maximum": 3, "beat_seconds": 2.0, **policy})
+        self.policy = Policy(**{"expected_workers": 3, "max_workers": 3, "heartbeat_seconds": 2.0, **policy})
 
     def run(self, target: str = "train", *arguments: Any) -> list[Any]:
         with CoordinatorProcess(
@@ -167,7 +167,7 @@ def test_another_launcher_has_workers_take_part_and_leave(tmp_path) -> None:
         (together("0", "1", "2", "other:0"), killed("other:0")),
         (together("0", "1", "2", "other:0.2"), killed("other:0.2", signal.SIGTERM)),
         (together("0", "1", "2"), done),
-    ], maximum=4)  # fmt: skip
+    ], max_workers=4)  # fmt: skip
     assert drill.run()[0] is not None
     assert drill.results() == [None]
     assert not drill.acts

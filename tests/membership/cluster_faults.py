@@ -8,30 +8,31 @@ from tests.membership.virtual_cluster import World
 
 
 def settled(world: World, seconds: float = 60.0) -> None:
-    """Once all is well again, all who are there (and have a seat) train together before long."""
+    """After the end of all faults, all workers (up to the maximum) soon train together."""
     world.heal()
     world.run(seconds)
     before = world.steps
     world.run(8.0)
     world.check()
-    if world.over:
+    if world.finished:
         world.run(10.0)
-        assert not world.present(), "somebody stays when all is done"
+        assert not world.present(), "a worker stays after the end of the run"
         return
     present = world.present()
     if len(present) >= max(world.policy.min_workers, world.policy.replica_size):
         assert world.steps > before, "no progress"
-        seats = min(len(present), world.policy.max_workers) // world.policy.replica_size * world.policy.replica_size
+        expected = min(len(present), world.policy.max_workers) // world.policy.replica_size * world.policy.replica_size
         newest = world.views[max(world.views)]
-        assert len(newest.members) == seats, "somebody is left out"
+        assert len(newest.members) == expected, "a worker is left out"
 
 
-FAULTS = ["kill", "kill unseen", "unplug", "freeze", "thaw", "stall", "start", "leave", "part", "join up", "crash",
-          "restart", "offline", "hang up"]  # fmt: skip
+FAULTS = ["kill", "kill unseen", "unplug", "freeze", "thaw", "stall", "start", "leave", "split", "join up", "crash",
+          "restart", "offline", "disconnect"]  # fmt: skip
 
 
-def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
-    """One fault, on whom `pick` picks; nobody dies who alone has what was committed, or leaves fewer than `spare`."""
+def inject(world: World, fault: str, pick: random.Random, spare: int) -> None:
+    """Inject a fault into a worker that `pick` chooses; none exits that alone has committed steps, or leaves fewer than
+    `spare`."""
     present = world.present()
     if not present:
         return
@@ -43,8 +44,8 @@ def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
             world.unplug(name)
         case "stall":
             world.stall(name, pick.uniform(0.1, 4.0))
-        case "hang up":
-            world.hang_up(name)
+        case "disconnect":
+            world.disconnect(name)
         case "freeze":
             world.freeze(name)
         case "thaw":
@@ -53,10 +54,10 @@ def befall(world: World, fault: str, pick: random.Random, spare: int) -> None:
             world.start()
         case "leave" if len(present) > spare:
             world.leave(name)
-        case "part":
-            world.part([present[::2], present[1::2]])
+        case "split":
+            world.split_network([present[::2], present[1::2]])
         case "join up":
-            world.part([present])
+            world.split_network([present])
         case "crash":
             world.crash_coordinator()
         case "restart" if world.coordinator is None:
