@@ -68,7 +68,7 @@ def seen(build: Any, device: str) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_one_pass_shows_the_order_of_blocks_and_which_are_needed_otherwise(device: str) -> None:
-    unused = "is used while it is not called"
+    unused = "is used outside of its calls"
     assert seen(Stack, device) == (["0", "1", "2", "3"], {})
     assert seen(Backwards, device) == (["3", "0", "1", "2"], {})
     assert seen(Summing, device)[1].keys() == {"1"}
@@ -221,7 +221,7 @@ def test_workers_that_will_not_call_the_same_blocks_are_refused(layout, called, 
     """Otherwise they would wait for each other for ever in the first pass."""
     for said in run(2, _unlike, str(tmp_path), layout, called):
         assert said.startswith(
-            f"layout = {layout}: {name} is not called alike by workers 0 and 1 on their first samples"
+            f"layout = {layout}: {name} is called differently by workers 0 and 1 on their first samples"
         )
 
 

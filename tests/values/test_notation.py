@@ -103,10 +103,10 @@ def test_a_mapping_is_a_value_in_any_order() -> None:
     [
         (
             "Layout(tensor=2, plan={'a': 'diagonal'})",
-            "plan: 'a': 'diagonal' is no way to split a matrix, as column, row",
+            "plan: 'a': 'diagonal' is not one of column, row",
         ),
-        ("Layout(tensor=2, plan={'a': []})", "plan: 'a': [] is no way to split a matrix"),
-        ("Layout(tensor=2, plan='a')", "plan='a' is no mapping of names to words"),
+        ("Layout(tensor=2, plan={'a': []})", "plan: 'a': [] is not one of column"),
+        ("Layout(tensor=2, plan='a')", "plan='a' is not a mapping of names to words"),
         ("Layout(plan={'a': 'row'})", "split over tensor workers, and tensor=1"),
     ],
 )
