@@ -245,7 +245,7 @@ def _twice(rank: int, size: int, path: str, order: list[int]) -> str:
 )
 def test_a_block_that_cannot_be_gathered_once_more_is_named(order: list[int], says: str, tmp_path: Path) -> None:
     for said in run(2, _twice, str(tmp_path), order):
-        assert said.startswith(f"layout = Layout(shard=2): {says} in a forward pass, and not so on the first samples")
+        assert said.startswith(f"layout = Layout(shard=2): {says} in a forward pass, but was not on the first samples")
 
 
 def test_what_nobody_uses_stays_as_it_is(tmp_path: Path) -> None:

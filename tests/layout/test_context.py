@@ -760,7 +760,7 @@ def test_decisions_by_what_a_part_computes_are_refused(decide: Any, says: str) -
 
 def test_who_decides_by_numbers_is_told_even_where_all_parts_agree(caplog: Any) -> None:
     verify(Wayward(lambda model, x: bool(model.up(x).isfinite().all())), (WAYWARD_INPUT,), 2)
-    assert "Wayward asks for numbers that it computes" in caplog.text
+    assert "Wayward branches on values that it computes" in caplog.text
     caplog.clear()
     verify(Wayward(lambda model, x: bool(WAYWARD_INPUT.isfinite().all())), (WAYWARD_INPUT,), 2)
     assert not caplog.text
