@@ -71,7 +71,7 @@ COLUMNS = {
     "twice": (2, "Layout(shard=2)"),
 }
 WORDS = {
-    "numbers": "run without numbers to find what can be split, its code fails",
+    "numbers": "on the meta device, where possible splits are found, its code fails",
     "cut": "no place to cut it was found",
     "parts": "on parts of a sequence",
     "window": "the model has a table of 16 positions",
