@@ -160,7 +160,7 @@ class _Stub(nn.Module):
             name: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # one element of memory
             for name, p in unit.named_parameters(recurse=False)
         }
-        self.__dict__.update({**known, **hollow, "_door": stub_input, "_kind": type(unit)})
+        self.__dict__.update({**known, **hollow, "_stub_input": stub_input, "_kind": type(unit)})
 
     def __getattr__(self, name: str) -> Any:
         """A method of the unit; it calls `forward` too."""
@@ -176,7 +176,7 @@ class EarlierStub(_Stub):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The received tensor, in the structure of the unit's output."""
-        value = self.__dict__["_door"].value
+        value = self.__dict__["_stub_input"].value
         return value if self._more is None else (value, *[None] * self._more)
 
 
