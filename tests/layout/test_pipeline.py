@@ -222,7 +222,7 @@ def test_other_sizes_compute_the_same_or_are_refused(model: Any) -> None:
         tokens = torch.randint(32, shape)
         expected, out = made(tokens), stages(tokens)
         torch.testing.assert_close(out["logits"], expected["logits"], atol=1e-5, rtol=1e-4)
-    with pytest.raises(InvalidInput, match="goes another way in this micro-batch"):
+    with pytest.raises(InvalidInput, match="branches on a size, which differs in this micro-batch"):
         stages(torch.zeros(2, 17, dtype=torch.long))
 
 
