@@ -526,7 +526,7 @@ WRONG = {
     "own.py:task --workers 3 --layout Layout(pipeline=3)": "cut between, so 1 to 2 stages; write Layout()",
     "own.py:task --workers 2 --layout Layout(pipeline=2,cuts=('9',))": "cuts = 9: Sequential has no module of that",
     "own.py:task --workers 2 --layout Layout(context=2)": "context = 2: Sequential on parts of a sequence: it cannot",
-    "digits --workers 2 --layout Layout(context=2)": "context = 2: it needs 4 chunks of equal length, and sequences have",
+    "digits --workers 2 --layout Layout(context=2)": "context = 2: it needs 4 chunks of equal length, and sequences",
     "text --model.heads 3 --model.width 24 --workers 2 --layout Layout(tensor=2)": "not divide by 2; at most 3; write "
     "Layout()",
     "text --model.context 18 --workers 2 --layout Layout(context=2)": "length 18 here; write Layout(), or pad or cut "

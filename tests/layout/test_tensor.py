@@ -316,8 +316,7 @@ def test_a_plan_that_was_given_is_the_whole_plan(tmp_path: Path) -> None:
         (
             3,
             {"body.4.down": "row"},
-            "plan = 'body.4.down': 'row': body.4.down: 64 inputs do not divide by tensor=3; "
-            "write tensor=4, or omit it",
+            "plan = 'body.4.down': 'row': body.4.down: 64 inputs do not divide by tensor=3; write tensor=4, or omit it",
         ),
         (3, {"body.2.all": "column of thirds"}, "32 outputs in each of its 3 blocks do not divide by tensor=3; write "),
         (3, {"tokens": "vocabulary"}, "64 rows do not divide by tensor=3"),

@@ -142,8 +142,8 @@ class _FaultInjector:
         status = self._status()
         if status is None:
             return RunStatus(share)
-        view = told.view
-        works = {each.worker for each in told.workers if each.active_view == view.number}
+        view = status.view
+        works = {each.worker for each in status.workers if each.active_view == view.number}
         here = [name for name in view.members if name not in self._unreachable and self._command(name)]
         able = tuple(name for name in here if name in works or name in view.sources)
         givers = tuple(name for name in able if name in view.sources)

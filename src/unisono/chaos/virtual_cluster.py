@@ -141,11 +141,11 @@ class VirtualRun:
             return
         events = to(self._coordinator)
         self._saved = self._coordinator.saved
-        for each in happened:
+        for each in events:
             if isinstance(each, ViewFormed):
                 self.formed.append(each.view)
                 self.given_up += each.abandoned_views
-        if happened:
+        if events:
             self.on_change()
             for process in self.processes:
                 self._later(lambda process=process: self._answer(process))  # type: ignore[misc]

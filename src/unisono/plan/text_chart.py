@@ -28,7 +28,7 @@ class Axis:
     logarithmic: bool = False
 
     def cell(self, value: float) -> int:
-        """Where `value` lies; what is outside, at the edge."""
+        """The cell of `value`, clipped to the axis."""
         above = value >= self.most > self.least
         least, most, value = (math.log(max(v, self.least)) if self.logarithmic else v
                               for v in (self.least, self.most, value))  # fmt: skip
