@@ -287,7 +287,7 @@ def normed_twice() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "sample", "stages", "cuts", "named"),
     [
-        (normed_twice, torch.ones(2, 8), 2, ("2",), "several stages would keep running statistics.*1.running_mean"),
+        (normed_twice, torch.ones(2, 8), 2, ("2",), "several stages would update running statistics.*1.running_mean"),
         (Branching, torch.ones(2, 8), 2, None, "Branching.*depends on the numbers in a tensor.*nn.Sequential"),
         (Positions, torch.zeros(2, 8, dtype=torch.long), 9, None, "cut into 7"),
         (gpt, torch.zeros(2, 8, dtype=torch.long), 2, ("blocks.9",), "no module of that name.*blocks.0"),

@@ -72,10 +72,10 @@ COLUMNS = {
 }
 WORDS = {
     "numbers": "on the meta device, where possible splits are found, its code fails",
-    "cut": "no place to cut it was found",
+    "cut": "no cut point was found",
     "parts": "on parts of a sequence",
     "window": "the model has a table of 16 positions",
-    "short": "the model has 3 units to cut between, so 1 to 3 stages",
+    "short": "the model has 3 units, so 1 to 3 stages",
     "picture": "pad or cut sequences",
     "passes": "on parts of a sequence: the output differs",
     "named": "the stages of BartForConditionalGeneration do not run",
