@@ -168,7 +168,7 @@ def test_every_benchmark_is_found_by_its_name_alone(capsys: pytest.CaptureFixtur
     assert "gpu2: no benchmark" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["benchmarks", "gpu"], ["benchmarks.gpu"], ["benchmarks", "links"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["benchmarks", "gpu"], ["benchmarks.gpu"]], ids=" ".join)
 def test_both_forms_of_the_command_show_its_help(command: list[str]) -> None:
     shown = subprocess.run([sys.executable, "-m", *command, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
