@@ -13,7 +13,7 @@ from torch import nn
 from tests.compress.laws import TABLE as COMPRESSORS
 from tests.compress.laws import Row
 from tests.support.processes import run as run_processes
-from tests.sync.regression_task import Lesson, in_a_process
+from tests.sync.regression_task import RegressionTask, in_a_process
 from tests.sync.test_topology import matrix
 from unisono import notation
 from unisono.comm import Communicator, Link, simulate
@@ -262,7 +262,7 @@ def test_with_one_replica_it_is_the_local_optimizer(asynchronous) -> None:
 # Learning.
 
 
-TASK = Lesson(30)
+TASK = RegressionTask(30)
 
 
 @dataclass(frozen=True)
@@ -319,17 +319,17 @@ def test_same_seed_same_run_with_stochastic_rounding(sync) -> None:
 
 
 def test_a_slow_worker_delays_no_other_and_every_micro_batch_is_computed_once() -> None:
-    paces, lesson = [1.0, 1.0, 1.0, 0.3], Lesson(60)  # micro-batches per 10 ms
+    paces, task = [1.0, 1.0, 1.0, 0.3], RegressionTask(60)  # micro-batches per 10 ms
 
     def run(comm: Communicator):
-        return lesson.learn(comm, Gossip(asynchronous=True), Cast(), lambda: comm.compute(0.01 / paces[comm.rank]))
+        return task.learn(comm, Gossip(asynchronous=True), Cast(), lambda: comm.compute(0.01 / paces[comm.rank]))
 
     outcome = simulate(4, run, link=Link(latency_seconds=1e-3))
     computed = sorted(key for _, keys, _ in outcome for key in keys)
-    assert computed == [(t, m) for t in range(lesson.steps) for m in range(lesson.COUNT)]
+    assert computed == [(t, m) for t in range(task.steps) for m in range(task.COUNT)]
     done_per_second = len(computed) / max(seconds for _, _, seconds in outcome)
     assert done_per_second >= 0.85 * sum(paces) * 100
-    even = simulate(4, lesson.learn, AllReduce(), Cast())[0][0]
+    even = simulate(4, task.learn, AllReduce(), Cast())[0][0]
     assert outcome[0][0] <= 1.1 * even
 
 
