@@ -25,7 +25,10 @@ class Others(Enum):
 
 
 def option_table(usage: str) -> dict[str, str | None]:
-    """The options that a help text describes: the placeholder of each value, None for an option without value."""
+    """The options that a help text describes, with the placeholder of each value.
+
+    None stands for an option without value.
+    """
     return {name: value or None for name, value in re.findall(r"^  (--[a-z-]+)(?: ([A-Z]\S*))?", usage, re.MULTILINE)}
 
 

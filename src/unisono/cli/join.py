@@ -42,7 +42,9 @@ and --script, the command shows the run's task on the terminal and asks.
 
 
 def join(words: list[str]) -> int:
-    """Run ``unisono join`` with the arguments `words`; 0 when the run is complete, or all workers here have left it.
+    """Run ``unisono join`` with the arguments `words`.
+
+    Returns 0 when the run is complete, or all workers of this host have left it.
 
     Raises:
         UnisonoError: the arguments cannot work, or the workers of this host failed.

@@ -38,7 +38,7 @@ torchrun (RANK, WORLD_SIZE, MASTER_PORT, …) are set, so torch.distributed.init
   --run-dir DIR          the run's directory [runs/<script>-<date>]
   --logs DIR             directory for the workers' logs [DIR/logs]
   --no-elastic           end the run when a worker is lost
-  --debug RANK           the worker that reads from this terminal and may call breakpoint() [a worker that is alone]
+  --debug RANK           the worker that reads from this terminal and may call breakpoint() [0 if it is the only worker]
   --listen HOST[:PORT]   let workers of other hosts join (unisono join). This option, --coordinator and those that go
                          with them are described in unisono train --help
 """

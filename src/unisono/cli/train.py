@@ -50,7 +50,10 @@ def train(words: list[str]) -> int:
 
 
 def start_run(request: TrainRequest, on_message: Callable[[int, Mapping[str, Any]], None]) -> Mapping[str, Any] | None:
-    """Run the request; returns the fields of its `Result`, or None in a worker other than 0 of another launcher."""
+    """Run the request, and return the fields of its `Result`.
+
+    Returns None in a worker other than 0 of another launcher, and if all workers of this host have left the run.
+    """
     from unisono.run import start as run
 
     result = run.start(

@@ -132,7 +132,7 @@ def build_parser(task_options: str = "") -> argparse.ArgumentParser:
         dest="debug_rank",
         metavar="RANK",
         default=None,
-        help="the worker that reads from this terminal and may call breakpoint() [a worker that is alone]",
+        help="the worker that reads from this terminal and may call breakpoint() [0 if it is the only worker]",
     )
     others = parser.add_argument_group("workers of other hosts")
     for name, (metavar, text) in COORDINATOR_OPTIONS.items():

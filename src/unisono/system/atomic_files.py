@@ -23,7 +23,9 @@ _PAUSES_SECONDS = (0.05, 0.2, 0.5)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a private file atomically; a file that `path` names before is replaced when all data is written.
+    """Write a private file atomically.
+
+    An existing file is replaced when all data is written.
 
     Raises:
         OSError: the file cannot be written.

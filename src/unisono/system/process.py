@@ -61,9 +61,9 @@ def age_seconds() -> float:
 
 
 def has_exited(pid: int) -> bool:
-    """Whether the process has exited; a zombie, whose parent has not waited for it, has as well.
+    """Whether the process has exited.
 
-    Without ``/proc``, a zombie counts as running.
+    A zombie, for which its parent has not waited yet, has exited. Without ``/proc``, it counts as running.
     """
     try:
         os.kill(pid, 0)
