@@ -81,7 +81,7 @@ def exit_in_order() -> None:
 BLOWS = {
     leave: "ended with exit code 3",
     kill: "was killed by SIGKILL (out of memory?)",
-    fault: "was killed by SIGSEGV (a fault in native code; the worker's log holds the stack)",
+    fault: "was killed by SIGSEGV (a fault in native code; the worker's log has the stack)",
     exit_in_order: "ended with exit code 0",
 }
 
