@@ -201,7 +201,7 @@ def check(load: Any, workers: int, speeds: Sequence[Sequence[float]]) -> None:
     group, steps = Group(PLAN.micro_batches, workers, load), len(speeds)
     datasets = [Recording() for _ in range(workers)]
     loaders = [
-        Loader(data, PLAN, shares.mine, load=load, last_step=steps)
+        Loader(data, PLAN, shares.mine, load=load, steps=range(steps))
         for data, shares in zip(datasets, group.shares, strict=True)
     ]
     try:

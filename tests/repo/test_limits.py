@@ -17,7 +17,6 @@ LIMITS = {
 }
 NOT_SPLIT_YET = "not split yet"
 EXCEPTIONS = {
-    "data/loader.py Loader.__init__: parameters": NOT_SPLIT_YET,
     "launch/coordinator_process.py serve: parameters": NOT_SPLIT_YET,
     "layout/context/attention.py attend: parameters": "the signature of torch",
     "layout/context/ring_attention.py _backward: parameters": "the signature of torch",

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Loader:
-    """Loads this worker's micro-batches of the steps from `first_step` up to, not including, `last_step`.
+    """Loads this worker's micro-batches of a range of steps.
 
     Construct it before anything of ``torch.distributed``, since `Processes` forks. Batches are equal for every `load`
     and any number of workers.
@@ -44,6 +44,7 @@ class Loader:
         load: None fetches the first micro-batch and chooses: `Inline` if the dataset drew random numbers or took less
             than 300 us, else `Threads`.
         seed: of the random numbers that the dataset draws.
+        steps: consecutive steps.
         notice: called with one sentence for each loading process that exited and was replaced.
 
     Raises:
@@ -58,13 +59,12 @@ class Loader:
         collate: Callable[[list[Any]], Batch] | None = None,
         load: Load | None = None,
         seed: int = 0,
-        first_step: int = 0,
-        last_step: int = 0,
+        steps: range = range(0),
         notice: Callable[[str], None] = _log.warning,
     ) -> None:
         self._mine, self._notice = mine, notice
         self._fetch = Fetch(dataset, plan, collate, seed)
-        keys = ((step, m) for step in range(first_step, last_step) for m in mine(step))
+        keys = ((step, m) for step in steps for m in mine(step))
         self._probed: dict[Key, Batch] = {}
         self.ahead_seconds = 0.0
         if isinstance(load, Threads) or load is None:
