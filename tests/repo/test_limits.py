@@ -17,7 +17,6 @@ LIMITS = {
 }
 NOT_SPLIT_YET = "not split yet"
 EXCEPTIONS = {
-    "launch/coordinator_process.py serve: parameters": NOT_SPLIT_YET,
     "layout/context/attention.py attend: parameters": "the signature of torch",
     "layout/context/ring_attention.py _backward: parameters": "the signature of torch",
     "layout/context/verify.py verify: lines of a function": NOT_SPLIT_YET,
