@@ -156,16 +156,18 @@ def hypothesis_seed(seed: int) -> Callable[[Callable[[], None]], Callable[[], No
 
 
 def exchange(url: str, sent: bytes, seconds: float = 5.0) -> bytes:
-    """The response before the other end closes, or a timeout; this end sends nothing more."""
-    parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port), seconds) as connection:
-        try:
-            connection.sendall(sent)
-            with suppress(OSError):  # the other end has closed already
-                connection.shutdown(socket.SHUT_WR)
-            return connection.recv(1 << 16)
-        except ConnectionError:
-            return b""
+    """The response until the other end closes; this end sends nothing more. Raises TimeoutError."""
+    parts, received = urlsplit(url), b""
+    with (
+        suppress(ConnectionError),
+        socket.create_connection((parts.hostname, parts.port), seconds) as connection,
+    ):
+        connection.sendall(sent)
+        with suppress(OSError):  # the other end has closed already
+            connection.shutdown(socket.SHUT_WR)
+        while part := connection.recv(1 << 16):
+            received += part
+    return received
 
 
 def files(state: Path) -> dict[str, bytes]:

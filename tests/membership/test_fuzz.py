@@ -105,9 +105,9 @@ def test_a_handshake_that_does_not_start_times_out(tmp_path, monkeypatch) -> Non
 
 def test_invalid_http_leaves_few_lines_in_the_log(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(request_timeout.WARNING_THINNER, "_counts", Counter())
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     upgrade = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
     with serving(tmp_path / "state") as url:
         logging.getLogger("uvicorn.error").addHandler(handler)
@@ -116,8 +116,8 @@ def test_invalid_http_leaves_few_lines_in_the_log(tmp_path, monkeypatch) -> None
             exchange(url, upgrade)
         logging.getLogger("uvicorn.error").removeHandler(handler)
     for kind in ("Invalid HTTP request received.", "Unsupported upgrade request."):
-        said = [words for words in told if words.startswith(kind)]
-        assert said == [kind, *(f"{kind} ({n} times until now)" for n in (2, 4, 8, 16, 32))]
+        lines = [words for words in messages if words.startswith(kind)]
+        assert lines == [kind, *(f"{kind} ({n} times until now)" for n in (2, 4, 8, 16, 32))]
 
 
 def signed(asking: RequestSigner, path: str, body: bytes, sent: bytes | None = None) -> bytes:
@@ -136,8 +136,8 @@ def test_a_signed_request_counts_once_and_its_response_is_signed(path, body, sta
     with serving(tmp_path / "state", PATIENT) as url:
         asking = RequestSigner(TOKEN)
         refused = exchange(url, b"GET /v1/challenge HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n").decode()
-        (said,) = [line for line in refused.split("\r\n") if line.startswith("www-authenticate: Unisono")]
-        assert asking.accept_challenge(said.partition(": ")[2])
+        (header,) = [line for line in refused.split("\r\n") if line.startswith("www-authenticate: Unisono")]
+        assert asking.accept_challenge(header.partition(": ")[2])
         assert exchange(url, signed(asking, path, body, body.replace(b"a", b"b") + b" ")).startswith(b"HTTP/1.1 401")
         request = signed(asking, path, body)
         head, _, answered = exchange(url, request).partition(b"\r\n\r\n")

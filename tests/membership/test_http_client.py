@@ -34,21 +34,21 @@ def number(value: int) -> HttpResponse[Number]:
 
 
 Prove = Callable[[int, bytes], str]  # the proof of a response, from its status and body
-Say = Callable[[Prove], bytes]
+Encode = Callable[[Prove], bytes]
 
 
-def response(body: bytes, status: str = "200 OK", *headers: str) -> Say:
+def response(body: bytes, status: str = "200 OK", *headers: str) -> Encode:
     """A response with its proof."""
 
-    def say(prove: Prove) -> bytes:
+    def encode(prove: Prove) -> bytes:
         proof = f"Unisono-Proof: {prove(int(status[:3]), body)}"
         lines = (f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", proof, *headers)
         return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body
 
-    return say
+    return encode
 
 
-def just(data: bytes) -> Say:
+def just(data: bytes) -> Encode:
     """Only these bytes."""
     return lambda prove: data
 
@@ -56,7 +56,7 @@ def just(data: bytes) -> Say:
 class FakeCoordinator:
     """Sends the given responses to any requests, and knows the token; for None it closes the connection."""
 
-    def __init__(self, answers: Sequence[Say | None]) -> None:
+    def __init__(self, answers: Sequence[Encode | None]) -> None:
         self.proving = RequestVerifier(TOKEN)
         self.asked: list[bytes] = []
         self.connections = self.challenged = 0
@@ -89,8 +89,8 @@ class FakeCoordinator:
                     connection.sendall(answer(self._prover(asked)))
 
     def _challenge(self) -> bytes:
-        said = f"www-authenticate: Bearer\r\nwww-authenticate: Unisono {self.proving.challenge}\r\n"
-        return f"HTTP/1.1 401 Unauthorized\r\n{said}content-length: 0\r\n\r\n".encode()
+        header = f"www-authenticate: Bearer\r\nwww-authenticate: Unisono {self.proving.challenge}\r\n"
+        return f"HTTP/1.1 401 Unauthorized\r\n{header}content-length: 0\r\n\r\n".encode()
 
     def _prover(self, asked: bytes) -> Prove:
         head, _, body = asked.decode("latin-1").partition("\r\n\r\n")
@@ -100,7 +100,7 @@ class FakeCoordinator:
         claim = self.proving.verify(method, path, given)
         assert claim is not None, "no proof, or a replay"
         assert claim.digest == hashlib.sha256(body.encode("latin-1")).hexdigest()
-        return lambda status, said: self.proving.proof(claim, status, hashlib.sha256(said).hexdigest())
+        return lambda status, header: self.proving.proof(claim, status, hashlib.sha256(header).hexdigest())
 
     def close(self) -> None:
         with socket.create_connection(self._listener.getsockname()) as connection:
@@ -110,7 +110,7 @@ class FakeCoordinator:
 
 
 @contextmanager
-def asking(*answers: Say | None, seconds: float = 10.0) -> Iterator[tuple[HttpConnection, FakeCoordinator]]:
+def asking(*answers: Encode | None, seconds: float = 10.0) -> Iterator[tuple[HttpConnection, FakeCoordinator]]:
     server = FakeCoordinator(answers)
     line = HttpConnection(CoordinatorAddress(server.url, TOKEN), seconds)
     try:
@@ -242,12 +242,12 @@ def test_a_server_without_the_token_learns_nothing_of_it_and_is_not_trusted() ->
 
 
 def test_a_restarted_coordinator_has_another_challenge() -> None:
-    def again(server: FakeCoordinator) -> Say:
-        def say(prove: Prove) -> bytes:
+    def again(server: FakeCoordinator) -> Encode:
+        def encode(prove: Prove) -> bytes:
             server.proving = RequestVerifier(TOKEN)
             return server._challenge()
 
-        return say
+        return encode
 
     with asking(response(b"1")) as (line, server):
         assert line.get("/", Number) == number(1)
@@ -258,19 +258,19 @@ def test_a_restarted_coordinator_has_another_challenge() -> None:
 def test_replays_and_changed_requests_are_refused() -> None:
     proving, signer = RequestVerifier(TOKEN), RequestSigner(TOKEN)
     assert signer.accept_challenge(f"Unisono {proving.challenge}")
-    said = signer.authorization("POST", "/v1/gone", b"{}")
+    header = signer.authorization("POST", "/v1/gone", b"{}")
     for method, path in (("PUT", "/v1/gone"), ("POST", "/v1/beat")):
-        assert proving.verify(method, path, said) is None
+        assert proving.verify(method, path, header) is None
     for place in range(1, 6):
-        words = said.split(" ")
+        words = header.split(" ")
         words[place] = words[place][:-1] + ("0" if words[place][-1] != "0" else "1")
         assert proving.verify("POST", "/v1/gone", " ".join(words)) is None
-    claim = proving.verify("POST", "/v1/gone", said)
+    claim = proving.verify("POST", "/v1/gone", header)
     assert claim is not None
     assert claim.digest == hashlib.sha256(b"{}").hexdigest()
-    assert proving.verify("POST", "/v1/gone", said) is None, "it was replayed"
-    assert RequestVerifier(TOKEN).verify("POST", "/v1/gone", said) is None, "another process has another challenge"
-    assert RequestVerifier("another token").verify("POST", "/v1/gone", said) is None
+    assert proving.verify("POST", "/v1/gone", header) is None, "it was replayed"
+    assert RequestVerifier(TOKEN).verify("POST", "/v1/gone", header) is None, "another process has another challenge"
+    assert RequestVerifier("another token").verify("POST", "/v1/gone", header) is None
 
 
 def test_too_many_clients_cause_a_new_challenge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,7 +272,7 @@ def test_the_next_view_does_not_wait_for_a_replacement() -> None:
     assert first not in world.views[2].members
     assert {"w1", "w2", "w3"} - {first} <= set(world.views[2].members)
     for _ in range(2):  # a real worker waits for news; a virtual one asks only when a heartbeat is due
-        world._beat(world.workers["w4"])
+        world._send_heartbeat(world.workers["w4"])
         world.run(3.0)
     assert "w4" in world.views[max(world.views)].members
 

@@ -33,7 +33,7 @@ class Served:
         transport = httpx2.ASGITransport(application(self.service, TOKEN))
         self.client = httpx2.AsyncClient(transport=transport, base_url="http://coordinator", headers=BEARER)
 
-    async def beat(self, worker: str, count: int, **fields: object) -> HeartbeatReply:
+    async def send(self, worker: str, count: int, **fields: object) -> HeartbeatReply:
         message = {"worker": worker, "count": count, **fields}
         answer = await self.client.post("/v1/beat", json=message)
         assert answer.status_code == 200, answer.text
@@ -43,14 +43,14 @@ class Served:
 def test_a_view_is_formed_sent_and_restored_from_disk(tmp_path) -> None:
     async def run() -> None:
         served = Served(tmp_path / "store")
-        await served.beat("w0", 1)
-        update = await served.beat("w1", 1)
+        await served.send("w0", 1)
+        update = await served.send("w1", 1)
         assert update.view.number == 1
         assert update.view.members == ("w0", "w1")
-        await served.beat("w0", 2, active_view=1, version={"view": 1, "step": 7, "digest": "x"})
+        await served.send("w0", 2, active_view=1, version={"view": 1, "step": 7, "digest": "x"})
         served.store.close()
         again = Served(tmp_path / "store")
-        update = await again.beat("w0", 3, active_view=1, version={"view": 1, "step": 9, "digest": "y"})
+        update = await again.send("w0", 3, active_view=1, version={"view": 1, "step": 9, "digest": "y"})
         assert (update.view.number, update.status) == (1, ViewStatus.ACTIVE)
         status = (await again.client.get("/v1/status")).json()
         assert [worker["step"] for worker in status["workers"]] == [9, 0]
@@ -62,12 +62,12 @@ def test_a_view_is_formed_sent_and_restored_from_disk(tmp_path) -> None:
 def test_a_response_is_sent_when_there_is_news_or_when_the_next_heartbeat_is_due(tmp_path) -> None:
     async def run() -> None:
         served = Served(tmp_path / "store", Policy(expected_workers=2, max_workers=3, heartbeat_seconds=20.0))
-        waiting = asyncio.create_task(served.beat("w0", 1, known_view=0, known_status="now"))
+        waiting = asyncio.create_task(served.send("w0", 1, known_view=0, known_status="now"))
         await asyncio.sleep(0)
         while not served.service.coordinator.last_heartbeats():
             await asyncio.sleep(0.001)
         assert not waiting.done()
-        await served.beat("w1", 1)
+        await served.send("w1", 1)
         update = await asyncio.wait_for(waiting, 5.0)
         assert update.view is None
         assert update.change.number == 1
@@ -81,16 +81,16 @@ def test_responses_to_few_workers_are_sent_at_the_same_moment(tmp_path) -> None:
         served = Served(tmp_path / "store", Policy(expected_workers=2, max_workers=3, heartbeat_seconds=1.0))
         loop, responses = asyncio.get_running_loop(), {}
 
-        async def beat(worker: str) -> None:
-            await served.beat(worker, 2, active_view=1, known_view=1, known_status="no")
+        async def send(worker: str) -> None:
+            await served.send(worker, 2, active_view=1, known_view=1, known_status="no")
             responses[worker] = loop.time()
 
         for worker in ("w0", "w1"):
-            await served.beat(worker, 1)
+            await served.send(worker, 1)
         await asyncio.sleep(1.0 - loop.time() % 0.5)  # just after a tick
-        first = asyncio.create_task(beat("w0"))
+        first = asyncio.create_task(send("w0"))
         await asyncio.sleep(0.2)
-        await asyncio.gather(first, beat("w1"))
+        await asyncio.gather(first, send("w1"))
         assert abs(responses["w0"] - responses["w1"]) < 0.1
 
     asyncio.run(run())
@@ -117,7 +117,7 @@ def test_no_worker_is_late_because_the_coordinator_was_stopped(stalled, over, tm
         served = Served(tmp_path / "store")
         for count, working in ((1, {}), (2, {"active_view": 1})):
             for worker in ("w0", "w1"):
-                await served.beat(worker, count, **working)
+                await served.send(worker, count, **working)
         if stalled:
             ticking = asyncio.create_task(served.service.tick())
             await asyncio.sleep(0)
@@ -139,10 +139,10 @@ def test_a_view_that_could_not_be_written_is_not_sent(tmp_path) -> None:
         other = sqlite3.connect(tmp_path / "store", isolation_level=None)
         served.store._file.execute("pragma busy_timeout = 0")
         other.execute("begin immediate")  # like a full disk
-        await served.beat("w0", 1)
-        assert (await served.beat("w1", 1)).view.number == 0
+        await served.send("w0", 1)
+        assert (await served.send("w1", 1)).view.number == 0
         other.execute("rollback")
-        assert (await served.beat("w1", 2)).view.number == 1
+        assert (await served.send("w1", 2)).view.number == 1
 
     asyncio.run(run())
 

@@ -168,11 +168,11 @@ def test_an_exited_process_is_reported_at_once(run) -> None:
     assert run.findings == []
 
 
-@pytest.mark.parametrize(("ends", "said"), [
+@pytest.mark.parametrize(("ends", "text"), [
     (1, "the process of worker b has exited; last reported: computing at b.py:7 work"),
     (9, "worker b is frozen or cut off, without a report for 1.1 s; last reported: computing"),
 ])  # fmt: skip
-def test_a_lost_member_is_reported_even_if_the_next_view_forms_before_its_exit_is_known(ends, said, run) -> None:
+def test_a_lost_member_is_reported_even_if_the_next_view_forms_before_its_exit_is_known(ends, text, run) -> None:
     """The others see its connections close, and the next view forms at once."""
     coordinator, before = run.coordinator, run.coordinator.view
     coordinator.disconnected("b", run.now)
@@ -185,7 +185,7 @@ def test_a_lost_member_is_reported_even_if_the_next_view_forms_before_its_exit_i
     coordinator.worker_exited("b", run.now)
     run.train(4)
     ((_, words),) = run.findings
-    assert said in words
+    assert text in words
 
 
 def test_a_leaving_or_surplus_worker_is_not_reported_as_lost(run) -> None:

@@ -1,6 +1,6 @@
 """Virtual workers, a coordinator and a network: everything that can happen to the protocol, from a seed.
 
-A step is done when all members of a view have reached it; each member learns of that at a moment of its own. The state
+A step is done when all members of a view have reached it; each member learns of that at another time. The state
 is the list of steps, each with the view in which it was done, so that two groups that do the same step have different
 states. The members of a view share out the micro-batches of each step; a member that reaches the step has counted its
 own.
@@ -144,7 +144,7 @@ class World:
         """Start a worker, which has not joined."""
         name = f"w{next(self._names)}"
         worker = self.workers[name] = Worker(Agent(name, StateVersion(), WorkerAddress(f"host of {name}")))
-        self._after(self.random.uniform(0, 0.1), self._beat_forever, worker)
+        self._after(self.random.uniform(0, 0.1), self._send_heartbeats, worker)
         return name
 
     def kill(self, name: str, *, seen: bool) -> None:
@@ -273,21 +273,21 @@ class World:
 
     # Between workers and coordinator.
 
-    def _beat_forever(self, worker: Worker) -> None:
-        self._beat(worker)
+    def _send_heartbeats(self, worker: Worker) -> None:
+        self._send_heartbeat(worker)
         seconds = self.coordinator.heartbeat_seconds if self.coordinator else self.policy.heartbeat_seconds
-        self._at(worker, seconds * self.random.uniform(0.9, 1.1), self._beat_forever, worker)
+        self._at(worker, seconds * self.random.uniform(0.9, 1.1), self._send_heartbeats, worker)
 
-    def _beat(self, worker: Worker) -> None:
-        beat = worker.agent.heartbeat()
+    def _send_heartbeat(self, worker: Worker) -> None:
+        heartbeat = worker.agent.heartbeat()
         if not worker.offline and not self._lost():
-            self._after(self._delay(), self._receive, worker, beat)
+            self._after(self._delay(), self._receive, worker, heartbeat)
 
-    def _receive(self, worker: Worker, beat: Heartbeat) -> None:
+    def _receive(self, worker: Worker, heartbeat: Heartbeat) -> None:
         if self.coordinator is not None and not worker.offline:
-            self.finished = self.finished or beat.finished
-            self._publish(self.coordinator.receive(beat, self.now))
-            self._answer(worker, again=beat.leaving)
+            self.finished = self.finished or heartbeat.finished
+            self._publish(self.coordinator.receive(heartbeat, self.now))
+            self._answer(worker, again=heartbeat.leaving)
 
     def _disconnected(self, name: str) -> None:
         if self.coordinator is not None:
@@ -332,7 +332,7 @@ class World:
         self._do(worker, actions)
         if update != worker.update or actions:  # the coordinator may wait for a change
             worker.update = update
-            self._beat(worker)
+            self._send_heartbeat(worker)
 
     def _do(self, worker: Worker, actions: list[Action]) -> None:
         for action in actions:
@@ -379,7 +379,7 @@ class World:
             unreachable = self._unreachable(worker.partition, group)
             group.failed = True
             self._do(worker, worker.agent.fail_view(group.view.number, tuple(m for m in unreachable if m != name)))
-            self._beat(worker)
+            self._send_heartbeat(worker)
 
     def _unreachable(self, partition: int, group: Group) -> tuple[str, ...]:
         key = (len(group.connected), partition)
@@ -399,7 +399,7 @@ class World:
             return
         worker.state = state
         worker.agent.joined(group.view.number, state.step, state.digest)
-        self._beat(worker)
+        self._send_heartbeat(worker)
         self._compute(worker, group)
 
     def _compute(self, worker: Worker, group: Group) -> None:
@@ -441,7 +441,7 @@ class World:
             self._at(worker, self._delay() * 5, self._finish, worker)
         elif boundary:
             self._do(worker, worker.agent.end_view(number))
-            self._beat(worker)
+            self._send_heartbeat(worker)
         else:
             self._compute(worker, group)
 
@@ -453,7 +453,7 @@ class World:
     def _finish(self, worker: Worker, tries: int = 20) -> None:
         """Its part of the result is stored; it reports this until the coordinator knows, or for some tries."""
         actions = worker.agent.finish()
-        self._beat(worker)
+        self._send_heartbeat(worker)
         if self.finished or not tries:
             self._do(worker, actions)
         else:
@@ -487,4 +487,4 @@ class World:
     def _lose(self, worker: Worker, group: Group) -> None:
         if worker.agent.view.number == group.view.number:
             self._do(worker, worker.agent.fail_view(group.view.number))
-            self._beat(worker)
+            self._send_heartbeat(worker)

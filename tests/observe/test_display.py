@@ -31,8 +31,8 @@ RESULT: Mapping[str, Any] = {
 
 
 def progress(step: int, **more: Any) -> Mapping[str, Any]:
-    said = {"kind": "progress", "step": step, "steps": 240, "loss": 2.3 / step, "samples_per_second": 4321.5}
-    return {**said, "metrics": {}, **more}
+    shown = {"kind": "progress", "step": step, "steps": 240, "loss": 2.3 / step, "samples_per_second": 4321.5}
+    return {**shown, "metrics": {}, **more}
 
 
 def terminal(width: int = 100) -> Console:
@@ -197,6 +197,6 @@ def test_received_text_does_not_control_the_terminal() -> None:
         with Display("digits", stream, console=console) as display:
             for kind in ("notice", "finding"):
                 display.handle(0, {"kind": kind, "text": "\x1b]0;title\x07 \x9b2J [/x] \u202e two\nlines"})
-        said = seen(console) if console else stream.getvalue()
-        assert said.count("\\x1b]0;title\\x07 \\x9b2J [/x] \\u202e two\nlines") == 2
-        assert not any(order in said for order in ("\x1b]", "\x9b", "\x07", "\u202e"))
+        shown = seen(console) if console else stream.getvalue()
+        assert shown.count("\\x1b]0;title\\x07 \\x9b2J [/x] \\u202e two\nlines") == 2
+        assert not any(order in shown for order in ("\x1b]", "\x9b", "\x07", "\u202e"))

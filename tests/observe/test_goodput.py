@@ -12,7 +12,7 @@ from unisono.observe.goodput import advice, goodput, shares_text, table, total_s
 SECONDS = st.dictionaries(st.sampled_from([phase.value for phase in Phase]), st.floats(0, 1e6), max_size=9)
 
 
-@pytest.mark.parametrize(("ledgers", "said"), [
+@pytest.mark.parametrize(("ledgers", "text"), [
     ([{"start": 5, "compute": 90, "communication": 5}] * 2, ""),
     ([{"compute": 60, "communication": 40}] * 2, "40% of the time was spent waiting for others"),
     ([{"compute": 60, "data": 40}], "40% of the time was spent waiting for data"),
@@ -27,9 +27,9 @@ SECONDS = st.dictionaries(st.sampled_from([phase.value for phase in Phase]), st.
     ([{}], ""),
     ([], ""),
 ])  # fmt: skip
-def test_the_most_useful_advice_is_given(ledgers, said) -> None:
-    assert said in advice(ledgers)
-    assert bool(advice(ledgers)) == bool(said)
+def test_the_most_useful_advice_is_given(ledgers, text) -> None:
+    assert text in advice(ledgers)
+    assert bool(advice(ledgers)) == bool(text)
 
 
 def test_goodput_is_the_share_of_computing_after_the_start() -> None:

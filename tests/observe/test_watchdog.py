@@ -24,13 +24,13 @@ def trained(detector: StallDetector, steps: int, seconds: float = 0.5) -> float:
 def test_a_stall_is_reported_within_two_seconds_of_the_deadline_and_again_when_it_has_doubled() -> None:
     detector = StallDetector(0.0)
     last = trained(detector, 40)
-    said = [(i / 4, words) for i in range(1, 400) if (words := detector.check(40, WAITS, last + i / 4))]
+    reports = [(i / 4, words) for i in range(1, 400) if (words := detector.check(40, WAITS, last + i / 4))]
     deadline = 2 * 0.5 + 4 * 0.0
-    assert deadline + LATE_SECONDS <= said[0][0] <= deadline + 2
-    assert all(2 * one[0] <= other[0] for one, other in pairwise(said))
-    assert said[0][1].startswith("step 40 is not done after 2")
+    assert deadline + LATE_SECONDS <= reports[0][0] <= deadline + 2
+    assert all(2 * one[0] <= other[0] for one, other in pairwise(reports))
+    assert reports[0][1].startswith("step 40 is not done after 2")
     assert ("this worker has been waiting for sum (gradients, message 40), which worker 2 has not started, for 3 s at "
-            "own.py:7 train") in said[0][1]  # fmt: skip
+            "own.py:7 train") in reports[0][1]  # fmt: skip
 
 
 def test_an_evaluation_is_not_a_stall() -> None:
