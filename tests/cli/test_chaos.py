@@ -69,9 +69,9 @@ def test_without_a_word_everything_befalls_a_run(own: str) -> None:
             "--listen 10.0.0.1 --certificate none",
             "it starts a coordinator for each run; leave out the options about the coordinator",
         ),
-        ("--virtual --resume --run-dir here", "resume = True: each run is one of ours"),
-        ("--virtual --no-elastic", "workers of such a run cannot come and go"),
-        ("--virtual --sync ParameterServer() --compress Cast()", "workers of such a run cannot come and go"),
+        ("--virtual --resume --run-dir here", "resume = True: chaos chooses the directory of each run"),
+        ("--virtual --no-elastic", "workers of such a run cannot join or leave"),
+        ("--virtual --sync ParameterServer() --compress Cast()", "workers of such a run cannot join or leave"),
         ("--virtual --workers 1", "use two workers or more"),
     ],
 )
@@ -87,7 +87,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [({}, ""), ({"compress": "Cast()"}, "sums are rounded otherwise"), ({"sync": "DiLoCo()"}, "replicas that walk")],
+    [({}, ""), ({"compress": "Cast()"}, "the rounding of sums depends"), ({"sync": "DiLoCo()"}, "with local steps the result depends")],
 )
 def test_why_bits_depend_on_who_takes_part(settings: dict[str, Any], why: str) -> None:
     task = NamedTask("unisono.tasks.builtin.digits:digits").load()
@@ -113,7 +113,7 @@ def test_equal_runs_are_told_as_such(unisono: Any, own: str, tmp_path: Path) -> 
 
 def test_whoever_does_not_ask_for_the_same_bits_is_told(unisono: Any, own: str) -> None:
     said = unisono("chaos", own, "--virtual", "--steps", "2", "--compress", "Cast()", "--kill", "0")
-    assert "without --compress 'Exact()' sums are rounded otherwise" in said.out
+    assert "without --compress 'Exact()' the rounding of sums depends" in said.out
 
 
 def test_runs_that_differ_are_told_with_the_command_that_shows_it_again(

@@ -132,8 +132,10 @@ class VirtualRun:
             return
         if process.leave_requested:
             process.do(process.agent.request_leave())
-        beat = process.agent.heartbeat()
-        self._later(lambda: self._notify_coordinator(lambda coordinator: coordinator.receive(beat, self.scheduler.now)))
+        heartbeat = process.agent.heartbeat()
+        self._later(
+            lambda: self._notify_coordinator(lambda coordinator: coordinator.receive(heartbeat, self.scheduler.now))
+        )
         self._later(lambda: self._answer(process), trips=2)
 
     def _notify_coordinator(self, to: Callable[[Coordinator], Sequence[object]]) -> None:
@@ -194,7 +196,7 @@ class Process:
         self.number, self.name, self._run = number, str(number), run
         self.agent = Agent(self.name, StateVersion())
         self.view, self.rank = View(), 0
-        self.begun = self.dead = self.over = self._dismissed = self.leave_requested = False
+        self.begun = self.killed = self.over = self._dismissed = self.leave_requested = False
         self.frozen_until = self.cut_until = 0.0
         self._waiting: View | None = None
 
@@ -204,7 +206,7 @@ class Process:
     def reachable(self) -> bool:
         """Whether its agent can send and receive."""
         now = self._run.scheduler.now
-        return self.begun and not self.dead and not self.over and now >= max(self.frozen_until, self.cut_until)
+        return self.begun and not self.killed and not self.over and now >= max(self.frozen_until, self.cut_until)
 
     def begin(self) -> None:
         """Start the process."""
@@ -213,7 +215,7 @@ class Process:
 
     def die(self) -> None:
         """Kill the process, in the middle of its operation."""
-        self.dead = True
+        self.killed = True
         for world in self._run.views.values():
             world.lose_process(self)
         self.wake()
@@ -229,7 +231,7 @@ class Process:
     def wait(self, until: Callable[[], bool]) -> None:
         """Wait until the condition holds. Raises `Lost` once the process is killed."""
         while not until():
-            if self.dead:
+            if self.killed:
                 raise Lost(f"process {self.name} was killed")
             self._run.scheduler.wait(self.number, float("inf"), float("inf"))
 
@@ -313,7 +315,7 @@ class Process:
 
 @dataclass(frozen=True)
 class _VirtualRendezvous:
-    """Where the members of a view meet; see `Rendezvous`."""
+    """The rendezvous of the members of a view; see `Rendezvous`."""
 
     world: _ViewWorld
     rank: int
@@ -322,7 +324,7 @@ class _VirtualRendezvous:
         return Simulated(self.world, self.rank)
 
     def open_world(self) -> TorchWorld:
-        raise NotImplementedError("torch's own groups have no made-up clock")
+        raise NotImplementedError("torch's own groups have no virtual clock")
 
 
 class _ViewScheduler:
@@ -359,7 +361,7 @@ class _ViewWorld(SimulatedWorld):
         self.scheduler: Any = _ViewScheduler(run.scheduler, [process.number for process in self._members])
         self.broken_off: set[str] = set()
         for process in self._members:
-            if process.dead:
+            if process.killed:
                 self.lose_process(process)
 
     def lose_process(self, process: Process) -> None:
@@ -377,9 +379,9 @@ class _ViewWorld(SimulatedWorld):
     def check(self, rank: int) -> None:
         process = self._members[rank]
         still = max(process.frozen_until, process.cut_until) - self.scheduler.now
-        if still > 0 and not process.dead:
+        if still > 0 and not process.killed:
             self.scheduler.advance(rank, still)
-        if process.dead:
+        if process.killed:
             raise Lost(f"process {process.name} was killed")
         super().check(rank)
 

@@ -107,9 +107,9 @@ class _VirtualTrial:
         worker = WorkerContext(
             WorkerIdentity(process.number, size, process.number, size, "", "chaos"), lambda message: None, stop
         )
-        life = WorkerRun(worker, self._spec, self._task, self._config, torch.device("cpu"), ThreadTracker(),
+        run = WorkerRun(worker, self._spec, self._task, self._config, torch.device("cpu"), ThreadTracker(),
                     make_writer=_ImmediateWriter)  # fmt: skip
-        return life.run(process)
+        return run.run(process)
 
     def outcome(self, results: Sequence[Any]) -> RunOutcome:
         """The common outcome of all workers that finished."""

@@ -131,7 +131,7 @@ class SavedTensors:
     """Bytes that autograd saves: each storage once, without parameters and buffers.
 
     Attributes:
-        gathered: for each sharded module, the bytes of its own parameters that were unsharded when it was called.
+        gathered: for each sharded module, the bytes of parameters that were unsharded when it was called.
     """
 
     gathered: dict[nn.Module, int] = field(default_factory=dict)

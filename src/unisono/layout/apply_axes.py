@@ -136,10 +136,10 @@ def _shard_models(
         shard_model(module, rest, (), layout, bf16=bf16, last=False)
     apart = {p for module in experts for p in module.parameters()}
     repeated = [block for block in found.order if block not in found.used_outside]
-    together = partial(_exchange_groups, layout, mesh, row, set(experts))
+    groups_of = partial(_exchange_groups, layout, mesh, row, set(experts))
     passes = [
         shard_model(piece, row, repeated, layout, bf16=bf16, last=getattr(piece, "is_last", True), apart=apart,
-              may_vary=found.may_vary, exchange_groups=together)
+              exchange_groups=groups_of if found.may_vary else None)
         for piece in pieces
     ]  # fmt: skip
     if pipeline:

@@ -29,8 +29,7 @@ def shard_model(
     bf16: bool = False,
     last: bool = True,
     apart: Collection[nn.Parameter] = (),
-    may_vary: bool = False,
-    exchange_groups: ExchangeGroups = lambda block: (),
+    exchange_groups: ExchangeGroups | None = None,
 ) -> AlignedCalls:
     """Shard the parameters of `model` over `mesh`, in place. Names do not change, nor do the parameters in `apart`.
 
@@ -44,41 +43,49 @@ def shard_model(
         bf16: parameters travel and compute in bf16; gradients are summed in fp32.
         last: whether `model` returns the final output, which is then fp32.
         apart: parameters that stay as they are.
-        may_vary: whether workers may call different blocks. If not, `AlignedCalls` costs nothing.
-        exchange_groups: see `AlignedCalls`.
+        exchange_groups: see `AlignedCalls`. None: all workers call the same blocks, and `AlignedCalls` costs nothing.
     """
-    offload = CPUOffloadPolicy() if layout.offload and mesh.device_type != "cpu" else OffloadPolicy()
     inner, outer = _precision_policy(bf16, None), _precision_policy(bf16, torch.float32 if last else None)
-    reshard = None if layout.zero == 3 else False  # None: all but the root
-    given: dict[str, Any] = {
-        "mesh": mesh, "reshard_after_forward": reshard, "offload_policy": offload,
-        "ignored_params": {*apart, *unshardable(model)},
-        "shard_placement_fn": partial(shard_placement, mesh.size(mesh.ndim - 1)),
-    }  # fmt: skip
+    options = _fully_shard_options(mesh, layout, {*apart, *unshardable(model)})
     names = {module: name for name, module in model.named_modules()}
     blocks = [block for block in repeated if block in names and block is not model]
     inside = [each for group in (*blocks, model) for each in modules_of_other_dtype(group, blocks)]
-    if inside and may_vary:
+    if inside and exchange_groups is not None:
         raise InvalidInput(
             "layout", str(layout), f"{names[inside[0]]} has parameters of another dtype than its block, which are "
             "gathered when it is called, and workers may call different modules", "give all modules one dtype, or "
             "let the code call the same modules for all data")  # fmt: skip
     for other in inside:
-        fully_shard(other, mp_policy=inner, **given)
+        fully_shard(other, mp_policy=inner, **options)
     aligned = AlignedCalls(
         model, str(layout), [(names[block], block) for block in blocks], _gradients(model, blocks, apart),
-        torch.device(mesh.device_type), exchange_groups)  # fmt: skip
-    hooked = aligned.hooks_around if may_vary else nullcontext
+        torch.device(mesh.device_type), exchange_groups or (lambda block: ()))  # fmt: skip
+    hooked = nullcontext if exchange_groups is None else aligned.hooks_around
     for block in blocks:
         with hooked(block):
-            fully_shard(block, mp_policy=inner, **given)
+            fully_shard(block, mp_policy=inner, **options)
     with hooked(model):
-        fully_shard(model, mp_policy=outer, **given)
+        fully_shard(model, mp_policy=outer, **options)
+    _sum_gradients(model)
+    return aligned
+
+
+def _fully_shard_options(mesh: DeviceMesh, layout: Layout, ignored: set[nn.Parameter]) -> dict[str, Any]:
+    return {
+        "mesh": mesh,
+        "reshard_after_forward": None if layout.zero == 3 else False,  # None: all but the root
+        "offload_policy": CPUOffloadPolicy() if layout.offload and mesh.device_type != "cpu" else OffloadPolicy(),
+        "ignored_params": ignored,
+        "shard_placement_fn": partial(shard_placement, mesh.size(mesh.ndim - 1)),
+    }
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Sum gradients instead of averaging them."""
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         # Some backends cannot scale in a reduction (gloo).
         module.set_force_sum_reduction_for_comms(True)
-    return aligned
 
 
 def unshardable(model: nn.Module) -> list[nn.Parameter]:

@@ -149,12 +149,13 @@ def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
         cuts, arrives = _arrivals(task, batch, places, sample)
         places = RankMesh(replace(places.layout, cuts=cuts), places.workers)
     work = WorkerLoad(replace(task, loss=within(autocast, task.loss)), batch, len(feed.mine), autocast, arrives)
+    setup = _Setup(task, config, places, sample, device, work, whole)
     notes: list[str] = []
     holdings: list[WorkerMemory] = []
     for at in range(places.layout.pipeline):
         rank = next(r for r in range(places.workers) if places.of(r).pipeline == at)
         with _captured_log(notes if rank == 0 else []):
-            holdings += _fake_holdings(task, config, places, rank, sample, device, work, notes, whole)
+            holdings += _fake_holdings(setup, rank, notes)
     model = record(partial(model_of, task)).model
     notes += _between_replicas(config, places)
     notes += _uncounted(config)
@@ -164,50 +165,61 @@ def estimate_layout(task: Task, config: Config) -> LayoutEstimate:
         memory_of(device))  # fmt: skip
 
 
-def _fake_holdings(
-    task: Task, config: Config, places: RankMesh, rank: int, sample: Sample, device: torch.device, work: WorkerLoad,
-    notes: list[str], whole: bool,
-) -> list[WorkerMemory]:  # fmt: skip
-    """Estimate without memory, or else with it.
+@dataclass(frozen=True)
+class _Setup:
+    """What the estimates of all workers have in common.
 
     Args:
         whole: whether the optimizer steps sharded tensors whole.
     """
-    build, compute = partial(model_of, task), BlockOptions(config.precision, config.activation_checkpointing)
+
+    task: Task
+    config: Config
+    places: RankMesh
+    sample: Sample
+    device: torch.device
+    work: WorkerLoad
+    whole: bool
+
+
+def _fake_holdings(setup: _Setup, rank: int, notes: list[str]) -> list[WorkerMemory]:
+    """Estimate without memory, or else with it."""
+    options = BlockOptions(setup.config.precision, setup.config.activation_checkpointing)
+    worker_of_rank = partial(
+        fake_worker, partial(model_of, setup.task), setup.places, rank, setup.sample, setup.device, options
+    )
     try:
-        with fake_worker(build, places, rank, sample, device, compute, memory=False) as worker:
-            return _holdings(task, config, places, rank, worker, work, whole)
+        with worker_of_rank(memory=False) as worker:
+            return _holdings(setup, rank, worker)
     except InvalidInput:
         raise
     except Exception as error:  # the model's own code may raise anything on tensors without values
         notes.append(f"computed with values, in memory, as shapes are not enough: {_first_line(error)}")
     try:
-        with fake_worker(build, places, rank, sample, device, compute, memory=True) as worker:
-            return _holdings(task, config, places, rank, worker, work, whole)
+        with worker_of_rank(memory=True) as worker:
+            return _holdings(setup, rank, worker)
     except UnisonoError:
         raise
     except Exception as error:
-        raise InvalidInput("model", task.name, f"a micro-batch does not run through it ({_first_line(error)})",
+        raise InvalidInput("model", setup.task.name, f"a micro-batch does not run through it ({_first_line(error)})",
                            "check that it trains on one worker") from error  # fmt: skip
 
 
-def _holdings(
-    task: Task, config: Config, places: RankMesh, rank: int, worker: FakeWorker, work: WorkerLoad, whole: bool
-) -> list[WorkerMemory]:
+def _holdings(setup: _Setup, rank: int, worker: FakeWorker) -> list[WorkerMemory]:
     """The memory of all workers at the pipeline coordinate of `rank`."""
-    held, step = worker.held, dry_step(worker, work)
+    places, held, step = setup.places, worker.held, dry_step(worker, setup.work)
     if held.pipeline is not None:
-        step = with_messages(step, _crossing(places, rank, held, work))
-    if places.replicas > 1 and _sums(config):
+        step = with_messages(step, _crossing(places, rank, held, setup.work))
+    if places.replicas > 1 and _sums(setup.config):
         summed = sum(shard_bytes(held.leaves[name], places, rank, width) for name, width in step.gradients.items())
         step = with_messages(step, {CollectiveCall("all-reduce", places.along(rank, "replica"), summed): 1})
     here = places.of(rank).pipeline
     alike: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     for other in (r for r in range(places.workers) if places.of(r).pipeline == here):
         parts = {name: local_shape(leaf, places, other) for name, leaf in held.leaves.items()}
-        stepped = SteppedTensors.wholes(held.leaves, places, other) if whole else SteppedTensors.parts(parts)
+        stepped = SteppedTensors.wholes(held.leaves, places, other) if setup.whole else SteppedTensors.parts(parts)
         alike[tuple(parts.items()), stepped].append(other)
-    return [_holding(task, places, worker, step, dict(parts), stepped, workers)
+    return [_holding(setup.task, places, worker, step, dict(parts), stepped, workers)
             for (parts, stepped), workers in alike.items()]  # fmt: skip
 
 

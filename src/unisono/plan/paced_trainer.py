@@ -105,4 +105,4 @@ class PacedTrainer(Trainer):
         self.pace.end()
 
     def _told(self, loss: float, seconds: float) -> Mapping[str, Any]:
-        return {"loss": loss}  # rates are for whoever has seen all of it, and a made-up step may take no time
+        return {"loss": loss}  # the forecast computes rates; a virtual step may take no time

@@ -45,13 +45,13 @@ def label(config: Config, changed: Mapping[str, Any]) -> str:
 def _terms(text: str) -> list[str]:
     """`text` split at every plus sign outside of parentheses and quotes."""
     terms, depth, quote = [""], 0, ""
-    for letter in text:
-        quote = "" if letter == quote else quote or (letter if letter in "'\"" else "")
-        depth += (letter in "([") - (letter in ")]") if not quote else 0
-        if letter == "+" and depth == 0 and not quote:
+    for character in text:
+        quote = "" if character == quote else quote or (character if character in "'\"" else "")
+        depth += (character in "([") - (character in ")]") if not quote else 0
+        if character == "+" and depth == 0 and not quote:
             terms.append("")
         else:
-            terms[-1] += letter
+            terms[-1] += character
     return [term.strip() for term in terms]
 
 

@@ -44,7 +44,6 @@ def verify(
     forward: Forward | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
     weight: Callable[[Any], float] | None = None,
-    dim: int = 1,
     inputs: Inputs = lambda batch: batch,
 ) -> None:
     """Compare outputs and gradients of `model` on `sample` with those of `size` simulated workers on its parts.
@@ -59,24 +58,17 @@ def verify(
         forward: ``forward(batch)``, the model's output; default: a tuple's elements are arguments, a mapping's keys.
         loss: the task's; if given, the sum of the parts' losses is compared with the whole's as well.
         weight: the task's, see `loss_share`.
-        dim: the sequence's dimension in the batch's tensors.
         inputs: a batch to the model's arguments: a padding mask among them (``attention_mask`` in transformers) is
             hidden from the model on parts, and passed to its attention.
 
     Raises:
         InvalidInput: they differ; names the first module that does, and a remedy.
     """
-    split = SequenceSplit(sequence_length(sample, dim), size, balanced)
+    split = SequenceSplit(sequence_length(sample), size, balanced)
     run = forward or (lambda batch: _call(model, batch))
-    trial = _SplitComparison(model, sample, split, run, loss, weight, dim, inputs)
+    trial = _SplitComparison(model, sample, split, run, loss, weight, inputs)
     for seed in range(_TRIALS):
-        with _perturbed(model, seed), _NoDropout():
-            try:
-                found = trial.difference()
-            except InvalidInput:
-                raise
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                found = f"it cannot run on a part of a sequence ({type(error).__name__}: {str(error).splitlines()[0]})"
+        found = trial.difference_with_noise(seed)
         if found:
             raise InvalidInput("context", size, f"{type(model).__name__} on parts of a sequence: {found}", _CURE)
         if not trial.reads_values:
@@ -106,16 +98,25 @@ class _SplitComparison:
     run: Forward
     loss: Any
     weight: Any
-    dim: int
     inputs: Inputs
     reads_values: bool = False
     same_decisions: bool = False
+
+    def difference_with_noise(self, seed: int) -> str | None:
+        """A description of the difference with perturbed weights and without dropout; None without one."""
+        with _perturbed(self.model, seed), _NoDropout():
+            try:
+                return self.difference()
+            except InvalidInput:
+                raise
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                return f"it cannot run on a part of a sequence ({type(error).__name__}: {str(error).splitlines()[0]})"
 
     def difference(self) -> str | None:
         """A description of the difference; None without one."""
         split, model = self.split, self.model
         sample, keys = hide_padding(self.sample, self.inputs, split.length)
-        parts = [take_part(sample, split, r, self.dim) for r in range(split.size)]
+        parts = [take_part(sample, split, r) for r in range(split.size)]
         idents, asked = [0] * split.size, [DataDependence(model.parameters()) for _ in range(split.size + 1)]
 
         def member(peers: ThreadedGroup) -> Any:
@@ -132,13 +133,13 @@ class _SplitComparison:
         self.same_decisions = all(each.decisions == asked[-1].decisions for each in asked)
         self.reads_values = bool(asked[-1].answers)
         differs = _first_module(notes[threading.get_ident()], [notes[i] for i in idents], split)
-        joined = [_join(pieces, of, split, self.dim) for of, *pieces in zip(tensors(output), *map(tensors, outputs))]
+        joined = [_join(pieces, of, split, 1) for of, *pieces in zip(tensors(output), *map(tensors, outputs))]
         if any(got is not None and not _close(got, want) for got, want in zip(joined, tensors(output))):
             return f"the output differs{differs}"
         if self.loss is None:
             goal, goals = _weighted_sum(list(tensors(output))), _weighted_sum([x for x in joined if x is not None])
         else:
-            shares = [loss_share(self.weight, sample, split, r, self.dim) for r in range(split.size)]
+            shares = [loss_share(self.weight, sample, split, r) for r in range(split.size)]
             goal = self.loss(output, self.sample)
             goals = torch.stack([part_loss(self.loss, *of) for of in zip(outputs, parts, shares)]).sum()
             if not _close(goals, goal):

@@ -52,10 +52,10 @@ def _passes(action: Any) -> list[ScheduledPass]:
     if inside:
         return [scheduled for each in inside for scheduled in _passes(each)]
     what = action.computation_type
-    letter = what.value if isinstance(what.value, str) else str(what)  # older versions of torch have numbers as values
-    if letter != "F" and letter not in _BACKWARD:
+    code = what.value if isinstance(what.value, str) else str(what)  # older versions of torch have numbers as values
+    if code != "F" and code not in _BACKWARD:
         return []
-    return [(action.stage_index, action.microbatch_index, letter != "F")]
+    return [(action.stage_index, action.microbatch_index, code != "F")]
 
 
 def _stage(number: int, stages: int, group: dist.ProcessGroup) -> PipelineStage:
