@@ -86,7 +86,7 @@ def _watched(rank: int, size: int, *arguments: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     run, once = Trainer.run, {each: each.run_micro_batches for each in (Trainer, PipelinedTrainer)}
 
-    def watch_run(self: Trainer, first_step: int) -> Any:
+    def watch_run(self: Trainer) -> Any:
         held, optimizer = self.replica.held, self.replica.optimizer
 
         def note(held: LocalModel, step: Any, take: Any = LocalModel.step) -> Any:
@@ -94,7 +94,7 @@ def _watched(rank: int, size: int, *arguments: Any) -> dict[str, Any]:
             return take(held, step)
 
         LocalModel.step = note  # type: ignore[method-assign]
-        outcome = run(self, first_step)
+        outcome = run(self)
         found["parameters"] = sum(p.nbytes for p in held.local.parameters())
         found["buffers"] = sum(b.nbytes for b in held.local.buffers())
         found["optimizer"] = sum(t.nbytes for t in state_of(optimizer, held.local)[0].values())
