@@ -87,7 +87,11 @@ def test_what_cannot_work_is_refused_in_a_sentence(
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [({}, ""), ({"compress": "Cast()"}, "the rounding of sums depends"), ({"sync": "DiLoCo()"}, "with local steps the result depends")],
+    [
+        ({}, ""),
+        ({"compress": "Cast()"}, "the rounding of sums depends"),
+        ({"sync": "DiLoCo()"}, "with local steps the result depends"),
+    ],
 )
 def test_why_bits_depend_on_who_takes_part(settings: dict[str, Any], why: str) -> None:
     task = NamedTask("unisono.tasks.builtin.digits:digits").load()
