@@ -190,6 +190,18 @@ def anchors(page: Path) -> set[str]:
     return found | ({f"unisono-{command}" for command in commands()} if page.name == "cli.md" else set())
 
 
+def test_a_page_names_files_that_are_there() -> None:
+    """Of paths with a folder, which may begin at the page or in the package."""
+    missing = [
+        f"{name(page)}: {path}"
+        for page in PAGES
+        for path in re.findall(r"`((?:[\w.-]+/)+[\w.-]*\.(?:py|md|json|txt))`", page.read_text())
+        if page.name != "CHANGELOG.md" and not path.startswith(("coordinator/", "checkpoints/"))
+        if not any((start / path).exists() for start in (ROOT, page.parent, ROOT / "src" / "unisono"))
+    ]
+    assert missing == []
+
+
 def test_every_page_is_in_the_site() -> None:
     """A table of contents names it, by itself or by a pattern."""
     named = set()
