@@ -23,7 +23,7 @@ PROMPT_SECONDS = 2.0  # of a machine that has other things to do; far below ever
 DEADLINE_SECONDS = 60.0
 
 
-def test_the_first_reason_stays_and_everybody_is_woken_once() -> None:
+def test_the_first_reason_stays_and_every_callback_is_called_once() -> None:
     abort, woken = Abort(), []
     abort.check("sum")
     abort.add_callback(lambda: woken.append("kept"))
@@ -39,7 +39,7 @@ def test_the_first_reason_stays_and_everybody_is_woken_once() -> None:
         Abort().set("")
 
 
-def test_what_listens_to_nobody_is_left_alone() -> None:
+def test_a_call_that_cannot_be_aborted_is_abandoned() -> None:
     abort, free, ended = Abort(), threading.Event(), threading.Event()
 
     def stubborn() -> None:
@@ -69,7 +69,7 @@ def test_what_is_run_has_its_result_its_error_and_its_deadline() -> None:
 # Real workers.
 
 HOSTS = {"shared_memory": "aaa", "gloo": "aaa", "tiers": "aabb"}
-VERBS = dict.fromkeys(("shared_memory", "gloo"), (*laws.STARTS, "lane", "host", "call")) | {"tiers": ("within",)}
+VERBS = dict.fromkeys(("shared_memory", "gloo"), (*laws.STARTS, "channel", "host", "call")) | {"tiers": ("within",)}
 
 
 def meet(rank: int, size: int, kind: str, place: str, abort: Abort) -> Any:
@@ -80,7 +80,7 @@ def meet(rank: int, size: int, kind: str, place: str, abort: Abort) -> Any:
 
 def wait(comm: Any, connections: list[Any], verb: str) -> None:
     """For the last worker, who is not there any more."""
-    if verb == "lane":
+    if verb == "channel":
         comm.channel("another")
     elif verb == "host":
         comm.host(Echo(comm.rank))
@@ -103,10 +103,10 @@ def wait_for_the_lost(rank: int, size: int, kind: str, place: str) -> dict[str, 
         comm.gather(torch.zeros(1)).wait()
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return {verb: broken_off(comm, connections, verb, aborts[verb]) for verb, comm in comms.items()}
+    return {verb: aborted(comm, connections, verb, aborts[verb]) for verb, comm in comms.items()}
 
 
-def broken_off(comm: Any, connections: list[Any], verb: str, abort: Abort) -> Any:
+def aborted(comm: Any, connections: list[Any], verb: str, abort: Abort) -> Any:
     told = list[float]()
 
     def break_off() -> None:
@@ -127,7 +127,7 @@ def broken_off(comm: Any, connections: list[Any], verb: str, abort: Abort) -> An
 
 
 @pytest.mark.parametrize("kind", VERBS)
-def test_who_waits_for_a_stopped_peer_is_told(kind: str, tmp_path: Path) -> None:
+def test_waiting_for_a_stopped_peer_is_aborted(kind: str, tmp_path: Path) -> None:
     size = len(HOSTS[kind])
     with start(size, wait_for_the_lost, kind, str(tmp_path)) as workers:
         results = workers.results(lost={size - 1})[: size - 1]

@@ -34,7 +34,7 @@ def bare(sock: socket.socket) -> TrustedConnection:
     return TrustedConnection(sock, ConnectionTerms(1 << 20, Protection.NONE), Direction(), Direction())
 
 
-def test_who_sees_its_connection_end_may_come_back_at_once() -> None:
+def test_a_client_that_sees_its_connection_end_may_connect_again_at_once() -> None:
     actor = SlowToGrasp()
     server = ActorServer(actor, 0, lambda sender, nbytes: None)
     server.connected([])

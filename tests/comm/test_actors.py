@@ -74,7 +74,7 @@ def large_messages_arrive_whole(comm: Communicator, connections: list[ActorConne
         assert same(found, x)
 
 
-def several_calls_are_under_way_in_order(comm: Communicator, connections: list[ActorConnection]) -> None:
+def several_calls_are_in_flight_in_order(comm: Communicator, connections: list[ActorConnection]) -> None:
     for size in (10, 200_000):
         works = [connections[-1].call(ActorMessage("echo", {"i": i}, [torch.full((size,), i)])) for i in range(20)]
         for i in (19, 3, *set(range(20)) - {19, 3}):
@@ -123,7 +123,7 @@ def what_leaves_is_counted(comm: Communicator, connections: list[ActorConnection
 LAWS: list[Callable[[Communicator, list[ActorConnection]], None]] = [
     echoes_every_dtype_and_size,
     large_messages_arrive_whole,
-    several_calls_are_under_way_in_order,
+    several_calls_are_in_flight_in_order,
     polling_is_enough,
     answers_may_come_later,
     an_early_answer_overtakes_a_late_one,
@@ -143,7 +143,7 @@ def all_laws(comm: Communicator) -> None:
 
 
 def failures_end_one_connection(comm: Communicator, connections: list[ActorConnection]) -> None:
-    """An actor that fails at a message of worker 0 loses worker 0 and nobody else."""
+    """An actor that fails at a message of worker 0 loses worker 0 and no other worker."""
     if comm.rank == 0:
         for kind in ("fail", "echo"):
             with pytest.raises(PeerLost, match=kind) as lost:
@@ -175,20 +175,20 @@ def test_laws_hold_over_the_network(tmp_path: Path, encrypted: bool) -> None:
 
 
 def test_who_is_not_nearby_comes_over_the_network() -> None:
-    with closing(ListeningSockets.open("127.0.0.1")) as doors:
+    with closing(ListeningSockets.open("127.0.0.1")) as listening:
         families: SimpleQueue[int] = SimpleQueue()
-        reception = ActorListener(
-            doors.sockets, b"token", 0, 1 << 20, lambda there, sender: families.put(there.sock.family)
+        listener = ActorListener(
+            listening.sockets, b"token", 0, 1 << 20, lambda there, sender: families.put(there.sock.family)
         )
         for nearby, host, family in (
-            (doors.nearby, host_name(), socket.AF_UNIX),
+            (listening.nearby, host_name(), socket.AF_UNIX),
             ("nobody has this name", host_name(), socket.AF_INET),
-            (doors.nearby, "another host", socket.AF_INET),  # where anybody may have bound that name
+            (listening.nearby, "another host", socket.AF_INET),  # where anybody may have bound that name
         ):
-            place = ActorAddress(0, "server 0", 0, *doors.endpoint, os.getpid(), nearby, host)
+            place = ActorAddress(0, "server 0", 0, *listening.endpoint, os.getpid(), nearby, host)
             connect_actor(place, b"token", 0, 10.0).close()
             assert families.get(timeout=10.0) == family
-        reception.close()
+        listener.close()
 
 
 # Processes: what they are, and how they end.
@@ -251,7 +251,7 @@ BEFORE, MIDST = "before a call", "in the midst of a call"
 @pytest.mark.parametrize(
     ("kind", "how"), [("simulated", BEFORE), ("simulated", MIDST), ("gloo", MIDST), ("shared_memory", BEFORE)]
 )
-def test_a_lost_server_is_seen_at_once_by_everybody(kind: str, how: str, tmp_path: Path) -> None:
+def test_all_workers_see_a_lost_server_at_once(kind: str, how: str, tmp_path: Path) -> None:
     assert over(kind, 2, tmp_path, outlive_a_server, how) == [(1,)] * 2
 
 
@@ -264,7 +264,7 @@ def is_gone(connection: ActorConnection) -> bool:
 
 
 def wait_for_a_killed_worker(comm: Communicator, directory: Path) -> list[Any]:
-    """Worker 1 is killed; its server goes with it, and the actors of worker 0 hear of it."""
+    """Worker 1 is killed; its server goes with it, and the actors of worker 0 see the loss."""
     connections, beside = served(comm), hosted(comm)
     (directory / f"{comm.rank}").touch()
     if comm.rank == 1:
@@ -317,7 +317,7 @@ def test_a_silent_server_is_lost_within_the_deadline(tmp_path: Path) -> None:
         assert 4.5 < seconds < 10.0
 
 
-# The made-up clock.
+# The virtual clock.
 
 SLOW = Link(bytes_per_second=1e4, latency_seconds=0.01)
 
@@ -367,7 +367,7 @@ def wait_in_vain(comm: Communicator) -> None:
     connections[0].call(ActorMessage("silent")).wait()
 
 
-def test_when_nothing_more_can_happen_everybody_is_told() -> None:
+def test_all_workers_see_when_nothing_more_can_happen() -> None:
     for error in outcomes(2, wait_in_vain):
         assert isinstance(error, MessageMismatch)
         assert "'silent' to server 0" in str(error)

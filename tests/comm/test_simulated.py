@@ -91,11 +91,11 @@ def test_what_was_summed_holds_noise_and_what_was_gathered_is_unchanged():
     assert simulate(2, worker) == [(True, [1, 1])] * 2
 
 
-def test_lanes_are_independent_conversations():
+def test_channels_are_independent():
     def worker(comm):
         a, b = comm.channel("a"), comm.channel("b")
         first, second = (a, b) if comm.rank else (b, a)
-        works = {lane: lane.sum(torch.tensor([float(lane is a)])) for lane in (first, second)}
+        works = {channel: channel.sum(torch.tensor([float(channel is a)])) for channel in (first, second)}
         return works[a].wait().item(), works[b].wait().item()
 
     assert simulate(3, worker) == [(3, 0)] * 3
@@ -302,7 +302,7 @@ def test_a_neighbour_that_does_not_know_of_the_swap_is_a_mismatch():
     assert errors[2].ranks == (1,)  # which had failed by then
 
 
-def test_a_deadlock_is_told_to_everybody():
+def test_all_workers_see_a_deadlock():
     def worker(comm):
         a, b = comm.channel("a"), comm.channel("b")
         (b if comm.rank == 1 else a).sum(torch.ones(3)).wait()

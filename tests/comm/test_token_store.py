@@ -116,11 +116,13 @@ def test_a_connection_ends_with_the_store(server: StoreServer) -> None:
     assert within(20.0, lambda: len(os.listdir("/proc/self/fd")) == before - 2)  # both ends are here
 
 
-def meet(rank: int, size: int, kind: str, place: str) -> list[float]:
-    """The sums of a first wire, and of one between all in torch's world."""
-    meeting = Rendezvous(rank, in_blocks(size, size), place, kind, torch.device("cpu"), 20.0, security=Security(TOKEN))
-    comm = meeting.connect(range(size))
-    world = meeting.open_world()
+def connect_all(rank: int, size: int, kind: str, place: str) -> list[float]:
+    """The sums over a communicator of all workers, and over torch's default group."""
+    rendezvous = Rendezvous(
+        rank, in_blocks(size, size), place, kind, torch.device("cpu"), 20.0, security=Security(TOKEN)
+    )
+    comm = rendezvous.connect(range(size))
+    world = rendezvous.open_world()
     found = comm.sum(torch.ones(1)).wait().tolist()
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
@@ -132,17 +134,17 @@ def meet(rank: int, size: int, kind: str, place: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
 def test_workers_meet_there(kind: str) -> None:
-    with closing(open_store("", "http://127.0.0.1:9", TOKEN)) as door:
-        assert run(3, meet, kind, for_attempt(door.url, 7)) == [[3.0, 3.0]] * 3
+    with closing(open_store("", "http://127.0.0.1:9", TOKEN)) as store:
+        assert run(3, connect_all, kind, for_attempt(store.url, 7)) == [[3.0, 3.0]] * 3
 
 
 def secure(rank: int, size: int, place: str, encrypted: bool) -> bool:
     """Whether what this worker says to an actor on another host is encrypted."""
-    meeting = Rendezvous(
+    rendezvous = Rendezvous(
         rank, ["a", "b"], place, "gloo", torch.device("cpu"), 20.0, security=Security(TOKEN, encrypted)
     )
     ListeningSockets.open = staticmethod(lambda address: ListeningSockets([listen(address)], ""))  # type: ignore[method-assign]
-    comm = meeting.connect(range(size))
+    comm = rendezvous.connect(range(size))
     connections = comm.host(Echo(rank))
     found = {connection._outbox._outgoing._encrypted for connection in connections}  # type: ignore[attr-defined]
     comm.gather(torch.zeros(1)).wait()
@@ -152,5 +154,5 @@ def secure(rank: int, size: int, place: str, encrypted: bool) -> bool:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_messages_to_other_hosts_are_encrypted_where_the_run_asks_for_it(encrypted: bool) -> None:
-    with closing(open_store("", "http://127.0.0.1:9", TOKEN)) as door:
-        assert run(2, secure, for_attempt(door.url, 1), encrypted) == [encrypted] * 2
+    with closing(open_store("", "http://127.0.0.1:9", TOKEN)) as store:
+        assert run(2, secure, for_attempt(store.url, 1), encrypted) == [encrypted] * 2

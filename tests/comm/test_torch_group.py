@@ -140,7 +140,7 @@ def close_in_the_middle(rank: int, size: int, directory: str) -> float:
     return time.monotonic() - began
 
 
-def test_close_does_not_wait_for_anybody(tmp_path: Path) -> None:
+def test_close_waits_for_no_peer(tmp_path: Path) -> None:
     assert max(run(2, close_in_the_middle, str(tmp_path))) < 25.0
 
 
@@ -167,7 +167,7 @@ def not_woken(rank: int, size: int, directory: str) -> tuple[str, float]:
     return "", 0.0
 
 
-def test_a_backend_that_does_not_wake_its_operations_holds_nobody(tmp_path: Path) -> None:
+def test_a_backend_that_does_not_wake_its_operations_blocks_no_worker(tmp_path: Path) -> None:
     """Neither until the deadline, nor at the end, when torch would wait for them."""
     for text, seconds in run(2, not_woken, str(tmp_path)):
         assert text == "a worker lost during sum: a connection was closed"
@@ -179,31 +179,31 @@ def listens() -> set[tuple[str, int]]:
     return set(listening_ends("127.0.0.1"))
 
 
-def met_by_strangers(rank: int, size: int, directory: str) -> int:
+def reached_by_strangers(rank: int, size: int, directory: str) -> int:
     """How many strangers were let in, of four at each place where gloo listens."""
     before = listens()
     comm = joined(rank, size, directory)
-    lane = comm.channel("another")
+    channel = comm.channel("another")
     world = listens() - before
     assert len(world) >= 4
-    files, let_in = open_files(), 0
+    files, accepted = open_files(), 0
     for end in [*world] * 4:
         with socket.socket() as stranger, suppress(TimeoutError):
             stranger.settimeout(0.05)
             stranger.connect(end)
-            let_in += 1
+            accepted += 1
     assert open_files() == files
-    for each in (comm, lane):  # who is in stays
+    for each in (comm, channel):  # who is in stays
         assert each.sum(torch.ones(2)).wait().tolist() == [2.0, 2.0]
     comm.close()
-    return let_in
+    return accepted
 
 
-def test_who_comes_after_all_have_met_is_not_let_in(tmp_path: Path) -> None:
-    assert run(2, met_by_strangers, str(tmp_path)) == [0, 0]
+def test_connections_after_the_rendezvous_are_refused(tmp_path: Path) -> None:
+    assert run(2, reached_by_strangers, str(tmp_path)) == [0, 0]
 
 
-def reached_while_workers_meet(rank: int, size: int, directory: str) -> dict[str, int]:
+def reached_during_rendezvous(rank: int, size: int, directory: str) -> dict[str, int]:
     """By how many of its connections each address reaches where gloo of the first worker listens."""
     store = PrefixedStore("a", DirectoryStore(Path(directory) / "store", 10.0, Abort()))
     if rank == 0:
@@ -220,8 +220,8 @@ def reached_while_workers_meet(rank: int, size: int, directory: str) -> dict[str
     return reached
 
 
-def test_while_workers_meet_only_their_addresses_reach_them(tmp_path: Path) -> None:
-    assert run(2, reached_while_workers_meet, str(tmp_path))[1] == {"127.0.0.1": 2, "127.0.0.2": 0}
+def test_during_the_rendezvous_only_addresses_of_workers_reach_it(tmp_path: Path) -> None:
+    assert run(2, reached_during_rendezvous, str(tmp_path))[1] == {"127.0.0.1": 2, "127.0.0.2": 0}
 
 
 def garbled(rank: int, size: int, directory: str, words: str) -> str:
@@ -242,8 +242,8 @@ def garbled(rank: int, size: int, directory: str, words: str) -> str:
     "words", ["no JSON {", '{"a": 1}', "[1, 2]", '[["127.0.0.1"]]', '[["127.0.0.1", "x"]]', "[[[], []]]"]
 )
 def test_a_garbled_place_is_that_of_a_lost_peer(words: str, tmp_path: Path) -> None:
-    said, _ = run(2, garbled, str(tmp_path), words)
-    assert said.startswith("worker 1 lost during connect: its entry in the store is garbled")
+    messages, _ = run(2, garbled, str(tmp_path), words)
+    assert messages.startswith("worker 1 lost during connect: its entry in the store is garbled")
 
 
 class Liar(c10d.Store):
@@ -276,8 +276,8 @@ def in_anothers_place(rank: int, size: int, directory: str) -> str:
     return "it was taken for a peer"
 
 
-def test_who_does_not_know_the_word_of_a_meeting_is_no_peer(tmp_path: Path) -> None:
-    said = run(3, in_anothers_place, str(tmp_path))
+def test_a_process_without_the_secret_of_a_group_is_no_peer(tmp_path: Path) -> None:
+    messages = run(3, in_anothers_place, str(tmp_path))
     wrong = "another process has connected in its place"
-    assert said == [f"worker 1 lost during connect: {wrong}", f"worker 0, 2 lost during connect: {wrong}",
+    assert messages == [f"worker 1 lost during connect: {wrong}", f"worker 0, 2 lost during connect: {wrong}",
                     f"worker 1 lost during connect: {wrong}"]  # fmt: skip
