@@ -384,7 +384,9 @@ def test_a_bad_value_that_comes_late_leaves_the_run_of_a_script(launched: tuple[
     done = subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1, done.stderr
     assert re.search(r"worker \d after \d+ steps: weight = nan: ", done.stderr), done.stderr
-    assert f"the run lies in {home / name}; go on with Config(run_dir='{home / name}', resume=True)" in done.stderr
+    assert (
+        f"the run directory is {home / name}; resume with Config(run_dir='{home / name}', resume=True)" in done.stderr
+    )
     assert (home / name / "config.toml").exists()
 
 

@@ -38,7 +38,7 @@ class Drill:
         self.views: dict[str, tuple[int, frozenset[str]]] = {}
         self.notices: list[str] = []
         self.lock = threading.Lock()
-        # Whoever is not heard of for long is noticed only after seconds: what is told of the dead comes first.
+        # Heartbeats are missed only after seconds: the launcher reports exits before.
         self.policy = Policy(**{"expected_workers": 3, "max_workers": 3, "heartbeat_seconds": 2.0, **policy})
 
     def run(self, target: str = "train", *arguments: Any) -> list[Any]:
