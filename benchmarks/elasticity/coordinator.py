@@ -27,9 +27,9 @@ def verdicts(ran: Sequence[Ran]) -> list[Verdict]:
     """What is claimed of it."""
     reports = [each.report for each in ran]
     figures = (
-        ("p99 of the answer to a beat: ms against the target", "ms", ANSWER_MS,
+        ("p99 of the response to a heartbeat: ms against the target", "ms", ANSWER_MS,
          [each["answer_ms"]["p99"] for each in reports]),
-        ("a death until the last of the others has met the new view, the longest of each run: s against the target",
+        ("a death until the last worker has joined the new view, the longest of each run: s against the target",
          "s", CHANGE_SECONDS, [max(change["seconds"] for change in each["changes"]) for each in reports]),
         ("memory of the coordinator's process, at most: MiB against the target", "MiB", MEMORY_MIB,
          [each["server_mib"] for each in reports]),
@@ -42,9 +42,11 @@ def verdicts(ran: Sequence[Ran]) -> list[Verdict]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(__doc__, repeats=3)
-    parser.add_argument("--workers", type=int, default=4096, help="that beat (4096)")
+    parser.add_argument("--workers", type=int, default=4096, help="that send heartbeats (4096)")
     asked = parser.parse_args(arguments)
-    ran = harness.interleave({"beats": functools.partial(harness.run, command(asked.workers))}, asked.repeats)["beats"]
+    ran = harness.interleave({"heartbeats": functools.partial(harness.run, command(asked.workers))}, asked.repeats)[
+        "heartbeats"
+    ]
     reports = [each.report for each in ran]
     for figure in ("beats_per_second", "server_cpu", "generator_cpu"):
         print(f"{figure:24} {Spread.of([each['steady'][figure] for each in reports])}")

@@ -49,7 +49,7 @@ class Way:
             try:
                 frame, about = self.source.recvfrom(_FRAME_BYTES)
             except OSError:
-                return  # there is nothing more; or the cable is out, which is told once
+                return  # no more frames, or the link is down, which is reported once
             if about[2] == _OUTGOING or (self.loss and self.chance.random() < self.loss):
                 continue
             if self.delay_seconds:

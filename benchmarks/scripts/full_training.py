@@ -72,7 +72,7 @@ def ours(asked: argparse.Namespace) -> dict[str, float]:
         workers=asked.workers, elastic=elastic, steps=asked.steps, threads=1, run_dir="run",
         compress=parse("compress", asked.compress, COMPRESSORS), **sizes)  # fmt: skip
     result = unisono.train(task, config, quiet=True)
-    assert result is not None  # this process is nobody's worker
+    assert result is not None  # None only in a worker
     steps_per_second = result.samples_per_second / sizes["global_batch"]
     return {"step_seconds_median": result.step_seconds_median, "steps_per_second": steps_per_second}
 

@@ -36,13 +36,13 @@ class Adding:
         self._held: dict[int, torch.Tensor] = {}
 
     def connected(self, lines: Sequence[ActorConnection]) -> None:
-        """Needs nobody."""
+        """Needs no connections."""
 
     def lost(self, sender: int) -> None:
-        """Waits for nobody."""
+        """Does not wait for senders."""
 
     def receive(self, sender: int, message: ActorMessage, answer: Answer) -> None:
-        """The tensor that arrived is memory of this sender alone, so the sum may travel back in it."""
+        """The tensor that arrived is memory of this sender only, so the sum may be returned in it."""
         (x,) = message.tensors
         held = self._held.setdefault(x.numel(), torch.zeros_like(x))
         held += x
@@ -88,11 +88,11 @@ def main() -> None:
     second = first if asked.shared else others[0]
     os.sched_setaffinity(0, {first})
     torch.set_num_threads(1)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
         actor = multiprocessing.get_context("spawn").Process(target=serve, args=(second, asked.way, port), daemon=True)
         actor.start()
-        sock, _ = door.accept()
+        sock, _ = listening.accept()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     assert actor.pid is not None
     line = SocketConnection(

@@ -38,7 +38,7 @@ class Marks:
     """What this process does, one line each: ``<pid>.jsonl`` in `folder`; a line is written at once, as a whole."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._told, self.computed = folder, False, 0
+        self._folder, self._log_file, self.computed = folder, False, 0
         self._file = os.open(folder / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         now = time.monotonic()
         self._write({"at": now, "born": now - age_seconds()})
@@ -48,8 +48,8 @@ class Marks:
         at, steps = time.monotonic(), round(float(tally.detach().sum()) / GLOBAL_BATCH)
         self._write({"at": at, "step": steps, "computed": self.computed, "workers": workers})
         self.computed = 0
-        if not self._told and (self._folder / ENOUGH).exists():
-            self._told, path = True, self._folder / f"{os.getpid()}.tally"
+        if not self._log_file and (self._folder / ENOUGH).exists():
+            self._log_file, path = True, self._folder / f"{os.getpid()}.tally"
             np.savez(path.with_suffix(".part.npz"), tally=tally.detach().numpy(), steps=steps)
             path.with_suffix(".part.npz").rename(path.with_suffix(".npz"))
 

@@ -104,7 +104,7 @@ def with_torchft(asked: argparse.Namespace) -> None:
     rows = samples().tensors[0]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    steps.step()  # of nothing: the optimizer's state is there, as it is in those that may hand theirs over
+    steps.step()  # a step of zeros allocates optimizer state, as replicas have it that may send theirs
     while True:
         steps.zero_grad(set_to_none=False)
         manager.start_quorum()
@@ -123,7 +123,7 @@ def with_torchft(asked: argparse.Namespace) -> None:
 
 
 def torchft(asked: argparse.Namespace) -> None:
-    """The lighthouse, and whoever starts replicas again; until SIGTERM."""
+    """Runs the lighthouse and restarts replicas, until SIGTERM."""
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
@@ -143,7 +143,7 @@ def torchft(asked: argparse.Namespace) -> None:
         for replica in replicas:
             replica.kill()
             replica.wait()
-        os._exit(0)  # the lighthouse goes on for ever
+        os._exit(0)  # the lighthouse never ends
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ class Without:
         """After every step: whatever is to be looked after."""
 
     def complete(self) -> bool:
-        """Whether nothing goes on in the background."""
+        """Whether no background work is left."""
         return True
 
     def wait(self) -> None:
@@ -177,7 +177,7 @@ class AsyncStaging(AsyncSave):
 
 def lost_seconds(training: Training, way: Without, before: int) -> float:
     """Seconds that one checkpoint costs training: what the steps from it on take longer than the median of the
-    `before` steps right before it, summed until nothing goes on in the background and a few steps more.
+    `before` steps right before it, summed until the background work has ended and a few steps more.
 
     Then everything comes to rest, off the clock.
     """

@@ -30,7 +30,7 @@ from benchmarks.harness import BIN, SCRIPTS, Claim, Verdict
 from benchmarks.netlab.cpu_quota import controller, remove
 from benchmarks.netlab.errors import Unavailable
 
-ALONE = "Layout()"
+ONE_WORKER = "Layout()"
 LAYOUTS = tuple(f"Layout({axis})" for axis in ("shard=2", "shard=4", "tensor=2", "pipeline=2", "pipeline=4"))
 LIMITED = ("Layout(shard=4)", "Layout(pipeline=4)")
 UNEVEN = 4 / 3  # what a worker may hold, over an even part
@@ -97,7 +97,7 @@ def measure(layout: str, size: Size) -> Figure:
 
 def claims(figures: Mapping[str, Sequence[Figure]]) -> list[Verdict]:
     """What every layout holds, against the parameters, gradients and optimizer state of one worker."""
-    whole = [figure.state for figure in figures[ALONE]]
+    whole = [figure.state for figure in figures[ONE_WORKER]]
     verdicts = []
     for layout in LAYOUTS:
         share = UNEVEN / int(layout[-2])
@@ -171,9 +171,9 @@ def third(alone: Figure, fixed: int) -> int:
 
 def trials(size: Size, figures: Mapping[str, Sequence[Figure]]) -> dict[str, Trial]:
     """Both layouts under the limit, and one worker, which gets the larger of the two limits."""
-    limits = {layout: third(figures[ALONE][-1], _fixed(layout, size)) for layout in LIMITED}
+    limits = {layout: third(figures[ONE_WORKER][-1], _fixed(layout, size)) for layout in LIMITED}
     found = {layout: limited(layout, size, limit) for layout, limit in limits.items()}
-    return found | {ALONE: limited(ALONE, size, max(limits.values()))}
+    return found | {ONE_WORKER: limited(ONE_WORKER, size, max(limits.values()))}
 
 
 def _fixed(layout: str, size: Size) -> int:
@@ -187,7 +187,7 @@ def holds(found: Mapping[str, Trial], losses: Mapping[str, float]) -> bool:
         not found[layout].killed and abs(found[layout].report.get("loss", 0.0) - losses[layout]) < 1e-5
         for layout in LIMITED
     )
-    return trained and found[ALONE].killed == 1 and "failed" in found[ALONE].report
+    return trained and found[ONE_WORKER].killed == 1 and "failed" in found[ONE_WORKER].report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -202,8 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def judge(size: Size, asked: argparse.Namespace) -> int:
-    """Measure, say and record all of it."""
-    ways = {layout: functools.partial(measure, layout, size) for layout in (ALONE, *LAYOUTS)}
+    """Measures, prints and records everything."""
+    ways = {layout: functools.partial(measure, layout, size) for layout in (ONE_WORKER, *LAYOUTS)}
     figures = harness.interleave(ways, asked.repeats)
     verdicts = claims(figures)
     try:

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     asked = parser.parse_args(arguments)
     cases = [c for c in CASES if asked.only in (None, c.name)]
-    verdicts = [harness.told(measure(case, asked.optimizer, asked.repeats)) for case in cases]
+    verdicts = [harness.print_verdict(measure(case, asked.optimizer, asked.repeats)) for case in cases]
     return harness.conclude("steps", verdicts, asked.json, optimizer=asked.optimizer)
 
 

@@ -66,7 +66,7 @@ def judged(speeds: Mapping[str, Sequence[float]]) -> list[Verdict]:
     ]
 
 
-def told(speeds: Mapping[str, Sequence[float]]) -> None:
+def print_speeds(speeds: Mapping[str, Sequence[float]]) -> None:
     """All ways, against the sum."""
     total = [f + s for f, s in zip(speeds[FAST], speeds[SLOW], strict=True)]
     print(f"\nsum of the workers' own speeds: {Spread.of(total)} samples/s")
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"not measured: {reason}")
         return 0
     speeds = {name: [each["samples_per_second"] for each in found] for name, found in reports.items()}
-    told(speeds)
+    print_speeds(speeds)
     hashes = {each["weights_sha256"] for name in (EXACT, EXACT_ALIKE) for each in reports[name]}
     code = harness.conclude(
         "unequal", judged(speeds), asked.json, sizes={k: v for k, v in vars(asked).items() if k != "json"},

@@ -95,10 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"left out: {reason}")
         return 0
     if {FAST, SLOW, UNLIMITED} & set(left_out):
-        raise SystemExit(f"there is nothing to compare with: {left_out}")
+        raise SystemExit(f"nothing to compare with: {left_out}")
     speeds = {name: [f.samples_per_second for f in each] for name, each in figures.items()}
     total = [3 * f + s for f, s in zip(speeds[FAST], speeds[SLOW], strict=True)]
-    told(figures, total)
+    print_figures(figures, total)
     kept = {way.name for way in KEEPING}
     judged = [
         Verdict(Claim(f"{name}: samples/s against the sum of the workers alone", KEPT), "the sum", "samples/s",
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures={name: [f.known for f in each] for name, each in figures.items()})  # fmt: skip
 
 
-def told(figures: dict[str, list[Figure]], total: Sequence[float]) -> None:
+def print_figures(figures: dict[str, list[Figure]], total: Sequence[float]) -> None:
     """All ways, the slowest last."""
     pairs = zip(figures[SLOW], figures[FAST], strict=True)
     slowed = Spread.of([slow.samples_per_second / fast.samples_per_second for slow, fast in pairs])

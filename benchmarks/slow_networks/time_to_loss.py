@@ -77,7 +77,7 @@ class Campaign:
     torchft: str
 
     def measure(self, way: Way, rate: Rate | None, target: float = 0.0, stop_after: int | None = None) -> Measured:
-        """One run, on hosts of its own."""
+        """One run, on new hosts."""
         with netlab(self.hosts, rate) as lab:
             return train(
                 lab, way, self.run, target=target, stop_after=stop_after, timeout_seconds=self.timeout_seconds,

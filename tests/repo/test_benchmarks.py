@@ -118,7 +118,7 @@ def test_a_model_that_is_too_large_for_one_worker_trains_on_two(monkeypatch: pyt
         limit = layout_memory.limited(layout, size.empty, 0).peak + state * 2 // 3
     except Unavailable as refused:
         pytest.skip(str(refused))
-    laid, alone = (layout_memory.limited(each, size, limit) for each in (layout, layout_memory.ALONE))
+    laid, alone = (layout_memory.limited(each, size, limit) for each in (layout, layout_memory.ONE_WORKER))
     assert laid.killed == 0, laid
     assert laid.report["loss"] < 6, laid
     assert alone.killed == 1, alone
