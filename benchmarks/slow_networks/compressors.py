@@ -31,9 +31,7 @@ def measure(compressor: str, rate: Rate | None, warm: int, timed: int, hosts: in
         return train(lab, way, RUN, stop_after=warm + timed, timeout_seconds=900.0)
 
 
-def print_table(
-    rate: str, measured: Mapping[str, Sequence[Measured]], seconds: Mapping[str, Sequence[float]]
-) -> None:
+def print_table(rate: str, measured: Mapping[str, Sequence[Measured]], seconds: Mapping[str, Sequence[float]]) -> None:
     """Prints the table of one rate, and the log of `Auto` about its choice."""
     print(f"\n{rate}:")
     for name in sorted(seconds, key=lambda name: Spread.of(seconds[name]).median):
