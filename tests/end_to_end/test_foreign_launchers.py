@@ -188,7 +188,7 @@ for _ in range(9):
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        ("sys.exit(0)", "; worker 1 had ended before: user code called sys.exit(0) on leaving.py:10 <module>\n"),
+        ("sys.exit(0)", "; worker 1 had exited before: user code called sys.exit(0) on leaving.py:10 <module>\n"),
         ("raise ValueError('bad')", "\n\nworker 1 failed: ValueError: bad\n"),
     ],
 )
